@@ -1,0 +1,1 @@
+"""The bundled reference model and the tasks it was trained on; see README.md here."""

@@ -1,0 +1,79 @@
+"""A folder is an axis, a file is a method, its name is the name that a recipe uses: no registry to edit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from dataclasses import dataclass
+from typing import Any
+
+from accel.ir.errors import RecipeError, unknown
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One folder of interchangeable methods.
+
+    `package` is importable and its `Base` is the interface; each module in it that does not start
+    with an underscore holds exactly one subclass of `Base`, a dataclass whose fields are its options.
+    """
+
+    name: str
+    package: str
+
+    def names(self) -> list[str]:
+        """Names of the methods, as recipes write them (a dash where the file has an underscore)."""
+        path = importlib.import_module(self.package).__path__
+        found = (m.name for m in pkgutil.iter_modules(path) if not m.ispkg)
+        return sorted(n.replace("_", "-") for n in found if not n.startswith("_"))
+
+    def method(self, name: str) -> type[Any]:
+        """The class behind a name; an unknown name is an error with the near one."""
+        if name.replace("_", "-") not in self.names():
+            raise RecipeError(unknown(f"{self.name} method", name, self.names()))
+        module = importlib.import_module(f"{self.package}.{name.replace('-', '_')}")
+        base = importlib.import_module(self.package).Base
+        found = [
+            c
+            for c in vars(module).values()
+            if isinstance(c, type) and issubclass(c, base) and c.__module__ == module.__name__
+        ]
+        if len(found) != 1:
+            raise RecipeError(
+                f"{module.__name__} holds {len(found)} classes of {self.name}; a method file holds one"
+            )
+        return found[0]
+
+    def build(self, name: str, **options: Any) -> Any:
+        """The method with its options; unknown options and wrong types are errors."""
+        cls = self.method(name)
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        for option, value in options.items():
+            if option not in fields:
+                raise RecipeError(unknown(f"{self.name}.{name} option", option, fields))
+            _check_type(f"{self.name}.{name}.{option}", fields[option], value)
+        return cls(**options)
+
+
+def _check_type(where: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse a value whose plain type differs from the field's default (an int may stand for a float)."""
+    if field.default is dataclasses.MISSING or field.default is None:
+        return
+    want, got = type(field.default), type(value)
+    if got is not want and not (want is float and got is int):
+        raise RecipeError(
+            f"{where} = {value!r} is {got.__name__}, not {want.__name__} (default {field.default!r})"
+        )
+
+
+def find_axes(roots: tuple[str, ...] = ("accel.passes", "accel.runtime")) -> dict[str, Axis]:
+    """Every axis below the root packages: a sub-package that defines `Base`."""
+    axes: dict[str, Axis] = {}
+    for root in roots:
+        path = importlib.import_module(root).__path__
+        for info in pkgutil.walk_packages(path, prefix=root + "."):
+            if info.ispkg and hasattr(importlib.import_module(info.name), "Base"):
+                name = info.name.removeprefix(root + ".")
+                axes[name] = Axis(name, info.name)
+    return axes

@@ -1,0 +1,374 @@
+"""nn.Module or ExportedProgram -> Program: `torch.export` with symbolic batch and sequence.
+
+The captured program takes `tokens [B,T]` and `positions [B,T]` and returns `logits [B,T,V]`; it is
+checked against the module on odd sizes before anything else happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from accel.ir.errors import CaptureError
+from accel.ir.program import Entry, Facts, Program
+
+PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
+_PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+_POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
+
+
+class Adapter(nn.Module):
+    """`forward(tokens, positions) -> logits` around any decoder; names of parameters stay the user's."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        names = list(inspect.signature(model.forward).parameters)
+        self.hugging_face = is_hugging_face(model)
+        self.position_name = next((n for n in _POSITION_NAMES if n in names), None)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        extra: dict[str, Any] = {}
+        if self.position_name:
+            extra[self.position_name] = positions
+        if self.hugging_face:
+            extra["use_cache"] = False
+            return logits_of(self.model(input_ids=tokens, **extra))
+        return logits_of(self.model(tokens, **extra))
+
+
+def is_hugging_face(model: object) -> bool:
+    """Whether a module is a transformers model, found without importing transformers."""
+    return any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
+
+
+def logits_of(out: Any) -> Tensor:
+    """The logits in whatever a forward returns: a tensor, an object with `.logits`, a tuple or dict."""
+    if isinstance(out, dict):
+        out = out.get("logits")
+    elif hasattr(out, "logits"):
+        out = out.logits
+    elif isinstance(out, (tuple, list)) and out:
+        out = out[0]
+    if not isinstance(out, Tensor) or out.dim() != 3 or not out.is_floating_point():
+        found = (
+            f"a tensor of shape {list(out.shape)} and dtype {out.dtype}"
+            if isinstance(out, Tensor)
+            else type(out).__name__
+        )
+        raise CaptureError(
+            f"forward returned {found}, not logits [B,T,V]; give a causal language model whose "
+            "forward(tokens [B,T]) returns logits, or an object with `.logits`"
+        )
+    return out
+
+
+def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> Program:
+    """Capture a decoder.
+
+    Args:
+        model: an `nn.Module` whose forward takes token ids [B,T] (and optionally positions) and
+            returns logits [B,T,V], or an `ExportedProgram` of one with dynamic B and T.
+        facts: what is already known of the model.
+        max_context: the longest sequence that the program will be asked for.
+
+    Raises:
+        CaptureError: the module cannot be exported, or computes something else once exported.
+    """
+    if isinstance(model, ExportedProgram):
+        return _from_exported(model, facts, max_context)
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"cannot capture a {type(model).__name__}; give an nn.Module, a Hugging Face model "
+            "directory, or a torch.export ExportedProgram"
+        )
+    with _inference_mode(model) as adapter:
+        batch, length = _example_sizes(model)
+        tokens, positions = example(batch, length, vocabulary(model))
+        with torch.no_grad():
+            try:
+                logits = adapter(tokens, positions)
+            except CaptureError as error:
+                raise CaptureError(f"{type(model).__name__}.{error}") from None
+            except Exception as error:
+                raise CaptureError(
+                    f"{type(model).__name__}.forward failed on token ids [B,T] int64: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            exported = _export(model, adapter, tokens, positions, max_context)
+        facts = facts or facts_of(model, max_context)
+        facts.vocab_size = int(logits.shape[-1])
+        program = _to_program(exported, facts, _original_names(adapter), PREFIX)
+        _check(program, lambda t, p: adapter(t, p), type(model).__name__)
+    return program
+
+
+def facts_of(model: nn.Module, max_context: int) -> Facts:
+    """Name, sizes and end tokens, from the configuration where there is one."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = getattr(text, "eos_token_id", None) if eos is None else eos
+    facts = Facts(name=type(model).__name__, vocab_size=0, max_context=max_context)
+    if isinstance(limit, int) and 0 < limit < max_context:
+        facts.max_context = limit
+        facts.notes.append(f"max_context is {limit}, the model's own limit, not {max_context}")
+    facts.eos = [] if eos is None else [int(e) for e in (eos if isinstance(eos, list) else [eos])]
+    bos = getattr(text, "bos_token_id", None)
+    facts.bos = bos if isinstance(bos, int) else None
+    unique = {p.data_ptr(): p.numel() for p in model.parameters()}
+    facts.parameters = sum(unique.values())
+    if hasattr(config, "to_json_string"):
+        import json
+
+        facts.config = json.loads(config.to_json_string(use_diff=False))
+    return facts
+
+
+def vocabulary(model: nn.Module) -> int:
+    """How many token ids a module takes: its configuration's word, else its largest embedding."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return sizes[0] if sizes else 2
+
+
+def example(batch: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random tokens [B,T] and their positions [B,T]; both contiguous (a stride guard is a trap)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (batch, length), generator=generator)
+    return tokens, torch.arange(length).repeat(batch, 1)
+
+
+@contextlib.contextmanager
+def _inference_mode(model: nn.Module) -> Iterator[Adapter]:
+    """The module ready for capture, put back as it was afterwards."""
+    training = [m for m in model.modules() if m.training]
+    config = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    model.eval()
+    try:
+        if is_hugging_face(model):
+            _choose_attention(model)
+        yield Adapter(model).eval()
+    finally:
+        for module in training:
+            module.training = True
+        if is_hugging_face(model) and before is not None:
+            model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def _choose_attention(model: Any) -> None:
+    """sdpa, or the written-out form where sdpa is missing or leaves something out (a soft cap)."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None)
+    try:
+        model.set_attn_implementation("eager" if capped else "sdpa")
+    except (ValueError, ImportError):
+        model.set_attn_implementation("eager")
+
+
+def _example_sizes(model: nn.Module) -> tuple[int, int]:
+    """Batch and length for tracing: different, and equal to no size of the model (specialisation)."""
+    taken = {d for p in model.parameters() for d in p.shape}
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "to_dict"):
+        taken |= {v for v in config.to_dict().values() if isinstance(v, int)}
+    free = [p for p in _PRIMES if p not in taken]
+    return free[0], free[1]
+
+
+def _export(
+    model: nn.Module, adapter: nn.Module, tokens: Tensor, positions: Tensor, max_context: int
+) -> ExportedProgram:
+    shape = {0: Dim("B", min=1), 1: Dim("T", min=1)}
+    try:
+        return torch.export.export(
+            adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
+        )
+    except Exception as error:
+        raise CaptureError(_explain(model, error)) from error
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    """Which module and which guard stopped the capture, out of torch.export's own words."""
+    text = str(error)
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\w+)', text)
+    own = [f for f in frames if "/torch/" not in f[0]]
+    trace = error.__traceback__
+    place = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        holder = trace.tb_frame.f_locals.get("self")
+        if isinstance(holder, nn.Module) and not isinstance(holder, Adapter) and "torch/" not in code.co_filename:
+            place = f"{_name_in(model, holder)} ({type(holder).__name__}.{code.co_name}, line {trace.tb_lineno})"
+        trace = trace.tb_next
+    if not place and own:
+        place = f"{own[-1][2]} (line {own[-1][1]})"
+    guard = next(
+        (m.group(0) for m in (re.search(p, text) for p in _GUARDS) if m),
+        text.strip().splitlines()[0] if text.strip() else type(error).__name__,
+    )
+    return (
+        f"{type(model).__name__} cannot be captured: {place or 'its forward'}: {guard}. "
+        "Batch and sequence length must stay symbolic and no Python branch may depend on a tensor's "
+        "value; rewrite that line with torch.where or shape arithmetic"
+    )
+
+
+_GUARDS = (
+    r"Could not guard on data-dependent expression[^\n]*",
+    r"Could not extract specialized integer[^\n]*",
+    r"Constraints violated[^\n]*(\n[^\n]+)?",
+    r"[^\n]*specializ[^\n]*",
+)
+
+
+def _name_in(model: nn.Module, child: nn.Module) -> str:
+    return next((name or "model" for name, m in model.named_modules() if m is child), "model")
+
+
+def _original_names(adapter: nn.Module) -> dict[str, str]:
+    """Every name of a tensor -> the first name of the same tensor: tied weights stay tied."""
+    first: dict[tuple[Any, ...], str] = {}
+    names: dict[str, str] = {}
+    tensors = [*adapter.named_parameters(remove_duplicate=False), *adapter.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.numel() == 0 and name)
+        names[name] = first.setdefault(key, name)
+    return names
+
+
+def _from_exported(exported: ExportedProgram, facts: Facts | None, max_context: int) -> Program:
+    """Take a program that the user exported: its one integer input is tokens, a second one positions."""
+    names = list(exported.graph_signature.user_inputs)
+    outputs = exported.graph_signature.user_outputs
+    values = {n.name: n.meta["val"] for n in exported.graph.find_nodes(op="placeholder")}
+    shapes = {n: values[str(n)] for n in names}
+    ints = [n for n, v in shapes.items() if isinstance(v, Tensor) and v.dim() == 2 and not v.is_floating_point()]
+    if not ints or len(ints) != len(names) or len(ints) > 2:
+        raise CaptureError(
+            f"the ExportedProgram takes {names}; accel needs one with tokens [B,T] int64, and "
+            "optionally positions [B,T], and nothing else: wrap the model and export again"
+        )
+    for axis, letter in enumerate("BT"):
+        if isinstance(shapes[ints[0]].shape[axis], int):
+            raise CaptureError(
+                f"the ExportedProgram fixes {letter} = {shapes[ints[0]].shape[axis]}; export again with "
+                "dynamic_shapes=({0: Dim('B', min=1), 1: Dim('T', min=1)},)"
+            )
+    logits = next(n for n in exported.graph.nodes if n.name == outputs[0]).meta["val"]
+    if not isinstance(logits, Tensor) or logits.dim() != 3:
+        raise CaptureError(
+            f"the ExportedProgram's first output has shape {list(getattr(logits, 'shape', []))}, "
+            "not logits [B,T,V]; export a module that returns logits"
+        )
+    facts = facts or Facts("ExportedProgram", 0, max_context)
+    facts.vocab_size = int(logits.shape[-1])
+    canonical = _tied({**exported.state_dict, **exported.constants})
+    facts.parameters = sum(
+        t.numel() for n, t in exported.state_dict.items() if canonical.get(n, n) == n
+    )
+    program = _to_program(exported, facts, canonical)
+    module = exported.module()
+    two = len(ints) == 2
+    _check(program, lambda t, p: logits_of(module(t, p) if two else module(t)), facts.name)
+    return program
+
+
+def _tied(tensors: dict[str, Any]) -> dict[str, str]:
+    first: dict[tuple[Any, ...], str] = {}
+    return {
+        n: first.setdefault((t.data_ptr(), tuple(t.shape), t.stride(), t.dtype), n)
+        for n, t in tensors.items()
+        if isinstance(t, Tensor) and t.numel()
+    }
+
+
+def _to_program(
+    exported: ExportedProgram, facts: Facts, canonical: dict[str, str], prefix: str = ""
+) -> Program:
+    """Lift parameters out of the inputs; name the inputs tokens and positions, the output logits."""
+    if _needs_functions(exported.graph):
+        exported = exported.run_decompositions({})
+    signature = exported.graph_signature
+    sources = {
+        **signature.inputs_to_parameters,
+        **signature.inputs_to_buffers,
+        **signature.inputs_to_lifted_tensor_constants,
+    }
+    tensors = {**exported.constants, **exported.state_dict}
+    users = [str(n) for n in signature.user_inputs]
+    renames = dict(zip(users, ("tokens", "positions"), strict=False))
+    graph, params = fx.Graph(), {}
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in sources:
+            full = sources[node.name]
+            name = canonical.get(full, full)
+            name = name.removeprefix(prefix)
+            params[name] = tensors[full].detach()
+            new = graph.create_node("get_attr", name)
+        elif node.op == "placeholder":
+            new = graph.placeholder(renames[node.name])
+        elif node.op == "output":
+            chosen = signature.user_outputs[0]
+            target = next(n for n in copied if n.name == chosen)
+            graph.output((copied[target],))
+            continue
+        else:
+            new = graph.node_copy(node, copied.__getitem__)
+        new.meta = dict(node.meta)
+        copied[node] = new
+    if "positions" not in [n.target for n in graph.find_nodes(op="placeholder")]:
+        _add_positions(graph)
+    tokens = next(n for n in graph.find_nodes(op="placeholder") if n.target == "tokens").meta["val"]
+    dims = {str(size): letter for size, letter in zip(tokens.shape, "BT", strict=True)}
+    return Program(params, {"step": Entry(graph, ["logits"])}, facts, dims=dims)
+
+
+def _add_positions(graph: fx.Graph) -> None:
+    tokens = next(iter(graph.find_nodes(op="placeholder")))
+    with graph.inserting_after(tokens):
+        node = graph.placeholder("positions")
+    value = tokens.meta["val"]
+    with value.fake_mode:
+        node.meta["val"] = torch.empty_like(value)
+
+
+def _needs_functions(graph: fx.Graph) -> bool:
+    """Whether the graph writes in place or holds sub-graphs, which decomposition removes."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            schema = getattr(node.target, "_schema", None)
+            if isinstance(node.target, torch._ops.HigherOrderOperator) or (schema and schema.is_mutable):
+                return True
+    return False
+
+
+def _check(program: Program, reference: Any, name: str) -> None:
+    """The captured program against the module, at odd sizes; mandatory, since a guard can lie."""
+    for seed, (batch, length) in enumerate([(1, 1), (3, 2), (2, 17)]):
+        length = min(length, program.facts.max_context)
+        tokens, positions = example(batch, length, program.facts.vocab_size, seed)
+        with torch.no_grad():
+            want = reference(tokens, positions).float()
+        got = program.run("step", {"tokens": tokens, "positions": positions})["logits"].float()
+        scale = max(1.0, float(want.abs().max()))
+        error = float((got - want).abs().max()) / scale
+        if not error <= 1e-4:  # also refuses NaN
+            raise CaptureError(
+                f"{name}: the captured graph differs from the module by {error:.1e} at B={batch}, T={length}; "
+                "its forward depends on Python state or randomness that torch.export froze"
+            )

@@ -1,0 +1,80 @@
+"""Attention over explicit positions: what a query sees is computed from positions, never from slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accel.ir.op import Op
+
+MASKS = ("causal", "window", "chunk", "full")
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a query at position q may see of a key at position k (k >= 0 always holds).
+
+    causal: k <= q. window: q - size < k <= q. chunk: k <= q in the same block of `size`. full: all.
+    """
+
+    kind: str
+    size: int = 0
+
+    def visible(self, q: Tensor, k: Tensor) -> Tensor:
+        """q [..., T, 1] and k [..., 1, S] -> bool [..., T, S]."""
+        seen = (k >= 0).expand(torch.broadcast_shapes(q.shape, k.shape))
+        if self.kind != "full":
+            seen = seen & (k <= q)
+        if self.kind == "window":
+            seen = seen & (k > q - self.size)
+        if self.kind == "chunk":
+            same = q.clamp(min=0).div(self.size, rounding_mode="floor") == k.clamp(min=0).div(
+                self.size, rounding_mode="floor"
+            )
+            seen = seen & same
+        return seen
+
+
+def relative_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """bias [H, M] by distance q - k -> [B,H,T,S]; distances outside 0..M-1 read the nearest end."""
+    distance = (q - k).clamp(0, bias.shape[1] - 1)  # [B,1,T,S]
+    return bias[:, distance[:, 0]].transpose(0, 1)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+) -> Tensor:
+    repeat = q.shape[1] // k.shape[1]
+    keys = k.repeat_interleave(repeat, dim=1)
+    values = v.repeat_interleave(repeat, dim=1)
+    scores = (q @ keys.transpose(-1, -2)) * scale  # [B,H,T,S]
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    qp, kp = q_pos[:, None, :, None], k_pos[:, None, None, :]
+    if bias is not None:
+        scores = scores + relative_bias(bias, qp, kp)
+    # finite, so that a row of padding, which sees nothing, stays finite too
+    scores = scores.masked_fill(~Mask(mask, window).visible(qp, kp), torch.finfo(scores.dtype).min)
+    return scores.softmax(-1) @ values
+
+
+# q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
+# bias [H,M] by distance or none; softcap 0: none. -> [B,H,T,Dv]
+attention = Op(
+    "attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
+    "float softcap, str mask, int window) -> Tensor",
+    reference=_attention,
+    shape=lambda q, k, v, *rest: q.new_empty((*q.shape[:3], v.shape[3])),
+)

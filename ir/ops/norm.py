@@ -1,0 +1,41 @@
+"""Norms and gates: operators over the last axis of a token."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.ir.op import Op
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "sigmoid": torch.sigmoid,
+}
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def _gate(gate: Tensor, up: Tensor, act: str) -> Tensor:
+    return ACTIVATIONS[act](gate) * up
+
+
+rms_norm = Op(
+    "rms_norm",
+    "(Tensor x, Tensor weight, float eps) -> Tensor",  # x [..., E], weight [E]
+    reference=_rms_norm,
+    shape=lambda x, weight, eps: x.new_empty(x.shape),
+)
+
+gate = Op(
+    "gate",
+    "(Tensor gate, Tensor up, str act) -> Tensor",  # act(gate) * up, elementwise
+    reference=_gate,
+    shape=lambda gate, up, act: gate.new_empty(gate.shape),
+)

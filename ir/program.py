@@ -1,0 +1,284 @@
+"""A Program: FX graphs over shared parameters and named state, executable at every stage."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+import accel.ir.ops  # noqa: F401  (registers the dialect)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
+
+
+@dataclass(frozen=True)
+class State:
+    """One value that lives from call to call. `shape` mixes numbers and the letters B and C."""
+
+    name: str
+    role: str
+    layer: int | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    fill: float
+
+    def allocate(self, **letters: int) -> Tensor:
+        """A new buffer, filled as an empty cache is."""
+        shape = [letters[d] if isinstance(d, str) else d for d in self.shape]
+        return torch.full(shape, self.fill, dtype=DTYPES[self.dtype])
+
+
+@dataclass(eq=False)
+class Region:
+    """A sub-graph called as one node: a layer. Its placeholders are the call's arguments in order."""
+
+    name: str
+    graph: fx.Graph
+
+    @property
+    def __name__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: Any) -> Any:
+        raise TypeError(f"{self.name} is run by Program.run, which holds its parameters")
+
+
+@dataclass
+class Entry:
+    """One callable graph. Placeholders carry the input names; `outputs` names what it returns, in order."""
+
+    graph: fx.Graph
+    outputs: list[str]
+
+    @property
+    def inputs(self) -> list[str]:
+        return [str(n.target) for n in self.graph.find_nodes(op="placeholder")]
+
+    def input(self, name: str) -> fx.Node:
+        """The placeholder of an input."""
+        return next(n for n in self.graph.find_nodes(op="placeholder") if n.target == name)
+
+    def output_nodes(self) -> dict[str, fx.Node]:
+        (out,) = self.graph.find_nodes(op="output")
+        values = out.args[0]
+        assert isinstance(values, (tuple, list))
+        return dict(zip(self.outputs, values, strict=True))  # type: ignore[arg-type]
+
+    def set_outputs(self, values: Mapping[str, fx.Node]) -> None:
+        """Return these values, under these names, from now on."""
+        (out,) = self.graph.find_nodes(op="output")
+        out.args = (tuple(values.values()),)
+        self.outputs = list(values)
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one layer carries."""
+
+    attention: str
+    window: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    nodes: int = 0
+
+
+@dataclass
+class Facts:
+    """What is known of the model; grows as passes recognise more."""
+
+    name: str
+    vocab_size: int
+    max_context: int
+    max_batch: int = 1
+    eos: list[int] = field(default_factory=list)
+    bos: int | None = None
+    parameters: int = 0
+    layers: list[LayerFacts] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    """The model between capture and lowering."""
+
+    params: dict[str, Tensor]
+    entries: dict[str, Entry]
+    facts: Facts
+    state: list[State] = field(default_factory=list)
+    dims: dict[str, str] = field(default_factory=dict)  # symbol -> letter, for text
+
+    @property
+    def step(self) -> Entry:
+        return self.entries["step"]
+
+    def graphs(self) -> Iterator[fx.Graph]:
+        """Every graph, regions included, outermost first."""
+        todo = [e.graph for e in self.entries.values()]
+        while todo:
+            graph = todo.pop(0)
+            yield graph
+            todo.extend(n.target.graph for n in graph.nodes if isinstance(n.target, Region))
+
+    def nodes(self, *targets: Any) -> list[fx.Node]:
+        """Call nodes of these operators in every graph, in order; all call nodes where none is named."""
+        return [
+            n
+            for g in self.graphs()
+            for n in g.nodes
+            if n.op == "call_function" and (not targets or n.target in targets)
+        ]
+
+    def run(self, entry: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an entry by the reference of every operator. Inputs and outputs by name."""
+        e = self.entries[entry]
+        missing = [n for n in e.inputs if n not in inputs]
+        if missing:
+            raise KeyError(f"{entry} needs {missing}")
+        with torch.no_grad():
+            return dict(zip(e.outputs, execute(e.graph, self.params, inputs), strict=True))
+
+    def text(self) -> str:
+        """A stable form that people read; see accel.ir.text."""
+        from accel.ir.text import program_text
+
+        return program_text(self)
+
+
+def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
+    """Run a whole graph; values are freed after their last use."""
+    values: dict[fx.Node, Any] = {}
+    last = last_uses(graph)
+    for node in graph.nodes:
+        if node.op == "output":
+            return map_arg(node.args[0], values.__getitem__)
+        values[node] = compute(node, params, inputs, values)
+        for dead in last.get(node, ()):
+            values.pop(dead, None)
+    raise ValueError("the graph returns nothing")
+
+
+def evaluate(
+    wanted: Iterable[fx.Node],
+    params: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
+    given: Mapping[fx.Node, Any] | None = None,
+) -> list[Any]:
+    """Values of some nodes, computing only what they need; `given` cuts the graph at those nodes."""
+    values = dict(given or {})
+    targets = list(wanted)
+    needed = ancestors(targets, stop=set(values))
+    if targets:
+        for node in targets[0].graph.nodes:
+            if node in needed and node not in values:
+                values[node] = compute(node, params, inputs, values)
+    return [values[n] for n in targets]
+
+
+def compute(
+    node: fx.Node,
+    params: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
+    values: Mapping[fx.Node, Any],
+) -> Any:
+    """The value of one node, its operands known."""
+    if node.op == "placeholder":
+        return inputs[str(node.target)]
+    if node.op == "get_attr":
+        return params[str(node.target)]
+    args = map_arg(node.args, values.__getitem__)
+    kwargs = map_arg(node.kwargs, values.__getitem__)
+    if isinstance(node.target, Region):
+        names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
+        return execute(node.target.graph, params, dict(zip(names, args, strict=True)))
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
+
+def ancestors(nodes: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from, not looking past `stop`."""
+    seen: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            if node not in stop:
+                todo.extend(node.all_input_nodes)
+    return seen
+
+
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Node -> the values that nobody reads after it."""
+    user: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            user[source] = node
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in user.items():
+        last.setdefault(node, []).append(source)
+    return last
+
+
+class Editor:
+    """Inserts nodes whose shapes are known at once: each operator is run on its operands' fake values."""
+
+    def __init__(self, program: Program, graph: fx.Graph):
+        self.program = program
+        self.graph = graph
+        self.fake = next(
+            n.meta["val"].fake_mode
+            for n in graph.nodes
+            if hasattr(n.meta.get("val"), "fake_mode")
+        )
+
+    def call(self, op: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+        """Insert a call at the graph's insertion point. `like` lends its origin (layer, module)."""
+        node = self.graph.call_function(op, args, kwargs)
+        node.meta["val"] = self.value(node)
+        if like is not None:
+            for key in ("nn_module_stack", "layer"):
+                if key in like.meta:
+                    node.meta[key] = like.meta[key]
+        return node
+
+    def value(self, node: fx.Node) -> Any:
+        """What a node's operator gives for the fake values of its operands."""
+        args = map_arg(node.args, lambda n: n.meta["val"])
+        kwargs = map_arg(node.kwargs, lambda n: n.meta["val"])
+        assert callable(node.target)
+        with self.fake, torch.no_grad():
+            return node.target(*args, **kwargs)
+
+    def param(self, name: str, tensor: Tensor) -> fx.Node:
+        """Read a parameter, registering it where it is new."""
+        self.program.params.setdefault(name, tensor)
+        node = self.graph.create_node("get_attr", name)
+        node.meta["val"] = self.fake.from_tensor(tensor, static_shapes=True)
+        return node
+
+    def placeholder(self, name: str, sizes: tuple[int, ...], dynamic: tuple[bool, ...], dtype: torch.dtype) -> fx.Node:
+        """A new input; dynamic axes of equal example size share one symbol."""
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+        first = next(iter(self.graph.nodes))
+        with self.graph.inserting_before(first):
+            node = self.graph.placeholder(name)
+        context: Any = StatelessSymbolicContext(
+            dynamic_sizes=[DimDynamic.DUCK if d else DimDynamic.STATIC for d in dynamic]
+        )
+        node.meta["val"] = self.fake.from_tensor(
+            torch.empty(sizes, dtype=dtype), symbolic_context=context
+        )
+        return node
+
+
+def getitem(node: fx.Node) -> bool:
+    """Whether a node picks one output of another."""
+    return node.target is operator.getitem

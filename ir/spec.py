@@ -1,0 +1,87 @@
+"""What must hold between passes, written once and checked after each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import MASKS, attention
+from accel.ir.program import Program, Region
+
+
+def verify(program: Program, where: str) -> None:
+    """Raise PassError with every broken rule, naming the node."""
+    broken: list[str] = []
+    for graph in program.graphs():
+        broken += _graph_rules(program, graph)
+    broken += _state_rules(program) + _interface_rules(program)
+    if broken:
+        raise PassError(f"after {where} the program is not valid: " + "; ".join(broken[:5]))
+
+
+def _graph_rules(program: Program, graph: fx.Graph) -> list[str]:
+    broken: list[str] = []
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        late = [n.name for n in node.all_input_nodes if n not in seen]
+        if late:
+            broken.append(f"{node.name} reads {', '.join(late)} before it is computed")
+        seen.add(node)
+        if node.op == "get_attr" and node.target not in program.params:
+            broken.append(f"{node.name} reads parameter '{node.target}', which does not exist")
+        if node.op in ("call_function", "placeholder", "get_attr") and "val" not in node.meta:
+            broken.append(f"{node.name} has no shape (meta['val']); insert it with Editor.call")
+        if node.op in ("call_module", "call_method"):
+            broken.append(f"{node.name} is a {node.op}; only functions may stand in a program")
+        if node.target is attention.default:
+            broken += _attention_rules(node)
+    return broken
+
+
+def _attention_rules(node: fx.Node) -> list[str]:
+    q, k, v, q_pos, k_pos = (n.meta["val"] for n in node.args[:5])  # type: ignore[union-attr]
+    broken = []
+    if not q.dim() == k.dim() == v.dim() == 4:
+        broken.append(f"{node.name}: q, k, v must have axes [B,H,T,D]")
+    elif q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
+        broken.append(f"{node.name}: {q.shape[1]} query heads over {k.shape[1]} and {v.shape[1]} KV heads")
+    if q_pos.dim() != 2 or k_pos.dim() != 2:
+        broken.append(f"{node.name}: positions must have axes [B,T] and [B,S]")
+    if node.args[8] not in MASKS:
+        broken.append(f"{node.name}: mask {node.args[8]!r} is none of {MASKS}")
+    return broken
+
+
+def _state_rules(program: Program) -> list[str]:
+    broken = []
+    step = program.step
+    outputs = step.output_nodes()
+    for state in program.state:
+        name = state.name
+        if name not in step.inputs or f"{name}.next" not in outputs:
+            broken.append(f"state '{name}' is not both an input and an output '{name}.next'")
+            continue
+        before, after = step.input(name).meta["val"], outputs[f"{name}.next"].meta["val"]
+        if str(before.shape) != str(after.shape) or before.dtype != after.dtype:
+            broken.append(f"state '{name}' changes from {before.shape} to {after.shape}")
+    return broken
+
+
+def _interface_rules(program: Program) -> list[str]:
+    broken = []
+    logits = program.step.output_nodes().get("logits")
+    value = logits.meta.get("val") if logits is not None else None
+    if not isinstance(value, Tensor) or value.dim() != 3 or not value.is_floating_point():
+        broken.append("step does not return logits [B,N,V]")
+    for name in ("tokens", "positions"):
+        if name not in program.step.inputs:
+            broken.append(f"step has no input '{name}'")
+    for node in program.nodes():
+        if isinstance(node.target, Region):
+            count = len(node.target.graph.find_nodes(op="placeholder"))
+            if count != len(node.args):
+                broken.append(f"{node.name} passes {len(node.args)} values to a region of {count}")
+    if program.state and value is not None and value.dtype is not torch.float32:
+        broken.append(f"logits are {value.dtype}, not float32")
+    return broken

@@ -1,0 +1,312 @@
+"""Writes one ONNX graph node by node; values are names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from accel.ir.errors import LoweringError
+
+OPSET = 24
+MICROSOFT = "com.microsoft"
+DTYPES: dict[torch.dtype, int] = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.float64: TensorProto.DOUBLE,
+    torch.int64: TensorProto.INT64,
+    torch.int32: TensorProto.INT32,
+    torch.int16: TensorProto.INT16,
+    torch.int8: TensorProto.INT8,
+    torch.uint8: TensorProto.UINT8,
+    torch.bool: TensorProto.BOOL,
+}
+_INLINE = 1 << 10  # parameters up to this many elements are written into the graph itself
+
+Size = int | str  # a number, or the name of a rank-0 int64 value
+
+
+class Param(str):
+    """The name of a parameter, carrying its tensor; it enters the graph when a node first uses it."""
+
+    tensor: torch.Tensor
+
+    def __new__(cls, name: str, tensor: torch.Tensor) -> Param:
+        made = super().__new__(cls, name)
+        made.tensor = tensor
+        return made
+
+
+class Builder:
+    """One ONNX graph under construction.
+
+    A value is a name (`str`). `meta[name]` is the fake tensor, symbolic size or number that the
+    traced program gave to it, where it has one: lowerings read rank, dtype and static sizes there.
+    `out` is the same for the node being lowered, and `shared_params` are the parameters that
+    several nodes use, which therefore stay in the layout that the model gave them.
+    """
+
+    def __init__(self, weights: Callable[[str, torch.Tensor], TensorProto]):
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: list[onnx.TensorProto] = []
+        self.meta: dict[str, Any] = {}
+        self.out: Any = None
+        self.shared_params: set[str] = set()
+        self.scope = ""
+        self._weights = weights
+        self._constants: dict[tuple[Any, ...], str] = {}
+        self._names: dict[str, int] = {}
+        self._reused: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self._dtypes: dict[str, torch.dtype] = {}  # of values that no traced node stands for
+        self._vectors: dict[str, str] = {}  # rank-0 size -> the [1] value that it was taken from
+
+    # Writing
+
+    def name(self, stem: str) -> str:
+        """A fresh value name."""
+        stem = f"{self.scope}{stem}"
+        count = self._names.get(stem, 0)
+        self._names[stem] = count + 1
+        return stem if count == 0 else f"{stem}~{count}"
+
+    def node(
+        self, op: str, *inputs: str | None, domain: str = "", outputs: int = 1, **attributes: Any
+    ) -> Any:
+        """Add a node; returns its output's name, or a tuple of names where `outputs` > 1.
+
+        An equal node written before is returned instead (every operator here is pure).
+        A `Param` among the inputs becomes an initializer.
+        """
+        operands = [self.use(i) if i else "" for i in inputs]
+        key = (op, domain, tuple(operands), outputs, repr(sorted(attributes.items())))
+        if key not in self._reused:
+            names = [self.name(op if outputs == 1 else f"{op}.{i}") for i in range(outputs)]
+            made = helper.make_node(
+                op, operands, names, name=names[0], domain=domain, **attributes
+            )
+            self.nodes.append(made)
+            self._reused[key] = tuple(names)
+        found = self._reused[key]
+        return found[0] if outputs == 1 else found
+
+    def use(self, x: str) -> str:
+        """The value's plain name; a parameter is written first, in the model's layout."""
+        return self.weight(x, x.tensor) if isinstance(x, Param) else x
+
+    def weight(self, name: str, tensor: torch.Tensor, transpose: bool = False) -> str:
+        """A parameter: a small one inline, a large one in the shared weights file.
+
+        `transpose` stores a matrix [out, in] as [in, out], under the name `<name>.T`.
+        """
+        stored = f"{name}.T" if transpose else str(name)
+        key = ("weight", stored)
+        if key not in self._constants:
+            value = tensor.detach().t() if transpose else tensor.detach()
+            inline = tensor.numel() <= _INLINE
+            made = _proto(stored, value) if inline else self._weights(stored, value)
+            self.initializers.append(made)
+            self.meta[stored] = value
+            self._names.setdefault(stored, 1)
+            self._constants[key] = stored
+        return self._constants[key]
+
+    def constant(self, value: Any, dtype: Any = None) -> str:
+        """A small constant (array, tensor, list or number); equal constants are one initializer."""
+        if isinstance(dtype, torch.dtype) or isinstance(value, torch.Tensor):
+            tensor = torch.as_tensor(value, dtype=dtype)
+        else:
+            tensor = torch.from_numpy(np.array(value, dtype=dtype))
+        key = ("constant", tensor.dtype, tuple(tensor.shape), _bytes(tensor))
+        if key not in self._constants:
+            short = str(tensor.item()) if tensor.dim() == 0 else str(tensor.dtype).split(".")[1]
+            name = self.name(f"const.{short}")
+            self.initializers.append(_proto(name, tensor))
+            self._dtypes[name] = tensor.dtype
+            self._constants[key] = name
+        return self._constants[key]
+
+    def ints(self, *values: int) -> str:
+        """A 1-D int64 constant, as shapes, axes and bounds are given."""
+        return self.constant(np.array(values, np.int64))
+
+    def prune(self, outputs: Iterable[str]) -> None:
+        """Drop the nodes and initializers that `outputs` do not need."""
+        needed = set(outputs)
+        kept = []
+        for made in reversed(self.nodes):
+            if needed.intersection(made.output):
+                kept.append(made)
+                needed.update(made.input)
+                for attribute in made.attribute:
+                    graph = attribute.g
+                    needed.update(i for inner in graph.node for i in inner.input)
+                    needed.update(o.name for o in graph.output)
+        self.nodes = kept[::-1]
+        self.initializers = [i for i in self.initializers if i.name in needed]
+
+    # Asking
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        """Sizes of a tensor value: numbers, or `torch.SymInt` where symbolic."""
+        value = name.tensor if isinstance(name, Param) else self.meta.get(name)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+            return ()
+        if not isinstance(value, torch.Tensor):
+            raise LoweringError(f"onnx: the shape of '{name}' is not known")
+        return tuple(value.shape)
+
+    def rank(self, name: str) -> int:
+        """Number of axes of a value."""
+        return len(self.shape(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Element type of a value; symbolic sizes are int64, symbolic floats float64."""
+        found = self._dtype(name)
+        if found is None:
+            raise LoweringError(f"onnx: the dtype of '{name}' is not known")
+        return found
+
+    def _dtype(self, name: str) -> torch.dtype | None:
+        value = name.tensor if isinstance(name, Param) else self.meta.get(name)
+        if isinstance(value, torch.Tensor):
+            return value.dtype
+        if isinstance(value, (bool, torch.SymBool)):
+            return torch.bool
+        if isinstance(value, (int, torch.SymInt)):
+            return torch.int64
+        if isinstance(value, (float, torch.SymFloat)):
+            return torch.float64
+        return self._dtypes.get(name)
+
+    # Idioms
+
+    def cast(self, x: str, dtype: torch.dtype) -> str:
+        """Cast, or the value itself where its dtype is already that."""
+        if self._dtype(x) == dtype:
+            return x
+        out: str = self.node("Cast", x, to=DTYPES[dtype])
+        self._dtypes[out] = dtype
+        return out
+
+    def operand(self, x: Any, dtype: torch.dtype) -> str:
+        """A value cast to `dtype`, or a number as a constant of it."""
+        return self.cast(x, dtype) if isinstance(x, str) else self.constant(x, dtype)
+
+    def promoted(self, *operands: Any) -> torch.dtype:
+        """The dtype that torch computes in for these operands (values and numbers)."""
+        stand_ins = [self._stand_in(x) for x in operands]
+        found = stand_ins[0].dtype if len(stand_ins) == 1 else torch.result_type(*stand_ins[:2])
+        for other in stand_ins[2:]:
+            found = torch.result_type(torch.empty(1, dtype=found), other)
+        return found
+
+    def _stand_in(self, x: Any) -> Any:
+        value = self.meta.get(x) if isinstance(x, str) else x
+        if isinstance(value, (bool, torch.SymBool)):
+            return True
+        if isinstance(value, (int, torch.SymInt)):
+            return 1
+        if isinstance(value, (float, torch.SymFloat)):
+            return 1.0
+        return torch.empty((1,) * min(self.rank(x), 1), dtype=self.dtype(x))
+
+    def size(self, x: str, axis: int) -> str:
+        """The rank-0 int64 size of an axis that is counted from the front."""
+        vector = self.node("Shape", x, start=axis, end=axis + 1)
+        scalar: str = self.node("Squeeze", vector)
+        self._vectors[scalar] = vector
+        self._dtypes[scalar] = torch.int64
+        return scalar
+
+    def vector(self, size: Size) -> str:
+        """A size as a value of shape [1]."""
+        if isinstance(size, int):
+            return self.ints(size)
+        if size not in self._vectors:
+            self._vectors[size] = self.node("Reshape", self.cast(size, torch.int64), self.ints(1))
+        return self._vectors[size]
+
+    def concat_ints(self, values: Sequence[Size]) -> str:
+        """A 1-D int64 value out of numbers and rank-0 int64 values (symbolic sizes)."""
+        parts: list[str] = []
+        run: list[int] = []
+        for value in [*values, None]:
+            if isinstance(value, int):
+                run.append(value)
+                continue
+            if run:
+                parts.append(self.ints(*run))
+                run = []
+            if value is not None:
+                parts.append(self.vector(value))
+        if len(parts) <= 1:
+            return parts[0] if parts else self.ints()
+        out: str = self.node("Concat", *parts, axis=0)
+        return out
+
+    def reshape(self, x: str, sizes: Sequence[Size], shape: Sequence[Any] | None = None) -> str:
+        """Reshape to `sizes`; where the target `shape` is known too, in the constant form.
+
+        A size equal to the input's of the same axis is copied (0) and one other may be inferred
+        (-1), so a traced view seldom needs its symbolic sizes computed.
+        """
+        target = list(sizes)
+        if shape is not None:
+            source = self.shape(x)
+            if same_shape(source, shape):
+                return x
+            target = self._settle(source, target, shape)
+        out: str = self.node("Reshape", x, self.concat_ints(target))
+        return out
+
+    @staticmethod
+    def _settle(source: Sequence[Any], sizes: list[Size], shape: Sequence[Any]) -> list[Size]:
+        """Numbers, 0 = copied, -1 = inferred, and only then the names in `sizes`."""
+        target: list[Size] = []
+        unknown = []
+        for i, size in enumerate(shape):
+            if isinstance(size, int):
+                target.append(size)
+            elif i < len(source) and same(source[i], size):
+                target.append(0)
+            else:
+                unknown.append(i)
+                target.append(sizes[i])
+        if unknown and -1 not in target:
+            target[unknown[-1]] = -1
+        return target
+
+    def linear_weight(self, weight: str) -> tuple[str, bool]:
+        """The right operand of x @ weight.T, and whether it still has to be transposed."""
+        if isinstance(weight, Param) and weight not in self.shared_params:
+            return self.weight(weight, weight.tensor, transpose=True), False
+        return self.use(weight), True
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal; asks without adding a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return statically_known_true(a == b)
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two shapes are known to be equal."""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _proto(name: str, tensor: torch.Tensor) -> TensorProto:
+    proto = TensorProto(name=name, data_type=DTYPES[tensor.dtype], raw_data=_bytes(tensor))
+    proto.dims.extend(tensor.shape)
+    return proto

@@ -1,0 +1,86 @@
+"""Program -> Program. A pass is a frozen dataclass; its fields are its options."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from accel.ir.errors import PassError
+from accel.ir.program import Program
+
+
+@dataclass
+class Report:
+    """What a pass did: how many sites it changed, and why it left others as they were."""
+
+    changed: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """One rewrite of a program. The program is valid before and after, not necessarily in between."""
+
+    after: ClassVar[tuple[type[Pass], ...]] = ()  # these must have run before
+    must_change: ClassVar[bool] = False  # finding nothing is an error, not a shrug
+    error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
+
+    @abstractmethod
+    def run(self, program: Program) -> Report:
+        """Rewrite the program in place."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a compile report."""
+
+    name: str
+    changed: int
+    refused: list[str]
+    seconds: float
+    error: float | None  # largest relative error of the logits after the pass; None: not checked
+
+
+Check = Callable[[Program, Pass], float]
+Watch = Callable[[Pass, Step, Program], None]
+
+
+def run(
+    program: Program,
+    passes: Sequence[Pass],
+    check: Check | None = None,
+    watch: Watch = lambda *_: None,
+) -> list[Step]:
+    """Run passes in order, verifying the program after each one.
+
+    Args:
+        check: measures the program's numeric error and raises PassError past the pass's bound.
+        watch: sees every pass, its report line and the program (dumps, progress).
+
+    Raises:
+        PassError: a pass is out of order, found nothing that it had to find, broke the program's
+            rules, or changed what it computes.
+    """
+    from accel.ir.spec import verify
+
+    done: set[type[Pass]] = set()
+    steps: list[Step] = []
+    for step in passes:
+        name = type(step).__name__
+        if late := [q.__name__ for q in step.after if q not in done]:
+            raise PassError(f"{name} runs after {', '.join(late)}; move it down the recipe")
+        start = time.perf_counter()
+        report = step.run(program)
+        if step.must_change and not report.changed:
+            nearest = (report.refused or ["no candidate in the graph"])[0]
+            raise PassError(f"{name} changed nothing. Nearest miss: {nearest}")
+        verify(program, name)
+        error = check(program, step) if check and (report.changed or not steps) else None
+        seconds = time.perf_counter() - start
+        steps.append(Step(name, report.changed, report.refused, round(seconds, 3), error))
+        watch(step, steps[-1], program)
+        done.add(type(step))
+    return steps

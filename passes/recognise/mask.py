@@ -1,0 +1,116 @@
+"""A mask is recognised by what it computes: evaluate it, then name the matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.ops.attention import Mask
+from accel.ir.program import Program, ancestors
+from accel.passes.recognise.region import try_out
+
+HIDDEN = -9999.0  # additive masks at or below this hide; biases stay above it
+_DENSE_LIMIT = 4096  # positions: past this an unnamed mask would need too large a table
+
+
+@dataclass
+class Class:
+    """A named mask, and what is added to the scores that it leaves visible.
+
+    bias: none, [H,M] by distance q - k, or [H,M,M] by both positions (a mask that fits no name).
+    """
+
+    mask: Mask
+    bias: Tensor | None = None
+
+
+def evaluate_mask(program: Program, nodes: list[fx.Node], length: int) -> list[Tensor]:
+    """Values of mask nodes for one sequence of this length."""
+    positions = torch.arange(length)[None]
+    return [try_out(program, n, {}, positions) for n in nodes]
+
+
+def telling_length(program: Program, nodes: list[fx.Node]) -> int:
+    """A length at which every threshold in the mask's own graph shows: past its largest constant."""
+    longest = program.facts.max_context
+    constants = [
+        int(a)
+        for n in ancestors(nodes, stop=set())
+        for a in (*n.args, *n.kwargs.values())
+        if isinstance(a, (int, float)) and not isinstance(a, bool) and 0 < abs(a) < longest
+    ]
+    return min(longest, max([257, *(2 * abs(c) + 17 for c in constants)]))
+
+
+def classify(visible: Tensor, added: Tensor | None, longest: int, name: str) -> Class | str:
+    """Name a mask out of its values, or say why it has no form.
+
+    Args:
+        visible: bool [h,T,T], h = 1 or H. added: float [h,T,T] or none, read where visible.
+        longest: positions that the program must serve; a bias table covers them all.
+    """
+    same = bool((visible == visible[:1]).all())
+    mask = _named(visible[0]) if same else None
+    if added is not None:
+        added = torch.where(visible, added, 0.0)
+        if not bool(added.any()):
+            added = None
+    if mask is not None and added is None:
+        return Class(mask)
+    length = visible.shape[-1]
+    if mask is not None and added is not None:
+        bias = _by_distance(added, visible[0])
+        if bias is not None:
+            bias = _extend(bias, longest)
+        if bias is not None:
+            return Class(mask, bias.contiguous())
+    if length < longest:
+        return f"its mask {name} fits no class, and was evaluated only up to {length} positions"
+    if longest > _DENSE_LIMIT:
+        return (
+            f"its mask {name} fits no class and would need a table of {longest} x {longest}; "
+            f"lower max_context to {_DENSE_LIMIT} or less"
+        )
+    table = torch.zeros(visible.shape) if added is None else added
+    return Class(Mask("full"), table.masked_fill(~visible, torch.finfo(torch.float32).min))
+
+
+def _named(visible: Tensor) -> Mask | None:
+    """The class of a [T,T] matrix of what is visible."""
+    length = visible.shape[0]
+    q, k = torch.arange(length)[:, None], torch.arange(length)[None]
+    last = int(visible[-1].sum())
+    candidates = [Mask("causal"), Mask("full"), Mask("window", last)]
+    first = visible[:, 0].long().argmin()  # the first query that no longer sees key 0
+    if first > 0:
+        candidates.append(Mask("chunk", int(first)))
+    for mask in candidates:
+        if torch.equal(mask.visible(q, k), visible):
+            return mask
+    return None
+
+
+def _by_distance(added: Tensor, visible: Tensor) -> Tensor | None:
+    """[h,M] where the bias depends on the distance q - k alone."""
+    length = added.shape[-1]
+    bias = added[:, -1].flip(-1)  # the last query sees distance 0 at its own key
+    distance = (torch.arange(length)[:, None] - torch.arange(length)[None]).clamp(min=0)
+    same = torch.where(visible, bias[:, distance], 0.0)
+    scale = max(1.0, float(added.abs().max()))
+    return bias if float((same - added).abs().max()) <= 1e-5 * scale else None
+
+
+def _extend(bias: Tensor, longest: int) -> Tensor | None:
+    """[h,T] -> [h,longest], where the values go on in a straight line (ALiBi) or stay constant."""
+    length = bias.shape[1]
+    if length >= longest:
+        return bias[:, :longest]
+    slope = bias[:, -1] - bias[:, -2]
+    tail = bias[:, length // 2 :]
+    line = tail[:, :1] + slope[:, None] * torch.arange(tail.shape[1])
+    if float((line - tail).abs().max()) > 1e-4 * max(1.0, float(bias.abs().max())):
+        return None
+    more = torch.arange(1, longest - length + 1)
+    return torch.cat([bias, bias[:, -1:] + slope[:, None] * more], dim=1)

@@ -1,0 +1,127 @@
+"""Whatever a model computes from token positions alone becomes a table, read at explicit positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.rows import lookup
+from accel.ir.program import Editor, Program
+from accel.passes import Pass, Report
+from accel.passes.clean.clean import Clean, replace
+from accel.passes.clean.fold import Fold
+from accel.passes.recognise.region import Kinds, close, sizes, try_out
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Positions(Pass):
+    """f(positions), or f(arange(T)), per token -> lookup(table, positions).
+
+    Learned position embeddings, rotary cosines and sinusoids all become one form, with one row per
+    position up to `max_context`; a function that cannot be evaluated so far lowers `max_context`.
+    A value with two token axes is a mask and is left for the attention it belongs to.
+    """
+
+    after = (Clean, Fold)
+
+    def run(self, program: Program) -> Report:
+        report = Report()
+        graph = program.step.graph
+        kinds = Kinds(graph)
+        letter = sizes(program.step.input("positions"))[1]
+        for node in list(graph.nodes):
+            if kinds[node] != "pos" or not isinstance(node.meta.get("val"), Tensor):
+                continue
+            users = [u for u in node.users if u.op == "output" or kinds[u] == "data"]
+            axes = [i for i, d in enumerate(sizes(node)) if d == letter]
+            if not users or len(axes) != 1 or node.op == "placeholder":
+                continue
+            table = self._table(program, node, axes[0])
+            self._read(program, node, users, table, axes[0])
+            report.changed += 1
+        Clean().run(program)
+        return report
+
+    def _table(self, program: Program, node: fx.Node, axis: int) -> Tensor:
+        """[M, *rest]: the value at every position; axes of size 1 and the batch axis are dropped."""
+        longest = program.facts.max_context
+        value = _longest(program, node, longest)
+        if value.shape[axis] < longest:
+            program.facts.max_context = value.shape[axis]
+            program.facts.notes.append(
+                f"max_context is {value.shape[axis]}: {node.name} has no value beyond that position"
+            )
+        few = min(5, value.shape[axis])
+        short = try_out(program, node, {}, torch.arange(few)[None])
+        if not close(short, value.narrow(axis, 0, few)):
+            raise PassError(
+                f"{node.name} changes with the length of the sequence, not only with a token's position, "
+                "so it cannot be cached; fix the length in the model's configuration (rope scaling "
+                "'dynamic' needs 'linear' or 'yarn')"
+            )
+        rest = [i for i, d in enumerate(value.shape) if i != axis and d != 1]
+        return value.permute(axis, *rest, *[i for i, d in enumerate(value.shape) if i != axis and d == 1]).reshape(
+            value.shape[axis], *[value.shape[i] for i in rest]
+        ).contiguous()
+
+    def _read(
+        self, program: Program, node: fx.Node, users: list[fx.Node], table: Tensor, axis: int
+    ) -> None:
+        """Put lookup(table, positions), in the node's own layout, before its users."""
+        graph = program.step.graph
+        editor = Editor(program, graph)
+        shape = sizes(node)
+        batched = axis != 0 and (shape[0] == "1" or not shape[0].isdigit())
+        with graph.inserting_before(users[0]):
+            rows = editor.call(
+                lookup.default,
+                editor.param(f"positions.{node.name}", table),
+                program.step.input("positions"),
+            )
+        if batched:
+            with graph.inserting_before(users[0]):
+                replace(node, _layout(editor, rows, shape, axis))
+            return
+        for user in users:
+            missing = len(sizes(user)) - len(shape)
+            if missing < 1:
+                raise PassError(
+                    f"{user.name} uses {node.name} {shape} without a batch axis; add one in the model"
+                )
+            wide = ["1"] * missing + shape
+            with graph.inserting_before(user):
+                user.replace_input_with(node, _layout(editor, rows, wide, axis + missing))
+
+
+def _longest(program: Program, node: fx.Node, longest: int) -> Tensor:
+    """The value at positions 0 .. M-1 for the largest M <= longest that can be evaluated."""
+    try:
+        return try_out(program, node, {}, torch.arange(longest)[None])
+    except (IndexError, RuntimeError):
+        low, high = 1, longest
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            try_out(program, node, {}, torch.arange(middle)[None])
+            low = middle
+        except (IndexError, RuntimeError):
+            high = middle
+    return try_out(program, node, {}, torch.arange(low)[None])
+
+
+def _layout(editor: Editor, rows: fx.Node, shape: list[str], axis: int) -> fx.Node:
+    """[B,T,*rest] -> the axes of `shape`: batch first, tokens at `axis`, ones where it has ones."""
+    rest = [i for i in range(1, len(shape)) if i != axis and shape[i] != "1"]
+    now = [0, axis, *rest]
+    wanted = sorted(now)
+    if now != wanted:
+        rows = editor.call(aten.permute.default, rows, [now.index(a) for a in wanted])
+    for a in range(1, len(shape)):
+        if a not in wanted:
+            rows = editor.call(aten.unsqueeze.default, rows, a)
+    return rows

@@ -1,0 +1,73 @@
+"""Logits only where they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.ops.rows import take_rows
+from accel.ir.program import Editor, Program
+from accel.passes import Pass, Report
+from accel.passes.recognise.region import Kinds
+from accel.passes.state.cache import Cache
+
+aten = torch.ops.aten
+# One token in, one token out, whatever the number of tokens: rows may be chosen before these.
+_PER_TOKEN = {
+    getattr(aten, n)
+    for n in "linear mul div add sub tanh neg layer_norm gelu silu relu _to_copy to clamp".split()
+} | {torch.ops.accel.rms_norm}
+_ROWS = 61
+
+
+@dataclass(frozen=True)
+class Head(Pass):
+    """Choose `rows [B,N]` of the tokens before the final norm and the output head, not after."""
+
+    after = (Cache,)
+    must_change = True
+
+    def run(self, program: Program) -> Report:
+        step, graph = program.step, program.step.graph
+        kinds = Kinds(graph)
+        editor = Editor(program, graph)
+        outputs = step.output_nodes()
+        node, chain = outputs["logits"], []
+        while (inner := _inner(node, kinds)) is not None:
+            chain.append(node)
+            node = inner
+        rows = editor.placeholder("rows", (53, _ROWS), (True, True), torch.int64)
+        program.dims.setdefault(str(rows.meta["val"].shape[1]), "N")
+        with graph.inserting_after(node):
+            taken = editor.call(take_rows.default, node, rows)
+        first = chain[-1] if chain else None
+        if first is None:
+            outputs["logits"] = taken
+        else:
+            first.replace_input_with(node, taken)
+        for changed in reversed(chain):
+            changed.meta["val"] = editor.value(changed)
+        last = outputs["logits"]
+        if last.meta["val"].dtype is not torch.float32:
+            with graph.inserting_after(last):
+                outputs["logits"] = editor.call(aten._to_copy.default, last, dtype=torch.float32)
+        step.set_outputs(outputs)
+        heads = [n.name for n in chain if n.target is aten.linear.default]
+        return Report(changed=1, refused=[] if heads else ["no linear output head found"])
+
+
+def _inner(node: fx.Node, kinds: Kinds) -> fx.Node | None:
+    """The one [B,T,E] value that a per-token operator is applied to."""
+    op = getattr(node.target, "overloadpacket", None)
+    data = [n for n in node.all_input_nodes if kinds[n] == "data"]
+    if node.op != "call_function" or op not in _PER_TOKEN or len(data) != 1:
+        return None
+    others = [n for n in node.all_input_nodes if n is not data[0]]
+    value = data[0].meta.get("val")
+    if not isinstance(value, Tensor) or value.dim() != 3 or any(kinds[n] != "const" for n in others):
+        return None
+    return data[0]
+
+

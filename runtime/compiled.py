@@ -1,0 +1,283 @@
+"""A model that is ready to run: generate, stream, logits, sessions, save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from accel.ir.axis import Axis
+from accel.ir.errors import ArtifactError, InputError
+from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.ints import as_ints
+from accel.runtime.loop import Base as Loop
+from accel.runtime.loop import Row
+from accel.runtime.ort import OrtEngine
+from accel.runtime.output import Meter, Output, Stream, Transcript
+from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_text
+from accel.runtime.sample.standard import Standard
+from accel.runtime.session import Engine, Facts, Logits, Session
+from accel.runtime.text import Tokenizer
+
+__all__ = ["CompiledModel", "Output", "Stream", "load"]
+
+
+class CompiledModel:
+    """What `accel.optimize` and `accel.load` give. Threads may share it; each session belongs to
+    one thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        facts: Facts,
+        *,
+        tokenizer: Tokenizer | None = None,
+        recipe: dict[str, Any] | None = None,
+        report: dict[str, Any] | None = None,
+        program: Any = None,
+        artifact: Artifact | None = None,
+        on_close: Callable[[], None] | None = None,
+    ):
+        """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
+        `on_close`: clean up after.
+        """
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.recipe = recipe or {}
+        self.report = report if report is not None else {}
+        self.program = program
+        self.artifact = artifact
+        self._engine: Engine | None = engine
+        self._on_close = on_close
+        self._loop = _loop(self.recipe)
+
+    def generate(
+        self,
+        prompts: Any,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | list[str] | None = None,
+        eos: Any = None,
+    ) -> Output:
+        """Continue prompts: text, token ids [n], or a list of either; each gets the tokens that it
+        would get alone.
+
+        At most `max_new_tokens` (1 or more) each; fewer where a row reaches an `eos` token (None:
+        the model's own, []: none; it is kept in the tokens), a `stop` string (cut from the text) or
+        the end of the context. temperature 0 is greedy. `seed` makes sampling repeatable. Raises
+        InputError.
+        """
+        options = (temperature, top_k, top_p, min_p, repetition_penalty)
+        rows = self._rows(prompts, max_new_tokens, options, seed, stop, eos)
+        meter = Meter()
+        for _ in self._decode(rows, meter):
+            pass
+        return Output(
+            tokens=[row.tokens for row, _ in rows],
+            text=None
+            if self.tokenizer is None
+            else [script.text(row.tokens) for row, script in rows],
+            stats=meter.stats([row for row, _ in rows]),
+        )
+
+    def stream(
+        self,
+        prompt: Any,
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | list[str] | None = None,
+        eos: Any = None,
+    ) -> Stream:
+        """Like `generate` for one prompt, as it comes: pieces of text for a text prompt, else token
+        ids.
+
+        Ending the iteration early, or `close()`, frees the session. `stats` holds the figures so
+        far.
+        """
+        options = (temperature, top_k, top_p, min_p, repetition_penalty)
+        rows = self._rows(prompt, max_new_tokens, options, seed, stop, eos)
+        if len(rows) != 1:
+            raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
+        row, script = rows[0]
+        text = is_text(prompt) or (isinstance(prompt, (list, tuple)) and is_text(prompt[0]))
+        meter = Meter()
+        return Stream(_pieces(self._decode(rows, meter), script if text else None), meter, row)
+
+    def logits(self, tokens: Any) -> Logits:
+        """Logits after each of tokens [B,T], float32 [B,T,V], from an empty cache. Any B. Raises
+        InputError.
+        """
+        ids = as_ints(tokens, "tokens")
+        if ids.ndim != 2 or not ids.size:
+            raise InputError(
+                f"tokens have shape {list(ids.shape)}; logits takes [B, T], both 1 or more"
+            )
+        out = []
+        for start in range(0, len(ids), self.facts.max_batch):
+            group = ids[start : start + self.facts.max_batch]
+            with self.session(len(group)) as session:
+                out.append(session.run(group))
+        return out[0] if len(out) == 1 else np.concatenate(out)
+
+    def session(self, batch: int = 1) -> Session:
+        """An empty session of `batch` rows, at most max_batch. Close it, or use it in a `with`."""
+        if self._engine is None:
+            raise InputError("this model is closed; load or optimize it again")
+        if isinstance(batch, int) and batch > self.facts.max_batch:
+            raise InputError(
+                f"batch = {batch} is more than max_batch = {self.facts.max_batch}; "
+                "build with a larger max_batch"
+            )
+        as_count(batch, "batch", 1)
+        return Session(
+            self._engine.stepper(int(batch)),
+            int(batch),
+            vocab_size=self.facts.vocab_size,
+            max_context=self.facts.max_context,
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the artifact to a folder, whole or not at all. Raises ArtifactError."""
+        if self.artifact is None:
+            raise ArtifactError(
+                "this model has no artifact to save; build it with accel.optimize(…, target='onnx')"
+            )
+        copy_artifact(self.artifact, path)
+
+    def close(self) -> None:
+        """Free the weights and temporary files. Closing twice is harmless."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            if self._on_close is not None:
+                self._on_close()
+
+    def __enter__(self) -> CompiledModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        return (
+            f"CompiledModel({getattr(facts, 'name', '')}, vocabulary {facts.vocab_size}, "
+            f"context {facts.max_context}, batch {facts.max_batch})"
+        )
+
+    def _rows(
+        self,
+        prompts: Any,
+        max_new_tokens: int,
+        options: tuple[Any, ...],
+        seed: int | None,
+        stop: Any,
+        eos: Any,
+    ) -> list[tuple[Row, Transcript]]:
+        """Everything checked, before any work: a row per prompt, each with its own generator from
+        the seed.
+        """
+        if self._engine is None:
+            raise InputError("this model is closed; load or optimize it again")
+        limit = as_count(max_new_tokens, "max_new_tokens", 1)
+        sampler = Standard(*options)
+        if seed is not None:
+            as_count(seed, "seed", 0)
+        stops = as_stops(stop, self.tokenizer)
+        ends = as_eos(eos, self.facts)
+        rows = []
+        for prompt in as_prompts(prompts, self.facts, self.tokenizer):
+            script = Transcript(self.tokenizer, stops)
+            row = Row(
+                prompt,
+                sampler,
+                np.random.default_rng(seed),
+                limit=limit,
+                max_context=self.facts.max_context,
+                eos=ends,
+                watch=script.push if self.tokenizer else None,
+            )
+            rows.append((row, script))
+        return rows
+
+    def _decode(self, rows: list[tuple[Row, Transcript]], meter: Meter) -> Iterator[int]:
+        """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
+        for start in range(0, len(rows), self.facts.max_batch):
+            group = [row for row, _ in rows[start : start + self.facts.max_batch]]
+            with self.session(len(group)) as session:
+                for _, token in meter.watch(self._loop.tokens(session, group), session):
+                    yield token
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> CompiledModel:
+    """Open an artifact after checking it. Imports neither torch nor transformers. Raises
+    ArtifactError.
+
+    `threads`: compute threads of one call, default the physical cores that the process may use.
+    """
+    if threads is not None:
+        as_count(threads, "threads", 1)
+    artifact = open_artifact(path)
+    return from_artifact(artifact, threads=threads)
+
+
+def from_artifact(
+    artifact: Artifact,
+    *,
+    threads: int | None = None,
+    program: Any = None,
+    on_close: Callable[[], None] | None = None,
+) -> CompiledModel:
+    """A model over an artifact that was checked or just written. Raises ArtifactError."""
+    if artifact.manifest.target != "onnx":
+        raise ArtifactError(
+            f"{artifact.path}: target {artifact.manifest.target!r} is not one that this accel "
+            "runs ('onnx'); "
+            "upgrade accel"
+        )
+    named = "tokenizer.json" in artifact.files
+    return CompiledModel(
+        OrtEngine(artifact, threads=threads),
+        artifact.facts,
+        tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
+        recipe=artifact.recipe,
+        report=artifact.report,
+        program=program,
+        artifact=artifact,
+        on_close=on_close,
+    )
+
+
+def _loop(recipe: dict[str, Any]) -> Loop:
+    """The loop that a recipe names; autoregressive where it names none. Raises RecipeError."""
+    tables = recipe.get("tables", {})
+    table = dict(tables.get("loop", {})) if isinstance(tables, dict) else {}
+    name = str(table.pop("use", "autoregressive"))
+    loop: Loop = Axis("loop", "accel.runtime.loop").build(name, **table)
+    return loop
+
+
+def _pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:
+    """Token ids as they come, or the text that they make certain."""
+    for token in tokens:
+        if script is None:
+            yield token
+        elif piece := script.take():
+            yield piece
+    if script is not None and (piece := script.finish()):
+        yield piece

@@ -1,0 +1,87 @@
+"""A Program run by the reference of every operator: always works, and is the oracle for the other
+targets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel.runtime.ints import Ints
+from accel.runtime.session import Logits
+
+
+class Steppable(Protocol):
+    """What the stepper needs of a `Program`: its state layout and `run(entry, inputs) -> outputs by
+    name`.
+    """
+
+    @property
+    def state(self) -> Any: ...
+    def run(self, entry: str, inputs: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class EagerEngine:
+    """Steppers over one program; they share its parameters."""
+
+    def __init__(self, program: Steppable):
+        self.program = program
+
+    def stepper(self, batch: int) -> EagerStepper:
+        """A stepper for `batch` rows with an empty cache."""
+        return EagerStepper(self.program, batch)
+
+    def close(self) -> None:
+        """Nothing to free: the program belongs to the caller."""
+
+
+class EagerStepper:
+    """See session.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
+
+    def __init__(self, program: Steppable, batch: int):
+        self._program = program
+        self._batch = batch
+        self._state: dict[str, Tensor] = {}
+
+    def resize(self, capacity: int) -> None:
+        """New buffers of `capacity` slots with the old contents."""
+        state = dict(self._state)
+        for value in self._program.state:
+            old = state.get(value.name)
+            if old is not None and "C" not in value.shape:
+                continue
+            letters = {"B": self._batch, "C": capacity}
+            shape = [letters[d] if isinstance(d, str) else d for d in value.shape]
+            new = torch.full(shape, value.fill, dtype=getattr(torch, value.dtype))
+            if old is not None:
+                new[tuple(slice(n) for n in old.shape)] = old
+            state[value.name] = new
+        self._state = state
+
+    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
+        """One run of the step entry; the state changes only where it succeeds."""
+        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        inputs = {n: torch.from_numpy(np.array(a)) for n, a in given.items()}
+        with torch.no_grad():
+            out = self._program.run("step", {**inputs, **self._state})
+        self._state = {name: out[f"{name}.next"] for name in self._state}
+        logits: Logits = out["logits"].float().numpy().copy()
+        return logits
+
+    def copy(self) -> EagerStepper:
+        """An independent stepper with a copy of the state."""
+        other = EagerStepper(self._program, self._batch)
+        other._state = {name: tensor.clone() for name, tensor in self._state.items()}
+        return other
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all state tensors."""
+        return sum(t.numel() * t.element_size() for t in self._state.values())
+
+    def close(self) -> None:
+        """Drop the state."""
+        self._state = {}

@@ -1,0 +1,83 @@
+"""Axis: how calls of the model become tokens (one at a time; later by drafts, beams, diffusion)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.runtime.ints import Ints
+from accel.runtime.sample import Base as Sampler
+from accel.runtime.session import Session
+
+__all__ = ["Base", "Row"]
+
+
+class Row:
+    """One sequence being decoded: what it has, how it picks tokens, when it ends. The same for
+    every loop.
+
+    `finish` is "" while it runs, then why it ended: "eos", "stop", "length" or "context".
+    """
+
+    def __init__(
+        self,
+        prompt: Ints,
+        sampler: Sampler,
+        rng: np.random.Generator,
+        *,
+        limit: int,
+        max_context: int,
+        eos: Collection[int] = (),
+        watch: Callable[[int], bool] | None = None,
+    ):
+        """`limit`: most new tokens; `watch(token)` sees each one and says whether a stop string was
+        reached.
+        """
+        room = min(limit, max_context - prompt.size)
+        self.prompt = prompt
+        self.rng = rng
+        self.tokens: list[int] = []
+        self.finish = "" if room > 0 else "context"
+        self._sampler = sampler
+        self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
+        self._room = room
+        self._at_end = "length" if room == limit else "context"
+        self._eos = frozenset(eos)
+        self._watch = watch
+
+    @property
+    def seen(self) -> Ints:
+        """Prompt and new tokens so far, [n]; a view, not to be kept."""
+        return self._ids[: self.prompt.size + len(self.tokens)]
+
+    def pick(self, logits: npt.NDArray[np.float32]) -> int:
+        """The sampler's choice from logits [V] that follow `seen`."""
+        return self._sampler(logits, self.seen, self.rng)
+
+    def accept(self, token: int) -> None:
+        """Take a token as the next one; sets `finish` where it is the last."""
+        self._ids[self.prompt.size + len(self.tokens)] = token
+        self.tokens.append(token)
+        stopped = self._watch is not None and self._watch(token)
+        if token in self._eos:
+            self.finish = "eos"
+        elif stopped:
+            self.finish = "stop"
+        elif len(self.tokens) == self._room:
+            self.finish = self._at_end
+
+
+class Base(ABC):
+    """A method is a frozen dataclass whose fields are its options."""
+
+    @abstractmethod
+    def tokens(self, session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
+        """Decode until every row has a `finish`; give (row, token) for each token that a row
+        accepted, as they come.
+
+        The session is empty and has one row per `Row`. Each row gets the tokens that it would get
+        alone.
+        """

@@ -1,0 +1,38 @@
+"""One token per row and call: the plain way, and what every other loop is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from accel.runtime.loop import Base, Row
+from accel.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Autoregressive(Base):
+    """One call for all prompts, padded on the right; then one column per call, without the rows
+    that ended.
+    """
+
+    def tokens(self, session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
+        live = np.array([not row.finish for row in rows])
+        if not live.any():
+            return
+        lengths = np.array([row.prompt.size for row in rows]) * live
+        tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for row, ids in zip(rows, tokens, strict=True):
+            ids[: row.prompt.size] = row.prompt[: ids.size]
+        logits = session.run(tokens, lengths, last_only=True)
+        while True:
+            column = np.zeros((len(rows), 1), np.int64)
+            for i in np.flatnonzero(live):
+                token = rows[i].pick(logits[i, 0])
+                rows[i].accept(token)
+                column[i], live[i] = token, not rows[i].finish
+                yield int(i), token
+            if not live.any():
+                return
+            logits = session.run(column, None if live.all() else live.astype(np.int64))

@@ -1,0 +1,250 @@
+"""What `accel.json` says, with a type for every field: a damaged file gives an ArtifactError that
+names the field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from accel.ir.errors import ArtifactError, unknown
+
+FORMAT = 1
+MANIFEST = "accel.json"
+DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
+_BUILD_AGAIN = "the artifact was edited or damaged: build it again"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The model, as far as running it needs."""
+
+    name: str
+    vocab_size: int
+    num_layers: int
+    max_context: int
+    max_batch: int = 1
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    parameters: int = 0
+    layers: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class StateValue:
+    """One value that lives from call to call; `shape` mixes numbers and the letters B and C."""
+
+    name: str
+    role: str
+    layer: int | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    fill: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph: its file, and the names that it takes and gives beside the state."""
+
+    file: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class File:
+    """What one file of the artifact must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of `accel.json`, checked; `raw` is the JSON as read."""
+
+    accel: str
+    target: str
+    facts: Facts
+    numerics: str
+    grade: str
+    recipe: dict[str, Any]
+    state: tuple[StateValue, ...]
+    entries: dict[str, Entry]
+    files: dict[str, File]
+    report: dict[str, Any]
+    raw: dict[str, Any]
+
+
+class Fields:
+    """One JSON object that knows where it stands, so that an error names the field in full."""
+
+    def __init__(self, value: Any, where: str = ""):
+        self.where = where
+        self.value: dict[str, Any] = self._typed(value, dict, "an object", where or "the whole")
+
+    def integer(self, key: str, low: int = 0) -> int:
+        """An int of at least `low`; true and false are not ints."""
+        found = self._typed(self._get(key), int, "an integer", self._name(key))
+        if found < low:
+            raise _wrong(self._name(key), found, f"{low} or more")
+        return int(found)
+
+    def optional_integer(self, key: str) -> int | None:
+        """An int of at least 0, or null."""
+        return None if self._get(key) is None else self.integer(key)
+
+    def number(self, key: str) -> float:
+        """An int or a float."""
+        found = self._typed(self._get(key), (int, float), "a number", self._name(key))
+        return found if isinstance(found, int) else float(found)
+
+    def text(self, key: str) -> str:
+        """A string that is not empty."""
+        found = self._typed(self._get(key), str, "a string", self._name(key))
+        if not found:
+            raise _wrong(self._name(key), found, "a string that is not empty")
+        return str(found)
+
+    def array(self, key: str) -> list[Any]:
+        """A list."""
+        found: list[Any] = self._typed(self._get(key), list, "a list", self._name(key))
+        return found
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        items = enumerate(self.array(key))
+        return tuple(self._typed(v, str, "a string", f"{self._name(key)}[{i}]") for i, v in items)
+
+    def object(self, key: str) -> Fields:
+        """An object within."""
+        return Fields(self._get(key), self._name(key))
+
+    def objects(self, key: str) -> list[Fields]:
+        """A list of objects."""
+        return [Fields(v, f"{self._name(key)}[{i}]") for i, v in enumerate(self.array(key))]
+
+    def each(self) -> list[tuple[str, Fields]]:
+        """Every value, each an object, with its key."""
+        return [(key, Fields(v, self._name(key))) for key, v in self.value.items()]
+
+    def _name(self, key: str) -> str:
+        return f"{self.where}.{key}" if self.where else key
+
+    def _get(self, key: str) -> Any:
+        if key not in self.value:
+            raise ArtifactError(f"{MANIFEST}: {self._name(key)} is missing; {_BUILD_AGAIN}")
+        return self.value[key]
+
+    @staticmethod
+    def _typed(value: Any, kind: Any, words: str, where: str) -> Any:
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise _wrong(where, value, words)
+        return value
+
+
+def parse(raw: Any) -> Manifest:
+    """The manifest in a JSON value. Raises ArtifactError: format first, then field by field."""
+    top = Fields(raw)
+    version = top.integer("format", 1)
+    if version > FORMAT:
+        raise ArtifactError(
+            f"{MANIFEST}: format {version} is newer than this accel reads (up to {FORMAT}); "
+            "upgrade accel: pip install -U accel-compile"
+        )
+    files = {
+        name: File(f.integer("bytes"), _digest(f, "sha256"))
+        for name, f in top.object("files").each()
+    }
+    facts = _facts(top.object("model"))
+    state = tuple(_state(f) for f in top.objects("state"))
+    if len({v.name for v in state}) < len(state):
+        raise ArtifactError(f"{MANIFEST}: state has two values of one name; {_BUILD_AGAIN}")
+    entries = {
+        name: Entry(f.text("file"), f.texts("inputs"), f.texts("outputs"))
+        for name, f in top.object("entries").each()
+    }
+    if "step" not in entries:
+        raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {_BUILD_AGAIN}")
+    for name, entry in entries.items():
+        if entry.file not in files:
+            raise ArtifactError(
+                f"{MANIFEST}: entries.{name}.file: {unknown('file', entry.file, files)}; "
+                f"{_BUILD_AGAIN}"
+            )
+    return Manifest(
+        accel=top.text("accel"),
+        target=top.text("target"),
+        facts=facts,
+        numerics=top.text("numerics"),
+        grade=top.text("grade"),
+        recipe=top.object("recipe").value,
+        state=state,
+        entries=entries,
+        files=files,
+        report=top.object("report").value,
+        raw=top.value,
+    )
+
+
+def facts_json(facts: Facts) -> dict[str, Any]:
+    """The `model` table of accel.json."""
+    return dataclasses.asdict(facts)
+
+
+def _facts(f: Fields) -> Facts:
+    vocab = f.integer("vocab_size", 1)
+    eos = []
+    for i, token in enumerate(f.array("eos")):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise _wrong(f"model.eos[{i}]", token, f"a token id, 0..{vocab - 1}")
+        eos.append(token)
+    return Facts(
+        name=f.text("name"),
+        vocab_size=vocab,
+        num_layers=f.integer("num_layers"),
+        max_context=f.integer("max_context", 1),
+        max_batch=f.integer("max_batch", 1),
+        eos=tuple(eos),
+        bos=f.optional_integer("bos"),
+        parameters=f.integer("parameters"),
+        layers=tuple(layer.value for layer in f.objects("layers")),
+    )
+
+
+def _state(f: Fields) -> StateValue:
+    shape: list[int | str] = []
+    for i, size in enumerate(f.array("shape")):
+        whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        if not whole and size not in ("B", "C"):
+            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B' or 'C'")
+        shape.append(size)
+    dtype = f.text("dtype")
+    if dtype not in DTYPES:
+        raise ArtifactError(
+            f"{MANIFEST}: {f.where}.dtype: {unknown('type', dtype, DTYPES)}; {_BUILD_AGAIN}"
+        )
+    return StateValue(
+        f.text("name"),
+        f.text("role"),
+        f.optional_integer("layer"),
+        dtype,
+        tuple(shape),
+        f.number("fill"),
+    )
+
+
+def _digest(f: Fields, key: str) -> str:
+    found = f.text(key)
+    if len(found) != 64 or set(found) - set("0123456789abcdef"):
+        raise _wrong(f"{f.where}.{key}", found, "64 hexadecimal digits")
+    return found
+
+
+def _wrong(where: str, value: Any, want: str) -> ArtifactError:
+    shown = repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return ArtifactError(
+        f"{MANIFEST}: {where} is {shown} ({type(value).__name__}), not {want}; {_BUILD_AGAIN}"
+    )

@@ -1,0 +1,268 @@
+"""ONNX Runtime on the CPU: one InferenceSession per model, one set of bound buffers per session.
+
+State is bound once, each buffer as input `name` and as output `name.next`, so that appends happen
+in place and a decode step costs Python the same whatever the number of layers.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from accel.ir.errors import ArtifactError
+from accel.runtime.artifact import Artifact
+from accel.runtime.ints import Ints
+from accel.runtime.manifest import StateValue
+from accel.runtime.session import Logits
+
+_ORT_TYPES = {
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "float64": "tensor(double)",
+    "int64": "tensor(int64)",
+    "int32": "tensor(int32)",
+    "int8": "tensor(int8)",
+    "uint8": "tensor(uint8)",
+    "bool": "tensor(bool)",
+}
+
+
+class OrtEngine:
+    """The step entry of an artifact. Opened at first use; safe to share between threads."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        threads: int | None = None,
+        spinning: bool = True,
+        entry: str = "step",
+    ):
+        """`threads`: compute threads of one call, default the physical cores it may use."""
+        self.artifact = artifact
+        self.threads = threads or physical_cores()
+        self.spinning = spinning
+        self.entry = entry
+        self._lock = threading.Lock()
+        self._session: Any = None
+
+    @property
+    def session(self) -> Any:
+        """The onnxruntime.InferenceSession, opened when first asked for. Raises ArtifactError."""
+        with self._lock:
+            if self._session is None:
+                self._session = self._open()
+            return self._session
+
+    def stepper(self, batch: int) -> OrtStepper:
+        """A stepper for `batch` rows with an empty cache."""
+        return OrtStepper(self.session, self.artifact.state, batch, self.artifact.facts.vocab_size)
+
+    def close(self) -> None:
+        """Let go of the weights; they are freed when the last session over them closes."""
+        with self._lock:
+            self._session = None
+
+    def _open(self) -> Any:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        options.add_session_config_entry(
+            "session.intra_op.allow_spinning", "1" if self.spinning else "0"
+        )
+        path = self.artifact.path / self.artifact.entries[self.entry].file
+        try:
+            session = ort.InferenceSession(
+                str(path), sess_options=options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # onnxruntime raises a dozen classes without a common base
+            raise ArtifactError(
+                f"{path}: onnxruntime {ort.__version__} cannot open it: {error}. "
+                "Build the artifact again, or upgrade onnxruntime"
+            ) from error
+        _check_state(session, self.artifact.state, path)
+        return session
+
+
+class OrtStepper:
+    """State buffers of one session and the two bindings over them: decode (T = N = 1) and every
+    other shape.
+    """
+
+    def __init__(self, session: Any, state: tuple[StateValue, ...], batch: int, vocab_size: int):
+        self._session = session
+        self._state = state
+        self._batch = batch
+        self._vocab = vocab_size
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
+        self._decode: Any = None
+        self._other: Any = None
+        self._small: dict[str, npt.NDArray[Any]] = {
+            name: aligned((batch,) if name == "slots" else (batch, 1), "int64", 0)
+            for name in ("tokens", "positions", "slots", "rows")
+        }
+        self._logits: Logits = aligned((batch, 1, vocab_size), "float32", 0)
+        self._small_values = {n: _value(a) for n, a in self._small.items()}
+        self._logits_value = _value(self._logits)
+
+    def resize(self, capacity: int) -> None:
+        """New buffers of `capacity` slots with the old contents; bindings are made anew."""
+        buffers = dict(self._buffers)
+        for value in self._state:
+            old = buffers.get(value.name)
+            if old is None or "C" in value.shape:
+                buffers[value.name] = _grown(old, value, self._batch, capacity)
+        self._bind(buffers)
+
+    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
+        """See session.Stepper; `resize` comes first."""
+        if tokens.shape[1] == 1 and rows.shape[1] == 1:
+            small = self._small
+            small["tokens"][:] = tokens
+            small["positions"][:] = positions
+            small["slots"][:] = slots
+            small["rows"][:] = rows
+            self._session.run_with_iobinding(self._decode)
+            return self._logits.copy()
+        logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
+        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        held = [_value(np.ascontiguousarray(array)) for array in given.values()]
+        for name, value in zip(given, held, strict=True):
+            self._other.bind_ortvalue_input(name, value)
+        out = _value(logits)
+        self._other.bind_ortvalue_output("logits", out)
+        self._session.run_with_iobinding(self._other)
+        return logits
+
+    def copy(self) -> OrtStepper:
+        """An independent stepper with a copy of the state."""
+        other = OrtStepper(self._session, self._state, self._batch, self._vocab)
+        if self._buffers:
+            copies = {n: aligned(a.shape, a.dtype.name) for n, a in self._buffers.items()}
+            for name, array in self._buffers.items():
+                np.copyto(copies[name], array)
+            other._bind(copies)
+        return other
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all state buffers."""
+        return sum(a.nbytes for a in self._buffers.values())
+
+    def close(self) -> None:
+        """Drop bindings before the buffers that they point into."""
+        self._decode = self._other = None
+        self._values = []
+        self._buffers = {}
+
+    def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
+        """Bind each buffer as input and as output, in both bindings; take them over only when all
+        went well.
+        """
+        values = {name: _value(array) for name, array in buffers.items()}
+        bindings = [self._session.io_binding(), self._session.io_binding()]
+        for binding in bindings:
+            for name, value in values.items():
+                binding.bind_ortvalue_input(name, value)
+                binding.bind_ortvalue_output(f"{name}.next", value)
+        for name, value in self._small_values.items():
+            bindings[0].bind_ortvalue_input(name, value)
+        bindings[0].bind_ortvalue_output("logits", self._logits_value)
+        self._decode, self._other = bindings
+        self._values, self._buffers = list(values.values()), buffers
+
+
+def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:
+    """An array on a 64-byte boundary (vector loads of its rows never straddle lines); filled, or
+    not.
+    """
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    raw = np.empty(size + 64, np.uint8) if fill != 0 else np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    array = raw[start : start + size].view(kind).reshape(shape)
+    if fill:
+        array.fill(fill)
+    return array
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may use: its CPU set without hyper-thread twins, within the
+    cgroup's quota.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cpus = os.sched_getaffinity(0)
+    else:
+        cpus = set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        twins = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(_read(twins) or str(cpu))
+    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    limit = (
+        math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(cores)
+    )
+    return max(1, min(len(cores), limit))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _value(array: npt.NDArray[Any]) -> Any:
+    """An OrtValue over the array's own memory. Empty arrays have none to share: onnxruntime copies
+    them.
+    """
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+def _grown(
+    old: npt.NDArray[Any] | None, value: StateValue, batch: int, capacity: int
+) -> npt.NDArray[Any]:
+    """A state buffer of `capacity` slots that starts as `old` and goes on with the value's fill."""
+    letters = {"B": batch, "C": capacity}
+    shape = tuple(letters[d] if isinstance(d, str) else d for d in value.shape)
+    new = aligned(shape, value.dtype, value.fill)
+    if old is not None:
+        new[tuple(slice(n) for n in old.shape)] = old
+    return new
+
+
+def _check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None:
+    """The manifest's state must be what the graph takes: names, types, fixed sizes. Raises
+    ArtifactError.
+    """
+    inputs = {i.name: i for i in session.get_inputs()}
+    outputs = {o.name for o in session.get_outputs()}
+    wanted = {"tokens", "positions", "slots", "rows", *(v.name for v in state)}
+    missing = sorted((wanted ^ inputs.keys()) | ({f"{v.name}.next" for v in state} - outputs))
+    if "logits" not in outputs:
+        missing.append("logits")
+    if missing:
+        raise ArtifactError(
+            f"{path}: graph and accel.json disagree on {', '.join(missing[:4])}; build the "
+            "artifact again"
+        )
+    for value in state:
+        there = inputs[value.name]
+        sizes = [d if isinstance(d, int) else None for d in there.shape]
+        same = len(sizes) == len(value.shape) and all(
+            size is None or size == want for size, want in zip(sizes, value.shape, strict=True)
+        )
+        if not same or there.type != _ORT_TYPES[value.dtype]:
+            raise ArtifactError(
+                f"{path}: state {value.name} is {value.dtype} {list(value.shape)} in accel.json, "
+                f"{there.type} {there.shape} in the graph; build the artifact again"
+            )

@@ -1,0 +1,136 @@
+"""Temperature, top-k, top-p, min-p and repetition penalty, with the meaning and order of
+transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import AccelError, InputError
+from accel.runtime.sample import Base
+
+_FIRST = 1024  # candidates that top-p sorts at first; more only where these hold too little mass
+
+
+@dataclass(frozen=True)
+class Standard(Base):
+    """temperature 0 is greedy (the lowest id among equals), repetition penalty still applied."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises InputError that names the parameter, its value and the range."""
+        _check(
+            "temperature", self.temperature, 0 <= _number(self.temperature) < math.inf, "0 or more"
+        )
+        _check(
+            "top_k",
+            self.top_k,
+            self.top_k is None or (_whole(self.top_k) and self.top_k >= 1),
+            "an integer of 1 or more, or None for no limit",
+        )
+        for name, low in (("top_p", "above 0 and at most 1"), ("min_p", "from 0 to 1")):
+            value = getattr(self, name)
+            inside = value is None or 0 <= _number(value) <= 1
+            _check(name, value, inside and not (name == "top_p" and value == 0), f"{low}, or None")
+        penalty = self.repetition_penalty
+        _check("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0; 1 is none")
+
+    def __call__(
+        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64], rng: np.random.Generator
+    ) -> int:
+        if self.repetition_penalty != 1.0 and seen.size:
+            logits = logits.copy()
+            found = logits[seen]
+            penalty = np.float32(self.repetition_penalty)
+            logits[seen] = np.where(found < 0, found * penalty, found / penalty)
+        if self.temperature == 0:
+            token = int(logits.argmax())
+            if math.isnan(logits[token]):
+                raise AccelError(_NOT_A_NUMBER)
+            return token
+        tokens, weights = self.filtered(logits)
+        mass = weights.cumsum()
+        if not 0 < mass[-1] < math.inf:
+            raise AccelError(_NOT_A_NUMBER)
+        place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
+        return int(tokens[min(place, len(tokens) - 1)])
+
+    def filtered(
+        self, logits: npt.NDArray[np.float32]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """What may be drawn: token ids [n] in rising order, and weights [n] in proportion to their
+        probability.
+
+        logits [V] after the repetition penalty; the temperature must not be 0.
+        """
+        tokens = np.arange(logits.size)
+        if self.top_k is not None and self.top_k < logits.size:
+            least = np.partition(logits, -self.top_k)[-self.top_k]
+            tokens = np.flatnonzero(
+                logits >= least
+            )  # equals of the last one stay, as in transformers
+        scores = logits[tokens].astype(np.float64)
+        weights = np.exp((scores - scores.max()) / self.temperature)
+        if self.top_p is not None and self.top_p < 1:
+            keep = _nucleus(weights, self.top_p)
+            tokens, weights = tokens[keep], weights[keep]
+        if self.min_p:
+            keep = np.flatnonzero(weights >= self.min_p * weights.max())
+            tokens, weights = tokens[keep], weights[keep]
+        return tokens, weights
+
+
+_NOT_A_NUMBER = (
+    "the model's logits are not numbers (NaN or infinite); build in float32, or "
+    "check the model's weights"
+)
+
+
+def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
+    """Indices, rising, of the fewest largest weights that together reach `top_p` of the mass; at
+    least one.
+
+    Sorts only as many as are needed: first `_FIRST`, then four times as many, and so on.
+    """
+    target = top_p * weights.sum()
+    count = _FIRST
+    while True:
+        if count >= weights.size:
+            top = np.arange(weights.size)
+        else:
+            top = np.argpartition(weights, -count)[-count:]
+        order = top[np.argsort(-weights[top], kind="stable")]
+        mass = weights[order].cumsum()
+        if mass[-1] >= target or count >= weights.size:
+            above = mass - weights[order]  # the mass of what comes before each
+            above[0] = -1.0
+            return np.sort(order[above < target])
+        count *= 4
+
+
+def _number(value: object) -> float:
+    """A number as float; anything else as NaN, which is in no range."""
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        return float(value)
+    return math.nan
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _check(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise InputError(f"{name} = {value!r} is out of range; give a value {allowed}")

@@ -1,0 +1,257 @@
+"""One conversation per row: a cache, how many tokens each row holds, and calls that add to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints, as_ints, check_vocabulary
+
+Logits = npt.NDArray[np.float32]
+
+CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
+STEP = 256  # the KV buffers grow by this many slots
+
+
+class Stepper(Protocol):
+    """What a target supplies for one session: the step entry with its state buffers, for B rows."""
+
+    def resize(self, capacity: int) -> None:
+        """Give every state buffer `capacity` slots, keeping what it holds; never fewer."""
+
+    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
+        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
+        caller's own.
+        """
+
+    def copy(self) -> Stepper:
+        """An independent stepper with a copy of the state."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the state buffers hold now."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+
+
+class Engine(Protocol):
+    """What a target supplies for one model: steppers, each for one session of `batch` rows."""
+
+    def stepper(self, batch: int) -> Stepper:
+        """A stepper with an empty cache."""
+
+    def close(self) -> None:
+        """Free the weights."""
+
+
+class Facts(Protocol):
+    """What the runtime needs to know of a model, as `ir.program.Facts` or `manifest.Facts`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def max_batch(self) -> int: ...
+    @property
+    def eos(self) -> Sequence[int]: ...
+
+
+class Session:
+    """A cache of B rows. `run` appends tokens, `rewind` forgets them, `fork` copies the whole.
+
+    One thread at a time may use a session; different sessions of one model may run in different
+    threads.
+    """
+
+    def __init__(self, stepper: Stepper, batch: int, *, vocab_size: int, max_context: int):
+        self.batch = batch
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        self._stepper: Stepper | None = stepper
+        self._capacity = 0
+        self._lengths: Ints = np.zeros(batch, np.int64)
+        self._calls = 0
+        self._tokens = 0
+        self._seconds = 0.0
+
+    def run(self, tokens: Any, lengths: Any = None, *, last_only: bool = False) -> Logits:
+        """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
+
+        `lengths` [B], each 0..T: how many of a row's tokens are real; the rest, on the right, is
+        padding, may hold anything, leaves no trace, and has logits 0. `last_only` gives [B,1,V]:
+        the logits of each row's last real token, the others not computed. Long calls are cut into
+        graph calls of at most CHUNK tokens. Raises InputError; a call that fails leaves the session
+        as it was.
+        """
+        stepper = self._open()
+        ids = as_ints(tokens, "tokens")
+        if ids.ndim != 2 or ids.shape[0] != self.batch or ids.shape[1] == 0:
+            raise InputError(
+                f"tokens have shape {list(ids.shape)}; this session takes [{self.batch}, T] with "
+                "T >= 1"
+            )
+        counts = self._counts(lengths, ids.shape[1])
+        if counts is None:
+            check_vocabulary(ids, self.vocab_size, "tokens")
+            after = self._lengths + ids.shape[1]
+        else:
+            ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, 0)
+            check_vocabulary(ids, self.vocab_size, "tokens")
+            after = self._lengths + counts
+        if int(after.max()) > self.max_context:
+            row = int(after.argmax())
+            raise InputError(
+                f"row {row} would hold {after[row]} tokens; max_context is {self.max_context}. "
+                "Give fewer tokens, rewind, or build with a larger max_context"
+            )
+        if counts is None and ids.shape[1] <= CHUNK:
+            logits = self._whole(stepper, ids, last_only)
+        else:
+            full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
+            logits = self._chunks(stepper, ids, full, last_only)
+        self._lengths = after
+        return logits
+
+    def rewind(self, length: Any) -> None:
+        """Forget every token from `length` on: an int, or one per row [B]. Forward is an
+        InputError.
+        """
+        self._open()
+        wanted = as_ints(length, "length")
+        if wanted.shape not in ((), (self.batch,)):
+            raise InputError(
+                f"length has shape {list(wanted.shape)}; give an int or {self.batch} of them"
+            )
+        wanted = np.broadcast_to(wanted, (self.batch,)).copy()
+        if (bad := (wanted < 0) | (wanted > self._lengths)).any():
+            row = int(bad.argmax())
+            raise InputError(
+                f"cannot rewind row {row} to {wanted[row]}: it holds {self._lengths[row]} tokens; "
+                f"give 0..{self._lengths[row]}"
+            )
+        self._lengths = wanted
+
+    @property
+    def length(self) -> int | list[int]:
+        """Tokens held: an int where all rows agree, else one per row."""
+        held: list[int] = self._lengths.tolist()
+        return held[0] if len(set(held)) == 1 else held
+
+    @property
+    def lengths(self) -> Ints:
+        """Tokens held by each row, [B]; a copy."""
+        return self._lengths.copy()
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """calls: graph calls; tokens: real ones run; seconds in the graph; kv_bytes: state buffers
+        now.
+        """
+        kv_bytes = self._stepper.kv_bytes if self._stepper else 0
+        return {
+            "calls": self._calls,
+            "tokens": self._tokens,
+            "seconds": self._seconds,
+            "kv_bytes": kv_bytes,
+        }
+
+    def fork(self) -> Session:
+        """An independent session that holds the same tokens; its stats start at 0."""
+        other = Session(
+            self._open().copy(),
+            self.batch,
+            vocab_size=self.vocab_size,
+            max_context=self.max_context,
+        )
+        other._capacity = self._capacity
+        other._lengths = self._lengths.copy()
+        return other
+
+    def close(self) -> None:
+        """Free the cache. Closing twice is harmless."""
+        if self._stepper is not None:
+            self._stepper.close()
+            self._stepper = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> Stepper:
+        if self._stepper is None:
+            raise InputError("this session is closed; open another with model.session()")
+        return self._stepper
+
+    def _counts(self, lengths: Any, width: int) -> Ints | None:
+        """How many tokens of each row are real [B]; None where all are."""
+        if lengths is None:
+            return None
+        counts = as_ints(lengths, "lengths")
+        if counts.shape != (self.batch,):
+            raise InputError(
+                f"lengths have shape {list(counts.shape)}; give one per row, [{self.batch}]"
+            )
+        if (bad := (counts < 0) | (counts > width)).any():
+            row = int(bad.argmax())
+            raise InputError(
+                f"lengths[{row}] is {counts[row]}; a call of {width} tokens takes 0..{width}"
+            )
+        return None if int(counts.min()) == width else counts
+
+    def _whole(self, stepper: Stepper, ids: Ints, last_only: bool) -> Logits:
+        """One graph call without padding."""
+        width = ids.shape[1]
+        positions = self._lengths[:, None] + np.arange(width)
+        rows = np.arange(width - 1 if last_only else 0, width)
+        rows = np.broadcast_to(rows, (self.batch, rows.size))
+        return self._step(stepper, ids, positions, self._lengths, rows, ids.size)
+
+    def _chunks(self, stepper: Stepper, ids: Ints, counts: Ints, last_only: bool) -> Logits:
+        """Graph calls of at most CHUNK columns; a row's padding gets position -1 and writes no KV
+        that is seen.
+        """
+        shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
+        out = np.zeros(shape, np.float32)
+        for start in range(0, int(counts.max()), CHUNK):
+            part = ids[:, start : min(start + CHUNK, int(counts.max()))]
+            columns = np.arange(part.shape[1])
+            left = counts - start
+            slots = self._lengths + np.minimum(counts, start)
+            real = columns < left[:, None]
+            positions = np.where(real, slots[:, None] + columns, -1)
+            ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
+            if last_only:
+                rows = np.where(ends, left - 1, 0)[:, None]
+            else:
+                rows = np.broadcast_to(columns, part.shape)
+            logits = self._step(stepper, part, positions, slots, rows, int(real.sum()))
+            if last_only:
+                out[ends] = logits[ends]
+            else:
+                np.copyto(out[:, start : start + part.shape[1]], logits, where=real[:, :, None])
+        return out
+
+    def _step(
+        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int
+    ) -> Logits:
+        """One graph call, after making room for every slot that it writes, padding included."""
+        need = int(slots.max()) + tokens.shape[1]
+        if need > self._capacity:
+            capacity = -(-need // STEP) * STEP
+            stepper.resize(capacity)
+            self._capacity = capacity
+        start = time.perf_counter()
+        logits = stepper.step(tokens, positions, slots, rows)
+        self._seconds += time.perf_counter() - start
+        self._calls += 1
+        self._tokens += real
+        return logits
