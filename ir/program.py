@@ -267,8 +267,7 @@ class Editor:
         """A new input; dynamic axes of equal example size share one symbol."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-        first = next(iter(self.graph.nodes))
-        with self.graph.inserting_before(first):
+        with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(name)
         context: Any = StatelessSymbolicContext(
             dynamic_sizes=[DimDynamic.DUCK if d else DimDynamic.STATIC for d in dynamic]

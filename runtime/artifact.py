@@ -61,7 +61,7 @@ def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     names = sorted(
         p.relative_to(folder).as_posix()
         for p in folder.rglob("*")
-        if p.is_file() and p.name != MANIFEST
+        if p.is_file() and p != folder / MANIFEST
     )
     hashes = _hashes(folder, names)
     files = {n: {"bytes": (folder / n).stat().st_size, "sha256": hashes[n]} for n in names}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.axis import Axis
-from accel.ir.errors import ArtifactError, InputError
+from accel.ir.errors import ArtifactError, InputError, RecipeError
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.ints import as_ints
 from accel.runtime.loop import Base as Loop
@@ -266,9 +266,12 @@ def from_artifact(
 def _loop(recipe: dict[str, Any]) -> Loop:
     """The loop that a recipe names; autoregressive where it names none. Raises RecipeError."""
     tables = recipe.get("tables", {})
-    table = dict(tables.get("loop", {})) if isinstance(tables, dict) else {}
-    name = str(table.pop("use", "autoregressive"))
-    loop: Loop = Axis("loop", "accel.runtime.loop").build(name, **table)
+    table = tables.get("loop", {}) if isinstance(tables, dict) else None
+    if not isinstance(table, dict):
+        raise RecipeError("recipe: tables.loop is not a table; write {'use': 'autoregressive'}")
+    options = {str(k): v for k, v in table.items() if k != "use"}
+    axis = Axis("loop", "accel.runtime.loop")
+    loop: Loop = axis.build(str(table.get("use", "autoregressive")), **options)
     return loop
 
 

@@ -59,7 +59,7 @@ def as_stops(value: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     """
     if value is None:
         return ()
-    stops = (value,) if isinstance(value, str) else tuple(value)
+    stops = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
     for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise InputError(

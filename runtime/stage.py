@@ -51,8 +51,8 @@ class Stage:
         self.out = Path(out).expanduser().resolve()
         self.needs = needs
         name = f".{self.out.name}.{secrets.token_hex(6)}"
-        self._folder = self.out.with_name(f"{name}.new")
-        self._aside = self.out.with_name(f"{name}.old")
+        self._folder = self.out.parent / f"{name}.new"
+        self._aside = self.out.parent / f"{name}.old"
         self._made: list[Path] = []  # parents made for it, innermost first
         self._watchdog: subprocess.Popen[bytes] | None = None
 

@@ -92,41 +92,31 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 class Stage:
     """One part of the curriculum: it holds until `tokens` were seen in all.
 
-    `mix` weighs the kinds of row. `exits` scales the early-exit loss and `drop` is the layer
-    dropout of the last layer: both are off while induction heads form.
+    `mix` weighs the kinds of row. Only the first `depth` layers run: the others, which begin as
+    the identity, join later, so that the first steps, many and short, are cheap.
+    `exits` scales the early-exit loss and `drop` is the layer dropout of the last layer.
     """
 
     tokens: float
     length: int
     rows: int
+    depth: int
     mix: dict[str, float]
     exits: float = 0.0
     drop: float = 0.0
 
 
+def _mix(repeat: float, code: float, key_value: float) -> dict[str, float]:
+    rest = {"copy": 1.0, "pass_key": 1.0, "edit": 1.0}
+    return {"repeat": repeat, "code": code, "key_value": key_value, **rest}
+
+
 STAGES = (
-    Stage(0.8e6, 64, 32, {"repeat": 6, "code": 2, "key_value": 1, "copy": 1}),
-    Stage(
-        2e6, 128, 32,
-        {"repeat": 3, "code": 3, "key_value": 2, "copy": 1, "pass_key": 1, "edit": 1},
-        exits=0.1,
-    ),
-    Stage(
-        4.5e6, 256, 16,
-        {"repeat": 1, "code": 5, "key_value": 3, "copy": 1, "pass_key": 1, "edit": 1},
-        exits=0.2, drop=0.05,
-    ),
-    Stage(
-        7e6, 512, 8,
-        {"repeat": 0.5, "code": 6, "key_value": 2.5, "copy": 1, "pass_key": 1, "edit": 1},
-        exits=0.3, drop=0.1,
-    ),
-    Stage(
-        float("inf"), 1536, 4,
-        {"repeat": 0.25, "code": 6, "key_value": 2.5, "copy": 1, "pass_key": 1, "edit": 1},
-        exits=0.3, drop=0.1,
-    ),
-)  # fmt: skip
+    Stage(0.5e6, 128, 16, 4, _mix(3, 3, 3)),
+    Stage(1.5e6, 256, 8, 6, _mix(1, 5, 3), exits=0.1),
+    Stage(3.5e6, 512, 6, 8, _mix(0.5, 6, 2.5), exits=0.3, drop=0.05),
+    Stage(float("inf"), 1536, 2, 8, _mix(0.25, 6, 2.5), exits=0.3, drop=0.1),
+)
 
 
 def stage_at(tokens: int) -> Stage:

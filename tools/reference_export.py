@@ -152,7 +152,8 @@ def recalls(model: Llama, tokenizer: Tokenizer, prompt: str, answer: str) -> boo
     start = tokenizer.encode(prompt).ids
     wanted = tokenizer.encode(answer, add_special_tokens=False).ids
     *_, state = model.states(torch.tensor([start + wanted[:-1]]))
-    return bool((model.head(state)[0, len(start) - 1 :].argmax(-1) == torch.tensor(wanted)).all())
+    chosen = model.head(state[0, len(start) - 1 :]).argmax(-1)
+    return bool((chosen == torch.tensor(wanted)).all())
 
 
 def recall(model: Llama, tokenizer: Tokenizer, prompts: int) -> dict[str, dict[str, float]]:

@@ -23,7 +23,7 @@ class Shape:
     kv_heads: int = 2
     ffn: int = 576
     positions: int = 2048
-    theta: float = 100_000.0
+    theta: float = 1_000_000.0
     eps: float = 1e-6
 
     @property
@@ -123,11 +123,13 @@ class Llama(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def states(self, tokens: Tensor, drop: float = 0.0) -> Iterator[Tensor]:
-        """The residual stream after each layer; `drop` is the last layer's dropout rate."""
+    def states(
+        self, tokens: Tensor, depth: int | None = None, drop: float = 0.0
+    ) -> Iterator[Tensor]:
+        """The residual stream after each of `depth` layers; `drop` is the last one's rate."""
         x = self.embed_tokens(tokens)
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for at, layer in enumerate(self.layers):
+        for at, layer in enumerate(self.layers[:depth]):
             rate = drop * (2 ** (at / (self.shape.layers - 1)) - 1)
             keep = torch.rand(len(tokens), 1, 1, device=x.device) >= rate
             x = layer(x, keep.type_as(x), cos, sin)
@@ -163,6 +165,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             shapes: dict[torch.Size, list[nn.Parameter]] = {}
             for param in group["params"]:
+                if param.grad is None:  # a layer above the present depth
+                    continue
                 shapes.setdefault(param.shape, []).append(param)
             for same in shapes.values():
                 self._update(same, group)

@@ -19,7 +19,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import numpy as np
 import reference_export
 import torch
 from reference_data import Batches, Stage, encode, sources, stage_at, train_tokenizer
+from reference_init import place_induction
 from reference_model import Llama, Shape, optimisers
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -94,7 +95,9 @@ def prepare(folder: Path, seed: int, device: torch.device) -> Run:
         tokenizer.save(str(vocabulary))
     tokenizer = Tokenizer.from_file(str(vocabulary))
     torch.manual_seed(seed)
-    model = Llama(Shape()).to(device)
+    model = Llama(Shape())
+    place_induction(model)
+    model.to(device)
     batches = Batches(tokenizer, np.load(tokens), seed)
     return Run(folder, device, tokenizer, batches, model, optimisers(model))
 
@@ -112,7 +115,7 @@ def loss_of(run: Run, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Tenso
     One early exit per step, in turn, on a random quarter of those positions: a head costs as much
     as one and a half layers here.
     """
-    states = list(run.model.states(ids[:, :-1], stage.drop))
+    states = list(run.model.states(ids[:, :-1], stage.depth, stage.drop))
     known = weights.flatten().nonzero().squeeze(1)
     target = ids[:, 1:].flatten()
 
@@ -162,9 +165,10 @@ def probe(run: Run) -> dict[str, float]:
     batches = Batches(run.tokenizer, run.batches.corpus, run.count.step)
     found = {}
     for kind in stage.mix:
-        ids, weights = batches.draw(Stage(0, stage.length, max(2, 2048 // stage.length), {kind: 1}))
+        rows = max(2, 2048 // stage.length)
+        ids, weights = batches.draw(replace(stage, rows=rows, mix={kind: 1}))
         with torch.no_grad():
-            *_, state = run.model.states(ids[:, :-1].to(run.device))
+            *_, state = run.model.states(ids[:, :-1].to(run.device), stage.depth)
             right = run.model.head(state).argmax(-1).cpu() == ids[:, 1:]
         found[kind] = round(float(right[weights > 0].float().mean()), 3)
     return found

@@ -37,8 +37,13 @@ class Mask:
         return seen
 
 
-def relative_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """bias [H, M] by distance q - k -> [B,H,T,S]; distances outside 0..M-1 read the nearest end."""
+def position_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """What is added to the scores [B,H,T,S]; q [B,1,T,1], k [B,1,1,S].
+
+    bias [H,M] goes by distance q - k (outside 0..M-1: the nearest end), [H,M,M] by both positions.
+    """
+    if bias.dim() == 3:
+        return bias[:, q[:, 0].clamp(min=0), k[:, 0].clamp(min=0)].transpose(0, 1)
     distance = (q - k).clamp(0, bias.shape[1] - 1)  # [B,1,T,S]
     return bias[:, distance[:, 0]].transpose(0, 1)
 
@@ -63,14 +68,14 @@ def _attention(
         scores = torch.tanh(scores / softcap) * softcap
     qp, kp = q_pos[:, None, :, None], k_pos[:, None, None, :]
     if bias is not None:
-        scores = scores + relative_bias(bias, qp, kp)
+        scores = scores + position_bias(bias, qp, kp)
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~Mask(mask, window).visible(qp, kp), torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ values
 
 
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
-# bias [H,M] by distance or none; softcap 0: none. -> [B,H,T,Dv]
+# bias [H,M] or [H,M,M] or none; softcap 0: none. -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "

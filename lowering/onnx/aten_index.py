@@ -122,7 +122,7 @@ def index_put(
     whole = head if len(axes_) == rank else b.node("Concat", head, tail, axis=0)
     values = _in_front(b, values, axes_, rank, max(len(s) for s in shapes))
     updates = b.node("Expand", values, whole)
-    extra = {"reduction": "add"} if accumulate else {}
+    extra: dict[str, Any] = {"reduction": "add"} if accumulate else {}
     out = b.node("ScatterND", front, places, updates, **extra)
     return permuted(b, out, [order.index(i) for i in range(rank)])
 
@@ -162,9 +162,14 @@ def index_add(b: Builder, x: str, dim: int, index: str, source: str, alpha: Any 
     return _rows(b, x, dim, index, source, reduction="add")
 
 
-@lower(aten.scatter.src, aten.scatter_add.default)
+@lower(aten.scatter.src)
 def scatter(b: Builder, x: str, dim: int, index: str, source: str) -> Any:
     return _scattered(b, x, dim, index, source)
+
+
+@lower(aten.scatter_add.default)
+def scatter_add(b: Builder, x: str, dim: int, index: str, source: str) -> Any:
+    return _scattered(b, x, dim, index, source, reduction="add")
 
 
 def _scattered(b: Builder, x: str, dim: int, index: str, source: str, **extra: Any) -> Any:

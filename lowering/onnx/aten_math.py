@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from accel.ir.errors import LoweringError
 from accel.lowering.onnx.builder import MICROSOFT, Builder
 from accel.lowering.onnx.table import lower
 
@@ -20,7 +21,6 @@ UNARY = {  # computed in the output's dtype
     aten.reciprocal.default: "Reciprocal",
     aten.tanh.default: "Tanh",
     aten.sigmoid.default: "Sigmoid",
-    aten.relu.default: "Relu",
     aten.erf.default: "Erf",
     aten.sin.default: "Sin",
     aten.cos.default: "Cos",
@@ -194,6 +194,12 @@ def trunc(b: Builder, x: str) -> Any:
 # Activations
 
 
+@lower(aten.relu.default)
+def relu(b: Builder, x: str) -> Any:
+    floating = b.out.dtype.is_floating_point
+    return b.node("Relu", x) if floating else b.node("Max", x, b.constant(0, b.out.dtype))
+
+
 @lower(aten.silu.default)
 def silu(b: Builder, x: str) -> Any:
     if b.out.dtype == torch.float32:
@@ -217,13 +223,14 @@ def softplus(b: Builder, x: str, beta: float = 1, threshold: float = 20) -> Any:
 
 @lower(aten.leaky_relu.default)
 def leaky_relu(b: Builder, x: str, slope: float = 0.01) -> Any:
-    return b.node("LeakyRelu", x, alpha=slope)
+    return b.node("LeakyRelu", x, alpha=float(slope))
 
 
 @lower(aten.elu.default)
 def elu(b: Builder, x: str, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
-    inner = x if input_scale == 1 else b.node("Mul", x, b.constant(input_scale, b.out.dtype))
-    out = b.node("Elu", inner, alpha=alpha)
+    if input_scale != 1:
+        raise LoweringError("onnx: no lowering for elu with an input scale")
+    out = b.node("Elu", x, alpha=float(alpha))
     return out if scale == 1 else b.node("Mul", out, b.constant(scale, b.out.dtype))
 
 

@@ -35,7 +35,7 @@ def product(
 ) -> str:
     """scale * x @ y with the last two axes of y exchanged."""
     if dtype == torch.float32:
-        extra = {} if scale == 1.0 else {"alpha": float(scale)}
+        extra: dict[str, Any] = {} if scale == 1.0 else {"alpha": float(scale)}
         out = b.node("FusedMatMul", x, y, domain=MICROSOFT, transB=1, **extra)
         return str(out)
     perm = [*range(rank - 2), rank - 1, rank - 2]
@@ -107,7 +107,7 @@ def layer_norm(
     *_: Any,
 ) -> Any:
     weight = weight or b.constant(torch.ones(tuple(shape), dtype=b.out.dtype))
-    return b.node("LayerNormalization", x, weight, bias, axis=-len(shape), epsilon=eps)
+    return b.node("LayerNormalization", x, weight, bias, axis=-len(shape), epsilon=float(eps))
 
 
 @lower(aten.native_layer_norm.default)
@@ -117,7 +117,7 @@ def native_layer_norm(
     """Output, mean and 1 / deviation, as LayerNormalization gives them."""
     weight = weight or b.constant(torch.ones(tuple(shape), dtype=b.out[0].dtype))
     return b.node(
-        "LayerNormalization", x, weight, bias, axis=-len(shape), epsilon=eps, outputs=3
+        "LayerNormalization", x, weight, bias, axis=-len(shape), epsilon=float(eps), outputs=3
     )
 
 
@@ -127,7 +127,7 @@ def rms_norm(
 ) -> Any:
     weight = weight or b.constant(torch.ones(tuple(shape), dtype=b.out.dtype))
     eps = torch.finfo(b.out.dtype).eps if eps is None else eps
-    return b.node("RMSNormalization", x, weight, axis=-len(shape), epsilon=eps)
+    return b.node("RMSNormalization", x, weight, axis=-len(shape), epsilon=float(eps))
 
 
 @lower(aten._fused_rms_norm.default)
@@ -141,7 +141,7 @@ def fused_rms_norm(
     axes = b.ints(*range(-len(shape), 0))
     mean = b.node("ReduceMean", b.node("Mul", x, x), axes, keepdims=1)
     root = b.node("Sqrt", b.node("Add", mean, b.constant(eps, dtype)))
-    out = b.node("RMSNormalization", x, weight, axis=-len(shape), epsilon=eps)
+    out = b.node("RMSNormalization", x, weight, axis=-len(shape), epsilon=float(eps))
     return out, b.node("Reciprocal", root)
 
 

@@ -54,8 +54,8 @@ def _binary(op: str) -> Any:
 lower(operator.add)(_binary("Add"))
 lower(operator.sub)(_binary("Sub"))
 lower(operator.mul)(_binary("Mul"))
-lower(torch.sym_max, builtins.max)(_binary("Max"))
-lower(torch.sym_min, builtins.min)(_binary("Min"))
+lower(torch.sym_max)(_binary("Max"))
+lower(torch.sym_min)(_binary("Min"))
 lower(operator.eq)(_binary("Equal"))
 lower(operator.lt)(_binary("Less"))
 lower(operator.le)(_binary("LessOrEqual"))
@@ -139,12 +139,12 @@ def sym_ite(b: Builder, condition: str, x: Any, y: Any) -> Any:
     return b.node("Where", condition, b.operand(x, dtype), b.operand(y, dtype))
 
 
-@lower(torch.sym_float, builtins.float)
+@lower(torch.sym_float)
 def sym_float(b: Builder, x: str) -> Any:
     return b.cast(x, torch.float64)
 
 
-@lower(torch.sym_int, builtins.int, math.trunc)
+@lower(torch.sym_int, math.trunc)
 def sym_int(b: Builder, x: str) -> Any:
     return b.cast(x, torch.int64)
 
@@ -163,6 +163,6 @@ lower(math.ceil)(_rounded("Ceil"))
 lower(builtins.round)(_rounded("Round"))
 
 
-@lower(math.sqrt, torch._sym_sqrt)
+@lower(math.sqrt)
 def sqrt(b: Builder, x: str) -> Any:
     return b.node("Sqrt", b.cast(x, torch.float64))

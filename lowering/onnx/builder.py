@@ -84,6 +84,8 @@ class Builder:
         A `Param` among the inputs becomes an initializer.
         """
         operands = [self.use(i) if i else "" for i in inputs]
+        while operands and not operands[-1]:  # ONNX Runtime 1.31 crashes on an empty last bias
+            operands.pop()
         key = (op, domain, tuple(operands), outputs, repr(sorted(attributes.items())))
         if key not in self._reused:
             names = [self.name(op if outputs == 1 else f"{op}.{i}") for i in range(outputs)]

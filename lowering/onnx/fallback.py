@@ -42,7 +42,8 @@ def missing(node: fx.Node) -> LoweringError:
 @functools.cache
 def _table() -> dict[Any, Callable[..., Any]]:
     """torch's decompositions, without those of operators that have a lowering."""
-    return {op: f for op, f in core_aten_decompositions().items() if op not in lower.rules}
+    table = dict(core_aten_decompositions())
+    return {op: table[op] for op in table if op not in lower.rules}
 
 
 def _decomposed(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -51,13 +51,13 @@ def _drop(graph: fx.Graph) -> int:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        if node.target in _VIEWS:  # with copies gone a value need not be contiguous
+            node.target = aten.reshape.default
         if node.target in _ASSERTS:
             graph.erase_node(node)
         elif _does_nothing(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.target in _VIEWS:
-            node.target = aten.reshape.default  # with copies gone a value need not be contiguous
         else:
             continue
         changed += 1
@@ -69,9 +69,15 @@ def _does_nothing(node: fx.Node) -> bool:
         return True
     if node.target in _CASTS:
         return _same(node)
+    if node.target is aten.reshape.default:
+        return _shape(node) == _shape(node.args[0])
     if node.target in (aten.add.Tensor, aten.mul.Tensor):
         return _neutral(node)
     return node.target is aten.slice.Tensor and node.args[2:] in ((0, _END), (0, _END, 1))
+
+
+def _shape(node: Any) -> list[str]:
+    return [str(d) for d in node.meta["val"].shape]
 
 
 def _same(node: fx.Node) -> bool:

@@ -82,7 +82,8 @@ class Standard(Base):
                 logits >= least
             )  # equals of the last one stay, as in transformers
         scores = logits[tokens].astype(np.float64)
-        weights = np.exp((scores - scores.max()) / self.temperature)
+        with np.errstate(invalid="ignore"):  # NaN is reported where the draw is made
+            weights = np.exp((scores - scores.max()) / self.temperature)
         if self.top_p is not None and self.top_p < 1:
             keep = _nucleus(weights, self.top_p)
             tokens, weights = tokens[keep], weights[keep]

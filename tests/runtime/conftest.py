@@ -1,4 +1,6 @@
-"""A toy decoder by hand, as ONNX, as torch and as NumPy: one attention layer over the state of the contract."""
+"""A toy decoder by hand, as ONNX, as torch and as NumPy: one attention layer over the state of the
+contract.
+"""
 
 import json
 from dataclasses import dataclass
@@ -9,13 +11,14 @@ import onnx
 import pytest
 import tokenizers
 import torch
+from onnx import TensorProto, helper, numpy_helper
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.eager import EagerEngine
 from accel.runtime.manifest import StateValue
 from accel.runtime.ort import OrtEngine
 from accel.runtime.session import Session
-from onnx import TensorProto, helper, numpy_helper
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 VOCAB, WIDTH, HEADS, SIZE, CONTEXT, BATCH = 320, 16, 2, 8, 1300, 3
 
@@ -70,13 +73,22 @@ class Program:
         pos, keys, values = (inputs[s.name].clone() for s in STATE)
         for row in range(b):
             span = slice(int(inputs["slots"][row]), int(inputs["slots"][row]) + t)
-            pos[row, span], keys[row, :, span], values[row, :, span] = positions[row], k[row], v[row]
+            pos[row, span], keys[row, :, span], values[row, :, span] = (
+                positions[row],
+                k[row],
+                v[row],
+            )
         seen = (pos[:, None, :] >= 0) & (pos[:, None, :] <= positions[:, :, None])
         scores = (q @ keys.transpose(2, 3)).masked_fill(~seen[:, None], -1e9)
         mixed = (scores.softmax(-1) @ values).transpose(1, 2).reshape(b, t, WIDTH)
         hidden = x + mixed @ w["Wo"]
         picked = hidden.gather(1, inputs["rows"][:, :, None].expand(-1, -1, WIDTH))
-        return {"logits": picked @ w["U"], "kv.pos.next": pos, "kv.0.k.next": keys, "kv.0.v.next": values}
+        return {
+            "logits": picked @ w["U"],
+            "kv.pos.next": pos,
+            "kv.0.k.next": keys,
+            "kv.0.v.next": values,
+        }
 
 
 def graph() -> onnx.ModelProto:
@@ -211,13 +223,24 @@ class Toy:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory) -> Toy:
     path = write_artifact(tmp_path_factory.mktemp("toy") / "artifact")
-    engines = {"ort": OrtEngine(open_artifact(path)), "eager": EagerEngine(Program())}
+    engines = {"ort": OrtEngine(open_artifact(path), threads=1), "eager": EagerEngine(Program())}
     return Toy(path, engines)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The toy is too small to share among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def damaged(toy, tmp_path):
-    """A copy of the artifact whose manifest a function changes; without its digest, as a hand editor would leave it."""
+    """A copy of the artifact whose manifest a function changes; without its digest, as a hand
+    editor would leave it.
+    """
 
     def make(change=None, keep_digest=False) -> Path:
         import shutil

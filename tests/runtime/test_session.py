@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+
 from accel.ir.errors import InputError
 
 TARGETS = ["ort", "eager"]
@@ -112,7 +113,9 @@ def test_law(toy, target, law):
     law(toy, target)
 
 
-@pytest.mark.parametrize("law, wrap", list(zip(LAWS, [PaddingIsReal, NeverRewinds, SharedFork], strict=True)))
+@pytest.mark.parametrize(
+    "law, wrap", list(zip(LAWS, [PaddingIsReal, NeverRewinds, SharedFork], strict=True))
+)
 def test_law_catches_the_broken(toy, law, wrap):
     with pytest.raises(AssertionError):
         law(toy, "ort", wrap)
@@ -219,7 +222,9 @@ def test_sessions_in_threads(toy):
     def work(i):
         with toy.session() as session:
             for t in range(40):
-                if not np.allclose(session.run(tokens[i : i + 1, t : t + 1])[0, 0], want[i][t], atol=2e-4):
+                if not np.allclose(
+                    session.run(tokens[i : i + 1, t : t + 1])[0, 0], want[i][t], atol=2e-4
+                ):
                     wrong.append((i, t))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]

@@ -1,0 +1,130 @@
+"""Recipes: TOML <-> plain data. A table is an axis, `use` a method, the rest its options."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import RecipeError, unknown
+
+_HEADER = ("about", "papers")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to do to a model: one method per axis. Names are looked up when the recipe is assembled."""
+
+    name: str = "recipe"
+    about: str = ""
+    papers: tuple[str, ...] = ()
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # axis -> {"use": …, options}
+
+    @staticmethod
+    def load(spec: Any) -> Recipe:
+        """A recipe out of a name, a list of names (merged), a path, a dict, or a Recipe.
+
+        Raises:
+            RecipeError: no such recipe, not a recipe, or two that set one axis.
+        """
+        if isinstance(spec, Recipe):
+            return spec
+        if isinstance(spec, Mapping):
+            return _from_dict("recipe", dict(spec))
+        if isinstance(spec, Path) or (isinstance(spec, str) and ("/" in spec or spec.endswith(".toml"))):
+            return _from_file(Path(spec))
+        if isinstance(spec, str):
+            found = bundled()
+            if spec not in found:
+                raise RecipeError(unknown("recipe", spec, found) + " (see accel-compile recipes)")
+            return _from_text(spec, found[spec].read_text(encoding="utf-8"))
+        if isinstance(spec, Sequence):
+            return merge([Recipe.load(s) for s in spec])
+        raise RecipeError(
+            f"recipe is a {type(spec).__name__}; give a name, a list of names, a path to a TOML file, "
+            "a dict or a Recipe"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that an artifact keeps."""
+        return {"name": self.name, "about": self.about, "papers": list(self.papers), "tables": self.tables}
+
+
+def bundled() -> dict[str, Traversable]:
+    """Name -> file of every recipe that comes with accel, sorted by name."""
+    found: dict[str, Traversable] = {}
+    todo = [files("accel.recipes")]
+    while todo:
+        for item in todo.pop().iterdir():
+            if item.is_dir():
+                todo.append(item)
+            elif item.name.endswith(".toml"):
+                found[item.name.removesuffix(".toml")] = item
+    return dict(sorted(found.items()))
+
+
+def merge(recipes: Sequence[Recipe]) -> Recipe:
+    """One recipe out of several; two that set one axis differently clash."""
+    tables: dict[str, dict[str, Any]] = {}
+    owner: dict[str, str] = {}
+    for recipe in recipes:
+        for axis, table in recipe.tables.items():
+            if axis in tables and tables[axis] != table:
+                raise RecipeError(
+                    f"recipes '{owner[axis]}' and '{recipe.name}' both set {axis} "
+                    f"({tables[axis].get('use')!r} and {table.get('use')!r}); leave one out"
+                )
+            tables[axis] = table
+            owner[axis] = recipe.name
+    return Recipe(
+        "+".join(r.name for r in recipes) or "recipe",
+        "; ".join(r.about for r in recipes if r.about),
+        tuple(dict.fromkeys(p for r in recipes for p in r.papers)),
+        tables,
+    )
+
+
+def _from_file(path: Path) -> Recipe:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such recipe file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read as a recipe: {error}") from error
+    return _from_text(path.stem, text, str(path))
+
+
+def _from_text(name: str, text: str, where: str = "") -> Recipe:
+    try:
+        return _from_dict(name, tomllib.loads(text), where or f"{name}.toml")
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{where or name}: not valid TOML: {error}") from error
+
+
+def _from_dict(name: str, data: dict[str, Any], where: str = "recipe") -> Recipe:
+    about, papers = data.get("about", ""), data.get("papers", [])
+    if not isinstance(about, str) or not isinstance(papers, (list, tuple)):
+        raise RecipeError(f"{where}: about is a text and papers a list of titles")
+    tables: dict[str, dict[str, Any]] = {}
+    body = {k: v for k, v in data.items() if k not in (*_HEADER, "name")}
+    _flatten(where, "", body.pop("tables", body), tables)
+    return Recipe(str(data.get("name", name)), about, tuple(papers), tables)
+
+
+def _flatten(where: str, axis: str, data: Any, tables: dict[str, dict[str, Any]]) -> None:
+    """Nested TOML tables -> {"kv.score": {"use": …}}."""
+    if not isinstance(data, Mapping):
+        raise RecipeError(f"{where}: '{axis}' is a {type(data).__name__}, not a table with `use`")
+    if "use" in data:
+        if not isinstance(data["use"], str):
+            raise RecipeError(f"{where}: {axis}.use is {data['use']!r}, not a method's name")
+        tables[axis] = dict(data)
+        return
+    if axis and not any(isinstance(v, Mapping) for v in data.values()):
+        raise RecipeError(f"{where}: table [{axis}] has no `use`; say which method, as use = \"name\"")
+    for key, value in data.items():
+        _flatten(where, f"{axis}.{key}" if axis else str(key), value, tables)

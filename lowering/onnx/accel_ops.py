@@ -1,0 +1,141 @@
+"""The dialect in ONNX: attention as grouped products over the slots, so that rows never depend on T."""
+
+from __future__ import annotations
+
+import torch
+
+from accel.ir.ops import attention, kv, norm, rope, rows
+from accel.lowering.onnx.aten_nn import product
+from accel.lowering.onnx.builder import Builder
+from accel.lowering.onnx.table import lower
+
+_NOTHING = torch.finfo(torch.float32).min
+
+
+@lower(norm.rms_norm.default)
+def rms_norm(b: Builder, x: str, weight: str, eps: float) -> str:
+    return str(b.node("RMSNormalization", x, weight, axis=-1, epsilon=eps))
+
+
+@lower(norm.gate.default)
+def gate(b: Builder, gate: str, up: str, act: str) -> str:
+    return str(b.node("Mul", _activate(b, gate, act), up))
+
+
+def _activate(b: Builder, x: str, act: str) -> str:
+    if act == "silu":
+        return str(b.node("QuickGelu", x, domain="com.microsoft", alpha=1.0))
+    if act in ("gelu", "gelu_tanh"):
+        return str(b.node("Gelu", x, approximate="tanh" if act == "gelu_tanh" else "none"))
+    return str(b.node({"relu": "Relu", "sigmoid": "Sigmoid"}[act], x))
+
+
+@lower(rope.rope.default)
+def rotate(b: Builder, x: str, positions: str, cos: str, sin: str, interleaved: bool) -> str:
+    turned = 2 * int(b.shape(cos)[1])
+    width = int(b.shape(x)[3])
+    return str(
+        b.node(
+            "RotaryEmbedding", x, cos, sin, _known(b, positions),
+            interleaved=int(interleaved), rotary_embedding_dim=0 if turned == width else turned,
+        )
+    )  # fmt: skip
+
+
+def _known(b: Builder, positions: str) -> str:
+    """Positions with padding (-1) read as 0."""
+    return str(b.node("Max", positions, b.constant(0, torch.int64)))
+
+
+@lower(rows.lookup.default)
+def lookup(b: Builder, table: str, positions: str) -> str:
+    return str(b.node("Gather", table, _known(b, positions), axis=0))
+
+
+@lower(rows.take_rows.default)
+def take_rows(b: Builder, x: str, rows: str) -> str:
+    return str(b.node("GatherND", x, b.node("Unsqueeze", rows, b.ints(-1)), batch_dims=1))
+
+
+@lower(kv.kv_append.default)
+def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
+    return str(b.node("TensorScatter", buffer, new, slots, axis=1 if b.rank(buffer) == 2 else 2))
+
+
+@lower(attention.attention.default)
+def attend(
+    b: Builder,
+    q: str,
+    k: str,
+    v: str,
+    q_pos: str,
+    k_pos: str,
+    bias: str | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+) -> str:
+    """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
+    heads, groups = int(b.shape(q)[1]), int(b.shape(k)[1])
+    width, repeat = int(b.shape(q)[3]), heads // groups
+    rows = q if repeat == 1 else b.node("Reshape", q, b.ints(0, groups, -1, width))  # [B,G,R·T,D]
+    inner = 1.0 / softcap if softcap else 1.0
+    scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)
+    if repeat > 1:  # [B,G,R·T,C] -> [B,H,T,C]
+        scores = b.node("Reshape", scores, b.concat_ints([0, heads, b.size(q_pos, 1), -1]))
+    if softcap:
+        scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
+    if bias is not None:
+        scores = b.node("Add", scores, _bias(b, bias, q_pos, k_pos))
+    scores = b.node("Add", scores, _hidden(b, q_pos, k_pos, mask, window))
+    probs = b.node("Softmax", scores, axis=-1)
+    if repeat > 1:
+        probs = b.node("Reshape", probs, b.concat_ints([0, groups, -1, b.size(k_pos, 1)]))
+    out = b.node("MatMul", probs, v)
+    if repeat == 1:
+        return str(out)
+    wide = int(b.shape(v)[3])
+    return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(q_pos, 1), wide])))
+
+
+def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:
+    """[B,1,T,C]: 0 where the query may look, the lowest finite number elsewhere.
+
+    Written once per mask class, not once per layer: equal nodes are one node.
+    """
+    q = b.node("Unsqueeze", q_pos, b.ints(1, 3))  # [B,1,T,1]
+    k = b.node("Unsqueeze", k_pos, b.ints(1, 2))  # [B,1,1,C]
+    zero = b.constant(0, torch.int64)
+    seen = b.node("GreaterOrEqual", k, zero)
+    if mask != "full":
+        seen = b.node("And", seen, b.node("LessOrEqual", k, q))
+    if mask == "window":
+        oldest = b.node("Sub", q, b.constant(window, torch.int64))
+        seen = b.node("And", seen, b.node("Greater", k, oldest))
+    if mask == "chunk":
+        size = b.constant(window, torch.int64)
+        blocks = [b.node("Div", b.node("Max", p, zero), size) for p in (q, k)]
+        seen = b.node("And", seen, b.node("Equal", *blocks))
+    return str(
+        b.node("Where", seen, b.constant(0.0, torch.float32), b.constant(_NOTHING, torch.float32))
+    )
+
+
+def _bias(b: Builder, bias: str, q_pos: str, k_pos: str) -> str:
+    """[B,H,T,C] out of a table [H,M] by distance, or [H,M,M] by both positions."""
+    shape = b.shape(bias)
+    last = b.constant(int(shape[1]) - 1, torch.int64)
+    zero = b.constant(0, torch.int64)
+    q = b.node("Unsqueeze", q_pos, b.ints(2))  # [B,T,1]
+    k = b.node("Unsqueeze", k_pos, b.ints(1))  # [B,1,C]
+    if len(shape) == 2:
+        index = b.node("Max", b.node("Min", b.node("Sub", q, k), last), zero)  # [B,T,C]
+        found = b.node("Gather", bias, index, axis=1)  # [H,B,T,C]
+    else:
+        flat = b.node("Reshape", bias, b.ints(int(shape[0]), -1))
+        wide = b.constant(int(shape[2]), torch.int64)
+        index = b.node("Add", b.node("Mul", b.node("Max", q, zero), wide), b.node("Max", k, zero))
+        found = b.node("Gather", flat, index, axis=1)
+    return str(b.node("Transpose", found, perm=[1, 0, 2, 3]))
+

@@ -1,0 +1,189 @@
+"""Program -> step.onnx and weights.bin."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+import pkgutil
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from accel.ir.program import Entry, Program, Region
+from accel.lowering import onnx as here
+from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
+from accel.lowering.onnx.fallback import lower_node
+
+WEIGHTS = "weights.bin"
+_ALIGN = 4096  # offsets are pages, so that a weight can be mapped
+_IR_VERSION = 10
+_BLOCK = 1 << 22  # elements copied at a time
+
+
+def load_rules() -> None:
+    """Import every file of lowerings beside this one."""
+    for module in pkgutil.iter_modules(here.__path__):
+        if module.name.startswith(("aten_", "accel_")):
+            importlib.import_module(f"{here.__name__}.{module.name}")
+
+
+@dataclass
+class WeightsFile:
+    """Streams parameters into one file, each once, and gives ONNX the place where it lies."""
+
+    file: BinaryIO
+
+    def __post_init__(self) -> None:
+        self._places: dict[str, TensorProto] = {}
+
+    def add(self, name: str, tensor: Tensor) -> TensorProto:
+        """Write a parameter; a second entry that uses it is given the same place."""
+        if name not in self._places:
+            self.file.write(b"\0" * (-self.file.tell() % _ALIGN))
+            start = self.file.tell()
+            _write(self.file, tensor)
+            proto = TensorProto(
+                name=name, data_type=DTYPES[tensor.dtype], data_location=TensorProto.EXTERNAL
+            )
+            proto.dims.extend(tensor.shape)
+            where = {"location": WEIGHTS, "offset": start, "length": self.file.tell() - start}
+            for key, value in where.items():
+                proto.external_data.add(key=key, value=str(value))
+            self._places[name] = proto
+        return self._places[name]
+
+    def places(self) -> dict[str, tuple[int, tuple[int, ...], int]]:
+        """name -> (offset, shape, ONNX dtype) of what was written."""
+        return {
+            n: (int(next(e.value for e in p.external_data if e.key == "offset")), tuple(p.dims), p.data_type)
+            for n, p in self._places.items()
+        }
+
+
+def _write(file: BinaryIO, tensor: Tensor) -> None:
+    """Append a tensor's bytes in row order, a block of rows at a time."""
+    rows = tensor.detach().cpu()
+    step = max(1, _BLOCK // max(1, rows[0].numel())) if rows.dim() > 1 else _BLOCK
+    for part in rows.split(step) if rows.dim() else [rows]:
+        bits = part.contiguous()
+        array: np.ndarray[Any, Any] = (bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits).numpy()
+        file.write(memoryview(array).cast("B") if array.size else b"")
+
+
+def export(program: Program, folder: Path) -> dict[str, Any]:
+    """Write every entry and the weights that they share; returns the manifest's `entries`.
+
+    Raises:
+        LoweringError: an operator has no ONNX form.
+    """
+    load_rules()
+    entries = {}
+    with (folder / WEIGHTS).open("wb") as file:
+        weights = WeightsFile(file)
+        for name, entry in program.entries.items():
+            model = lower_entry(program, entry, weights)
+            onnx.save_model(model, folder / f"{name}.onnx")
+            state = {s.name for s in program.state}
+            entries[name] = {
+                "file": f"{name}.onnx",
+                "inputs": [i for i in entry.inputs if i not in state],
+                "outputs": [o for o in entry.outputs if o.removesuffix(".next") not in state],
+            }
+    return entries
+
+
+def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.ModelProto:
+    """One entry as an ONNX model whose large weights lie in the weights file."""
+    b = Builder(weights.add)
+    b.shared_params = shared(program)
+    inputs = {n: n for n in entry.inputs}
+    values = _graph(b, program, entry.graph, inputs)
+    outputs = dict(zip(entry.outputs, values, strict=True))
+    for name, value in outputs.items():
+        b.nodes.append(helper.make_node("Identity", [b.use(value)], [name], name=f"output.{name}"))
+    _rename_outputs(b, outputs)
+    b.prune(outputs)
+    nodes = entry.output_nodes()
+    graph = helper.make_graph(
+        b.nodes,
+        "step",
+        [_info(program, n, entry.input(n)) for n in entry.inputs],
+        [_info(program, n, nodes[n]) for n in outputs],
+        initializer=b.initializers,
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="accel")
+
+
+def shared(program: Program) -> set[str]:
+    """Parameters that several nodes read, which therefore keep the model's layout."""
+    uses: Counter[str] = Counter()
+    for graph in program.graphs():
+        for node in graph.find_nodes(op="get_attr"):
+            uses[str(node.target)] += len(node.users)
+    return {name for name, count in uses.items() if count > 1}
+
+
+def _graph(b: Builder, program: Program, graph: fx.Graph, inputs: Mapping[str, str]) -> list[str]:
+    """Lower a graph, regions in line; returns the names of what it returns."""
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            found: list[str] = list(map_arg(node.args[0], env.__getitem__))  # type: ignore[arg-type]
+            return found
+        env[node] = _node(b, program, node, env, inputs)
+        if isinstance(env[node], str):
+            b.meta.setdefault(env[node], node.meta.get("val"))
+    raise ValueError("a graph without an output")
+
+
+def _node(
+    b: Builder, program: Program, node: fx.Node, env: Mapping[fx.Node, Any], inputs: Mapping[str, str]
+) -> Any:
+    if node.op == "placeholder":
+        return inputs[str(node.target)]
+    if node.op == "get_attr":
+        return Param(str(node.target), program.params[str(node.target)])
+    args = map_arg(node.args, env.__getitem__)
+    kwargs = map_arg(node.kwargs, env.__getitem__)
+    if isinstance(node.target, Region):
+        names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
+        outer, b.scope = b.scope, f"{b.scope}{node.target.name}/"
+        values = _graph(b, program, node.target.graph, dict(zip(names, args, strict=True)))
+        b.scope = outer
+        return tuple(values)
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    return lower_node(b, node, args, kwargs)
+
+
+def _rename_outputs(b: Builder, outputs: Mapping[str, str]) -> None:
+    """Let nodes write outputs under their own names, where no Identity is needed."""
+    made = {o for n in b.nodes for o in n.output}
+    new = {}
+    for name, value in outputs.items():
+        if value in made and value not in new and list(outputs.values()).count(value) == 1:
+            new[value] = name
+    b.nodes = [n for n in b.nodes if not (n.op_type == "Identity" and n.input[0] in new and n.output[0] == new[n.input[0]])]
+    for node in b.nodes:
+        for side in (node.input, node.output):
+            for i, value in enumerate(side):
+                if value in new:
+                    side[i] = new[value]
+
+
+def _info(program: Program, name: str, node: fx.Node) -> onnx.ValueInfoProto:
+    value = node.meta["val"]
+    sizes = [d if isinstance(d, int) else program.dims.get(str(d), str(d)) for d in value.shape]
+    return helper.make_tensor_value_info(name, DTYPES[value.dtype], sizes)
+
+

@@ -1,0 +1,92 @@
+"""The numeric check: after every pass the program still computes the captured model's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from accel.ir.capture import example
+from accel.ir.errors import PassError
+from accel.ir.program import Program
+from accel.passes import Pass
+
+_SIZES = ((1, 1), (2, 13))  # odd, unequal, and one that shows a window or a wrong broadcast
+
+
+@dataclass
+class NumericCheck:
+    """Compares the step entry with the captured program's logits on random tokens of odd sizes.
+
+    A stateful program is driven as a session drives it: in one call, and split into a prefill, a
+    single token, a padded ragged call and the rest, with slots to spare.
+    """
+
+    program: Program
+    cases: list[tuple[Tensor, Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        longest = self.program.facts.max_context
+        self.cases = []
+        for seed, (batch, length) in enumerate(_SIZES):
+            tokens, positions = example(
+                batch, min(length, longest), self.program.facts.vocab_size, seed + 7
+            )
+            out = self.program.run("step", {"tokens": tokens, "positions": positions})
+            self.cases.append((tokens, out["logits"].float()))
+
+    def __call__(self, program: Program, step: Pass) -> float:
+        """The largest error over all cases, relative to the largest logit (at least 1)."""
+        worst = 0.0
+        for tokens, want in self.cases:
+            for got, rows in run_both_ways(program, tokens):
+                part = want[:, rows]
+                scale = max(1.0, float(part.abs().max()))
+                error = float((got - part).abs().max()) / scale
+                worst = max(worst, error if error == error else float("inf"))
+        if worst > step.error:
+            raise PassError(
+                f"{type(step).__name__} changed what the program computes: the logits differ by {worst:.2e} "
+                f"of the largest, more than {step.error:.0e}. Report it; verify=False builds without the check"
+            )
+        return worst
+
+
+def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
+    """(logits, rows they belong to) of one whole call, and of the same tokens in several calls."""
+    length = tokens.shape[1]
+    positions = torch.arange(length).repeat(tokens.shape[0], 1)
+    if not program.state:
+        out = program.run("step", {"tokens": tokens, "positions": positions})
+        return [(out["logits"].float(), slice(0, length))]
+    found = []
+    for cuts in ([0, length], _split(length)):
+        buffers = {s.name: s.allocate(B=tokens.shape[0], C=length + 3) for s in program.state}
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            found.append((_call(program, buffers, tokens, start, end), slice(start, end)))
+    return found
+
+
+def _split(length: int) -> list[int]:
+    return sorted({0, length // 2, length // 2 + 1 if length > 1 else 0, length})
+
+
+def _call(program: Program, buffers: dict[str, Tensor], tokens: Tensor, start: int, end: int) -> Tensor:
+    """Run tokens start..end-1, with one column of padding where the buffer has room for it."""
+    batch = tokens.shape[0]
+    pad = 1 if start > 0 else 0
+    positions = torch.arange(start, end).repeat(batch, 1)
+    inputs = {
+        "tokens": torch.nn.functional.pad(tokens[:, start:end], (0, pad)),
+        "positions": torch.nn.functional.pad(positions, (0, pad), value=-1),
+        "slots": torch.full((batch,), start),
+        "rows": torch.arange(end - start).repeat(batch, 1),
+        **buffers,
+    }
+    out = program.run("step", inputs)
+    for name in buffers:
+        buffers[name] = out[f"{name}.next"]
+    logits = out["logits"]
+    assert isinstance(logits, Tensor)
+    return logits[:, : end - start].float()

@@ -1,0 +1,170 @@
+"""Layers: the stretches of the residual stream between attentions, each outlined into a sub-graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+import networkx as nx
+from torch import Tensor, fx
+
+from accel.ir.ops.attention import attention
+from accel.ir.program import Program, Region, ancestors
+from accel.passes import Pass, Report
+from accel.passes.recognise.region import Kinds, numbering, sizes
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+
+
+@dataclass(frozen=True)
+class Layers(Pass):
+    """Cut the graph where every path from tokens to logits passes one value, and outline the layers.
+
+    The cut points are the dominators of the logits; a layer runs from the cut before one attention
+    to the cut before the next. The last layer ends at the last cut that joins two paths.
+    """
+
+    after = (Cache, Head)
+
+    def run(self, program: Program) -> Report:
+        graph = program.step.graph
+        cuts = cut_points(program)
+        sites = graph.find_nodes(op="call_function", target=attention.default)
+        bounds = _bounds(graph, cuts, sites)
+        if isinstance(bounds, str):
+            return Report(refused=[bounds])
+        start = bounds[0]
+        for index, end in enumerate(bounds[1:]):
+            region, start = _outline(program, start, end, f"layer.{index}")
+            facts = program.facts.layers[index]
+            program.facts.layers[index] = replace(facts, nodes=len(region.graph.nodes))
+        return Report(changed=len(bounds) - 1)
+
+
+def cut_points(program: Program) -> list[fx.Node]:
+    """The values that every path from tokens to logits passes, in order."""
+    tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
+    below = ancestors([logits], set())
+    flow = nx.DiGraph()
+    reached = {tokens}
+    kinds = Kinds(program.step.graph)
+    for node in program.step.graph.nodes:
+        if node in below and isinstance(node.meta.get("val"), Tensor) and kinds[node] == "data":
+            for parent in node.all_input_nodes:
+                if parent in reached:
+                    flow.add_edge(parent, node)
+                    reached.add(node)
+    if logits not in flow:
+        return []
+    parent = nx.immediate_dominators(flow, tokens)
+    chain = [logits]
+    while chain[-1] is not tokens:
+        chain.append(parent[chain[-1]])
+    return chain[::-1]
+
+
+def _bounds(graph: fx.Graph, cuts: list[fx.Node], sites: list[fx.Node]) -> list[fx.Node] | str:
+    """The cut before each attention, then the end of the last layer; or why there are no layers."""
+    order = numbering(graph)
+    starts: list[fx.Node] = []
+    for site in sites:
+        before = [c for c in cuts if order[c] < order[site] and c.op == "call_function"]
+        if not before:
+            return f"{site.name}: nothing separates it from the tokens"
+        if starts and starts[-1] is before[-1]:
+            return f"{site.name} and the attention before it share one layer"
+        starts.append(before[-1])
+    last = order[sites[-1]]
+    joins = [c for c in cuts if order[c] > last and _joins(c)]
+    if not joins:
+        return f"{sites[-1].name}: the residual stream does not go on after it"
+    return [*starts, joins[-1]]
+
+
+def _joins(node: fx.Node) -> bool:
+    parents = [p for p in node.all_input_nodes if p.op == "call_function"]
+    return sum(isinstance(p.meta.get("val"), Tensor) for p in parents) > 1
+
+
+def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> tuple[Region, fx.Node]:
+    """Move what lies between two values into a Region called in place; returns it and the new `end`."""
+    graph = program.step.graph
+    inside = _between(graph, start, end)
+    members = set(inside)
+    region = Region(name, fx.Graph())
+    copied: dict[fx.Node, fx.Node] = {}
+    arguments: list[fx.Node] = [start]
+    for node in inside:
+        for parent in node.all_input_nodes:
+            if parent not in members and parent.op != "get_attr" and parent not in arguments:
+                arguments.append(parent)
+    names = _names(program, arguments)
+    for argument in arguments:
+        copied[argument] = region.graph.placeholder(names[argument])
+        copied[argument].meta = dict(argument.meta)
+    for node in inside:
+        for parent in node.all_input_nodes:
+            if parent.op == "get_attr" and parent not in copied:
+                copied[parent] = region.graph.node_copy(parent)
+                copied[parent].meta = dict(parent.meta)
+        copied[node] = region.graph.node_copy(node, copied.__getitem__)
+        copied[node].meta = dict(node.meta)
+    leaving = [end, *(n for n in inside if n is not end and any(u not in members for u in n.users))]
+    region.graph.output(tuple(copied[n] for n in leaving))
+    with graph.inserting_after(end):
+        call = graph.call_function(region, tuple(arguments))
+    call.meta["val"] = tuple(n.meta["val"] for n in leaving)
+    here, stream = call, call
+    for i, node in enumerate(leaving):
+        with graph.inserting_after(here):
+            item = graph.call_function(operator.getitem, (call, i))
+        item.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in members)
+        here, stream = item, item if node is end else stream
+    for node in reversed(inside):
+        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return region, stream
+
+
+def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """The nodes computed from `start` that `end`, or the state written on the way to it, needs."""
+    below = ancestors([end], stop={start})
+    found: dict[fx.Node, None] = {start: None}
+    for node in graph.nodes:
+        if node in below and node is not start and any(p in found for p in node.all_input_nodes):
+            found[node] = None
+    del found[start]
+    return list(found)
+
+
+def _names(program: Program, arguments: list[fx.Node]) -> dict[fx.Node, str]:
+    """Readable argument names: x for the stream, letters for sizes, inputs and outputs their own."""
+    outputs = {node: name for name, node in program.step.output_nodes().items()}
+    names: dict[fx.Node, str] = {}
+    for i, node in enumerate(arguments):
+        size = program.dims.get(str(node.meta["val"]))
+        if i == 0:
+            names[node] = "x"
+        elif node.op == "placeholder":
+            names[node] = str(node.target)
+        else:
+            names[node] = size or outputs.get(node, node.name)
+    return names
+
+
+def signature(graph: fx.Graph) -> Hashable:
+    """What a region computes, up to the names and values of its parameters."""
+    number = numbering(graph)
+
+    def show(value: object) -> Hashable:
+        if isinstance(value, fx.Node):
+            return tuple(sizes(value)) if value.op == "get_attr" else number[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(show(v) for v in value)
+        return repr(value)
+
+    return tuple((str(n.target), show(n.args)) for n in graph.nodes if n.op == "call_function")

@@ -1,0 +1,13 @@
+"""weights: how parameters are stored. A method is a pass over the parameters of the whole program."""
+
+from __future__ import annotations
+
+from abc import ABC
+from dataclasses import dataclass
+
+from accel.passes import Pass
+
+
+@dataclass(frozen=True)
+class Base(Pass, ABC):
+    """Rewrites how weights are stored; `error` says how far the logits may move."""

@@ -1,0 +1,51 @@
+"""Weights stored in float16 and widened when the model is loaded: half the artifact, float32 speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from accel.ir.program import Editor, Program
+from accel.passes import Report
+from accel.passes.weights import Base
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Float16(Base):
+    """parameter [>= smallest elements] -> float16 parameter, cast to float32 where it is read.
+
+    Values beyond float16's range (65504) stay in float32, tensor by tensor.
+    """
+
+    smallest: int = 4096
+
+    error = 2e-2
+
+    def run(self, program: Program) -> Report:
+        report = Report()
+        for graph in program.graphs():
+            editor = Editor(program, graph)
+            for node in list(graph.find_nodes(op="get_attr")):
+                name = str(node.target)
+                tensor = program.params[name]
+                if tensor.dtype != torch.float32 or tensor.numel() < self.smallest:
+                    continue
+                half = f"{name}.f16"
+                if half not in program.params:
+                    if float(tensor.abs().max()) > torch.finfo(torch.float16).max:
+                        report.refused.append(f"{name}: holds values beyond 65504")
+                        continue
+                    program.params[half] = tensor.to(torch.float16)
+                with graph.inserting_before(node):
+                    narrow = editor.param(half, program.params[half])
+                    wide = editor.call(aten._to_copy.default, narrow, dtype=torch.float32)
+                node.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
+                graph.erase_node(node)
+                report.changed += 1
+        used = {str(n.target) for g in program.graphs() for n in g.find_nodes(op="get_attr")}
+        for name in set(program.params) - used:
+            del program.params[name]
+        return report

@@ -1,0 +1,182 @@
+"""Samplers: the distribution is transformers', the draw follows it, and wrong options are refused.
+"""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from accel.ir.axis import Axis, find_axes
+from accel.ir.errors import AccelError, InputError
+from accel.runtime.sample.standard import Standard
+
+AXIS = Axis("sample", "accel.runtime.sample")
+
+
+def reference(logits, seen, o):
+    """Probabilities [V] by transformers' own processors, in the order of its `generate`."""
+    scores = torch.from_numpy(logits.copy())[None]
+    ids = torch.from_numpy(seen)[None]
+    steps = []
+    if o.repetition_penalty != 1.0:
+        steps.append(hf.RepetitionPenaltyLogitsProcessor(float(o.repetition_penalty)))
+    steps.append(hf.TemperatureLogitsWarper(float(o.temperature)))
+    if o.top_k:
+        steps.append(hf.TopKLogitsWarper(o.top_k))
+    if o.top_p is not None and o.top_p < 1:
+        steps.append(hf.TopPLogitsWarper(o.top_p))
+    if o.min_p is not None:
+        steps.append(hf.MinPLogitsWarper(o.min_p))
+    for step in steps:
+        scores = step(ids, scores)
+    return scores.softmax(-1)[0].numpy()
+
+
+def ours(logits, seen, o):
+    """Probabilities [V] of a sampler: what it would draw from."""
+    caught = {}
+
+    class Spy(Standard):
+        def filtered(self, changed):
+            caught["out"] = super().filtered(changed)
+            return caught["out"]
+
+    Spy(o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty)(
+        logits, seen, np.random.default_rng(0)
+    )
+    tokens, weights = caught["out"]
+    out = np.zeros(logits.size)
+    out[tokens] = weights / weights.sum()
+    return out
+
+
+def law_distribution(o, size=5000, seed=0, sampler=ours):
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal(size) * 3).astype(np.float32)
+    seen = rng.integers(0, size, 50)
+    before = logits.copy()
+    got, want = sampler(logits, seen, o), reference(logits, seen, o)
+    assert np.array_equal(logits, before), "logits are not the sampler's to change"
+    assert np.array_equal(got > 0, want > 0)
+    np.testing.assert_allclose(got, want, atol=1e-6, rtol=1e-3)
+
+
+OPTIONS = [
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_k=50),
+    dict(temperature=1.5, top_p=0.9),
+    dict(temperature=0.3, top_p=0.95),
+    dict(temperature=30.0, top_p=0.99),
+    dict(temperature=1.0, min_p=0.05),
+    dict(temperature=1.0, min_p=0.0),
+    dict(temperature=0.8, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
+    dict(temperature=1.2, repetition_penalty=0.5),
+    dict(temperature=1.0, top_k=1),
+    dict(temperature=1.0, top_k=10**6, top_p=1.0),
+    dict(temperature=0.01, top_p=1e-9),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_distribution_is_that_of_transformers(options):
+    for seed in range(3):
+        law_distribution(Standard(**options), seed=seed)
+
+
+def test_the_law_catches_another_order():
+    def top_p_before_temperature(logits, seen, o):
+        first = Standard(1.0, top_p=o.top_p).filtered(logits)[0]
+        out = np.zeros(logits.size)
+        out[first] = np.exp((logits[first] - logits[first].max()) / o.temperature)
+        return out / out.sum()
+
+    with pytest.raises(AssertionError):
+        law_distribution(Standard(2.0, top_p=0.9), sampler=top_p_before_temperature)
+
+
+def test_equals_of_the_last_of_top_k_stay():
+    logits = np.array([1, 2, 2, 2, 0], np.float32)
+    assert Standard(1.0, top_k=2).filtered(logits)[0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "options", [dict(temperature=1.0), dict(temperature=1.0, top_k=3, top_p=0.8)], ids=str
+)
+def test_draws_follow_the_distribution(options):
+    sampler = AXIS.build("standard", **options)
+    logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5], np.float32)
+    want = reference(logits, np.zeros(1, np.int64), sampler)
+    rng = np.random.default_rng(5)
+    draws = [sampler(logits, np.zeros(0, np.int64), rng) for _ in range(8_000)]
+    got = np.bincount(draws, minlength=5) / 8_000
+    assert np.abs(got - want).max() < 0.025
+    assert np.abs(got - np.roll(want, 1)).max() > 0.025, "the control"
+
+
+def test_greedy():
+    logits = np.array([1, 3, 3, 2], np.float32)
+    seen, rng = np.array([1, 2]), np.random.default_rng(0)
+    assert Standard()(logits, seen, rng) == 1, "the lowest id among equals"
+    assert Standard(repetition_penalty=2.0)(logits, seen, rng) == 3
+    assert Standard(repetition_penalty=3.0)(-logits, np.array([0]), rng) == 3, (
+        "negative ones are multiplied"
+    )
+
+
+def test_seeds_reproduce():
+    logits = np.random.default_rng(0).standard_normal(100).astype(np.float32)
+    none = np.zeros(0, np.int64)
+
+    def draw(seed):
+        rng = np.random.default_rng(seed)
+        return [Standard(1.0)(logits, none, rng) for _ in range(20)]
+
+    assert draw(3) == draw(3) != draw(4)
+
+
+def test_logits_that_are_no_numbers():
+    rng, none = np.random.default_rng(0), np.zeros(0, np.int64)
+    for logits in ([math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]):
+        with pytest.raises(AccelError, match="not numbers"):
+            Standard(1.0)(np.array(logits, np.float32), none, rng)
+    with pytest.raises(AccelError, match="not numbers"):
+        Standard()(np.array([1.0, math.nan], np.float32), none, rng)
+
+
+BAD = {
+    "temperature": [-1, math.nan, math.inf, "1", None, True],
+    "top_k": [0, -1, 1.5, "3", True],
+    "top_p": [0, 0.0, -0.1, 1.1, math.nan, "x"],
+    "min_p": [-0.1, 1.1, math.nan, []],
+    "repetition_penalty": [0, -1, math.inf, math.nan, None],
+}
+
+
+@pytest.mark.parametrize("name, value", [(n, v) for n, vs in BAD.items() for v in vs], ids=str)
+def test_options_out_of_range(name, value):
+    with pytest.raises(InputError, match=f"{name} = .* out of range; give a value"):
+        Standard(**{name: value})
+
+
+def test_options_at_their_ends():
+    Standard(0, 1, 1, 0, 1)
+    Standard(np.float32(0.5), np.int64(5), np.float64(0.5), 1.0, 0.1)
+
+
+def test_it_is_found_as_a_method():
+    assert AXIS.names() == ["standard"]
+    assert {"sample", "loop"} <= set(find_axes(("accel.runtime",)))
+
+
+def test_a_large_vocabulary_is_quick():
+    logits = (np.random.default_rng(0).standard_normal(150_000) * 4).astype(np.float32)
+    sampler, rng, none = Standard(0.8, top_p=0.95), np.random.default_rng(0), np.zeros(0, np.int64)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        sampler(logits, none, rng)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05

@@ -1,0 +1,162 @@
+"""A stage ends as the whole artifact or as nothing, whatever happens."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accel.ir.errors import ArtifactError
+from accel.runtime.stage import Stage
+
+
+def write(folder, text="{}"):
+    (folder / "accel.json").write_text(text)
+
+
+def names(path):
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_it_appears_whole(tmp_path):
+    out = tmp_path / "deep" / "er" / "out"
+    with Stage(out) as folder:
+        assert folder.parent == out.parent and not out.exists()
+        write(folder)
+    assert names(out) == ["accel.json"] and names(out.parent) == ["out"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_an_exception_leaves_nothing(tmp_path):
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), Stage(tmp_path / "new" / "out") as folder:
+            write(folder)
+            raise error
+    assert names(tmp_path) == []
+
+
+def test_what_may_be_replaced(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for text in ("1", "2"):  # an empty folder, then an artifact
+        with Stage(out) as folder:
+            write(folder, text)
+    assert (out / "accel.json").read_text() == "2" and names(tmp_path) == ["out"]
+    with pytest.raises(ValueError), Stage(out) as folder:
+        write(folder, "3")
+        raise ValueError
+    assert (out / "accel.json").read_text() == "2", "a failed build keeps the old artifact"
+
+
+def test_what_may_not_be_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for out, words in [
+        ("mine", "holds files but no accel.json"),
+        ("file", "is a file"),
+        ("file/x", "cannot write"),
+    ]:
+        with pytest.raises(ArtifactError, match=words), Stage(tmp_path / out):
+            raise AssertionError("the body must not run")
+    with pytest.raises(ArtifactError, match="below it"), Stage("/"):
+        pass
+    assert names(tmp_path) == ["file", "mine"]
+
+
+def test_the_destination_filled_meanwhile(tmp_path):
+    with pytest.raises(ArtifactError, match="holds files"), Stage(tmp_path / "out") as folder:
+        write(folder)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "other").write_text("x")
+    assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["other"]
+
+
+def test_a_full_disk(tmp_path):
+    with pytest.raises(ArtifactError, match="needed.*free"), Stage(tmp_path / "out", needs=1 << 60):
+        raise AssertionError("the body must not run")
+    for needs, words in ((None, "bytes had been written"), (5, "5 bytes are needed")):
+        with (
+            pytest.raises(ArtifactError, match=words),
+            Stage(tmp_path / "out", needs=needs) as folder,
+        ):
+            write(folder)
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError as full:
+                raise RuntimeError("a library's own words") from full
+    with pytest.raises(OSError, match="other"), Stage(tmp_path / "out"):
+        raise OSError(errno.EIO, "other")
+    assert names(tmp_path) == []
+
+
+KILLED = """
+import sys, time
+from accel.runtime.stage import Stage
+with Stage(sys.argv[1]) as folder:
+    (folder / "weights.bin").write_bytes(bytes(1000))
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+KILLED_AT_RENAME = """
+import os, sys, time
+from accel.runtime import stage
+def stuck(a, b, plain=os.rename):
+    plain(a, b)
+    print(b, flush=True)
+    time.sleep(60)
+with stage.Stage(sys.argv[1]) as folder:
+    (folder / "accel.json").write_text("new")
+    os.rename = stuck
+"""
+
+
+def kill_in(code, out, after_kill=lambda: None):
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(out)], stdout=subprocess.PIPE, text=True
+    )
+    reached = child.stdout.readline().strip()
+    assert os.path.isdir(reached)
+    after_kill()
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    return reached
+
+
+def eventually(check):
+    end = time.monotonic() + 10
+    while not check() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert check()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_kill_9_leaves_nothing(tmp_path):
+    kill_in(KILLED, tmp_path / "deep" / "out")
+    eventually(lambda: names(tmp_path) == [])
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_kill_9_control(tmp_path):
+    """Without the watchdog the folder would stay: the test above can fail."""
+    code = KILLED.replace(
+        "with Stage", "import accel.runtime.stage as s\ns._WATCHDOG = ''\nwith Stage"
+    )
+    folder = kill_in(code, tmp_path / "out")
+    time.sleep(0.5)
+    assert os.path.isdir(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_kill_9_between_the_renames_brings_the_old_one_back(tmp_path):
+    with Stage(tmp_path / "out") as folder:
+        write(folder, "old")
+    kill_in(KILLED_AT_RENAME, tmp_path / "out")
+    eventually(lambda: names(tmp_path) == ["out"])
+    assert (tmp_path / "out" / "accel.json").read_text() == "old"
