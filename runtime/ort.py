@@ -103,6 +103,7 @@ class OrtStepper:
         self._batch = batch
         self._vocab = vocab_size
         self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._kv_bytes = 0
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
         self._decode: Any = None
         self._other: Any = None
@@ -156,13 +157,14 @@ class OrtStepper:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all state buffers."""
-        return sum(a.nbytes for a in self._buffers.values())
+        return self._kv_bytes
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
         self._decode = self._other = None
         self._values = []
         self._buffers = {}
+        self._kv_bytes = 0
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
         """Bind each buffer as input and as output, in both bindings; take them over only when all
@@ -179,6 +181,7 @@ class OrtStepper:
         bindings[0].bind_ortvalue_output("logits", self._logits_value)
         self._decode, self._other = bindings
         self._values, self._buffers = list(values.values()), buffers
+        self._kv_bytes = sum(array.nbytes for array in buffers.values())
 
 
 def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:

@@ -90,14 +90,14 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Stage:
-    """One part of the curriculum: it holds until `tokens` were seen in all.
+    """One part of the curriculum: it holds until this share of the time has passed.
 
     `mix` weighs the kinds of row. Only the first `depth` layers run: the others, which begin as
     the identity, join later, so that the first steps, many and short, are cheap.
     `exits` scales the early-exit loss and `drop` is the layer dropout of the last layer.
     """
 
-    tokens: float
+    until: float
     length: int
     rows: int
     depth: int
@@ -112,15 +112,15 @@ def _mix(repeat: float, code: float, key_value: float) -> dict[str, float]:
 
 
 STAGES = (
-    Stage(0.5e6, 128, 16, 4, _mix(3, 3, 3)),
-    Stage(1.5e6, 256, 8, 6, _mix(1, 5, 3), exits=0.1),
-    Stage(3.5e6, 512, 6, 8, _mix(0.5, 6, 2.5), exits=0.3, drop=0.05),
-    Stage(float("inf"), 1536, 2, 8, _mix(0.25, 6, 2.5), exits=0.3, drop=0.1),
+    Stage(0.08, 128, 16, 4, _mix(3, 3, 3)),
+    Stage(0.3, 256, 8, 6, _mix(1, 5, 3), exits=0.1),
+    Stage(0.6, 512, 6, 8, _mix(0.5, 6, 2.5), exits=0.3, drop=0.05),
+    Stage(1.0, 1536, 2, 8, _mix(0.25, 6, 2.5), exits=0.3, drop=0.1),
 )
 
 
-def stage_at(tokens: int) -> Stage:
-    return next(stage for stage in STAGES if tokens < stage.tokens)
+def stage_at(progress: float) -> Stage:
+    return next((stage for stage in STAGES if progress < stage.until), STAGES[-1])
 
 
 class Batches:
@@ -129,11 +129,13 @@ class Batches:
     A weight is 0 where a token cannot be known from those before it (and on padding).
     """
 
-    def __init__(self, tokenizer: Tokenizer, corpus: np.ndarray, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, corpus: np.ndarray, seed: int, scale: int = 1) -> None:
         self.tokenizer, self.corpus, self.rng = tokenizer, corpus, random.Random(seed)
+        self.scale = scale
 
     def draw(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        kinds = self.rng.choices(list(stage.mix), list(stage.mix.values()), k=stage.rows)
+        count = self.scale * stage.rows
+        kinds = self.rng.choices(list(stage.mix), list(stage.mix.values()), k=count)
         rows = [self._row(kind, stage.length + 1) for kind in kinds]
         ids = torch.tensor(np.stack([ids for ids, _ in rows]), dtype=torch.long)
         return ids, torch.tensor(np.stack([weights for _, weights in rows]))[:, 1:]

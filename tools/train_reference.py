@@ -6,8 +6,9 @@
 
 `RUN` holds the tokenizer, the encoded corpus, `log.jsonl` and one checkpoint (weights, optimisers,
 random states, counters). SIGTERM saves it before leaving; `--resume` goes on as if nothing was.
-The learning rate is held and falls to zero over the last quarter of `--minutes`, which count all
-sessions of a run; a resumed run with more minutes rises again.
+`--minutes` counts all sessions of a run and paces it: the stages of the curriculum are shares of
+it, and the learning rate is held, then falls to zero over the last quarter. More minutes with
+`--resume` raise the rate again.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Run:
         self.batches.rng.setstate(state["rows"])
 
 
-def prepare(folder: Path, seed: int, device: torch.device) -> Run:
+def prepare(folder: Path, seed: int, device: torch.device, scale: int = 1) -> Run:
     """A run at step 0; tokenizer and corpus are made once per folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokens, vocabulary = folder / "corpus.npy", folder / "tokenizer.json"
@@ -98,7 +99,7 @@ def prepare(folder: Path, seed: int, device: torch.device) -> Run:
     model = Llama(Shape())
     place_induction(model)
     model.to(device)
-    batches = Batches(tokenizer, np.load(tokens), seed)
+    batches = Batches(tokenizer, np.load(tokens), seed, scale)
     return Run(folder, device, tokenizer, batches, model, optimisers(model))
 
 
@@ -159,9 +160,8 @@ def train_step(run: Run, stage: Stage, progress: float) -> float:
     return float(last)
 
 
-def probe(run: Run) -> dict[str, float]:
+def probe(run: Run, stage: Stage) -> dict[str, float]:
     """Token accuracy on fresh answers, by kind of row and at the present stage's length."""
-    stage = stage_at(run.count.tokens)
     batches = Batches(run.tokenizer, run.batches.corpus, run.count.step)
     found = {}
     for kind in stage.mix:
@@ -183,14 +183,14 @@ def progress_lines(run: Run, minutes: float) -> Iterator[dict[str, Any]]:
         progress = run.count.seconds / 60 / minutes
         if progress >= 1:
             return
-        stage = stage_at(run.count.tokens)
+        stage = stage_at(progress)
         losses.append(train_step(run, stage, progress))
         if run.count.step % 20 == 0:
             line: dict[str, Any] = {**asdict(run.count), "length": stage.length}
             line["loss"] = round(sum(losses) / len(losses), 4)
             losses.clear()
             if run.count.step % 100 == 0:
-                line["accuracy"] = probe(run)
+                line["accuracy"] = probe(run, stage)
             yield line
 
 
@@ -217,6 +217,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--minutes", type=float, default=100, help="training time, all sessions")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
+    parser.add_argument("--scale", type=int, default=1, help="times the rows of every step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
@@ -236,7 +237,7 @@ def main() -> None:
         reference_export.evaluate(options.prompts)
     if options.export or options.evaluate:
         return
-    run = prepare(options.out, options.seed, torch.device(options.device))
+    run = prepare(options.out, options.seed, torch.device(options.device), options.scale)
     if run.checkpoint.exists() and not options.resume:
         raise SystemExit(f"{run.checkpoint} exists: add --resume, or choose another --out")
     if options.resume:

@@ -64,7 +64,9 @@ def _integers(b: Builder, indices: Indices) -> tuple[list[int], list[str], list[
 def _tuples(b: Builder, indices: Sequence[str], shapes: Sequence[tuple[Any, ...]]) -> str:
     """Integer indices broadcast together and stacked on a last axis, as GatherND takes them."""
     parts = list(indices)
-    if any(s != shapes[0] if _masks(s, shapes[0]) else not same_shape(s, shapes[0]) for s in shapes):
+    if any(
+        s != shapes[0] if _masks(s, shapes[0]) else not same_shape(s, shapes[0]) for s in shapes
+    ):
         total = parts[0]
         for part in parts[1:]:
             total = b.node("Add", b.cast(total, torch.int64), b.cast(part, torch.int64))
@@ -103,9 +105,7 @@ def index_tensor(b: Builder, x: str, indices: Indices) -> Any:
 
 
 @lower(aten.index_put.default)
-def index_put(
-    b: Builder, x: str, indices: Indices, values: str, accumulate: bool = False
-) -> Any:
+def index_put(b: Builder, x: str, indices: Indices, values: str, accumulate: bool = False) -> Any:
     mask = indices[0]
     alone = mask is not None and len(indices) == 1 and b.dtype(mask) == torch.bool
     if mask is not None and alone and not accumulate and b.rank(values) == 0:
@@ -195,9 +195,19 @@ def sorted_pair(
     """The `count` largest or smallest along an axis, and where they are; ties by lower index."""
     dtype = b.dtype(x)
     known = {torch.float32, torch.float64, torch.int64, torch.int32}
-    wide = x if dtype in known else b.cast(x, torch.float32 if dtype.is_floating_point else torch.int32)
+    wide = (
+        x
+        if dtype in known
+        else b.cast(x, torch.float32 if dtype.is_floating_point else torch.int32)
+    )
     values, places = b.node(
-        "TopK", wide, b.vector(count), axis=dim, largest=int(largest), sorted=int(in_order), outputs=2
+        "TopK",
+        wide,
+        b.vector(count),
+        axis=dim,
+        largest=int(largest),
+        sorted=int(in_order),
+        outputs=2,
     )
     return (values if wide == x else b.cast(values, dtype)), places
 

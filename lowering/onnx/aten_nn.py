@@ -11,8 +11,7 @@ import torch
 from accel.ir.errors import LoweringError
 from accel.lowering.onnx.aten_logic import truth
 from accel.lowering.onnx.aten_math import scaled
-from accel.lowering.onnx.aten_shape import cut, permuted
-from accel.lowering.onnx.builder import MICROSOFT, Builder, Size, same
+from accel.lowering.onnx.builder import MICROSOFT, Builder, Size
 from accel.lowering.onnx.table import lower
 
 aten = torch.ops.aten
@@ -155,9 +154,7 @@ def _pads(padding: Sequence[int] | str, count: int) -> dict[str, Any]:
     return {"pads": [*one, *one]}
 
 
-@lower(
-    aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding
-)
+@lower(aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding)
 def conv(
     b: Builder,
     x: str,

@@ -154,9 +154,7 @@ def repeat_interleave(b: Builder, x: str, repeats: Size, dim: int | None = None,
 # Parts
 
 
-def cut(
-    b: Builder, x: str, axis: int, start: Size | None, end: Size | None, step: Size = 1
-) -> Any:
+def cut(b: Builder, x: str, axis: int, start: Size | None, end: Size | None, step: Size = 1) -> Any:
     """x[start:end:step] along one axis."""
     bounds = [0 if start is None else start, END if end is None else end]
     vectors = [b.vector(v) for v in bounds]
@@ -205,9 +203,7 @@ def parts(b: Builder, x: str, axis: int, sizes: Sequence[Size]) -> tuple[str, ..
     """x in pieces of these sizes."""
     if len(sizes) == 1:
         return (x,)
-    found: tuple[str, ...] = b.node(
-        "Split", x, b.concat_ints(sizes), axis=axis, outputs=len(sizes)
-    )
+    found: tuple[str, ...] = b.node("Split", x, b.concat_ints(sizes), axis=axis, outputs=len(sizes))
     return found
 
 
@@ -320,9 +316,7 @@ def constant_pad(b: Builder, x: str, pad: Sequence[Size], value: Any = 0) -> Any
 
 
 @lower(aten.pad.default)
-def pad(
-    b: Builder, x: str, pad: Sequence[Size], mode: str = "constant", value: Any = None
-) -> Any:
+def pad(b: Builder, x: str, pad: Sequence[Size], mode: str = "constant", value: Any = None) -> Any:
     if mode != "constant":
         raise LoweringError(f"onnx: pad in mode '{mode}'")
     return constant_pad(b, x, pad, 0 if value is None else value)

@@ -33,7 +33,7 @@ Size = int | str  # a number, or the name of a rank-0 int64 value
 
 
 class Param(str):
-    """The name of a parameter, carrying its tensor; it enters the graph when a node first uses it."""
+    """The name of a parameter, with its tensor; it enters the graph when a node first uses it."""
 
     tensor: torch.Tensor
 
@@ -89,9 +89,7 @@ class Builder:
         key = (op, domain, tuple(operands), outputs, repr(sorted(attributes.items())))
         if key not in self._reused:
             names = [self.name(op if outputs == 1 else f"{op}.{i}") for i in range(outputs)]
-            made = helper.make_node(
-                op, operands, names, name=names[0], domain=domain, **attributes
-            )
+            made = helper.make_node(op, operands, names, name=names[0], domain=domain, **attributes)
             self.nodes.append(made)
             self._reused[key] = tuple(names)
         found = self._reused[key]

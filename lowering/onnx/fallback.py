@@ -17,8 +17,6 @@ from accel.ir.errors import LoweringError
 from accel.lowering.onnx.builder import Builder, Param
 from accel.lowering.onnx.table import lower
 
-SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
 
 def lower_node(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Lower one call; `args` and `kwargs` are the node's, with names in place of nodes."""
@@ -57,7 +55,8 @@ def _decomposed(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any])
     values = [fakes[i].meta["val"] for i in moving]
     if not moving:
         return b.constant(op(*node.args, **node.kwargs))
-    if op not in _table() and not op._can_decompose():
+    mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
+    if mode is None or (op not in _table() and not op._can_decompose()):
         raise missing(node)
 
     def call(*moved: Any) -> Any:
@@ -69,7 +68,6 @@ def _decomposed(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any])
             return _table()[op](*inner_args, **inner_kwargs)
         return op.decompose(*inner_args, **inner_kwargs)
 
-    mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
     with mode:
         inner = make_fx(call, decomposition_table=_table())(*values)
     if any(n.target is op for n in inner.graph.nodes):

@@ -13,8 +13,6 @@ import numpy.typing as npt
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.sample import Base
 
-_FIRST = 1024  # candidates that top-p sorts at first; more only where these hold too little mass
-
 
 @dataclass(frozen=True)
 class Standard(Base):
@@ -61,7 +59,7 @@ class Standard(Base):
                 raise AccelError(_NOT_A_NUMBER)
             return token
         tokens, weights = self.filtered(logits)
-        mass = weights.cumsum()
+        mass = weights.cumsum(dtype=np.float64)
         if not 0 < mass[-1] < math.inf:
             raise AccelError(_NOT_A_NUMBER)
         place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
@@ -69,21 +67,19 @@ class Standard(Base):
 
     def filtered(
         self, logits: npt.NDArray[np.float32]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """What may be drawn: token ids [n] in rising order, and weights [n] in proportion to their
         probability.
 
         logits [V] after the repetition penalty; the temperature must not be 0.
         """
-        tokens = np.arange(logits.size)
+        tokens, scores = np.arange(logits.size), logits
         if self.top_k is not None and self.top_k < logits.size:
             least = np.partition(logits, -self.top_k)[-self.top_k]
-            tokens = np.flatnonzero(
-                logits >= least
-            )  # equals of the last one stay, as in transformers
-        scores = logits[tokens].astype(np.float64)
+            tokens = np.flatnonzero(logits >= least)  # equals of the last one stay, as there
+            scores = logits[tokens]
         with np.errstate(invalid="ignore"):  # NaN is reported where the draw is made
-            weights = np.exp((scores - scores.max()) / self.temperature)
+            weights = np.exp((scores - scores.max()) / np.float32(self.temperature))
         if self.top_p is not None and self.top_p < 1:
             keep = _nucleus(weights, self.top_p)
             tokens, weights = tokens[keep], weights[keep]
@@ -99,26 +95,22 @@ _NOT_A_NUMBER = (
 )
 
 
-def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
-    """Indices, rising, of the fewest largest weights that together reach `top_p` of the mass; at
-    least one.
+def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.int64]:
+    """Indices, rising, of the fewest largest weights that reach `top_p` of the mass; at least one.
 
-    Sorts only as many as are needed: first `_FIRST`, then four times as many, and so on.
+    Weights that could not weigh more than `1 - top_p` even if all n were alike are left out before
+    the sort; among equals at the border the lower ids stay.
     """
-    target = top_p * weights.sum()
-    count = _FIRST
-    while True:
-        if count >= weights.size:
-            top = np.arange(weights.size)
-        else:
-            top = np.argpartition(weights, -count)[-count:]
-        order = top[np.argsort(-weights[top], kind="stable")]
-        mass = weights[order].cumsum()
-        if mass[-1] >= target or count >= weights.size:
-            above = mass - weights[order]  # the mass of what comes before each
-            above[0] = -1.0
-            return np.sort(order[above < target])
-        count *= 4
+    total = float(weights.sum(dtype=np.float64))
+    tokens = np.flatnonzero(weights > (1 - top_p) * total / weights.size)
+    tokens = tokens if tokens.size else np.arange(weights.size)
+    falling = np.sort(weights[tokens])[::-1]
+    before = falling.cumsum(dtype=np.float64) - falling
+    count = max(1, int((before < top_p * total).sum()))
+    border = falling[count - 1]
+    equal = np.flatnonzero(weights == border)
+    above = np.flatnonzero(weights > border)
+    return np.sort(np.concatenate([above, equal[: count - above.size]]))
 
 
 def _number(value: object) -> float:

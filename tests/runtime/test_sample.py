@@ -1,5 +1,4 @@
-"""Samplers: the distribution is transformers', the draw follows it, and wrong options are refused.
-"""
+"""Samplers: transformers' distribution, draws that follow it, wrong options refused."""
 
 import math
 import time
@@ -95,6 +94,12 @@ def test_the_law_catches_another_order():
 
     with pytest.raises(AssertionError):
         law_distribution(Standard(2.0, top_p=0.9), sampler=top_p_before_temperature)
+
+
+def test_top_p_among_equals():
+    flat = np.zeros(1000, np.float32)
+    assert Standard(1.0, top_p=0.25).filtered(flat)[0].tolist() == list(range(250))
+    assert Standard(1.0, top_p=1e-12).filtered(flat)[0].tolist() == [0]
 
 
 def test_equals_of_the_last_of_top_k_stay():

@@ -1,0 +1,56 @@
+"""Recipe -> objects: the one place where names become methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.ir.axis import Axis, find_axes
+from accel.ir.errors import RecipeError, unknown
+from accel.ir.recipe import Recipe
+from accel.passes import Pass
+
+GRADES = ("bit-exact", "distribution-exact", "approximate")
+
+
+@dataclass
+class Plan:
+    """A recipe whose every name exists and whose options are right."""
+
+    recipe: Recipe
+    passes: list[Pass] = field(default_factory=list)
+    methods: dict[str, Any] = field(default_factory=dict)  # axis -> the method built
+
+    @property
+    def grade(self) -> str:
+        """The weakest promise of any method: how the tokens compare with the model's own."""
+        ranks = [GRADES.index(getattr(m, "grade", GRADES[0])) for m in self.methods.values()]
+        return GRADES[max(ranks, default=0)]
+
+
+def assemble(recipe: Recipe) -> Plan:
+    """Build every method that a recipe names.
+
+    Raises:
+        RecipeError: an axis, method or option that does not exist (with the near name), or a value
+            of the wrong type.
+    """
+    axes = find_axes()
+    plan = Plan(recipe)
+    for name, table in recipe.tables.items():
+        axis = _axis(axes, recipe, name)
+        options = {k: v for k, v in table.items() if k != "use"}
+        try:
+            method = axis.build(table["use"], **options)
+        except RecipeError as error:
+            raise RecipeError(f"recipe '{recipe.name}': {error}") from None
+        plan.methods[name] = method
+        if isinstance(method, Pass):
+            plan.passes.append(method)
+    return plan
+
+
+def _axis(axes: dict[str, Axis], recipe: Recipe, name: str) -> Axis:
+    if name not in axes:
+        raise RecipeError(f"recipe '{recipe.name}': {unknown('axis', name, axes)}")
+    return axes[name]

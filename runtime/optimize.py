@@ -1,0 +1,284 @@
+"""optimize(model, recipe) -> CompiledModel: the whole way through, with a report of each step."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel.ir.capture import capture
+from accel.ir.errors import LoweringError, RecipeError, unknown
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe
+from accel.passes import Pass, Step, run
+from accel.passes.check import NumericCheck
+from accel.passes.clean.clean import Clean
+from accel.passes.clean.fold import Fold
+from accel.passes.clean.linear import Linears
+from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.gate import Activations, Gates
+from accel.passes.recognise.layers import Layers
+from accel.passes.recognise.norm import Norms
+from accel.passes.recognise.positions import Positions
+from accel.passes.recognise.rope import Rope
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+from accel.runtime.artifact import open_artifact, write_manifest
+from accel.runtime.assemble import Plan, assemble
+from accel.runtime.checkpoint import load_model, tokenizer_json
+from accel.runtime.compiled import CompiledModel, from_artifact
+from accel.runtime.output import peak_memory
+from accel.runtime.stage import Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TARGETS = ("onnx", "eager")
+FORMAT = 1
+Progress = Callable[[str, float], None]
+
+
+def pipeline() -> list[Pass]:
+    """The passes that every model goes through, in order; a recipe's own come after."""
+    return [
+        Clean(), Fold(), Linears(), Positions(), Norms(), Attention(), Rope(), Activations(), Gates(),
+        Cache(), Head(), Layers(),
+    ]  # fmt: skip
+
+
+@dataclass
+class _Job:
+    """One build: what is known so far, and how long each part took."""
+
+    plan: Plan
+    target: str
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def part(self, name: str, done: float) -> Iterator[None]:
+        """Time a part of the build; `done` is the share of the work before it."""
+        self.progress(name, done)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def optimize(
+    model: Any,
+    recipe: Any = "base",
+    *,
+    target: str = "onnx",
+    tokenizer: Any = None,
+    max_context: int = 2048,
+    max_batch: int = 1,
+    out: str | Path | None = None,
+    verify: bool = True,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+) -> CompiledModel:
+    """Compile a causal language model.
+
+    Args:
+        model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model
+            directory, or a `torch.export.ExportedProgram` with symbolic B and T.
+        recipe: a name, a list of names (merged), a path to a TOML file, a dict, or a `Recipe`.
+        target: "onnx" (an artifact run by ONNX Runtime) or "eager" (every operator by its
+            reference: slow, and the oracle that the others are tested against).
+        tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path; a model
+            directory's own is found.
+        max_context: longest sequence; lowered to the model's own limit where that is shorter.
+        max_batch: rows of one session.
+        out: write the artifact here; by default it lives in a temporary folder until `close()`.
+        verify: check the logits after every pass and of the written graph. The captured program is
+            always checked against the module.
+        progress: called with (what is being done, share of the work done).
+        trust_remote_code: let a model directory run Python code of its own.
+
+    Raises:
+        AccelError: with what is wrong, where, and what to do next. Nothing half-written stays.
+    """
+    if target not in TARGETS:
+        raise RecipeError(unknown("target", str(target), TARGETS))
+    for name, value in (("max_context", max_context), ("max_batch", max_batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise RecipeError(f"{name} is {value!r}; give a whole number of at least 1")
+    if target == "eager" and out is not None:
+        raise LoweringError(
+            "out is for artifacts, and target 'eager' writes none; use target='onnx'"
+        )
+    job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
+    path = Path(model) if isinstance(model, (str, Path)) else None
+    text = tokenizer_json(tokenizer, path)
+    if path is not None:
+        with job.part("load", 0.0):
+            model = load_model(path, trust_remote_code)
+    with job.part("capture", 0.1):
+        program = capture(model, max_context=max_context)
+    program.facts.max_batch = max_batch
+    check = NumericCheck(program)
+    with job.part("passes", 0.4):
+        _rewrite(job, program, check if verify else None)
+    if target == "eager":
+        return _eager(job, program, text)
+    if path is not None:
+        del model  # its weights live on only where the program still reads them
+    return _artifact(job, program, check.cases if verify else None, text, out)
+
+
+def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
+    passes = [*pipeline(), *job.plan.passes]
+
+    def watch(step: Pass, line: Step, program: Program) -> None:
+        job.progress(line.name, 0.4 + 0.4 * (len(job.steps) + 1) / len(passes))
+        job.steps.append(line)
+
+    run(program, passes, check, watch)
+    job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
+
+
+def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
+    from accel.runtime.eager import EagerEngine
+    from accel.runtime.manifest import Facts
+    from accel.runtime.text import Tokenizer
+
+    facts = _facts(program)
+
+    return CompiledModel(
+        EagerEngine(program),
+        Facts(**{**facts, "eos": tuple(facts["eos"]), "layers": tuple(facts["layers"])}),
+        tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,
+        recipe=job.plan.recipe.to_json(),
+        report=_report(job, program, {}),
+        program=program,
+    )
+
+
+def _artifact(
+    job: _Job,
+    program: Program,
+    cases: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    tokenizer: str | None,
+    out: str | Path | None,
+) -> CompiledModel:
+    """Write the artifact where it was asked for, or in a temporary folder, and open it."""
+    remove = None
+    if out is None:
+        out = Path(tempfile.mkdtemp(prefix="accel-"))
+        remove = weakref.finalize(program, shutil.rmtree, out, ignore_errors=True)
+    try:
+        with Stage(out, needs=_bytes(program)) as folder:
+            _write(job, program, cases, tokenizer, folder)
+    except BaseException:
+        if remove:
+            remove()
+        raise
+    artifact = open_artifact(out, hashes=False)
+    return from_artifact(artifact, program=program, on_close=remove)
+
+
+def _write(
+    job: _Job,
+    program: Program,
+    cases: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    tokenizer: str | None,
+    folder: Path,
+) -> None:
+    from accel.lowering.onnx.export import export
+    from accel.lowering.onnx.verify import onnx_error
+    from accel.runtime.report import write_html
+
+    with job.part("lower", 0.8):
+        entries = export(program, folder)
+    if tokenizer is not None:
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    if cases is not None:
+        bound = max(1e-3, *(s.error for s in job.plan.passes), 0.0)
+        with job.part("verify", 0.9):
+            job.errors["onnx"] = onnx_error(program, folder / "step.onnx", cases, bound)
+    report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})
+    write_html(folder / "report.html", report)
+    write_manifest(folder, _manifest(job, program, entries, report))
+    job.progress("done", 1.0)
+
+
+def _bytes(program: Program) -> int:
+    return sum(t.numel() * t.element_size() for t in program.params.values())
+
+
+def _facts(program: Program) -> dict[str, Any]:
+    f = program.facts
+    return {
+        "name": f.name,
+        "vocab_size": f.vocab_size,
+        "num_layers": len(f.layers),
+        "max_context": f.max_context,
+        "max_batch": f.max_batch,
+        "eos": [e for e in f.eos if 0 <= e < f.vocab_size],
+        "bos": f.bos if f.bos is not None and 0 <= f.bos < f.vocab_size else None,
+        "parameters": f.parameters,
+        "layers": [asdict(layer) for layer in f.layers],
+    }
+
+
+def _manifest(
+    job: _Job, program: Program, entries: dict[str, Any], report: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "accel": report["versions"]["accel"],
+        "target": job.target,
+        "model": _facts(program),
+        "numerics": "float32",
+        "grade": job.plan.grade,
+        "recipe": job.plan.recipe.to_json(),
+        "state": [{**asdict(s), "shape": list(s.shape)} for s in program.state],
+        "entries": entries,
+        "report": report,
+    }
+
+
+def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any]:
+    """What a build did: the same dict in Python, in `--json` and in the artifact."""
+    import onnxruntime
+
+    from accel.runtime.version import VERSION
+
+    return {
+        "model": _facts(program),
+        "recipe": job.plan.recipe.to_json(),
+        "target": job.target,
+        "grade": job.plan.grade,
+        "steps": [asdict(s) for s in job.steps],
+        "seconds": {**job.seconds, "total": round(sum(job.seconds.values()), 3)},
+        "errors": job.errors,
+        "bytes": {**sizes, "total": sum(sizes.values())},
+        "entries": {n: len(list(program.nodes())) for n in program.entries},
+        "kv_bytes_per_token": sum(
+            _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
+            for s in program.state
+        ),
+        "notes": program.facts.notes,
+        "peak_memory": peak_memory(),
+        "versions": {
+            "accel": VERSION, "torch": torch.__version__, "onnxruntime": onnxruntime.__version__,
+        },
+    }  # fmt: skip
+
+
+def _product(shape: tuple[int | str, ...]) -> int:
+    """Elements per slot and row: the letters B and C count as one."""
+    total = 1
+    for size in shape:
+        total *= 1 if isinstance(size, str) else size
+    return total
