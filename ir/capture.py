@@ -102,8 +102,8 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
                     f"{type(model).__name__}.forward failed on token ids [B,T] int64: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            exported = _export(model, adapter, tokens, positions, max_context)
-        facts = facts or facts_of(model, max_context)
+            facts = facts or facts_of(model, max_context)
+            exported = _export(model, adapter, tokens, positions, facts)
         facts.vocab_size = int(logits.shape[-1])
         program = _to_program(exported, facts, _original_names(adapter), PREFIX)
         _check(program, lambda t, p: adapter(t, p), type(model).__name__)
@@ -190,15 +190,25 @@ def _example_sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def _export(
-    model: nn.Module, adapter: nn.Module, tokens: Tensor, positions: Tensor, max_context: int
+    model: nn.Module, adapter: nn.Module, tokens: Tensor, positions: Tensor, facts: Facts
 ) -> ExportedProgram:
-    shape = {0: Dim("B", min=1), 1: Dim("T", min=1)}
-    try:
-        return torch.export.export(
-            adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
-        )
-    except Exception as error:
-        raise CaptureError(_explain(model, error)) from error
+    """Export with B and T symbolic; a buffer made for some longest sequence lowers `max_context`."""
+    longest: int | None = None
+    while True:
+        # at T = longest a slice of such a buffer is the whole of it, which torch.export guards against
+        shape = {0: Dim("B", min=1), 1: Dim("T", min=1, max=longest and longest - 1)}
+        try:
+            return torch.export.export(
+                adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
+            )
+        except Exception as error:
+            found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
+            if found is None or longest is not None:
+                raise CaptureError(_explain(model, error)) from error
+            longest = int(found[1])
+        if longest < facts.max_context:
+            facts.max_context = longest
+            facts.notes.append(f"max_context is {longest}: a buffer of the model ends there")
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 import time
@@ -200,6 +201,7 @@ def _write(
 
     with job.part("lower", 0.8):
         entries = export(program, folder)
+        gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     if cases is not None:

@@ -21,9 +21,11 @@ as measured below; it is good for nothing else. `transformers` loads it as any o
 
 {tokens:.1f} M tokens in {steps} steps and {seconds} s on 2 shared CPU cores, in float32; stored in
 float16. The text is Python's standard library (without tests and the files held out) and the
-synthetic tasks of `tasks.py`, from short repeats to rows of 1536 tokens. Training uses Muon and
-AdamW, with LayerSkip's layer dropout and early-exit loss on the shared head. `training.json` is
-the log. The standard library is under the PSF licence.
+synthetic tasks of `tasks.py`, from short repeats to rows of 1536 tokens. An induction circuit is
+placed in the first two layers before training (`tools/reference_init.py`), since so short a run
+would not form one; all weights are then trained, by Muon and AdamW, with LayerSkip's layer dropout
+and early-exit loss on the shared head. `training.json` is the log. The standard library is under
+the PSF licence.
 
 ## What it does
 
@@ -44,9 +46,9 @@ Measured on the float16 weights widened to float32, by `--evaluate`, into `evalu
 ## To train it further
 
 The aim is 95 of 100 exact answers at 1000 tokens in every task. On a GPU, in a checkout with the
-same Python and torch, an hour of this from the start sees far more text than the run above did:
+same Python and torch, start anew (a `RUN` can also be copied there and resumed):
 
-    python tools/train_reference.py --out RUN --device cuda --minutes 60 --compile
+    python tools/train_reference.py --out RUN --device cuda --scale 16 --minutes 60 --compile
     python tools/train_reference.py --out RUN --export --evaluate --prompts 100
 
 SIGTERM saves the run; the same command with `--resume` (and more minutes) goes on with it.

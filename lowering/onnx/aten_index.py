@@ -32,11 +32,6 @@ def gather(b: Builder, x: str, dim: int, index: str, sparse_grad: bool = False) 
     return b.node("GatherElements", x, index, axis=dim % b.rank(x))
 
 
-@lower(aten.take_along_dim.default)
-def take_along_dim(b: Builder, x: str, index: str, dim: int) -> Any:
-    return gather(b, x, dim, index)
-
-
 def _integers(b: Builder, indices: Indices) -> tuple[list[int], list[str], list[tuple[Any, ...]]]:
     """The axes that are indexed, their integer indices and the shapes of these."""
     axes: list[int] = []
@@ -64,9 +59,7 @@ def _integers(b: Builder, indices: Indices) -> tuple[list[int], list[str], list[
 def _tuples(b: Builder, indices: Sequence[str], shapes: Sequence[tuple[Any, ...]]) -> str:
     """Integer indices broadcast together and stacked on a last axis, as GatherND takes them."""
     parts = list(indices)
-    if any(
-        s != shapes[0] if _masks(s, shapes[0]) else not same_shape(s, shapes[0]) for s in shapes
-    ):
+    if not all(_alike(shape, shapes[0]) for shape in shapes):
         total = parts[0]
         for part in parts[1:]:
             total = b.node("Add", b.cast(total, torch.int64), b.cast(part, torch.int64))
@@ -78,8 +71,11 @@ def _tuples(b: Builder, indices: Sequence[str], shapes: Sequence[tuple[Any, ...]
     return out
 
 
-def _masks(*shapes: tuple[Any, ...]) -> bool:
-    return any(isinstance(n, str) for shape in shapes for n in shape)
+def _alike(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two index shapes are known to be equal; that of a mask's places is its name."""
+    if any(isinstance(n, str) for n in (*a, *b)):
+        return a == b
+    return same_shape(a, b)
 
 
 def _forward(axes: Sequence[int], rank: int) -> list[int]:
@@ -194,21 +190,11 @@ def sorted_pair(
 ) -> tuple[str, str]:
     """The `count` largest or smallest along an axis, and where they are; ties by lower index."""
     dtype = b.dtype(x)
-    known = {torch.float32, torch.float64, torch.int64, torch.int32}
-    wide = (
-        x
-        if dtype in known
-        else b.cast(x, torch.float32 if dtype.is_floating_point else torch.int32)
-    )
-    values, places = b.node(
-        "TopK",
-        wide,
-        b.vector(count),
-        axis=dim,
-        largest=int(largest),
-        sorted=int(in_order),
-        outputs=2,
-    )
+    wide = x
+    if dtype not in {torch.float32, torch.float64, torch.int64, torch.int32}:
+        wide = b.cast(x, torch.float32 if dtype.is_floating_point else torch.int32)
+    order: dict[str, Any] = {"largest": int(largest), "sorted": int(in_order)}
+    values, places = b.node("TopK", wide, b.vector(count), axis=dim, outputs=2, **order)
     return (values if wide == x else b.cast(values, dtype)), places
 
 

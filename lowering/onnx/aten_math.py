@@ -262,12 +262,12 @@ def clamp_max(b: Builder, x: str, high: Any) -> Any:
     return clamp(b, x, None, high)
 
 
-@lower(aten.minimum.default)
+@lower(aten.minimum.default, aten.min.other)
 def minimum(b: Builder, x: str, y: str) -> Any:
     return b.node("And" if b.out.dtype == torch.bool else "Min", *pair(b, x, y))
 
 
-@lower(aten.maximum.default)
+@lower(aten.maximum.default, aten.max.other)
 def maximum(b: Builder, x: str, y: str) -> Any:
     return b.node("Or" if b.out.dtype == torch.bool else "Max", *pair(b, x, y))
 

@@ -131,24 +131,21 @@ def repeat(b: Builder, x: str, repeats: Sequence[Size]) -> Any:
 
 @lower(aten.repeat_interleave.self_int)
 def repeat_interleave(b: Builder, x: str, repeats: Size, dim: int | None = None, **_: Any) -> Any:
-    if repeats == 1 and dim is not None:
-        return x
     if dim is None:
-        x, rank, axis = b.node("Reshape", x, b.ints(-1)), 1, 0
+        x, shape, axis = b.node("Reshape", x, b.ints(-1)), (-1,), 0
     else:
-        rank = b.rank(x)
-        axis = dim % rank
-    wide = b.node("Unsqueeze", x, b.ints(axis + 1))
-    target: list[Size] = [1] * (rank + 1)
+        shape, axis = b.shape(x), dim % b.rank(x)
+        if repeats == 1:
+            return x
+    target: list[Size] = [1] * (len(shape) + 1)
     target[axis + 1] = repeats
+    wide = b.node("Unsqueeze", x, b.ints(axis + 1))
     wide = b.node("Expand", wide, b.concat_ints(target))
     if dim is None:
         return b.node("Reshape", wide, b.ints(-1))
-    merged: list[Size] = []
-    for i, n in enumerate(b.out.shape):
-        after = b.size(x, i) if i > axis and not isinstance(n, int) else 0
-        merged.append(n if isinstance(n, int) else -1 if i == axis else after)
-    return b.node("Reshape", wide, b.concat_ints(merged))
+    copies = b.meta[repeats] if isinstance(repeats, str) else repeats
+    source = (*shape[: axis + 1], copies, *shape[axis + 1 :])
+    return b.reshape(wide, sizes_of(b, b.out.shape, x), b.out.shape, source)
 
 
 # Parts

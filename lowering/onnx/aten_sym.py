@@ -163,6 +163,6 @@ lower(math.ceil)(_rounded("Ceil"))
 lower(builtins.round)(_rounded("Round"))
 
 
-@lower(math.sqrt)
+@lower(torch.sym_sqrt)
 def sqrt(b: Builder, x: str) -> Any:
     return b.node("Sqrt", b.cast(x, torch.float64))

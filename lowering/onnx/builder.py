@@ -250,15 +250,22 @@ class Builder:
         out: str = self.node("Concat", *parts, axis=0)
         return out
 
-    def reshape(self, x: str, sizes: Sequence[Size], shape: Sequence[Any] | None = None) -> str:
+    def reshape(
+        self,
+        x: str,
+        sizes: Sequence[Size],
+        shape: Sequence[Any] | None = None,
+        source: Sequence[Any] | None = None,
+    ) -> str:
         """Reshape to `sizes`; where the target `shape` is known too, in the constant form.
 
         A size equal to the input's of the same axis is copied (0) and one other may be inferred
-        (-1), so a traced view seldom needs its symbolic sizes computed.
+        (-1), so a traced view seldom needs its symbolic sizes computed. `source` is the shape of
+        x, for a value that no traced node stands for.
         """
         target = list(sizes)
         if shape is not None:
-            source = self.shape(x)
+            source = self.shape(x) if source is None else source
             if same_shape(source, shape):
                 return x
             target = self._settle(source, target, shape)

@@ -61,12 +61,11 @@ class WeightsFile:
             self._places[name] = proto
         return self._places[name]
 
-    def places(self) -> dict[str, tuple[int, tuple[int, ...], int]]:
-        """name -> (offset, shape, ONNX dtype) of what was written."""
-        return {
-            n: (int(next(e.value for e in p.external_data if e.key == "offset")), tuple(p.dims), p.data_type)
-            for n, p in self._places.items()
-        }
+    def offset(self, name: str) -> int | None:
+        """Where a parameter begins; none where it was not written here."""
+        if name not in self._places:
+            return None
+        return next(int(e.value) for e in self._places[name].external_data if e.key == "offset")
 
 
 def _write(file: BinaryIO, tensor: Tensor) -> None:
@@ -98,7 +97,32 @@ def export(program: Program, folder: Path) -> dict[str, Any]:
                 "inputs": [i for i in entry.inputs if i not in state],
                 "outputs": [o for o in entry.outputs if o.removesuffix(".next") not in state],
             }
+    _map_params(program, weights, folder / WEIGHTS)
     return entries
+
+
+def _map_params(program: Program, weights: WeightsFile, file: Path) -> None:
+    """Let the program read its parameters out of the file, so that the model's memory can go."""
+    storage = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+    for name, tensor in program.params.items():
+        for stored, flipped in ((name, False), (f"{name}.T", True)):
+            offset = weights.offset(stored)
+            if offset is not None:
+                wanted = tensor.t() if flipped else tensor
+                mapped = torch.empty(0, dtype=tensor.dtype).set_(
+                    storage, offset // tensor.element_size(), wanted.shape, _row_major(wanted.shape)
+                )
+                program.params[name] = mapped.t() if flipped else mapped
+                break
+        else:  # written into the graph itself; a view would keep the whole checkpoint mapped
+            program.params[name] = tensor.clone()
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides))
 
 
 def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.ModelProto:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -68,12 +69,15 @@ def _decomposed(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any])
             return _table()[op](*inner_args, **inner_kwargs)
         return op.decompose(*inner_args, **inner_kwargs)
 
-    with mode:
+    with mode, enable_python_dispatcher():
         inner = make_fx(call, decomposition_table=_table())(*values)
     if any(n.target is op for n in inner.graph.nodes):
         raise missing(node)
     outer = b.out
-    result = lower_graph(b, inner, [names[i] for i in moving])
+    try:
+        result = lower_graph(b, inner, [names[i] for i in moving])
+    except LoweringError as error:  # name what the user's model calls, not what it is made of
+        raise missing(node) from error
     b.out = outer
     return result
 

@@ -53,15 +53,12 @@ class Standard(Base):
             found = logits[seen]
             penalty = np.float32(self.repetition_penalty)
             logits[seen] = np.where(found < 0, found * penalty, found / penalty)
-        if self.temperature == 0:
-            token = int(logits.argmax())
-            if math.isnan(logits[token]):
-                raise AccelError(_NOT_A_NUMBER)
-            return token
-        tokens, weights = self.filtered(logits)
-        mass = weights.cumsum(dtype=np.float64)
-        if not 0 < mass[-1] < math.inf:
+        if not math.isfinite(logits.max()):  # NaN counts as the largest
             raise AccelError(_NOT_A_NUMBER)
+        if self.temperature == 0:
+            return int(logits.argmax())
+        tokens, weights = self.filtered(logits)
+        mass = weights.astype(np.float64).cumsum()
         place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
         return int(tokens[min(place, len(tokens) - 1)])
 
@@ -78,8 +75,9 @@ class Standard(Base):
             least = np.partition(logits, -self.top_k)[-self.top_k]
             tokens = np.flatnonzero(logits >= least)  # equals of the last one stay, as there
             scores = logits[tokens]
-        with np.errstate(invalid="ignore"):  # NaN is reported where the draw is made
-            weights = np.exp((scores - scores.max()) / np.float32(self.temperature))
+        temperature = np.float32(min(max(self.temperature, 1e-30), 1e30))
+        with np.errstate(over="ignore"):  # a tiny temperature leaves the best alone
+            weights = np.exp((scores - scores.max()) / temperature)
         if self.top_p is not None and self.top_p < 1:
             keep = _nucleus(weights, self.top_p)
             tokens, weights = tokens[keep], weights[keep]
@@ -104,8 +102,8 @@ def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.i
     total = float(weights.sum(dtype=np.float64))
     tokens = np.flatnonzero(weights > (1 - top_p) * total / weights.size)
     tokens = tokens if tokens.size else np.arange(weights.size)
-    falling = np.sort(weights[tokens])[::-1]
-    before = falling.cumsum(dtype=np.float64) - falling
+    falling = np.sort(weights[tokens])[::-1].astype(np.float64)
+    before = falling.cumsum() - falling
     count = max(1, int((before < top_p * total).sum()))
     border = falling[count - 1]
     equal = np.flatnonzero(weights == border)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import operator
@@ -13,6 +14,7 @@ import onnxruntime as ort
 import torch
 from onnx import helper
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -22,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.value_ranges import ValueRanges
 
 import accel.lowering.onnx as package
-from accel.lowering.onnx.builder import DTYPES, Builder, Param
+from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
 from accel.lowering.onnx.fallback import lower_graph
 
 for _module in pkgutil.iter_modules(package.__path__):
@@ -90,13 +92,17 @@ def floor(x: Any, y: Any) -> Call:
     return Call(operator.floordiv, x, y)
 
 
+MODE = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)  # costly to warm up
+PADDING = (aten.constant_pad_nd.default, aten.pad.default)  # in C++ these fix symbolic sizes
+_FAKES: dict[In, torch.Tensor] = {}
+
+
 class Trace:
     """A case as an FX graph with fake values, as torch.export would leave it."""
 
     def __init__(self, case: Call):
         self.graph = fx.Graph()
         self.inputs: dict[In, fx.Node] = {}
-        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self.sizes: dict[str, fx.Node] = {}
         torch.manual_seed(0)
         for spec in [*_inputs(case), SOURCE]:
@@ -106,12 +112,19 @@ class Trace:
                 self.inputs[spec] = node
         self.graph.output(self.build(case))
         self.module = fx.GraphModule({}, self.graph)
+        MODE.shape_env.pending_fresh_unbacked_symbols.clear()  # no tracer collects them here
+        assert not MODE.shape_env.replacements, "the case holds for one size only"
 
     def fake(self, spec: In) -> torch.Tensor:
+        if spec not in _FAKES:
+            _FAKES[spec] = self.make(spec)
+        return _FAKES[spec]
+
+    def make(self, spec: In) -> torch.Tensor:
         dims = [DimDynamic.DUCK if isinstance(n, str) else DimDynamic.STATIC for n in spec.shape]
         context = StatelessSymbolicContext(dynamic_sizes=dims)
-        value = self.mode.from_tensor(spec.tensor(SIZES[0]), symbolic_context=context)
-        env = self.mode.shape_env
+        value = MODE.from_tensor(spec.tensor(SIZES[0]), symbolic_context=context)
+        env = MODE.shape_env
         for symbol in env.var_to_range:
             env.var_to_range[symbol] = ValueRanges(1, 512)
         return value
@@ -131,7 +144,8 @@ class Trace:
             {k: self.build(v) for k, v in x.kwargs.items()},
         )
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with self.mode:
+        python = enable_python_dispatcher() if x.op in PADDING else contextlib.nullcontext()
+        with MODE, python:
             node.meta["val"] = x.op(*args, **kwargs)
         return node
 
@@ -154,6 +168,58 @@ def _inputs(x: Any) -> list[In]:
     return [i for y in x for i in _inputs(y)] if isinstance(x, (list, tuple)) else []
 
 
+def inline(name: str, tensor: torch.Tensor) -> onnx.TensorProto:
+    """A parameter written into the graph itself."""
+    return onnx.numpy_helper.from_array(tensor.contiguous().numpy(), name)
+
+
+def open_session(b: Builder, inputs: list[Any], outputs: list[Any]) -> ort.InferenceSession:
+    """The builder's graph in ONNX Runtime on one thread."""
+    graph = helper.make_graph(b.nodes, "case", inputs, outputs, b.initializers)
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+
+
+class Exported:
+    """An exported program of one input and one output in ONNX Runtime."""
+
+    def __init__(self, program: torch.export.ExportedProgram):
+        signature, b = program.graph_signature, Builder(inline)
+        held = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        tensors = {**program.constants, **program.state_dict}
+        names: list[str] = []
+        for node in list(program.graph.nodes):
+            if "_assert" in str(node.target):
+                program.graph.erase_node(node)
+            elif node.op == "placeholder" and node.name in held:
+                name = held[node.name]
+                names.append(Param(name, tensors[name]))
+                if len(node.users) > 1:
+                    b.shared_params.add(name)
+            elif node.op == "placeholder":
+                self.input = node.name
+                b.meta[node.name] = node.meta["val"]
+                names.append(node.name)
+        (out,) = lower_graph(b, program.graph_module, names)
+        b.prune([out])
+        given = helper.make_tensor_value_info(self.input, DTYPES[torch.int64], ["B", "T"])
+        made = helper.make_tensor_value_info(out, DTYPES[torch.float32], None)
+        self.session = open_session(b, [given], [made])
+
+    def run(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.session.run(None, {self.input: ids.numpy()})[0])
+
+
 class Lowered:
     """A traced case in ONNX Runtime."""
 
@@ -161,7 +227,7 @@ class Lowered:
         torch.manual_seed(0)
         self.trace = Trace(case)
         self.fixed = {s: s.tensor(SIZES[0]) for s in self.trace.inputs if isinstance(s, Weight)}
-        b = Builder(self.weights)
+        b = Builder(inline)
         names: list[str] = []
         inputs = []
         self.kinds: dict[str, int] = {}
@@ -186,18 +252,7 @@ class Lowered:
         b.prune([o.name for o in outputs])
         self.nodes = [n.op_type for n in b.nodes if n.op_type != "Identity"]
         self.initializers = list(b.initializers)
-        graph = helper.make_graph(b.nodes, "case", inputs, outputs, b.initializers)
-        opsets = [helper.make_opsetid("", 24), helper.make_opsetid("com.microsoft", 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        self.session = ort.InferenceSession(
-            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-
-    def weights(self, name: str, tensor: torch.Tensor) -> onnx.TensorProto:
-        return onnx.numpy_helper.from_array(tensor.contiguous().numpy(), name)
+        self.session = open_session(b, inputs, outputs)
 
     def check(self, sizes: dict[str, int]) -> None:
         torch.manual_seed(1)

@@ -130,7 +130,6 @@ def index() -> Iterator[Call]:
     yield Call(aten.index_select.default, X, 1, ints(3, low=0, high=0))
     yield Call(aten.gather.default, X, 2, ints(B, T, 3, low=0))
     yield Call(aten.gather.default, X, 1, ints(B, 2, 8, low=0, high=0))
-    yield Call(aten.take_along_dim.default, X, ints(B, T, 3, low=0), 2)
     mixed = In(B, 4, T, 5)
     yield Call(aten.index.Tensor, X, [None, None, AT])
     yield Call(aten.index.Tensor, In(16, T), [IDS])

@@ -99,6 +99,8 @@ def elementwise() -> Iterator[Call]:
     yield Call(aten.clamp_max.default, X, 0.5)
     yield Call(aten.clamp_max.Tensor, X, Y)
     yield Call(aten.clamp_min.default, SMALL, 2)
+    yield Call(aten.max.other, X, Y)
+    yield Call(aten.min.other, N, POSITIVE)
     for op in (aten.minimum, aten.maximum):
         yield Call(op.default, X, Y)
         yield Call(op.default, N, POSITIVE)
@@ -112,11 +114,9 @@ def elementwise() -> Iterator[Call]:
 def logic() -> Iterator[Call]:
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         op = getattr(aten, name)
-        yield Call(op.Tensor, N, M)
         yield Call(op.Tensor, N, POSITIVE)
         yield Call(op.Tensor, F, G)
         yield Call(op.Scalar, N, T)
-        yield Call(op.Scalar, N, 2)
         yield Call(op.Scalar, N, 1.5)
         yield Call(op.Scalar, X, 0)
         yield Call(op.Scalar, F, True)
@@ -155,7 +155,7 @@ def logic() -> Iterator[Call]:
     ):
         for x in (X, N, F, HALF):
             yield Call(aten._to_copy.default, x, dtype=dtype)
-            yield Call(aten.to.dtype, x, dtype)
+        yield Call(aten.to.dtype, N, dtype)
     yield Call(aten.to.dtype_layout, X, dtype=torch.float16, layout=torch.strided)
     yield Call(aten.to.device, X, CPU, torch.float64)
     yield Call(aten.to.other, X, HALF)
@@ -197,14 +197,9 @@ def create() -> Iterator[Call]:
     yield Call(aten.fill.Tensor, N, In())
     yield Call(aten.scalar_tensor.default, 2.5)
     yield Call(aten.scalar_tensor.default, T, dtype=torch.float32)
-    yield from (
-        Call(aten.mul.Tensor, Call(op, *a), 0)
-        for op, a in (
-            (aten.empty.memory_format, ([B, T],)),
-            (aten.empty_like.default, (N,)),
-            (aten.new_empty.default, (X, [T])),
-        )
-    )
+    for empty in (Call(aten.empty.memory_format, [B, T]), Call(aten.empty_like.default, N)):
+        yield Call(aten.zeros_like.default, empty)
+    yield Call(aten.ones_like.default, Call(aten.new_empty.default, X, [T]))
     yield Call(aten.arange.default, T)
     yield Call(aten.arange.default, 7, dtype=torch.float32)
     yield Call(aten.arange.default, T, dtype=torch.float32)
@@ -292,7 +287,7 @@ def sym() -> Iterator[Call]:
     yield Call(operator.pow, T, 2)
     yield Call(torch.sym_float, T)
     yield Call(operator.mul, T, 0.5)
-    yield Call(math.sqrt, T)
+    yield Call(torch.sym_sqrt, T)
     half = Call(operator.truediv, T, 2)
     yield from (
         Call(op, half) for op in (math.floor, math.ceil, math.trunc, torch.sym_int, builtins.round)

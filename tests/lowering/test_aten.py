@@ -15,7 +15,7 @@ from accel.lowering.onnx.fallback import lower_node
 from accel.lowering.onnx.table import lower
 
 from . import aten_layout, aten_values
-from .aten_case import SIZES, B, Call, In, Lowered, T, Weight, bools, ints
+from .aten_case import SIZES, B, Call, Exported, In, Lowered, T, Weight, bools, ints
 
 aten = torch.ops.aten
 CASES = [*aten_values.cases(), *aten_layout.cases()]
@@ -71,6 +71,7 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Call:
         (call(aten.view.default, X, [B, T, 8]), []),
         (call(aten.expand.default, In(B, 2, 1, T, 8), [B, 2, 3, T, 8]), ["Expand"]),
         (call(aten.expand.default, X, [B, T, -1]), []),
+        (call(aten.repeat_interleave.self_int, HEADS, 3, 1), ["Unsqueeze", "Expand", "Reshape"]),
         (call(aten.slice.Tensor, X, 1, 0, 2**63 - 1), []),
         (call(aten.slice.Tensor, X, 2, 0, 8), []),
         (call(aten.transpose.int, X, 1, 1), []),
@@ -140,8 +141,118 @@ def test_a_missing_lowering_is_named() -> None:
     x.meta["val"] = torch.empty(2, device="meta")
     node = graph.call_function(aten.bernoulli.default, (x,))
     node.meta["nn_module_stack"] = {"a": ("model.layers.0.mlp", nn.Module)}
-    with pytest.raises(LoweringError, match=r"aten.bernoulli.default \(node bernoulli, from model"):
+    with pytest.raises(
+        LoweringError, match=r"aten.bernoulli.default \(node bernoulli_default, from model"
+    ):
         lower_node(Builder(lambda *_: onnx.TensorProto()), node, ("x",), {})
+
+
+# Exported modules
+
+
+class Rotary(nn.Module):
+    """Llama's idioms: RMS norm by hand, rotated halves, repeated KV heads, a mask of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.q, self.k, self.v = (nn.Linear(16, n, bias=False) for n in (16, 8, 8))
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.head = nn.Linear(16, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("frequency", 0.5 ** torch.arange(2))
+
+    def rotated(self, x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return x * angle.cos() + turned * angle.sin()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows, length = ids.shape
+        x = self.embed(ids)
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+        at = torch.arange(length)
+        angle = torch.outer(at.float(), self.frequency).repeat(1, 2)
+        q, k, v = (
+            f(normed).view(rows, length, -1, 4).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        k, v = (
+            y[:, :, None].expand(rows, 2, 2, length, 4).reshape(rows, 4, length, 4)
+            for y in (self.rotated(k, angle), v)
+        )
+        scores = self.rotated(q, angle) @ k.transpose(2, 3) * 4**-0.5
+        scores = scores.masked_fill(at[None, :] > at[:, None], torch.finfo(x.dtype).min)
+        mixed = scores.softmax(-1, dtype=torch.float32).to(x.dtype) @ v
+        x = x + mixed.transpose(1, 2).contiguous().view(rows, length, 16)
+        x = x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return self.head(x[:, -1:])
+
+
+class Biased(nn.Module):
+    """T5's bucketed distances and ALiBi's slopes, a mask buffer cut to size, a split projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bias = nn.Embedding(40, 16), nn.Embedding(8, 4)
+        self.qkv, self.norm = nn.Linear(16, 48), nn.LayerNorm(16)
+        self.register_buffer("seen", torch.tril(torch.ones(99, 99, dtype=torch.bool))[None, None])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows, length = ids.shape
+        x = self.norm(self.embed(ids))
+        parts = self.qkv(x).split(16, dim=-1)
+        q, k, v = (y.reshape(rows, length, 4, 4).permute(0, 2, 1, 3) for y in parts)
+        at = torch.arange(length)
+        far = (at[:, None] - at[None]).clamp(min=0)
+        large = 4 + (torch.log(far.float().clamp(min=1) / 4) / 2 * 4).long()
+        bucket = torch.where(far < 4, far, torch.minimum(large, torch.full_like(large, 7)))
+        slopes = 2.0 ** -torch.arange(1, 5)
+        bias = self.bias(bucket).permute(2, 0, 1) - slopes[:, None, None] * far
+        scores = torch.baddbmm(
+            bias.repeat(rows, 1, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=0.5
+        ).view(rows, 4, length, length)
+        scores = torch.where(self.seen[:, :, :length, :length], scores, -1e9)
+        mixed = (torch.softmax(scores, -1) @ v).permute(0, 2, 1, 3).reshape(rows, length, -1)
+        return nn.functional.gelu(mixed, approximate="tanh") + x.new_ones(length, 16).cumsum(0)
+
+
+class Routed(nn.Module):
+    """Experts without loops, after a causal depthwise convolution and an assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Embedding(40, 16), nn.Linear(16, 4)
+        self.conv = nn.Conv1d(16, 16, 4, groups=16, padding=3)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = self.conv(x.transpose(1, 2))[..., : ids.shape[1]].transpose(1, 2).contiguous()
+        x[:, 0] = 0
+        flat = x.view(-1, 16)
+        weight, chosen = self.router(flat).sigmoid().topk(2, dim=-1)
+        weight = weight / weight.sum(-1, keepdim=True)
+        dense = torch.zeros_like(self.router(flat)).scatter_(1, chosen, weight)
+        every = torch.einsum("nd,edf->nef", flat, self.experts)
+        some = torch.matmul(flat[:, None, None], self.experts[chosen]).squeeze(2)
+        both = (every * dense[..., None]).sum(1) + (some * weight[..., None]).sum(dim=1)
+        return both.view(x.shape) + x.std(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("module", [Rotary, Biased, Routed])
+def test_exported(module: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = module().eval()
+    rows, length = (torch.export.Dim(n, min=1, max=64) for n in ("rows", "length"))
+    ids = torch.randint(0, 40, (3, 5))
+    shapes = ({0: rows, 1: length},)
+    with torch.no_grad():
+        program = torch.export.export(model, (ids,), dynamic_shapes=shapes).run_decompositions({})
+    session = Exported(program)
+    for sizes in ((3, 5), (1, 1), (2, 13)):
+        ids = torch.randint(0, 40, sizes)
+        with torch.no_grad():
+            torch.testing.assert_close(session.run(ids), model(ids), rtol=2e-6, atol=2e-6)
 
 
 # Builder

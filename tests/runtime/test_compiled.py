@@ -53,6 +53,18 @@ def test_each_prompt_gets_what_it_would_get_alone(toy, target, options, request)
     assert out.stats["tokens"] == sum(map(len, out.tokens))
 
 
+def test_the_law_catches_rows_that_see_one_another(toy, model, monkeypatch):
+    """The control: a loop that gives padding to the model as if it were text."""
+    plain_run = module.Session.run
+    monkeypatch.setattr(
+        module.Session,
+        "run",
+        lambda self, tokens, lengths=None, **o: plain_run(self, tokens, None, **o),
+    )
+    assert model.generate(PROMPTS[0], 9).tokens == [plain(toy, PROMPTS[0], 9)], "right alone"
+    assert model.generate(PROMPTS, 9).tokens != [plain(toy, p, 9) for p in PROMPTS]
+
+
 def test_rows_that_end_early_leave_the_others_alone(toy, model):
     """Each row ends at another time: at the token that this row would have as its third, or not at
     all.

@@ -144,11 +144,18 @@ def test_seeds_reproduce():
 
 def test_logits_that_are_no_numbers():
     rng, none = np.random.default_rng(0), np.zeros(0, np.int64)
-    for logits in ([math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]):
-        with pytest.raises(AccelError, match="not numbers"):
-            Standard(1.0)(np.array(logits, np.float32), none, rng)
-    with pytest.raises(AccelError, match="not numbers"):
-        Standard()(np.array([1.0, math.nan], np.float32), none, rng)
+    for logits in ([math.nan, 1.0], [1.0, math.nan], [math.inf, 1.0], [-math.inf, -math.inf]):
+        for sampler in (Standard(), Standard(1.0), Standard(1.0, top_k=1, top_p=0.5, min_p=0.5)):
+            with pytest.raises(AccelError, match="not numbers"):
+                sampler(np.array(logits, np.float32), none, rng)
+
+
+def test_extremes_that_are_numbers():
+    rng, none = np.random.default_rng(0), np.zeros(0, np.int64)
+    logits = np.array([-math.inf, 1e30, -1e30, 1e30], np.float32)
+    for temperature in (1e-300, 1e-3, 1.0, 1e300):
+        assert Standard(temperature, top_p=0.9)(logits, none, rng) in (1, 3)
+    assert Standard(1e-40)(np.array([1, 1.0001], np.float32), none, rng) == 1
 
 
 BAD = {

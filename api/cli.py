@@ -1,0 +1,137 @@
+"""`accel-compile`: the command line. Each command is a file in `commands/`, imported light: what
+runs an artifact imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from accel.commands import bench, build, demo, inspect, recipes, run
+from accel.ir.errors import AccelError
+
+_EXAMPLES = """\b
+Examples:
+  accel-compile demo
+  accel-compile build ./my-model --out ./artifact
+  accel-compile run ./artifact --prompt "def quicksort("
+  accel-compile recipes float16
+
+Every command has --help. Errors are one line and exit 1 (wrong usage: 2); set ACCEL_TRACEBACK=1
+for the traceback.
+"""
+
+
+class Guarded(TyperGroup):
+    """A command group whose errors are one line on stderr, and whose exit codes tell them apart."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """As click's `main`; in standalone mode no exception but SystemExit leaves it."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        sys.exit(_guard(lambda: super(Guarded, self).main(*args, standalone_mode=False, **extra)))
+
+
+app = typer.Typer(
+    cls=Guarded,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for module in (build, run, recipes, inspect, bench, demo):
+    name = module.__name__.rpartition(".")[2]
+    app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from accel.runtime.version import VERSION
+
+        typer.echo(f"accel-compile {VERSION}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True, epilog=_EXAMPLES)
+def start(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compile a language model to an ONNX artifact, and run it without PyTorch."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """The entry point. SIGTERM and SIGHUP end it as Ctrl-C does: everything is cleaned up."""
+    for name in ("SIGTERM", "SIGHUP"):
+        if number := getattr(signal, name, None):
+            signal.signal(number, _leave)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character
+    app(prog_name="accel-compile")
+
+
+def _leave(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _guard(command: Callable[[], Any]) -> int:
+    """Run a command; its exit code."""
+    try:
+        code = command()
+        sys.stdout.flush()
+        return int(code or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        typer.echo("interrupted", err=True)
+        return 130
+    except BrokenPipeError:
+        _forget_stdout()
+        return 1
+    except Exception as error:
+        if os.environ.get("ACCEL_TRACEBACK"):
+            import traceback
+
+            traceback.print_exc()
+        text, code = explain(error)
+        typer.echo(f"error: {' '.join(text.split())}", err=True)
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """What to tell a user of an exception, and the exit code."""
+    if hasattr(error, "format_message"):  # click's usage errors, whichever click typer brings
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "accel-compile"
+        return f"{error.format_message()} (see {command} --help)", 2
+    if isinstance(error, AccelError):
+        return str(error), 1
+    if isinstance(error, MemoryError):
+        return "out of memory; close other programs, or give a smaller model or --max-context", 1
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}; give another path, or make this one usable", 1
+    return (
+        f"{type(error).__name__}: {error}: this is a bug in accel: run again with "
+        "ACCEL_TRACEBACK=1 and report what it prints"
+    ), 1
+
+
+def _forget_stdout() -> None:
+    """The reader went away: nothing more may be flushed to it, not even when Python exits."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        pass
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""bench: tokens per second of an artifact, and how much of a step is spent outside onnxruntime."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import pairs, print_json, progress, size, table
+from accel.ir.errors import InputError
+
+if TYPE_CHECKING:
+    from accel.runtime.compiled import CompiledModel
+
+EXAMPLES = """\b
+Examples:
+  accel-compile bench ./artifact
+  accel-compile bench ./artifact --context 100 --context 2000 --tokens 64 --repeat 5 --json
+"""
+CONTEXTS = (16, 128, 512, 1024)
+
+
+class Timed:
+    """An InferenceSession that adds up the seconds of its runs, for prefill and for decode."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def run_with_iobinding(self, *args: Any) -> None:
+        start = time.perf_counter()
+        self.inner.run_with_iobinding(*args)
+        self.seconds += time.perf_counter() - start
+
+
+def bench(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, metavar="N", help="Prompt length; may be repeated. Default: 16, 128, 512, 1024."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="New tokens of each run.")] = 32,
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs; the median counts.")] = 3,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure an artifact on random prompts: prefill and decode speed, overhead, load, memory."""
+    from accel.runtime.output import peak_memory
+
+    start = time.perf_counter()
+    model, timed, used = _open(path, threads)
+    loaded = time.perf_counter() - start
+    with model:
+        lengths = _lengths(context, tokens, model.facts.max_context)
+        rows = []
+        with progress("bench") as show:
+            for i, length in enumerate(lengths):
+                show(f"context {length}", i / len(lengths))
+                rows.append(_row(model, timed, length, tokens, repeat))
+    result = {
+        "artifact": str(path),
+        "threads": used,
+        "new_tokens": tokens,
+        "repeat": repeat,
+        "load_seconds": loaded,
+        "peak_memory": peak_memory(),
+        "rows": rows,
+    }
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _open(path: Path, threads: int | None) -> tuple[CompiledModel, Timed, int]:
+    """The model over a session that is timed, opened and ready."""
+    from accel.runtime.artifact import open_artifact
+    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.ort import OrtEngine
+
+    class Engine(OrtEngine):
+        def _open(self) -> Timed:
+            return Timed(super()._open())
+
+    artifact = open_artifact(path)
+    engine = Engine(artifact, threads=threads)
+    model = CompiledModel(engine, artifact.facts, recipe=artifact.recipe)
+    return model, engine.session, engine.threads
+
+
+def _lengths(asked: list[int] | None, tokens: int, limit: int) -> list[int]:
+    """Prompt lengths that leave room for the new tokens."""
+    if limit <= tokens:
+        raise InputError(f"--tokens {tokens} fills the context of {limit}; give fewer")
+    if asked is None:
+        return [n for n in CONTEXTS if n + tokens <= limit] or [limit - tokens]
+    for length in asked:
+        if length + tokens > limit:
+            raise InputError(
+                f"--context {length} and {tokens} new tokens are more than max_context = {limit}; "
+                f"give at most {limit - tokens}"
+            )
+    return asked
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One prompt, continued: seconds of prefill and of a decode step, tokens per second, KV bytes."""
+
+    prefill: float
+    step: float
+    outside: float
+    speed: float
+    kv_bytes: int
+
+
+def _row(
+    model: CompiledModel, timed: Timed, length: int, tokens: int, repeat: int
+) -> dict[str, Any]:
+    """Medians of several runs at one prompt length, after one that warms up."""
+    runs = [_run(model, timed, length, tokens, seed) for seed in range(repeat + 1)][1:]
+    step = median(r.step for r in runs)
+    outside = median(r.outside for r in runs)
+    return {
+        "context": length,
+        "prefill_tokens_per_second": length / median(r.prefill for r in runs),
+        "decode_tokens_per_second": median(r.speed for r in runs),
+        "step_ms": step * 1e3,
+        "outside_onnxruntime_ms": outside * 1e3,
+        "outside_onnxruntime_share": outside / step,
+        "kv_bytes": runs[0].kv_bytes,
+    }
+
+
+def _run(model: CompiledModel, timed: Timed, length: int, tokens: int, seed: int) -> _Run:
+    """Continue one random prompt. Outside: sampling, the loop, copies, the growth of the cache."""
+    import numpy as np
+
+    prompt = np.random.default_rng(seed).integers(0, model.facts.vocab_size, length)
+    with model.stream(prompt, max_new_tokens=tokens, eos=[]) as stream:
+        next(stream)
+        inside, calls = timed.seconds, stream.stats["calls"]
+        for _ in stream:
+            pass
+        stats = stream.stats
+    inside, steps = timed.seconds - inside, max(1, stats["calls"] - calls)
+    spent = stats["decode_seconds"]
+    return _Run(
+        prefill=stats["prefill_seconds"],
+        step=spent / steps,
+        outside=(spent - inside) / steps,
+        speed=stats["tokens_per_second"],
+        kv_bytes=stats["kv_bytes"],
+    )
+
+
+def _show(result: dict[str, Any]) -> None:
+    columns = [
+        ">context", ">prefill tokens/s", ">decode tokens/s", ">step ms", ">outside ort ms",
+        ">outside ort", ">KV",
+    ]  # fmt: skip
+    rows = [
+        [
+            r["context"], f"{r['prefill_tokens_per_second']:.0f}",
+            f"{r['decode_tokens_per_second']:.1f}", f"{r['step_ms']:.2f}",
+            f"{r['outside_onnxruntime_ms']:.3f}", f"{r['outside_onnxruntime_share']:.1%}",
+            size(r["kv_bytes"]),
+        ]
+        for r in result["rows"]
+    ]  # fmt: skip
+    table(columns, rows)
+    pairs([
+        ("load", f"{result['load_seconds']:.2f} s"),
+        ("peak memory", size(result["peak_memory"])),
+        ("threads", result["threads"]),
+        ("measured", f"median of {result['repeat']} runs of {result['new_tokens']} new tokens"),
+    ])  # fmt: skip

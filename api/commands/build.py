@@ -1,0 +1,72 @@
+"""build: a model becomes an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import print_json, progress
+from accel.commands.dump import dumping
+from accel.commands.show import show_report
+
+EXAMPLES = """\b
+Examples:
+  accel-compile build ./my-model --out ./artifact
+  accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
+  accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
+"""
+
+
+def build(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Where the artifact goes. An artifact that is there is replaced."
+        ),
+    ],
+    recipe: options.Recipes = ["base"],  # noqa: B006  (typer copies it)
+    target: Annotated[str, typer.Option(metavar="NAME", help="What to build for: onnx.")] = "onnx",
+    tokenizer: options.Tokenizer = None,
+    max_context: options.MaxContext = 2048,
+    max_batch: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Most prompts of one call.")
+    ] = 1,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Check the logits after every pass and of the artifact."
+        ),
+    ] = True,
+    trust_remote_code: options.TrustRemoteCode = False,
+    dump: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write the program's text after each pass here."),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compile MODEL into an artifact: a folder that runs without PyTorch."""
+    import accel
+
+    with dumping(dump), progress("build") as watch:
+        compiled = accel.optimize(
+            model,
+            recipe[0] if len(recipe) == 1 else recipe,
+            target=target,
+            tokenizer=tokenizer,
+            max_context=max_context,
+            max_batch=max_batch,
+            out=out,
+            verify=verify,
+            progress=watch,
+            trust_remote_code=trust_remote_code,
+        )
+    with compiled:
+        if as_json:
+            print_json(compiled.report)
+            return
+        show_report(compiled.report)
+    typer.echo(f'\nwritten to {out}; try: accel-compile run {out} --prompt "def quicksort("')

@@ -1,0 +1,95 @@
+"""What the commands print: progress, tables, sizes. rich is imported only where it draws."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Progress = Callable[[str, float], None]
+PIPE_WIDTH = 100  # columns of a table that no terminal shows
+
+
+def console() -> Console:
+    """A rich console on stdout, of a fixed width where that is not a terminal."""
+    from rich.console import Console
+
+    return Console(
+        width=None if sys.stdout.isatty() else PIPE_WIDTH,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Progress]:
+    """A callback for `optimize`: a bar on a terminal, else a line per step, always on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda name, done: typer.echo(f"{title}: {done:4.0%} {name}", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )  # fmt: skip
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+
+        def show(name: str, done: float) -> None:
+            bar.update(task, completed=done, description=f"{title}: {name}")
+
+        yield show
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
+    """Print a table. A column whose name starts with '>' is set to the right."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        shown.add_column(
+            column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right
+        )
+    for row in rows:
+        shown.add_row(*("" if cell is None else str(cell) for cell in row))
+    console().print(shown)
+
+
+def pairs(values: Sequence[tuple[str, object]]) -> None:
+    """Print names and what they are, one per line; a value without anything is left out."""
+    width = max((len(name) for name, _ in values), default=0)
+    for name, value in values:
+        if value not in (None, "", []):
+            typer.echo(f"{name:<{width}}  {value}")
+
+
+def print_json(value: Any) -> None:
+    """A value as JSON that other programs read."""
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def size(count: float) -> str:
+    """Bytes as people read them: 512 B, 12.3 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def error_text(error: float | None) -> str:
+    """An error as a power of ten; a dash where nothing was checked."""
+    return "-" if error is None else "0" if error == 0 else f"{error:.1e}"

@@ -1,0 +1,206 @@
+"""demo: the whole way once, on the model that comes with accel, checked against plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accel.commands.console import error_text, progress, size, table
+from accel.ir.errors import AccelError, InputError
+
+if TYPE_CHECKING:
+    from accel.runtime.compiled import CompiledModel
+
+EXAMPLES = """\b
+Examples:
+  accel-compile demo
+  accel-compile demo --out ./artifact
+"""
+PROMPTS = (
+    "def quicksort(items):\n",
+    "import os\nimport sys\n\n\nclass Path",
+    '    """Return the number of',
+)
+NEW_TOKENS = 64
+NEAR_TIE = 1e-4  # two logits closer than this may swap places by rounding alone
+
+_FRESH = """
+import json, sys, time
+start = time.perf_counter()
+import accel
+with accel.load(sys.argv[1]) as model:
+    model.session().close()
+    loaded = time.perf_counter() - start
+    out = model.generate(json.loads(sys.argv[2]), int(sys.argv[3]))
+heavy = sorted({"torch", "transformers"} & sys.modules.keys())
+print(json.dumps({"seconds": loaded, "tokens": out.tokens, "heavy": heavy}))
+"""
+
+
+@dataclass
+class _Plain:
+    """What PyTorch without accel gives, and how fast."""
+
+    model: Any
+    tokens: list[list[int]]
+    seconds: float
+
+
+def demo(
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifact here.")] = None,
+) -> None:
+    """Compile the bundled model, generate, load the artifact in a fresh process, check the tokens
+    against plain PyTorch, and show the speed of both. Under two minutes on two cores.
+    """
+    import accel
+
+    start = time.perf_counter()
+    source = reference()
+    with ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-demo-")))
+            out = folder / "artifact"
+        with progress("build") as show:
+            model = stack.enter_context(accel.optimize(source, "base", out=out, progress=show))
+        _built(model)
+        prompts = [_encode(model, text) for text in PROMPTS]
+        _generated(model, prompts[0])
+        fresh = _in_fresh_process(out, prompts)
+        plain = _plain(source, prompts)
+        _check(plain, prompts, fresh)
+        _speed(model, prompts, plain)
+    typer.echo(f"\ndone in {time.perf_counter() - start:.0f} s")
+
+
+def reference() -> Path:
+    """The folder of the bundled model. Raises InputError where it was not installed."""
+    import accel.reference
+
+    folder = Path(next(iter(accel.reference.__path__)))
+    if not (folder / "model.safetensors").is_file():
+        raise InputError(
+            f"the bundled model is missing from {folder}; reinstall: pip install -U accel-compile"
+        )
+    return folder
+
+
+def _built(model: CompiledModel) -> None:
+    report = model.report
+    facts = report["model"]
+    typer.echo(
+        f"1. built: {facts['name']} with {facts['num_layers']} layers and "
+        f"{facts['parameters'] / 1e6:.1f} M parameters -> an ONNX artifact of "
+        f"{size(report['bytes']['total'])} in {report['seconds']['total']:.0f} s; "
+        f"largest error {error_text(max(report['errors'].values(), default=None))}"
+    )
+
+
+def _encode(model: CompiledModel, text: str) -> list[int]:
+    if model.tokenizer is None:
+        raise InputError("the bundled model has no tokenizer.json; reinstall accel-compile")
+    return list(model.tokenizer.encode(text))
+
+
+def _generated(model: CompiledModel, prompt: list[int]) -> None:
+    """Print one continuation as it comes."""
+    typer.echo("2. generated:\n")
+    typer.echo(PROMPTS[0], nl=False)
+    with model.stream(PROMPTS[0], NEW_TOKENS) as stream:
+        for piece in stream:
+            typer.echo(piece, nl=False)
+    typer.echo("\n")
+
+
+def _in_fresh_process(artifact: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens that a new Python gives, which has seen nothing but the artifact."""
+    arguments = [str(artifact), json.dumps(prompts), str(NEW_TOKENS)]
+    run = subprocess.run(
+        [sys.executable, "-c", _FRESH, *arguments], capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise AccelError(f"the fresh process failed: {run.stderr.strip()[-500:]}")
+    found = json.loads(run.stdout)
+    if found["heavy"]:
+        raise AccelError(f"the fresh process imported {' and '.join(found['heavy'])}")
+    typer.echo(
+        f"3. a fresh process, without torch and transformers, loaded it in {found['seconds']:.1f} s"
+    )
+    tokens: list[list[int]] = found["tokens"]
+    return tokens
+
+
+def _plain(source: Path, prompts: list[list[int]]) -> _Plain:
+    """Greedy decoding by transformers, in float32, on as many threads as accel takes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from accel.runtime.ort import physical_cores
+
+    torch.set_num_threads(physical_cores())
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+
+    def continued(prompt: list[int], count: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        with torch.no_grad():
+            made = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)
+        return [int(token) for token in made[0, len(prompt) :]]
+
+    continued(prompts[0], 4)
+    start = time.perf_counter()
+    tokens = [continued(prompt, NEW_TOKENS) for prompt in prompts]
+    return _Plain(model, tokens, time.perf_counter() - start)
+
+
+def _check(plain: _Plain, prompts: list[list[int]], tokens: list[list[int]]) -> None:
+    """Equal token by token; only a tie in PyTorch's own logits excuses a difference."""
+    ties = 0
+    for prompt, mine, theirs in zip(prompts, tokens, plain.tokens, strict=True):
+        if mine != theirs:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+                min(len(mine), len(theirs)),
+            )
+            gap = _gap(plain.model, prompt + theirs[:at])
+            if gap > NEAR_TIE:
+                raise AccelError(
+                    f"token {at} after {PROMPTS[prompts.index(prompt)]!r} is not plain PyTorch's "
+                    f"(its two best logits differ by {gap:.2g}); please report this"
+                )
+            ties += 1
+    typer.echo(
+        f"   its tokens equal plain PyTorch's for {len(prompts) - ties} of {len(prompts)} prompts, "
+        f"{sum(map(len, tokens))} tokens in all" + (f" ({ties} differ at a tie)" if ties else "")
+    )
+
+
+def _gap(model: Any, prefix: list[int]) -> float:
+    """How far the best logit after a prefix is above the second."""
+    import torch
+
+    with torch.no_grad():
+        best = model(torch.tensor([prefix])).logits[0, -1].topk(2).values
+    return float(best[0] - best[1])
+
+
+def _speed(model: CompiledModel, prompts: list[list[int]], plain: _Plain) -> None:
+    """Both one prompt at a time, warm, prompts included."""
+    model.generate(prompts[0], 4)
+    start = time.perf_counter()
+    count = sum(len(model.generate(prompt, NEW_TOKENS).tokens[0]) for prompt in prompts)
+    mine = count / (time.perf_counter() - start)
+    theirs = sum(map(len, plain.tokens)) / plain.seconds
+    rows = [["accel", f"{mine:.0f}"], ["transformers generate", f"{theirs:.0f}"]]
+    table(["4. greedy, float32", ">tokens/s"], rows)
+    typer.echo(f"   {mine / theirs:.1f} times as fast")

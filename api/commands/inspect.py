@@ -1,0 +1,88 @@
+"""inspect: what an artifact holds, after the checks that loading makes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import error_text, pairs, print_json, size, table
+from accel.commands.show import show_layers, show_steps, state_per_token
+
+if TYPE_CHECKING:
+    from accel.runtime.artifact import Artifact
+
+EXAMPLES = """\b
+Examples:
+  accel-compile inspect ./artifact
+  accel-compile inspect ./artifact --json
+"""
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
+    as_json: options.Json = False,
+) -> None:
+    """Check an artifact and show what it holds: model, layers, state, entries, files, errors."""
+    from accel.runtime.artifact import open_artifact
+
+    artifact = open_artifact(path)
+    if as_json:
+        print_json(_facts(artifact))
+        return
+    _show(artifact)
+
+
+def _facts(artifact: Artifact) -> dict[str, Any]:
+    """All of it, for programs."""
+    manifest = artifact.manifest
+    per_token = state_per_token(manifest.state)
+    return {
+        "path": str(artifact.path),
+        "accel": manifest.accel,
+        "target": manifest.target,
+        "numerics": manifest.numerics,
+        "grade": manifest.grade,
+        "model": asdict(manifest.facts),
+        "recipe": manifest.recipe,
+        "state": [asdict(value) for value in manifest.state],
+        "state_bytes_per_token": sum(per_token.values()),
+        "entries": {name: asdict(entry) for name, entry in manifest.entries.items()},
+        "files": {name: asdict(file) for name, file in manifest.files.items()},
+        "report": manifest.report,
+    }
+
+
+def _show(artifact: Artifact) -> None:
+    manifest, facts = artifact.manifest, artifact.facts
+    per_token = state_per_token(manifest.state)
+    tables = manifest.recipe.get("tables", {})
+    methods = [f"{axis} = {t.get('use')}" for axis, t in tables.items() if isinstance(t, dict)]
+    errors = manifest.report.get("errors", {})
+    pairs([
+        ("artifact", artifact.path),
+        ("made by", f"accel {manifest.accel} for {manifest.target}, {manifest.numerics}"),
+        ("model", f"{facts.name}, {facts.parameters:,} parameters, {facts.num_layers} layers"),
+        ("vocabulary", facts.vocab_size),
+        ("context", f"{facts.max_context} tokens, {facts.max_batch} at a time"),
+        ("ends at", ", ".join(map(str, facts.eos)) or "no token"),
+        ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
+        ("grade", manifest.grade),
+        ("state", f"{size(sum(per_token.values()))} per token, {len(manifest.state)} buffers"),
+        ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
+        *(("note", note) for note in manifest.report.get("notes", [])),
+    ])  # fmt: skip
+    show_layers(list(facts.layers), {n: b for n, b in per_token.items() if n is not None})
+    entries = [
+        [name, e.file, ", ".join(e.inputs), ", ".join(e.outputs)]
+        for name, e in manifest.entries.items()
+    ]
+    table(["entry", "file", "inputs", "outputs"], entries)
+    table(
+        ["file", ">bytes", "sha256"],
+        [[name, f"{f.bytes:,}", f"{f.sha256[:16]}…"] for name, f in manifest.files.items()],
+    )
+    show_steps(manifest.report.get("steps", []))

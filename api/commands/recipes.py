@@ -1,0 +1,90 @@
+"""recipes: what can be done to a model, read from the recipes and the methods themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import pairs, print_json, table
+
+if TYPE_CHECKING:
+    from accel.ir.recipe import Recipe
+
+EXAMPLES = """\b
+Examples:
+  accel-compile recipes
+  accel-compile recipes float16
+  accel-compile recipes ./my.toml
+"""
+
+
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="A recipe's name or TOML file.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """List the recipes; with NAME: what it does, its papers, every option with its default."""
+    from accel.ir.recipe import Recipe, bundled
+
+    if name is not None:
+        _one(Recipe.load(name), as_json)
+        return
+    found = [Recipe.load(n) for n in bundled()]
+    if as_json:
+        print_json([r.to_json() for r in found])
+        return
+    rows = [[r.name, ", ".join(r.tables), r.about] for r in found]
+    table(["recipe", "sets", "about"], rows)
+    typer.echo("accel-compile recipes NAME tells more; merge with --recipe A --recipe B.")
+
+
+def _one(recipe: Recipe, as_json: bool) -> None:
+    """Everything about one recipe. Methods are imported for it, and with them torch."""
+    from accel.runtime.assemble import assemble
+
+    plan = assemble(recipe)
+    found = {axis: _options(m, recipe.tables[axis]) for axis, m in plan.methods.items()}
+    if as_json:
+        print_json({**recipe.to_json(), "grade": plan.grade, "options": found})
+        return
+    pairs([
+        ("recipe", recipe.name),
+        ("about", recipe.about),
+        *(("paper", paper) for paper in recipe.papers),
+        ("grade", plan.grade),
+    ])  # fmt: skip
+    for axis, method in plan.methods.items():
+        typer.echo(f'\n[{axis}]\nuse = "{recipe.tables[axis]["use"]}"')
+        typer.echo(f"  {_about(method)}")
+        if rows := [[o["name"], o["value"], o["default"], o["type"]] for o in found[axis]]:
+            table(["option", ">value", ">default", "type"], rows)
+
+
+def _about(method: Any) -> str:
+    """The first paragraph of the method's module, or else of its class."""
+    module = inspect.getmodule(type(method))
+    text = inspect.getdoc(module) or inspect.getdoc(type(method)) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every field of a method: its default, and its value in this recipe."""
+    found = []
+    for field in dataclasses.fields(method):
+        default = field.default
+        if default is dataclasses.MISSING:
+            made = field.default_factory
+            default = made() if made is not dataclasses.MISSING else None
+        found.append({
+            "name": field.name,
+            "value": getattr(method, field.name),
+            "default": default,
+            "type": str(field.type),
+            "set": field.name in chosen,
+        })  # fmt: skip
+    return found

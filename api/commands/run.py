@@ -1,0 +1,158 @@
+"""run: prompts in, text out, as it comes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import print_json
+from accel.commands.source import open_model
+from accel.ir.errors import InputError
+
+if TYPE_CHECKING:
+    from accel.runtime.compiled import CompiledModel
+
+EXAMPLES = """\b
+Examples:
+  accel-compile run ./artifact --prompt "def quicksort("
+  echo "import os" | accel-compile run ./artifact --temperature 0.8 --top-p 0.95 --seed 7
+  accel-compile run ./my-model --prompt-file prompt.txt --max-new-tokens 200 --stop "\\n\\n"
+  accel-compile run ./artifact --tokens 1,5,9 --json
+"""
+
+
+def run(
+    path: Annotated[
+        Path, typer.Argument(metavar="DIR|MODEL", help="An artifact, or a model directory.")
+    ],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="A file to continue; default: stdin."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="1,2,3", help="Token ids to continue, for models without tokenizer."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(metavar="N", help="Only the N likeliest.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="X", help="Only the likeliest that add up to X.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(metavar="X", help="Only those of X times the likeliest.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(metavar="X", help="Above 1 discourages tokens already seen.")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeats a sampled run.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="End before this text; may be repeated."),
+    ] = None,
+    eos: Annotated[
+        list[int] | None, typer.Option(metavar="ID", help="End at this token, not the model's own.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")
+    ] = False,
+    threads: options.Threads = None,
+    recipe: options.Recipes = ["base"],  # noqa: B006  (typer copies it)
+    tokenizer: options.Tokenizer = None,
+    max_context: options.MaxContext = 2048,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+) -> None:
+    """Continue a prompt, streaming text. A model directory is compiled first, for this run only.
+
+    The last four options but --json matter only for a model directory.
+    """
+    given = _prompt(prompt, prompt_file, tokens)
+    settings = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or None,
+        "eos": [] if ignore_eos else eos or None,
+    }
+    build = {
+        "recipe": recipe[0] if len(recipe) == 1 else recipe,
+        "tokenizer": tokenizer,
+        "max_context": max_context,
+        "trust_remote_code": trust_remote_code,
+    }
+    with open_model(path, threads=threads, **build) as model:
+        if as_json:
+            out = model.generate(given, **settings)
+            text = out.text[0] if out.text is not None else None
+            print_json({"tokens": out.tokens[0], "text": text, "stats": out.stats})
+        else:
+            _stream(model, given, settings)
+
+
+def _prompt(text: str | None, file: Path | None, tokens: str | None) -> str | list[int]:
+    """The one prompt that was given; stdin where none was."""
+    names = {"--prompt": text, "--prompt-file": file, "--tokens": tokens}
+    given = [name for name, value in names.items() if value is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"{' and '.join(given)} are both a prompt; give one of them")
+    if tokens is not None:
+        return _ids(tokens)
+    if text is not None:
+        return _valid(text.encode("utf-8", "surrogateescape"), "--prompt")
+    if file is not None:
+        return _valid(file.read_bytes(), str(file)).removesuffix("\n")
+    if sys.stdin is None or sys.stdin.isatty():
+        raise typer.BadParameter(
+            'no prompt; give --prompt TEXT, --prompt-file FILE, --tokens "1,2,3" or text on stdin'
+        )
+    return _valid(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
+
+
+def _valid(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}); convert it"
+        ) from None
+
+
+def _ids(text: str) -> list[int]:
+    """Token ids out of `1,2,3` or `1 2 3`."""
+    parts = text.replace(",", " ").split()
+    for part in parts:
+        if not part.removeprefix("-").isdecimal():
+            raise typer.BadParameter(f"--tokens: {part!r} is no token id; write them as 1,2,3")
+    return [int(part) for part in parts]
+
+
+def _stream(model: CompiledModel, prompt: str | list[int], settings: dict[str, Any]) -> None:
+    """Text as it comes; token ids, with commas, for a prompt of token ids."""
+    with model.stream(prompt, **settings) as stream:
+        between = ""
+        for piece in stream:
+            text = piece if isinstance(piece, str) else f"{between}{piece}"
+            between = ","
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        stats = stream.stats
+    typer.echo()
+    if sys.stderr.isatty():
+        typer.echo(
+            f"[{stats['tokens']} tokens ({stats['finish'][0]}), "
+            f"{stats['tokens_per_second']:.0f} tokens/s, "
+            f"prompt of {stats['prompt_tokens']} in {stats['prefill_seconds']:.2f} s]",
+            err=True,
+        )

@@ -1,0 +1,275 @@
+"""Small models of real architectures with random weights, for tests and for `tools/parity.py`.
+
+Sizes are odd on purpose: head sizes that are not hidden/heads where the configuration allows, a
+vocabulary that is no multiple of 8, tied and untied heads, windows shorter than the tests' prompts.
+The weights are scaled so that logits spread over several units and greedy decoding does not stall.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LAYERS = 3
+
+
+def randomise(model: nn.Module, name: str, embedding: float = 0.4) -> nn.Module:
+    """Weights of a scale that keeps every layer's influence visible; the same for the same name."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+
+    def noise(weight: Tensor, scale: float) -> Tensor:
+        return torch.randn(weight.shape, generator=generator) * scale
+
+    seen: set[int] = set()
+    with torch.no_grad():
+        for module in model.modules():
+            for weight in module.parameters(recurse=False):
+                if weight.data_ptr() in seen:  # a tied weight, drawn once
+                    continue
+                seen.add(weight.data_ptr())
+                if weight.dim() < 2:  # biases around 0, norms around their own start
+                    weight.add_(noise(weight, 0.2))
+                elif isinstance(module, nn.Embedding):
+                    weight.copy_(noise(weight, embedding))
+                else:
+                    inputs = (
+                        weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
+                    )
+                    weight.copy_(noise(weight, 1.8 / inputs**0.5))
+    return model.eval()
+
+
+def llama() -> nn.Module:
+    """Grouped KV heads, head size 10 where hidden/heads is 12, untied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return randomise(LlamaForCausalLM(config), "llama")
+
+
+def mistral() -> nn.Module:
+    """A sliding window of 7 tokens in every layer; a single KV head."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    config = MistralConfig(
+        vocab_size=99, hidden_size=42, intermediate_size=70, num_hidden_layers=LAYERS,
+        num_attention_heads=3, num_key_value_heads=1, head_dim=12, sliding_window=7,
+        max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    return randomise(MistralForCausalLM(config), "mistral")
+
+
+def qwen2() -> nn.Module:
+    """Biases on q, k and v; tied."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=103, hidden_size=56, intermediate_size=90, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return randomise(Qwen2ForCausalLM(config), "qwen2")
+
+
+def qwen3() -> nn.Module:
+    """RMSNorm over each head of q and k; head size 14 where hidden/heads is 12."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=107, hidden_size=48, intermediate_size=80, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return randomise(Qwen3ForCausalLM(config), "qwen3")
+
+
+def gemma2() -> nn.Module:
+    """Soft caps on scores and logits, a window of 6 in every second layer, more norms; tied."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=109, hidden_size=48, intermediate_size=84, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=14, query_pre_attn_scalar=11,
+        sliding_window=6, max_position_embeddings=512, attn_logit_softcapping=5.0,
+        final_logit_softcapping=1.5, attn_implementation="eager",
+    )  # fmt: skip
+    return randomise(Gemma2ForCausalLM(config), "gemma2", embedding=0.06)  # it is scaled by √48
+
+
+def gpt2() -> nn.Module:
+    """Learned positions, LayerNorm, products stored [in, out]; tied."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=97, n_embd=36, n_layer=LAYERS, n_head=3, n_positions=256,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return randomise(GPT2LMHeadModel(config), "gpt2")
+
+
+def gpt_neox() -> nn.Module:
+    """Attention and MLP side by side; rope on a quarter of each head; untied."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    config = GPTNeoXConfig(
+        vocab_size=95, hidden_size=48, intermediate_size=100, num_hidden_layers=LAYERS,
+        num_attention_heads=3, max_position_embeddings=512, use_parallel_residual=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return randomise(GPTNeoXForCausalLM(config), "gpt_neox")
+
+
+def opt() -> nn.Module:
+    """Learned positions with an offset of 2, ReLU, embeddings narrower than the layers; tied."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=91, hidden_size=40, ffn_dim=90, num_hidden_layers=LAYERS, num_attention_heads=4,
+        word_embed_proj_dim=28, max_position_embeddings=256,
+    )  # fmt: skip
+    return randomise(OPTForCausalLM(config), "opt")
+
+
+def phi3() -> nn.Module:
+    """q, k and v in one product, gate and up in another."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    config = Phi3Config(
+        vocab_size=105, hidden_size=48, intermediate_size=72, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        original_max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return randomise(Phi3ForCausalLM(config), "phi3")
+
+
+class SdpaBlock(nn.Module):
+    """Pre-norm block around F.scaled_dot_product_attention(is_causal=True)."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 3 * width), nn.GELU(), nn.Linear(3 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, e = x.shape
+        qkv = self.qkv(self.before(x)).view(b, t, 3, self.heads, e // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, e))
+        return x + self.mlp(self.between(x))
+
+
+class PlainSdpa(nn.Module):
+    """A decoder in plain PyTorch: sdpa, positions learned and looked up by arange; tied."""
+
+    def __init__(self, vocab: int = 89, width: int = 44, heads: int = 4, layers: int = LAYERS):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, width), nn.Embedding(200, width)
+        self.blocks = nn.ModuleList(SdpaBlock(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class SoftmaxBlock(nn.Module):
+    """Pre-norm block with the softmax written out, a tril buffer and interleaved rotary embedding."""
+
+    mask: Tensor
+    frequency: Tensor
+
+    def __init__(self, width: int, heads: int, size: int, longest: int):
+        super().__init__()
+        self.heads, self.size = heads, size
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.q, self.k, self.v = (nn.Linear(width, heads * size, bias=False) for _ in range(3))
+        self.out = nn.Linear(heads * size, width, bias=False)
+        self.gate, self.up = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.register_buffer("mask", torch.ones(longest, longest).tril(), persistent=False)
+        frequency = 10000.0 ** -(torch.arange(0, size, 2) / size)
+        self.register_buffer("frequency", frequency, persistent=False)
+
+    def turn(self, x: Tensor) -> Tensor:
+        """[B,H,T,D]: channels 2i and 2i+1 turn by position · frequency[i]."""
+        angle = torch.arange(x.shape[2])[:, None] * self.frequency  # [T,D/2]
+        cos, sin = angle.cos(), angle.sin()
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        h = self.norm(x)
+        q, k, v = (
+            f(h).view(b, t, self.heads, self.size).transpose(1, 2) for f in (self.q, self.k, self.v)
+        )
+        scores = self.turn(q) @ self.turn(k).transpose(-2, -1) / self.size**0.5
+        scores = scores.masked_fill(self.mask[:t, :t] == 0, float("-inf"))
+        mixed = torch.softmax(scores, dim=-1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, -1))
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class PlainSoftmax(nn.Module):
+    """A decoder in plain PyTorch with everything written out; untied."""
+
+    def __init__(
+        self, vocab: int = 93, width: int = 40, heads: int = 3, size: int = 14, layers: int = LAYERS
+    ):
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(SoftmaxBlock(width, heads, size, 256) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def plain_sdpa() -> nn.Module:
+    """No Hugging Face: F.scaled_dot_product_attention and learned positions."""
+    return randomise(PlainSdpa(), "plain_sdpa")
+
+
+def plain_softmax() -> nn.Module:
+    """No Hugging Face: softmax, mask and rotary embedding written out."""
+    return randomise(PlainSoftmax(), "plain_softmax")
+
+
+ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma2": gemma2,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "opt": opt,
+    "phi3": phi3,
+    "plain_sdpa": plain_sdpa,
+    "plain_softmax": plain_softmax,
+}
