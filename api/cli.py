@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -31,11 +31,25 @@ for the traceback.
 class Guarded(TyperGroup):
     """A command group whose errors are one line on stderr, and whose exit codes tell them apart."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """As click's `main`; in standalone mode no exception but SystemExit leaves it."""
+
+        def plain() -> Any:
+            return super(Guarded, self).main(
+                args, prog_name, complete_var, False, windows_expand_args, **extra
+            )
+
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
-        sys.exit(_guard(lambda: super(Guarded, self).main(*args, standalone_mode=False, **extra)))
+            return plain()
+        sys.exit(_guard(plain))
 
 
 app = typer.Typer(

@@ -6,68 +6,19 @@ checked against the module on odd sizes before anything else happens.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
+from accel.ir.adapter import Adapter, facts_of, inference_mode, logits_of, vocabulary, widened
 from accel.ir.errors import CaptureError
 from accel.ir.program import Entry, Facts, Program
 
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
-_POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
-
-
-class Adapter(nn.Module):
-    """`forward(tokens, positions) -> logits` around any decoder; names of parameters stay the user's."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-        names = list(inspect.signature(model.forward).parameters)
-        self.hugging_face = is_hugging_face(model)
-        self.position_name = next((n for n in _POSITION_NAMES if n in names), None)
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        extra: dict[str, Any] = {}
-        if self.position_name:
-            extra[self.position_name] = positions
-        if self.hugging_face:
-            extra["use_cache"] = False
-            return logits_of(self.model(input_ids=tokens, **extra))
-        return logits_of(self.model(tokens, **extra))
-
-
-def is_hugging_face(model: object) -> bool:
-    """Whether a module is a transformers model, found without importing transformers."""
-    return any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
-
-
-def logits_of(out: Any) -> Tensor:
-    """The logits in whatever a forward returns: a tensor, an object with `.logits`, a tuple or dict."""
-    if isinstance(out, dict):
-        out = out.get("logits")
-    elif hasattr(out, "logits"):
-        out = out.logits
-    elif isinstance(out, (tuple, list)) and out:
-        out = out[0]
-    if not isinstance(out, Tensor) or out.dim() != 3 or not out.is_floating_point():
-        found = (
-            f"a tensor of shape {list(out.shape)} and dtype {out.dtype}"
-            if isinstance(out, Tensor)
-            else type(out).__name__
-        )
-        raise CaptureError(
-            f"forward returned {found}, not logits [B,T,V]; give a causal language model whose "
-            "forward(tokens [B,T]) returns logits, or an object with `.logits`"
-        )
-    return out
 
 
 def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> Program:
@@ -89,7 +40,9 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
             f"cannot capture a {type(model).__name__}; give an nn.Module, a Hugging Face model "
             "directory, or a torch.export ExportedProgram"
         )
-    with _inference_mode(model) as adapter:
+    notes: list[str] = []
+    model = widened(model, notes)
+    with inference_mode(model) as adapter:
         batch, length = _example_sizes(model)
         tokens, positions = example(batch, length, vocabulary(model))
         with torch.no_grad():
@@ -105,43 +58,10 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
             facts = facts or facts_of(model, max_context)
             exported = _export(model, adapter, tokens, positions, facts)
         facts.vocab_size = int(logits.shape[-1])
+        facts.notes += notes
         program = _to_program(exported, facts, _original_names(adapter), PREFIX)
         _check(program, lambda t, p: adapter(t, p), type(model).__name__)
     return program
-
-
-def facts_of(model: nn.Module, max_context: int) -> Facts:
-    """Name, sizes and end tokens, from the configuration where there is one."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(text, "max_position_embeddings", None)
-    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    eos = getattr(text, "eos_token_id", None) if eos is None else eos
-    facts = Facts(name=type(model).__name__, vocab_size=0, max_context=max_context)
-    if isinstance(limit, int) and 0 < limit < max_context:
-        facts.max_context = limit
-        facts.notes.append(f"max_context is {limit}, the model's own limit, not {max_context}")
-    facts.eos = [] if eos is None else [int(e) for e in (eos if isinstance(eos, list) else [eos])]
-    bos = getattr(text, "bos_token_id", None)
-    facts.bos = bos if isinstance(bos, int) else None
-    unique = {p.data_ptr(): p.numel() for p in model.parameters()}
-    facts.parameters = sum(unique.values())
-    if hasattr(config, "to_json_string"):
-        import json
-
-        facts.config = json.loads(config.to_json_string(use_diff=False))
-    return facts
-
-
-def vocabulary(model: nn.Module) -> int:
-    """How many token ids a module takes: its configuration's word, else its largest embedding."""
-    config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    if isinstance(size, int):
-        return size
-    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return sizes[0] if sizes else 2
 
 
 def example(batch: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -151,8 +71,7 @@ def example(batch: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor,
     return tokens, torch.arange(length).repeat(batch, 1)
 
 
-@contextlib.contextmanager
-def _inference_mode(model: nn.Module) -> Iterator[Adapter]:
+def inference_mode(model: nn.Module) -> Iterator[Adapter]:
     """The module ready for capture, put back as it was afterwards."""
     training = [m for m in model.modules() if m.training]
     config = getattr(model, "config", None)
@@ -167,16 +86,6 @@ def _inference_mode(model: nn.Module) -> Iterator[Adapter]:
             module.training = True
         if is_hugging_face(model) and before is not None:
             model.set_attn_implementation(before)  # type: ignore[operator]
-
-
-def _choose_attention(model: Any) -> None:
-    """sdpa, or the written-out form where sdpa is missing or leaves something out (a soft cap)."""
-    config = model.config.get_text_config()
-    capped = getattr(config, "attn_logit_softcapping", None)
-    try:
-        model.set_attn_implementation("eager" if capped else "sdpa")
-    except (ValueError, ImportError):
-        model.set_attn_implementation("eager")
 
 
 def _example_sizes(model: nn.Module) -> tuple[int, int]:
@@ -221,7 +130,11 @@ def _explain(model: nn.Module, error: Exception) -> str:
     while trace is not None:
         code = trace.tb_frame.f_code
         holder = trace.tb_frame.f_locals.get("self")
-        if isinstance(holder, nn.Module) and not isinstance(holder, Adapter) and "torch/" not in code.co_filename:
+        if (
+            isinstance(holder, nn.Module)
+            and not isinstance(holder, Adapter)
+            and "torch/" not in code.co_filename
+        ):
             place = f"{_name_in(model, holder)} ({type(holder).__name__}.{code.co_name}, line {trace.tb_lineno})"
         trace = trace.tb_next
     if not place and own:
@@ -253,9 +166,18 @@ def _original_names(adapter: nn.Module) -> dict[str, str]:
     """Every name of a tensor -> the first name of the same tensor: tied weights stay tied."""
     first: dict[tuple[Any, ...], str] = {}
     names: dict[str, str] = {}
-    tensors = [*adapter.named_parameters(remove_duplicate=False), *adapter.named_buffers(remove_duplicate=False)]
+    tensors = [
+        *adapter.named_parameters(remove_duplicate=False),
+        *adapter.named_buffers(remove_duplicate=False),
+    ]
     for name, tensor in tensors:
-        key = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.numel() == 0 and name)
+        key = (
+            tensor.data_ptr(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.numel() == 0 and name,
+        )
         names[name] = first.setdefault(key, name)
     return names
 
@@ -266,7 +188,11 @@ def _from_exported(exported: ExportedProgram, facts: Facts | None, max_context: 
     outputs = exported.graph_signature.user_outputs
     values = {n.name: n.meta["val"] for n in exported.graph.find_nodes(op="placeholder")}
     shapes = {n: values[str(n)] for n in names}
-    ints = [n for n, v in shapes.items() if isinstance(v, Tensor) and v.dim() == 2 and not v.is_floating_point()]
+    ints = [
+        n
+        for n, v in shapes.items()
+        if isinstance(v, Tensor) and v.dim() == 2 and not v.is_floating_point()
+    ]
     if not ints or len(ints) != len(names) or len(ints) > 2:
         raise CaptureError(
             f"the ExportedProgram takes {names}; accel needs one with tokens [B,T] int64, and "
@@ -362,7 +288,9 @@ def _needs_functions(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         if node.op == "call_function":
             schema = getattr(node.target, "_schema", None)
-            if isinstance(node.target, torch._ops.HigherOrderOperator) or (schema and schema.is_mutable):
+            if isinstance(node.target, torch._ops.HigherOrderOperator) or (
+                schema and schema.is_mutable
+            ):
                 return True
     return False
 

@@ -61,13 +61,14 @@ class Entry:
 
     def input(self, name: str) -> fx.Node:
         """The placeholder of an input."""
-        return next(n for n in self.graph.find_nodes(op="placeholder") if n.target == name)
+        holders: list[fx.Node] = list(self.graph.find_nodes(op="placeholder"))
+        return next(n for n in holders if n.target == name)
 
     def output_nodes(self) -> dict[str, fx.Node]:
         (out,) = self.graph.find_nodes(op="output")
         values = out.args[0]
         assert isinstance(values, (tuple, list))
-        return dict(zip(self.outputs, values, strict=True))  # type: ignore[arg-type]
+        return dict(zip(self.outputs, values, strict=True))
 
     def set_outputs(self, values: Mapping[str, fx.Node]) -> None:
         """Return these values, under these names, from now on."""
@@ -233,12 +234,12 @@ class Editor:
         self.program = program
         self.graph = graph
         self.fake = next(
-            n.meta["val"].fake_mode
-            for n in graph.nodes
-            if hasattr(n.meta.get("val"), "fake_mode")
+            n.meta["val"].fake_mode for n in graph.nodes if hasattr(n.meta.get("val"), "fake_mode")
         )
 
-    def call(self, op: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any) -> fx.Node:
+    def call(
+        self, op: Callable[..., Any], *args: Any, like: fx.Node | None = None, **kwargs: Any
+    ) -> fx.Node:
         """Insert a call at the graph's insertion point. `like` lends its origin (layer, module)."""
         node = self.graph.call_function(op, args, kwargs)
         node.meta["val"] = self.value(node)
@@ -263,7 +264,9 @@ class Editor:
         node.meta["val"] = self.fake.from_tensor(tensor, static_shapes=True)
         return node
 
-    def placeholder(self, name: str, sizes: tuple[int, ...], dynamic: tuple[bool, ...], dtype: torch.dtype) -> fx.Node:
+    def placeholder(
+        self, name: str, sizes: tuple[int, ...], dynamic: tuple[bool, ...], dtype: torch.dtype
+    ) -> fx.Node:
         """A new input; dynamic axes of equal example size share one symbol."""
         from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 

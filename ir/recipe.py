@@ -35,7 +35,9 @@ class Recipe:
             return spec
         if isinstance(spec, Mapping):
             return _from_dict("recipe", dict(spec))
-        if isinstance(spec, Path) or (isinstance(spec, str) and ("/" in spec or spec.endswith(".toml"))):
+        if isinstance(spec, Path) or (
+            isinstance(spec, str) and ("/" in spec or spec.endswith(".toml"))
+        ):
             return _from_file(Path(spec))
         if isinstance(spec, str):
             found = bundled()
@@ -51,7 +53,12 @@ class Recipe:
 
     def to_json(self) -> dict[str, Any]:
         """The form that an artifact keeps."""
-        return {"name": self.name, "about": self.about, "papers": list(self.papers), "tables": self.tables}
+        return {
+            "name": self.name,
+            "about": self.about,
+            "papers": list(self.papers),
+            "tables": self.tables,
+        }
 
 
 def bundled() -> dict[str, Traversable]:
@@ -125,6 +132,8 @@ def _flatten(where: str, axis: str, data: Any, tables: dict[str, dict[str, Any]]
         tables[axis] = dict(data)
         return
     if axis and not any(isinstance(v, Mapping) for v in data.values()):
-        raise RecipeError(f"{where}: table [{axis}] has no `use`; say which method, as use = \"name\"")
+        raise RecipeError(
+            f'{where}: table [{axis}] has no `use`; say which method, as use = "name"'
+        )
     for key, value in data.items():
         _flatten(where, f"{axis}.{key}" if axis else str(key), value, tables)

@@ -45,7 +45,9 @@ def _attention_rules(node: fx.Node) -> list[str]:
     if not q.dim() == k.dim() == v.dim() == 4:
         broken.append(f"{node.name}: q, k, v must have axes [B,H,T,D]")
     elif q.shape[1] % k.shape[1] or k.shape[1] != v.shape[1]:
-        broken.append(f"{node.name}: {q.shape[1]} query heads over {k.shape[1]} and {v.shape[1]} KV heads")
+        broken.append(
+            f"{node.name}: {q.shape[1]} query heads over {k.shape[1]} and {v.shape[1]} KV heads"
+        )
     if q_pos.dim() != 2 or k_pos.dim() != 2:
         broken.append(f"{node.name}: positions must have axes [B,T] and [B,S]")
     if node.args[8] not in MASKS:

@@ -32,7 +32,9 @@ def program_text(program: Program) -> str:
                     parts.append(f"{node.target.name}: as {bodies[shape]}")
                 else:
                     bodies[shape] = node.target.name
-                    parts.append(f"{node.target.name}({_inputs(node.target.graph, program.dims)}):\n{body}")
+                    parts.append(
+                        f"{node.target.name}({_inputs(node.target.graph, program.dims)}):\n{body}"
+                    )
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,13 +57,19 @@ def _body(graph: fx.Graph, dims: Mapping[str, str], outputs: list[str] | None = 
             values = [names[n] for n in node.all_input_nodes]
             given = node.args[0]
             assert isinstance(given, (tuple, list))
-            values = [names[n] for n in given]  # type: ignore[index]
-            shown = values if outputs is None else [f"{o}={v}" for o, v in zip(outputs, values, strict=True)]
+            values = [names[n] for n in given]
+            shown = (
+                values
+                if outputs is None
+                else [f"{o}={v}" for o, v in zip(outputs, values, strict=True)]
+            )
             lines.append(f"  return {', '.join(shown)}")
         else:
             names[node] = f"%{len(lines)}"
             kind = type_text(node.meta.get("val"), dims)
-            lines.append(f"  {names[node]}: {kind} = {_operator(node)}({_arguments(node, names, dims)})")
+            lines.append(
+                f"  {names[node]}: {kind} = {_operator(node)}({_arguments(node, names, dims)})"
+            )
     return "\n".join(lines)
 
 
@@ -69,7 +77,11 @@ def _operator(node: fx.Node) -> str:
     if isinstance(node.target, Region):
         return node.target.name
     text = str(node.target)
-    return text.removeprefix("aten.").removesuffix(".default") if "." in text else getattr(node.target, "__name__", text)
+    return (
+        text.removeprefix("aten.").removesuffix(".default")
+        if "." in text
+        else getattr(node.target, "__name__", text)
+    )
 
 
 def _arguments(node: fx.Node, names: Mapping[fx.Node, str], dims: Mapping[str, str]) -> str:
@@ -98,7 +110,9 @@ def type_text(value: Any, dims: Mapping[str, str]) -> str:
 
 
 def _size(size: Any, dims: Mapping[str, str]) -> str:
-    return re.sub(r"[su]\d+", lambda m: dims.get(m.group(0), m.group(0)), str(size)).replace(" ", "")
+    return re.sub(r"[su]\d+", lambda m: dims.get(m.group(0), m.group(0)), str(size)).replace(
+        " ", ""
+    )
 
 
 def _anonymous(body: str) -> str:

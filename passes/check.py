@@ -72,7 +72,9 @@ def _split(length: int) -> list[int]:
     return sorted({0, length // 2, length // 2 + 1 if length > 1 else 0, length})
 
 
-def _call(program: Program, buffers: dict[str, Tensor], tokens: Tensor, start: int, end: int) -> Tensor:
+def _call(
+    program: Program, buffers: dict[str, Tensor], tokens: Tensor, start: int, end: int
+) -> Tensor:
     """Run tokens start..end-1, with one column of padding where the buffer has room for it."""
     batch = tokens.shape[0]
     pad = 1 if start > 0 else 0

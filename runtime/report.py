@@ -1,12 +1,186 @@
-"""The build report as a page that people look at."""
+"""The build report as a page that people look at: one file, nothing fetched, everything escaped."""
 
 from __future__ import annotations
 
-import json
+import io
+import math
 from pathlib import Path
 from typing import Any
 
+TEMPLATE = Path(__file__).with_name("report.html")
+WIDTH = 7.2  # inches of a picture; the page scales it
+INK, BAR, FAINT = "#1f2937", "#2f6f9f", "#d5dbe3"
+FLOOR = 1e-9  # an error of exactly 0 is drawn here, on a logarithmic axis
+
 
 def write_html(path: Path, report: dict[str, Any]) -> None:
-    """Write a self-contained page of a build report."""
-    path.write_text(f"<pre>{json.dumps(report, indent=1)}</pre>", encoding="utf-8")
+    """Write a self-contained page of a build report (`CompiledModel.report`)."""
+    from jinja2 import Environment, StrictUndefined
+
+    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    page.filters.update(bytes=_bytes, error=_error)
+    text = page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(**_context(report))
+    path.write_text(text, encoding="utf-8")
+
+
+def _context(report: dict[str, Any]) -> dict[str, Any]:
+    """What the template shows, each part empty where the report does not tell."""
+    model = report.get("model", {})
+    steps = report.get("steps", [])
+    sizes = {n: b for n, b in report.get("bytes", {}).items() if n != "total"}
+    seconds = {n: s for n, s in report.get("seconds", {}).items() if n != "total"}
+    kinds = _kinds(model.get("layers", []), _state(report, model))
+    checked = {s["name"]: s["error"] for s in steps if s["error"] is not None}
+    return {
+        "model": model,
+        "recipe": report.get("recipe", {}),
+        "report": report,
+        "facts": _facts(report, model),
+        "kinds": kinds,
+        "chain": sorted((n, i) for i, kind in enumerate(kinds) for n in kind["layers"]),
+        "steps": steps,
+        "notes": report.get("notes", []),
+        "bytes_picture": _bars(sizes, "bytes", {n: _bytes(b) for n, b in sizes.items()}),
+        "seconds_picture": _bars(seconds, "seconds", {n: f"{s:.2f} s" for n, s in seconds.items()}),
+        "error_picture": _errors(checked),
+    }
+
+
+def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:
+    """The figures at the top of the page."""
+    errors = [e for e in report.get("errors", {}).values() if e is not None]
+    return [
+        ("parameters", f"{model.get('parameters', 0):,}"),
+        ("layers", str(model.get("num_layers", 0))),
+        ("vocabulary", f"{model.get('vocab_size', 0):,}"),
+        ("context", f"{model.get('max_context', 0):,} tokens"),
+        ("artifact", _bytes(report.get("bytes", {}).get("total", 0))),
+        ("state per token", _bytes(report.get("kv_bytes_per_token", 0))),
+        ("built in", f"{report.get('seconds', {}).get('total', 0):.1f} s"),
+        ("largest error", _error(max(errors, default=None))),
+    ]
+
+
+def _state(report: dict[str, Any], model: dict[str, Any]) -> list[int]:
+    """Bytes that one token adds to each layer: from the state, else a dense float32 K and V."""
+    layers = model.get("layers", [])
+    state = report.get("state")
+    if state is None:
+        return [8 * layer["num_kv_heads"] * layer["head_dim"] for layer in layers]
+    import numpy as np
+
+    found = [0] * len(layers)
+    for value in state:
+        if value["layer"] is not None and "C" in value["shape"]:
+            sizes = (d for d in value["shape"] if not isinstance(d, str))
+            found[value["layer"]] += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+    return found
+
+
+def _kinds(layers: list[dict[str, Any]], state: list[int]) -> list[dict[str, Any]]:
+    """Each different layer once, with the numbers of those that are so: `0-3, 5`."""
+    names = ("attention", "window", "num_heads", "num_kv_heads", "head_dim", "nodes")
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for index, (layer, kept) in enumerate(zip(layers, state, strict=True)):
+        found.setdefault((*(layer.get(n) for n in names), kept), []).append(index)
+    return [
+        {
+            **dict(zip((*names, "state"), key, strict=True)),
+            "layers": numbers,
+            "which": _which(numbers),
+        }
+        for key, numbers in found.items()
+    ]
+
+
+def _which(numbers: list[int]) -> str:
+    """Ascending numbers, runs of neighbours as ranges: 0-3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _bars(values: dict[str, float], name: str, labels: dict[str, str]) -> str:
+    """Horizontal bars, the first on top, each with its label; "" for nothing."""
+    if not values:
+        return ""
+    figure, axes = _figure(list(values))
+    axes.barh(range(len(values)), list(values.values()), color=BAR, height=0.62)
+    most = max(values.values()) or 1
+    for row, (key, value) in enumerate(values.items()):
+        axes.text(value + most * 0.012, row, labels[key], va="center", fontsize=9, color=INK)
+    axes.set_xlim(0, most * 1.16)
+    axes.set_xticks([])
+    axes.spines[["bottom"]].set_visible(False)
+    return _svg(figure, name)
+
+
+def _errors(errors: dict[str, float]) -> str:
+    """The largest error after each pass that was checked, on a logarithmic axis; exact ones hollow."""
+    if not errors:
+        return ""
+    figure, axes = _figure(list(errors))
+    values = [max(e, FLOOR) for e in errors.values()]
+    axes.set_xscale("log")
+    axes.hlines(range(len(values)), FLOOR, values, color=FAINT, linewidth=2, zorder=1)
+    for row, (error, value) in enumerate(zip(errors.values(), values, strict=True)):
+        axes.scatter(value, row, s=38, zorder=2, edgecolors=BAR, color=BAR if error else "#ffffff")
+        axes.text(value * 1.5, row, _error(error), va="center", fontsize=9, color=INK)
+    axes.set_xlim(FLOOR * 0.7, max(1e-5, *values) * 30)
+    axes.grid(axis="x", color=FAINT, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return _svg(figure, "errors")
+
+
+def _figure(names: list[str]) -> tuple[Any, Any]:
+    """A figure of a row per name, without pyplot and so without global state."""
+    from matplotlib.figure import Figure
+
+    height = 0.35 + 0.29 * len(names)
+    figure = Figure(figsize=(WIDTH, height))
+    left = min(0.4, (0.3 + 0.085 * max(map(len, names))) / WIDTH)
+    axes = figure.add_axes((left, 0.28 / height, 0.98 - left, 1 - 0.33 / height))
+    axes.set_yticks(range(len(names)), [_plain(n) for n in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    return figure, axes
+
+
+def _svg(figure: Any, name: str) -> str:
+    """An inline <svg>, the same for the same figures; ids start with the name, so that none clash."""
+    from markupsafe import Markup
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    # Text stays text: smaller, searchable, and in the page's own font.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif"}):
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    for before in ('id="', 'href="#', "url(#"):
+        text = text.replace(before, f"{before}{name}-")
+    return Markup(text)
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib takes as it is: a dollar sign would start mathematics."""
+    return name.replace("$", r"\$")
+
+
+def _bytes(count: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "kB", "MB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _error(error: float | None) -> str:
+    return "not checked" if error is None else "exact" if error == 0 else f"{error:.1e}"

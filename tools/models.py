@@ -122,7 +122,9 @@ def gpt_neox() -> nn.Module:
     config = GPTNeoXConfig(
         vocab_size=95, hidden_size=48, intermediate_size=100, num_hidden_layers=LAYERS,
         num_attention_heads=3, max_position_embeddings=512, use_parallel_residual=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        rope_parameters={
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
+        },
         tie_word_embeddings=False,
     )  # fmt: skip
     return randomise(GPTNeoXForCausalLM(config), "gpt_neox")
@@ -192,7 +194,7 @@ class PlainSdpa(nn.Module):
 
 
 class SoftmaxBlock(nn.Module):
-    """Pre-norm block with the softmax written out, a tril buffer and interleaved rotary embedding."""
+    """Pre-norm block: softmax written out, a tril buffer, interleaved rotary embedding."""
 
     mask: Tensor
     frequency: Tensor

@@ -90,7 +90,7 @@ def greedy(model: nn.Module, prompt: list[int], count: int) -> tuple[list[int], 
 
 
 def prompts(vocab: int, count: int, seed: int = 0) -> list[list[int]]:
-    """Random prompts of 1, 2, 3, … tokens; the longer ones pass every window of the small models."""
+    """Random prompts of 1 to 31 tokens; the longer ones pass every window of the small models."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [1 + (i * 7) % 31 for i in range(count)]
     return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]

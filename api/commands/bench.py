@@ -54,7 +54,10 @@ def bench(
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
-    """Measure an artifact on random prompts: prefill and decode speed, overhead, load, memory."""
+    """Measure the speed of an artifact.
+
+    Random prompts; prefill and decode, time outside onnxruntime, load, peak memory.
+    """
     from accel.runtime.output import peak_memory
 
     start = time.perf_counter()
@@ -115,7 +118,7 @@ def _lengths(asked: list[int] | None, tokens: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One prompt, continued: seconds of prefill and of a decode step, tokens per second, KV bytes."""
+    """One prompt, continued: seconds of prefill, of a decode step and of its part outside."""
 
     prefill: float
     step: float

@@ -28,7 +28,7 @@ def build(
             metavar="DIR", help="Where the artifact goes. An artifact that is there is replaced."
         ),
     ],
-    recipe: options.Recipes = ["base"],  # noqa: B006  (typer copies it)
+    recipe: options.Recipes = None,
     target: Annotated[str, typer.Option(metavar="NAME", help="What to build for: onnx.")] = "onnx",
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
@@ -48,13 +48,16 @@ def build(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Compile MODEL into an artifact: a folder that runs without PyTorch."""
+    """Compile a model into an artifact.
+
+    An artifact is a folder that runs without PyTorch. It is written whole or not at all.
+    """
     import accel
 
     with dumping(dump), progress("build") as watch:
         compiled = accel.optimize(
             model,
-            recipe[0] if len(recipe) == 1 else recipe,
+            options.recipe(recipe),
             target=target,
             tokenizer=tokenizer,
             max_context=max_context,

@@ -58,8 +58,10 @@ class _Plain:
 def demo(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifact here.")] = None,
 ) -> None:
-    """Compile the bundled model, generate, load the artifact in a fresh process, check the tokens
-    against plain PyTorch, and show the speed of both. Under two minutes on two cores.
+    """Show the whole way on the bundled model.
+
+    Compile it, generate, load the artifact in a fresh process, check the tokens against plain
+    PyTorch, and show the speed of both. Under two minutes on two cores.
     """
     import accel
 

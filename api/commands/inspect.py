@@ -26,7 +26,10 @@ def inspect(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
     as_json: options.Json = False,
 ) -> None:
-    """Check an artifact and show what it holds: model, layers, state, entries, files, errors."""
+    """Check an artifact and show what it holds.
+
+    That is: the model, its layers, state, entries, files, passes and their errors.
+    """
     from accel.runtime.artifact import open_artifact
 
     artifact = open_artifact(path)

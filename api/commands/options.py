@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 Recipes = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--recipe",
         metavar="NAME|FILE",
-        help="A recipe's name or TOML file; give it again to merge more.",
+        help="A recipe's name or TOML file, default base; give it again to merge more.",
     ),
 ]
 Tokenizer = Annotated[
@@ -33,3 +33,9 @@ Threads = Annotated[
     typer.Option(min=1, metavar="N", help="Compute threads; default: the physical cores."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead.")]
+
+
+def recipe(given: list[str] | None) -> str | list[str]:
+    """What `optimize` takes, out of the --recipe options; "base" where there are none."""
+    names = given or ["base"]
+    return names[0] if len(names) == 1 else names

@@ -28,7 +28,10 @@ def recipes(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the recipes; with NAME: what it does, its papers, every option with its default."""
+    """List the recipes, or show all of one.
+
+    With NAME: what it does, its papers, its grade, every option with its default.
+    """
     from accel.ir.recipe import Recipe, bundled
 
     if name is not None:

@@ -64,18 +64,19 @@ def run(
         bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")
     ] = False,
     threads: options.Threads = None,
-    recipe: options.Recipes = ["base"],  # noqa: B006  (typer copies it)
+    recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a prompt, streaming text. A model directory is compiled first, for this run only.
+    """Continue a prompt, streaming text.
 
-    The last four options but --json matter only for a model directory.
+    A model directory is compiled first, for this run only; --recipe, --tokenizer, --max-context
+    and --trust-remote-code are for that.
     """
     given = _prompt(prompt, prompt_file, tokens)
-    settings = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -87,7 +88,7 @@ def run(
         "eos": [] if ignore_eos else eos or None,
     }
     build = {
-        "recipe": recipe[0] if len(recipe) == 1 else recipe,
+        "recipe": options.recipe(recipe),
         "tokenizer": tokenizer,
         "max_context": max_context,
         "trust_remote_code": trust_remote_code,

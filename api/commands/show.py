@@ -8,35 +8,25 @@ from typing import Any
 from accel.commands.console import error_text, pairs, size, table
 
 
-def layer_rows(layers: list[dict[str, Any]], state: dict[int, int]) -> list[list[object]]:
-    """Runs of equal layers, one row each. state: bytes per token by layer."""
+def show_layers(layers: list[dict[str, Any]], state: dict[int, int] | None = None) -> None:
+    """Runs of equal layers: what each attends to, its heads, the bytes that one token adds."""
 
-    def kind(pair: tuple[int, dict[str, Any]]) -> tuple[object, ...]:
+    def kind(pair: tuple[int, dict[str, Any]]) -> list[object]:
         index, layer = pair
-        heads = (layer.get("num_heads"), layer.get("num_kv_heads"), layer.get("head_dim"))
-        return (layer.get("attention", "?"), layer.get("window") or "-", *heads, state.get(index))
+        heads = (layer.get(n) for n in ("num_heads", "num_kv_heads", "head_dim"))
+        kept = [size(state.get(index, 0))] if state is not None else []
+        return [layer.get("attention", "?"), layer.get("window") or "-", *heads, *kept]
 
+    columns = ["layers", "attention", ">window", ">heads", ">kv heads", ">head size"]
+    if state is not None:
+        columns.append(">state/token")
     rows: list[list[object]] = []
     for key, run in groupby(enumerate(layers), kind):
         indices = [index for index, _ in run]
         name = f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else f"{indices[0]}"
-        rows.append([name, *key[:-1], "" if key[-1] is None else size(float(str(key[-1])))])
-    return rows
-
-
-def show_layers(layers: list[dict[str, Any]], state: dict[int, int]) -> None:
-    """The layers: what each attends to, its heads, what it keeps."""
-    columns = [
-        "layers",
-        "attention",
-        ">window",
-        ">heads",
-        ">kv heads",
-        ">head size",
-        ">state/token",
-    ]
-    if layers:
-        table(columns, layer_rows(layers, state))
+        rows.append([name, *key])
+    if rows:
+        table(columns, rows)
 
 
 def show_steps(steps: list[dict[str, Any]]) -> None:
@@ -59,6 +49,7 @@ def show_report(report: dict[str, Any]) -> None:
     entries = ", ".join(f"{name} ({nodes} nodes)" for name, nodes in report["entries"].items())
     seconds = ", ".join(f"{n} {s:.1f}" for n, s in report["seconds"].items() if n != "total")
     errors = ", ".join(f"{name} {error_text(e)}" for name, e in report["errors"].items())
+    show_layers(model["layers"])
     show_steps(report["steps"])
     pairs([
         ("model", f"{model['name']}, {model['parameters']:,} parameters"),

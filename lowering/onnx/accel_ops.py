@@ -138,4 +138,3 @@ def _bias(b: Builder, bias: str, q_pos: str, k_pos: str) -> str:
         index = b.node("Add", b.node("Mul", b.node("Max", q, zero), wide), b.node("Max", k, zero))
         found = b.node("Gather", flat, index, axis=1)
     return str(b.node("Transpose", found, perm=[1, 0, 2, 3]))
-

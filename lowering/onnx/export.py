@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper
@@ -74,8 +73,8 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
     step = max(1, _BLOCK // max(1, rows[0].numel())) if rows.dim() > 1 else _BLOCK
     for part in rows.split(step) if rows.dim() else [rows]:
         bits = part.contiguous()
-        array: np.ndarray[Any, Any] = (bits.view(torch.int16) if bits.dtype == torch.bfloat16 else bits).numpy()
-        file.write(memoryview(array).cast("B") if array.size else b"")
+        if bits.numel():
+            file.write(bits.flatten().view(torch.uint8).numpy().data)
 
 
 def export(program: Program, folder: Path) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def export(program: Program, folder: Path) -> dict[str, Any]:
 
 def _map_params(program: Program, weights: WeightsFile, file: Path) -> None:
     """Let the program read its parameters out of the file, so that the model's memory can go."""
-    storage = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
+    storage: Any = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
     for name, tensor in program.params.items():
         for stored, flipped in ((name, False), (f"{name}.T", True)):
             offset = weights.offset(stored)
@@ -145,7 +144,9 @@ def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.Mo
         initializer=b.initializers,
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="accel")
+    return helper.make_model(
+        graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="accel"
+    )
 
 
 def shared(program: Program) -> set[str]:
@@ -162,7 +163,7 @@ def _graph(b: Builder, program: Program, graph: fx.Graph, inputs: Mapping[str, s
     env: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "output":
-            found: list[str] = list(map_arg(node.args[0], env.__getitem__))  # type: ignore[arg-type]
+            found: list[str] = list(map_arg(node.args[0], env.__getitem__))
             return found
         env[node] = _node(b, program, node, env, inputs)
         if isinstance(env[node], str):
@@ -171,14 +172,18 @@ def _graph(b: Builder, program: Program, graph: fx.Graph, inputs: Mapping[str, s
 
 
 def _node(
-    b: Builder, program: Program, node: fx.Node, env: Mapping[fx.Node, Any], inputs: Mapping[str, str]
+    b: Builder,
+    program: Program,
+    node: fx.Node,
+    env: Mapping[fx.Node, Any],
+    inputs: Mapping[str, str],
 ) -> Any:
     if node.op == "placeholder":
         return inputs[str(node.target)]
     if node.op == "get_attr":
         return Param(str(node.target), program.params[str(node.target)])
-    args = map_arg(node.args, env.__getitem__)
-    kwargs = map_arg(node.kwargs, env.__getitem__)
+    args: Any = map_arg(node.args, env.__getitem__)
+    kwargs: Any = map_arg(node.kwargs, env.__getitem__)
     if isinstance(node.target, Region):
         names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
         outer, b.scope = b.scope, f"{b.scope}{node.target.name}/"
@@ -197,7 +202,11 @@ def _rename_outputs(b: Builder, outputs: Mapping[str, str]) -> None:
     for name, value in outputs.items():
         if value in made and value not in new and list(outputs.values()).count(value) == 1:
             new[value] = name
-    b.nodes = [n for n in b.nodes if not (n.op_type == "Identity" and n.input[0] in new and n.output[0] == new[n.input[0]])]
+    b.nodes = [
+        n
+        for n in b.nodes
+        if not (n.op_type == "Identity" and n.input[0] in new and n.output[0] == new[n.input[0]])
+    ]
     for node in b.nodes:
         for side in (node.input, node.output):
             for i, value in enumerate(side):
@@ -209,5 +218,3 @@ def _info(program: Program, name: str, node: fx.Node) -> onnx.ValueInfoProto:
     value = node.meta["val"]
     sizes = [d if isinstance(d, int) else program.dims.get(str(d), str(d)) for d in value.shape]
     return helper.make_tensor_value_info(name, DTYPES[value.dtype], sizes)
-
-

@@ -13,7 +13,9 @@ from accel.ir.errors import LoweringError
 from accel.ir.program import Program
 
 
-def onnx_error(program: Program, file: Path, cases: list[tuple[Tensor, Tensor]], bound: float) -> float:
+def onnx_error(
+    program: Program, file: Path, cases: list[tuple[Tensor, Tensor]], bound: float
+) -> float:
     """The largest error over the cases (tokens [B,T], logits [B,T,V]), relative to the largest logit.
 
     Weights are read where they lie (no packing), so this needs little memory beyond the file's.
@@ -27,7 +29,9 @@ def onnx_error(program: Program, file: Path, cases: list[tuple[Tensor, Tensor]],
     try:
         session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no base class
-        raise LoweringError(f"onnxruntime {ort.__version__} refuses {file.name}: {error}") from error
+        raise LoweringError(
+            f"onnxruntime {ort.__version__} refuses {file.name}: {error}"
+        ) from error
     worst = 0.0
     for tokens, want in cases:
         batch, length = tokens.shape
@@ -42,8 +46,8 @@ def onnx_error(program: Program, file: Path, cases: list[tuple[Tensor, Tensor]],
         known = {i.name for i in session.get_inputs()}
         (got,) = session.run(["logits"], {k: v for k, v in feeds.items() if k in known})
         scale = max(1.0, float(want.abs().max()))
-        error = float((torch.from_numpy(got) - want).abs().max()) / scale
-        worst = max(worst, error if error == error else float("inf"))
+        off = float((torch.from_numpy(got) - want).abs().max()) / scale
+        worst = max(worst, off if off == off else float("inf"))
     if worst > bound:
         raise LoweringError(
             f"{file.name}, run by onnxruntime {ort.__version__}, differs from the model by {worst:.2e} of "

@@ -31,7 +31,13 @@ _COPIES = {
 }
 _VIEWS = {aten.view.default, aten._unsafe_view.default}
 _END = 9223372036854775807  # an open end, as slices are exported
-_CASTS = {aten._to_copy.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.type_as.default}
+_CASTS = {
+    aten._to_copy.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.type_as.default,
+}
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,11 @@ def _same(node: fx.Node) -> bool:
 def _neutral(node: fx.Node) -> bool:
     """x + 0 or x * 1, of unchanged dtype and shape."""
     x, y = node.args[:2]
-    if not isinstance(x, fx.Node) or isinstance(y, (fx.Node, bool)) or not isinstance(y, (int, float)):
+    if (
+        not isinstance(x, fx.Node)
+        or isinstance(y, (fx.Node, bool))
+        or not isinstance(y, (int, float))
+    ):
         return False
     unit = 1 if node.target == aten.mul.Tensor else 0
     return y == unit and _same(node)

@@ -10,7 +10,9 @@ from accel.ir.program import Editor, Program, evaluate
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
 
-LARGEST = 1 << 20  # elements: larger results stay computations, so that weights are not stored twice
+LARGEST = (
+    1 << 20
+)  # elements: larger results stay computations, so that weights are not stored twice
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Fold(Pass):
                     continue
                 (value,) = evaluate([node], program.params, {})
                 with graph.inserting_before(node):
-                    new = editor.param(f"folded.{len(program.params)}.{node.name}", value.contiguous())
+                    new = editor.param(
+                        f"folded.{len(program.params)}.{node.name}", value.contiguous()
+                    )
                 replace(node, new)
                 report.changed += 1
         Clean().run(program)

@@ -70,6 +70,8 @@ def _unflatten(x: fx.Node, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     if after.target is not aten.reshape.default or not isinstance(before, fx.Node):
         return x, node
     wide, out = before.meta["val"].shape, after.meta["val"].shape
-    if [str(d) for d in wide[:-1]] == [str(d) for d in out[:-1]] and str(wide[-1]) == str(x.meta["val"].shape[-1]):
+    if [str(d) for d in wide[:-1]] == [str(d) for d in out[:-1]] and str(wide[-1]) == str(
+        x.meta["val"].shape[-1]
+    ):
         return before, after
     return x, node

@@ -164,7 +164,11 @@ def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
         return Class(Mask("causal"))
     length = telling_length(program, nodes)
     for size in dict.fromkeys((length, program.facts.max_context)):
-        found = classify(*_matrices(program, site, nodes, size), program.facts.max_context, nodes[0].name if nodes else "none")
+        found = classify(
+            *_matrices(program, site, nodes, size),
+            program.facts.max_context,
+            nodes[0].name if nodes else "none",
+        )
         if isinstance(found, Class):
             return found
     return found
@@ -174,7 +178,10 @@ def _matrices(
     program: Program, site: _Site, nodes: list[fx.Node], size: int
 ) -> tuple[Tensor, Tensor | None]:
     """visible [h,T,T] and added [h,T,T] of a site, for one sequence of `size` tokens."""
-    values = [v.reshape(-1, *v.shape[-2:]).expand(-1, size, size) for v in evaluate_mask(program, nodes, size)]
+    values = [
+        v.reshape(-1, *v.shape[-2:]).expand(-1, size, size)
+        for v in evaluate_mask(program, nodes, size)
+    ]
     visible = torch.ones(1, size, size, dtype=torch.bool)
     if site.causal:
         visible = visible.tril()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -57,7 +58,9 @@ class Gates(Pass):
                 if act is None or not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
                     continue
                 if len(a.users) > 1 or kinds[b] != "data" or sizes(a) != sizes(b) or b is a.args[0]:
-                    report.refused.append(f"{node.name}: its other factor is no projection of that size")
+                    report.refused.append(
+                        f"{node.name}: its other factor is no projection of that size"
+                    )
                     continue
                 with graph.inserting_before(node):
                     new = editor.call(gate.default, a.args[0], b, act, like=node)
@@ -74,9 +77,12 @@ def _activation(node: object) -> str | None:
         return None
     if node.target is aten.gelu.default:
         return "gelu_tanh" if node.kwargs.get("approximate") == "tanh" else "gelu"
-    return {aten.silu.default: "silu", aten.relu.default: "relu", aten.sigmoid.default: "sigmoid"}.get(
-        node.target  # type: ignore[arg-type]
-    )
+    names: dict[Any, str] = {
+        aten.silu.default: "silu",
+        aten.relu.default: "relu",
+        aten.sigmoid.default: "sigmoid",
+    }
+    return names.get(node.target)
 
 
 def _downstream(node: fx.Node, steps: int) -> list[fx.Node]:

@@ -47,7 +47,11 @@ class Norms(Pass):
     def _match(self, program: Program, editor: Editor, kinds: Kinds, mean: fx.Node) -> str:
         """Rewrite around one mean; the reason where it is no RMSNorm."""
         x = _squared(mean.args[0])
-        if x is None or mean.args[1] not in ([-1], [x.meta["val"].dim() - 1]) or mean.args[2:] != (True,):
+        if (
+            x is None
+            or mean.args[1] not in ([-1], [x.meta["val"].dim() - 1])
+            or mean.args[2:] != (True,)
+        ):
             return "not a mean of squares over the last axis"
         add = _only(mean, aten.add.Tensor, aten.add.Scalar)
         if add is None or not isinstance(add.args[1], float):
@@ -62,7 +66,11 @@ class Norms(Pass):
         user = _only(scaled, aten.mul.Tensor)
         if user is not None:
             other = next(a for a in user.args if a is not scaled)
-            if isinstance(other, fx.Node) and kinds[other] == "const" and other.meta["val"].dim() == 1:
+            if (
+                isinstance(other, fx.Node)
+                and kinds[other] == "const"
+                and other.meta["val"].dim() == 1
+            ):
                 weight, last = other, user
         graph = program.step.graph
         with graph.inserting_before(last):

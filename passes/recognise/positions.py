@@ -65,9 +65,13 @@ class Positions(Pass):
                 "'dynamic' needs 'linear' or 'yarn')"
             )
         rest = [i for i, d in enumerate(value.shape) if i != axis and d != 1]
-        return value.permute(axis, *rest, *[i for i, d in enumerate(value.shape) if i != axis and d == 1]).reshape(
-            value.shape[axis], *[value.shape[i] for i in rest]
-        ).contiguous()
+        return (
+            value.permute(
+                axis, *rest, *[i for i, d in enumerate(value.shape) if i != axis and d == 1]
+            )
+            .reshape(value.shape[axis], *[value.shape[i] for i in rest])
+            .contiguous()
+        )
 
     def _read(
         self, program: Program, node: fx.Node, users: list[fx.Node], table: Tensor, axis: int

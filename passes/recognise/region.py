@@ -126,4 +126,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:
     if a.shape != b.shape:
         return False
     scale = max(1.0, float(b.abs().max())) if b.numel() else 1.0
-    return bool(torch.isfinite(a).all()) and float((a - b).abs().max() if a.numel() else 0) <= tolerance * scale
+    return (
+        bool(torch.isfinite(a).all())
+        and float((a - b).abs().max() if a.numel() else 0) <= tolerance * scale
+    )

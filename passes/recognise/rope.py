@@ -109,7 +109,9 @@ def _match(
     longest = program.facts.max_context
 
     def run(value: Tensor, positions: Tensor) -> Tensor:  # [B,H,T,D] -> [B,H,T,D]
-        return try_out(program, operand, {x: value.transpose(1, 2) if swapped else value}, positions)
+        return try_out(
+            program, operand, {x: value.transpose(1, 2) if swapped else value}, positions
+        )
 
     generator = torch.Generator().manual_seed(1)
     positions = torch.randint(0, longest, (2, 5), generator=generator)
@@ -135,7 +137,9 @@ def _match(
     return len(tables.found) - 1
 
 
-def _structure(run: object, heads: int, width: int, positions: Tensor) -> tuple[Tensor, bool] | None:
+def _structure(
+    run: object, heads: int, width: int, positions: Tensor
+) -> tuple[Tensor, bool] | None:
     """(first channel of each pair, interleaved), read off the matrix that a unit vector is turned by."""
     assert callable(run)
     unit = torch.eye(width)[:, None, None, :].expand(width, heads, positions.shape[1], width)

@@ -40,9 +40,15 @@ class Cache(Pass):
             raise PassError(
                 f"{mixed}: this mixes tokens outside attention, and only attention can be cached"
             )
-        refused = [f"{n.name}: a bidirectional mask" for n in sites if n.args[8] == "full" and n.args[5] is None]
+        refused = [
+            f"{n.name}: a bidirectional mask"
+            for n in sites
+            if n.args[8] == "full" and n.args[5] is None
+        ]
         if refused:
-            raise PassError(f"{refused[0]} cannot be decoded token by token; accel needs causal attention")
+            raise PassError(
+                f"{refused[0]} cannot be decoded token by token; accel needs causal attention"
+            )
         slots = editor.placeholder("slots", (_BATCH,), (True,), torch.int64)
         outputs = step.output_nodes()
         pos = self._buffer(program, editor, "kv.pos", "pos", None, (), torch.int64, -1)
@@ -56,7 +62,9 @@ class Cache(Pass):
                 assert isinstance(new, fx.Node)
                 groups, width = int(sizes(new)[1]), int(sizes(new)[3])
                 name = f"kv.{layer}.{part}"
-                buffer = self._buffer(program, editor, name, part, layer, (groups, width), torch.float32, 0)
+                buffer = self._buffer(
+                    program, editor, name, part, layer, (groups, width), torch.float32, 0
+                )
                 with graph.inserting_before(node):
                     stored = editor.call(kv_append.default, buffer, new, slots, like=node)
                 node.update_arg(index, stored)

@@ -66,8 +66,10 @@ def _inner(node: fx.Node, kinds: Kinds) -> fx.Node | None:
         return None
     others = [n for n in node.all_input_nodes if n is not data[0]]
     value = data[0].meta.get("val")
-    if not isinstance(value, Tensor) or value.dim() != 3 or any(kinds[n] != "const" for n in others):
+    if (
+        not isinstance(value, Tensor)
+        or value.dim() != 3
+        or any(kinds[n] != "const" for n in others)
+    ):
         return None
     return data[0]
-
-

@@ -42,7 +42,9 @@ class Float16(Base):
                 with graph.inserting_before(node):
                     narrow = editor.param(half, program.params[half])
                     wide = editor.call(aten._to_copy.default, narrow, dtype=torch.float32)
-                node.replace_all_uses_with(wide, delete_user_cb=lambda user, new=wide: user is not new)
+                node.replace_all_uses_with(
+                    wide, delete_user_cb=lambda user, new=wide: user is not new
+                )
                 graph.erase_node(node)
                 report.changed += 1
         used = {str(n.target) for g in program.graphs() for n in g.find_nodes(op="get_attr")}

@@ -1,0 +1,120 @@
+"""Any decoder behind one signature: forward(tokens [B,T], positions [B,T]) -> logits [B,T,V]."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.ir.errors import CaptureError
+from accel.ir.program import Facts
+
+_POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
+
+
+class Adapter(nn.Module):
+    """`forward(tokens, positions) -> logits` around any decoder; names of parameters stay the user's."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        names = list(inspect.signature(model.forward).parameters)
+        self.hugging_face = is_hugging_face(model)
+        self.position_name = next((n for n in _POSITION_NAMES if n in names), None)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        extra: dict[str, Any] = {}
+        if self.position_name:
+            extra[self.position_name] = positions
+        if self.hugging_face:
+            extra["use_cache"] = False
+            return logits_of(self.model(input_ids=tokens, **extra))
+        return logits_of(self.model(tokens, **extra))
+
+
+def is_hugging_face(model: object) -> bool:
+    """Whether a module is a transformers model, found without importing transformers."""
+    return any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
+
+
+def logits_of(out: Any) -> Tensor:
+    """The logits in whatever a forward returns: a tensor, an object with `.logits`, a tuple or dict."""
+    if isinstance(out, dict):
+        out = out.get("logits")
+    elif hasattr(out, "logits"):
+        out = out.logits
+    elif isinstance(out, (tuple, list)) and out:
+        out = out[0]
+    if not isinstance(out, Tensor) or out.dim() != 3 or not out.is_floating_point():
+        found = (
+            f"a tensor of shape {list(out.shape)} and dtype {out.dtype}"
+            if isinstance(out, Tensor)
+            else type(out).__name__
+        )
+        raise CaptureError(
+            f"forward returned {found}, not logits [B,T,V]; give a causal language model whose "
+            "forward(tokens [B,T]) returns logits, or an object with `.logits`"
+        )
+    return out
+
+
+def facts_of(model: nn.Module, max_context: int) -> Facts:
+    """Name, sizes and end tokens, from the configuration where there is one."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    limit = getattr(text, "max_position_embeddings", None)
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = getattr(text, "eos_token_id", None) if eos is None else eos
+    facts = Facts(name=type(model).__name__, vocab_size=0, max_context=max_context)
+    if isinstance(limit, int) and 0 < limit < max_context:
+        facts.max_context = limit
+        facts.notes.append(f"max_context is {limit}, the model's own limit, not {max_context}")
+    facts.eos = [] if eos is None else [int(e) for e in (eos if isinstance(eos, list) else [eos])]
+    bos = getattr(text, "bos_token_id", None)
+    facts.bos = bos if isinstance(bos, int) else None
+    unique = {p.data_ptr(): p.numel() for p in model.parameters()}
+    facts.parameters = sum(unique.values())
+    if hasattr(config, "to_json_string"):
+        facts.config = json.loads(config.to_json_string(use_diff=False))
+    return facts
+
+
+def vocabulary(model: nn.Module) -> int:
+    """How many token ids a module takes: its configuration's word, else its largest embedding."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return sizes[0] if sizes else 2
+
+
+@contextlib.contextmanager
+def _choose_attention(model: Any) -> None:
+    """sdpa, or the written-out form where sdpa is missing or leaves something out (a soft cap)."""
+    config = model.config.get_text_config()
+    capped = getattr(config, "attn_logit_softcapping", None)
+    try:
+        model.set_attn_implementation("eager" if capped else "sdpa")
+    except (ValueError, ImportError):
+        model.set_attn_implementation("eager")
+
+
+def widened(model: nn.Module, notes: list[str]) -> nn.Module:
+    """The model in float32: itself, or a copy of a half-precision one (which is noted)."""
+    narrow = {
+        str(t.dtype).removeprefix("torch.")
+        for t in (*model.parameters(), *model.buffers())
+        if t.is_floating_point() and t.dtype is not torch.float32
+    }
+    if not narrow:
+        return model
+    notes.append(f"{' and '.join(sorted(narrow))} weights are computed in float32")
+    return copy.deepcopy(model).float()

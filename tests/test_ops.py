@@ -1,0 +1,428 @@
+"""Every operator of the dialect: schema, shapes, reference against another formulation, ONNX."""
+
+import importlib
+import itertools
+import math
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+import accel.ir.ops as dialect
+from accel.ir.op import Op
+from accel.ir.ops import attention, kv, norm, rope, rows
+from accel.ir.program import Editor, Entry, Facts, Program
+from accel.lowering.onnx.export import export, load_rules
+from accel.lowering.onnx.table import lower
+
+LONGEST = 24
+TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
+SIZES = ((1, 1, 1), (2, 1, 9), (1, 5, 5), (3, 4, 11))
+
+
+def operators() -> dict[str, Op]:
+    """Every `Op` that a file of ir/ops defines."""
+    found = {}
+    for info in pkgutil.iter_modules(dialect.__path__):
+        module = importlib.import_module(f"{dialect.__name__}.{info.name}")
+        found |= {v.name: v for v in vars(module).values() if isinstance(v, Op)}
+    return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operands of one operator for B, T, C; those at `fixed` are parameters, the same always."""
+
+    name: str
+    op: Op
+    make: Callable[..., list[Any]]
+    fixed: tuple[int, ...] = ()
+
+    def operands(self, sizes: tuple[int, int, int]) -> list[Any]:
+        return self.make(*sizes, np.random.default_rng(sum(sizes)))
+
+
+def randn(rng: np.random.Generator, *shape: int) -> Tensor:
+    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
+
+
+def constant(*shape: int) -> Tensor:
+    return randn(np.random.default_rng(0), *shape)
+
+
+def query_positions(rng: np.random.Generator, b: int, t: int, c: int) -> Tensor:
+    """[B,T] consecutive from some start; the last token of every other row is padding."""
+    starts = rng.integers(0, max(1, min(c, LONGEST) - t + 1), (b, 1))
+    positions = torch.from_numpy(starts + np.arange(t))
+    if t > 1:
+        positions[::2, -1] = -1
+    return positions
+
+
+def key_positions(rng: np.random.Generator, b: int, c: int) -> Tensor:
+    """[B,C] in any order, position 0 always there, a third of the slots empty."""
+    found = np.stack([rng.permutation(np.arange(c)) for _ in range(b)])
+    empty = (rng.random((b, c)) < 0.33) & (found > 0)
+    return torch.from_numpy(np.where(empty, -1, found)) % LONGEST
+
+
+def attend(mask: str, size: int, heads: int, groups: int, bias: Any = None, cap: float = 0.0):
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        k_pos = key_positions(rng, b, c)
+        k_pos = torch.where(k_pos == LONGEST - 1, -1, k_pos) if c > LONGEST else k_pos
+        return [
+            randn(rng, b, heads, t, 10), randn(rng, b, groups, c, 10), randn(rng, b, groups, c, 6),
+            query_positions(rng, b, t, c), k_pos, bias, 0.3, cap, mask, size,
+        ]  # fmt: skip
+
+    return make
+
+
+def attention_cases() -> list[Case]:
+    masks = [("causal", 0), ("window", 1), ("window", 4), ("chunk", 3), ("full", 0)]
+    made = [
+        Case(f"attention-{m}{s or ''}-{h}over{g}", attention.attention, attend(m, s, h, g))
+        for (m, s), (h, g) in itertools.product(masks, [(3, 3), (4, 2), (5, 1)])
+    ]
+    hidden = constant(4, LONGEST, LONGEST).masked_fill(
+        torch.ones(LONGEST, LONGEST).triu(1).bool(), torch.finfo(torch.float32).min
+    )
+    for name, mask, bias, cap in [
+        ("distance", "causal", constant(4, LONGEST), 0.0),
+        ("short", "causal", constant(4, 3), 0.0),  # the last entry holds for all that is further
+        ("table", "full", constant(4, LONGEST, LONGEST), 0.0),
+        ("hidden", "full", hidden, 0.0),
+        ("softcap", "window", None, 0.7),
+        ("both", "causal", constant(4, LONGEST), 0.7),
+    ]:
+        made.append(
+            Case(f"attention-{name}", attention.attention, attend(mask, 4, 4, 2, bias, cap), (5,))
+        )
+    return made
+
+
+def tables(rotated: int) -> tuple[Tensor, Tensor]:
+    angle = torch.arange(LONGEST)[:, None] * 7.0 ** -(torch.arange(0, rotated, 2) / rotated)
+    return angle.cos(), angle.sin()
+
+
+def turn(rotated: int, interleaved: bool) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        cos, sin = tables(rotated)
+        return [randn(rng, b, 3, t, 10), query_positions(rng, b, t, LONGEST), cos, sin, interleaved]
+
+    return make
+
+
+def append(*inner: int) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        slots = torch.from_numpy(rng.integers(0, max(1, c - t + 1), b))
+        if not inner:
+            return [torch.full((b, c), -1), query_positions(rng, b, t, c), slots]
+        g, d = inner
+        return [randn(rng, b, g, c, d), randn(rng, b, g, t, d), slots]
+
+    return make
+
+
+def scale(eps: float, *shape: int) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        return [randn(rng, b, *shape[:-1], t, shape[-1]), constant(shape[-1]), eps]
+
+    return make
+
+
+def gated(act: str) -> Callable[..., list[Any]]:
+    return lambda b, t, c, rng: [randn(rng, b, t, 9) * 3, randn(rng, b, t, 9), act]
+
+
+def take(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    return [randn(rng, b, t, 6), torch.from_numpy(rng.integers(0, t, (b, max(1, t - 1))))]
+
+
+def cases() -> list[Case]:
+    return [
+        *attention_cases(),
+        *(
+            Case(f"rope-{r}-{'pairs' if i else 'halves'}", rope.rope, turn(r, i), (2, 3))
+            for r, i in itertools.product((10, 4), (False, True))
+        ),
+        Case("kv_append-heads", kv.kv_append, append(2, 6)),
+        Case("kv_append-positions", kv.kv_append, append()),
+        Case("rms_norm", norm.rms_norm, scale(1e-5, 36), (1,)),
+        Case("rms_norm-heads", norm.rms_norm, scale(0.1, 3, 9), (1,)),
+        *(Case(f"gate-{act}", norm.gate, gated(act)) for act in norm.ACTIVATIONS),
+        *(
+            Case(
+                f"lookup-{len(s)}",
+                rows.lookup,
+                lambda b, t, c, r, s=s: [constant(LONGEST, *s), query_positions(r, b, t, LONGEST)],
+                (0,),
+            )
+            for s in ((), (7,), (2, 3))
+        ),
+        Case("take_rows", rows.take_rows, take),
+    ]  # fmt: skip
+
+
+CASES = {case.name: case for case in cases()}
+
+
+def test_every_operator_has_a_case_and_a_lowering():
+    assert {c.op.name for c in CASES.values()} == set(operators())
+    load_rules()
+    assert [n for n, op in operators().items() if op.default not in lower.rules] == []
+
+
+# Schema and shapes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_schema_and_shapes(name):
+    case = CASES[name]
+    checks = ("test_schema", "test_faketensor")
+    for sizes in SIZES:
+        operands = case.operands(sizes)
+        torch.library.opcheck(case.op.default, tuple(operands), test_utils=checks)
+        assert torch.equal(case.op(*operands), case.op.reference(*operands))
+
+
+def test_a_wrong_shape_function_is_caught():
+    op = Op(
+        "wrong_shape_for_a_test",
+        "(Tensor x) -> Tensor",
+        reference=lambda x: x.flip(0) + 1,
+        shape=lambda x: x.new_empty((*x.shape, 1)),
+    )
+    with pytest.raises(Exception, match="(?s)test_faketensor"):
+        torch.library.opcheck(op.default, (torch.ones(3),), test_utils=("test_faketensor",))
+
+
+# ONNX
+
+
+def program_of(case: Case) -> Program:
+    """A program of one node, traced with symbolic B, T and C."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    graph = fx.Graph()
+    start = graph.placeholder("unused")
+    start.meta["val"] = mode.from_tensor(torch.zeros(2, 3), static_shapes=True)
+    program = Program({}, {"step": Entry(graph, [])}, Facts(case.name, 1, LONGEST))
+    editor = Editor(program, graph)
+    args: list[Any] = []
+    for i, value in enumerate(case.operands(TRACE)):
+        if not isinstance(value, Tensor):
+            args.append(value)
+        elif i in case.fixed:
+            args.append(editor.param(f"p{i}", value))
+        else:
+            moving = tuple(d in (*TRACE, TRACE[1] - 1) for d in value.shape)
+            args.append(editor.placeholder(f"x{i}", tuple(value.shape), moving, value.dtype))
+    out = editor.call(case.op.default, *args)
+    graph.output((out,))
+    graph.erase_node(start)
+    program.entries["step"].outputs = ["out"]
+    for node in graph.find_nodes(op="placeholder"):
+        for size in node.meta["val"].shape:
+            program.dims.setdefault(str(size), f"n{len(program.dims)}")
+    return program
+
+
+def onnx_session(case: Case, folder) -> Callable[[list[Any]], Tensor]:
+    export(program_of(case), folder)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(str(folder / "step.onnx"), options)
+    names = [i.name for i in session.get_inputs()]
+
+    def run(operands: list[Any]) -> Tensor:
+        (out,) = session.run(None, {n: operands[int(n[1:])].numpy() for n in names})
+        return torch.from_numpy(out)
+
+    return run
+
+
+def assert_close(got: Tensor, want: Tensor, tolerance: float = 2e-5) -> None:
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_onnx_equals_the_reference(name, tmp_path):
+    case = CASES[name]
+    run = onnx_session(case, tmp_path)
+    for sizes in SIZES:
+        operands = case.operands(sizes)
+        assert_close(run(operands), case.op.reference(*operands))
+
+
+@pytest.mark.parametrize(
+    "name", ["attention-causal-4over2", "rope-10-halves", "rms_norm", "gate-silu"]
+)
+def test_a_token_that_is_not_a_number_spoils_itself_only(name, tmp_path):
+    case = CASES[name]
+    run = onnx_session(case, tmp_path)
+    operands = case.operands((2, 4, 9))
+    operands[0][0, ..., 1, :] = float("nan")
+    for out in (case.op.reference(*operands), run(operands)):
+        spoilt = out.isnan().flatten(2).any(-1) if out.dim() == 3 else out.isnan().any(1).any(-1)
+        assert spoilt.nonzero().tolist() == [[0, 1]]
+
+
+def test_a_wrong_lowering_is_caught(monkeypatch, tmp_path):
+    case = CASES["attention-window4-4over2"]
+    right = lower.rules[case.op.default]
+    wrong = lambda b, *args: right(b, *args[:-1], args[-1] + 1)  # noqa: E731
+    monkeypatch.setitem(lower.rules, case.op.default, wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        test_onnx_equals_the_reference(case.name, tmp_path)
+
+
+# References against another formulation
+
+
+def sees(mask: str, size: int, q: int, k: int) -> bool:
+    if k < 0:
+        return False
+    return {
+        "causal": k <= q,
+        "window": k <= q and q - k < size,
+        "chunk": k <= q and q // max(size, 1) == k // max(size, 1),
+        "full": True,
+    }[mask]
+
+
+def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size) -> Tensor:
+    """Query by query over the keys that it sees; NaN where it sees none."""
+    out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=torch.float64)
+    for b, h, t in itertools.product(*map(range, q.shape[:3])):
+        group, here = h * k.shape[1] // q.shape[1], int(q_pos[b, t])
+        seen = [c for c in range(k.shape[2]) if sees(mask, size, here, int(k_pos[b, c]))]
+        if here < 0 or not seen:
+            continue
+        weights = []
+        for c in seen:
+            there = int(k_pos[b, c])
+            score = float(q[b, h, t].double() @ k[b, group, c].double()) * scale
+            score = math.tanh(score / cap) * cap if cap else score
+            if bias is not None and bias.dim() == 3:
+                score += float(bias[h, here, there])
+            elif bias is not None:
+                score += float(bias[h, min(max(here - there, 0), bias.shape[1] - 1)])
+            weights.append(score)
+        weights = torch.tensor(weights, dtype=torch.float64).softmax(0)
+        out[b, h, t] = weights @ v[b, group, seen].double()
+    return out.float()
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention")])
+def test_attention_equals_loops_over_what_each_query_sees(name):
+    compared = 0
+    for sizes in SIZES:
+        operands = CASES[name].operands(sizes)
+        got, want = attention.attention(*operands), by_loops(*operands)
+        assert torch.isfinite(got).all(), "a row that sees nothing stays finite"
+        known = ~want.isnan()
+        assert_close(got[known], want[known])
+        compared += int(known.sum())
+    assert compared > 100
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention")])
+def test_attention_equals_torchs(name):
+    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size = CASES[name].operands((2, 4, 9))
+    if cap:
+        pytest.skip("torch's has no soft cap")
+    allowed = [
+        [[sees(mask, size, int(a), int(b)) for b in k_pos[i]] for a in q_pos[i]] for i in range(2)
+    ]
+    added = torch.zeros(2, q.shape[1], 4, 9).masked_fill(~torch.tensor(allowed)[:, None], -math.inf)
+    for i, h, t, c in itertools.product(range(2), range(q.shape[1]), range(4), range(9)):
+        here, there = max(int(q_pos[i, t]), 0), max(int(k_pos[i, c]), 0)
+        if bias is not None and bias.dim() == 3:
+            added[i, h, t, c] += bias[h, here, there]
+        elif bias is not None:
+            added[i, h, t, c] += bias[h, min(max(here - there, 0), bias.shape[1] - 1)]
+    want = F.scaled_dot_product_attention(q, k, v, added, scale=scale, enable_gqa=True)
+    got = attention.attention(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size)
+    known = torch.tensor(allowed).any(-1)[:, None, :, None]
+    assert_close(got[known.expand_as(got)], want[known.expand_as(want)])
+
+
+def test_attention_does_not_depend_on_the_order_of_slots():
+    operands = CASES["attention-window4-4over2"].operands((2, 4, 9))
+    q, k, v, q_pos, k_pos, *rest = operands
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(0))
+    moved = attention.attention(q, k[:, :, order], v[:, :, order], q_pos, k_pos[:, order], *rest)
+    assert_close(moved, attention.attention(*operands))
+    other = attention.attention(q, k[:, :, order], v[:, :, order], q_pos, k_pos, *rest)
+    assert not torch.allclose(other, moved, atol=1e-3)
+
+
+@pytest.mark.parametrize("rotated", [10, 4])
+def test_rope_equals_transformers(rotated):
+    x, positions, cos, sin, _ = turn(rotated, False)(2, 5, 0, np.random.default_rng(1))
+    at = positions.clamp(min=0)
+    wide = [torch.cat([t[at], t[at]], dim=-1) for t in (cos, sin)]
+    turned, _ = apply_rotary_pos_emb(x[..., :rotated], x[..., :rotated], *wide)
+    want = torch.cat([turned, x[..., rotated:]], dim=-1)
+    assert_close(rope.rope(x, positions, cos, sin, False), want)
+    assert not torch.allclose(rope.rope(x, positions, cos, sin, True), want, atol=1e-2)
+
+
+@pytest.mark.parametrize("rotated", [10, 4])
+def test_interleaved_rope_is_a_complex_product(rotated):
+    x, positions, cos, sin, _ = turn(rotated, True)(2, 5, 0, np.random.default_rng(1))
+    pairs = torch.view_as_complex(x[..., :rotated].unflatten(-1, (-1, 2)).contiguous())
+    angle = torch.complex(cos, sin)[positions.clamp(min=0)][:, None]
+    want = torch.cat([torch.view_as_real(pairs * angle).flatten(-2), x[..., rotated:]], dim=-1)
+    assert_close(rope.rope(x, positions, cos, sin, True), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rms_norm_equals_torchs(dtype):
+    x, weight = constant(3, 5, 36).to(dtype), constant(36).to(dtype)
+    got = norm.rms_norm(x, weight, 1e-3)
+    want = F.rms_norm(x.float(), (36,), weight.float(), 1e-3)
+    assert got.dtype == dtype
+    assert_close(got.float(), want, 2e-5 if dtype is torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("act", norm.ACTIVATIONS)
+def test_gate_equals_transformers(act):
+    theirs = "gelu_pytorch_tanh" if act == "gelu_tanh" else act
+    gate, up, _ = gated(act)(2, 5, 0, np.random.default_rng(3))
+    assert_close(norm.gate(gate, up, act), ACT2FN[theirs](gate) * up)
+    assert not torch.allclose(norm.gate(gate, up, act), ACT2FN[theirs](up) * gate, atol=1e-2)
+
+
+@pytest.mark.parametrize("inner", [(), (2, 6)])
+def test_kv_append_equals_a_loop(inner):
+    buffer, new, slots = append(*inner)(3, 4, 11, np.random.default_rng(2))
+    before, want = buffer.clone(), buffer.clone()
+    for b, t in itertools.product(range(3), range(4)):
+        if inner:
+            want[b, :, slots[b] + t] = new[b, :, t]
+        else:
+            want[b, slots[b] + t] = new[b, t]
+    assert torch.equal(kv.kv_append(buffer, new, slots), want)
+    assert torch.equal(buffer, before), "the reference does not write in place"
+
+
+def test_lookup_and_take_rows_equal_indexing():
+    table, positions = constant(LONGEST, 7), torch.tensor([[0, 5, -1], [23, 1, -1]])
+    want = torch.stack([torch.stack([table[max(int(p), 0)] for p in row]) for row in positions])
+    assert torch.equal(rows.lookup(table, positions), want)
+    x, picked = constant(2, 5, 6), torch.tensor([[4, 0, 0], [1, 2, 1]])
+    want = torch.stack([torch.stack([x[b, i] for i in row]) for b, row in enumerate(picked)])
+    assert torch.equal(rows.take_rows(x, picked), want)
