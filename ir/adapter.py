@@ -97,6 +97,23 @@ def vocabulary(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
+def inference_mode(model: nn.Module) -> Iterator[Adapter]:
+    """The module ready for capture, put back as it was afterwards."""
+    training = [m for m in model.modules() if m.training]
+    config = getattr(model, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    model.eval()
+    try:
+        if is_hugging_face(model):
+            _choose_attention(model)
+        yield Adapter(model).eval()
+    finally:
+        for module in training:
+            module.training = True
+        if is_hugging_face(model) and before is not None:
+            model.set_attn_implementation(before)  # type: ignore[operator]
+
+
 def _choose_attention(model: Any) -> None:
     """sdpa, or the written-out form where sdpa is missing or leaves something out (a soft cap)."""
     config = model.config.get_text_config()

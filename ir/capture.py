@@ -71,23 +71,6 @@ def example(batch: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor,
     return tokens, torch.arange(length).repeat(batch, 1)
 
 
-def inference_mode(model: nn.Module) -> Iterator[Adapter]:
-    """The module ready for capture, put back as it was afterwards."""
-    training = [m for m in model.modules() if m.training]
-    config = getattr(model, "config", None)
-    before = getattr(config, "_attn_implementation", None)
-    model.eval()
-    try:
-        if is_hugging_face(model):
-            _choose_attention(model)
-        yield Adapter(model).eval()
-    finally:
-        for module in training:
-            module.training = True
-        if is_hugging_face(model) and before is not None:
-            model.set_attn_implementation(before)  # type: ignore[operator]
-
-
 def _example_sizes(model: nn.Module) -> tuple[int, int]:
     """Batch and length for tracing: different, and equal to no size of the model (specialisation)."""
     taken = {d for p in model.parameters() for d in p.shape}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TEMPLATE = Path(__file__).with_name("report.html")
-WIDTH = 7.2  # inches of a picture; the page scales it
+WIDE, HALF = 7.2, 4.4  # inches of a picture; the page scales it down where it must
 INK, BAR, FAINT = "#1f2937", "#2f6f9f", "#d5dbe3"
 FLOOR = 1e-9  # an error of exactly 0 is drawn here, on a logarithmic axis
 
@@ -29,15 +30,16 @@ def _context(report: dict[str, Any]) -> dict[str, Any]:
     steps = report.get("steps", [])
     sizes = {n: b for n, b in report.get("bytes", {}).items() if n != "total"}
     seconds = {n: s for n, s in report.get("seconds", {}).items() if n != "total"}
-    kinds = _kinds(model.get("layers", []), _state(report, model))
+    state = state_bytes(report["state"]) if "state" in report else None
+    layers = kinds(model.get("layers", []), state)
     checked = {s["name"]: s["error"] for s in steps if s["error"] is not None}
     return {
         "model": model,
         "recipe": report.get("recipe", {}),
         "report": report,
         "facts": _facts(report, model),
-        "kinds": kinds,
-        "chain": sorted((n, i) for i, kind in enumerate(kinds) for n in kind["layers"]),
+        "kinds": layers,
+        "chain": sorted((n, i) for i, kind in enumerate(layers) for n in kind["layers"]),
         "steps": steps,
         "notes": report.get("notes", []),
         "bytes_picture": _bars(sizes, "bytes", {n: _bytes(b) for n, b in sizes.items()}),
@@ -61,27 +63,32 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
     ]
 
 
-def _state(report: dict[str, Any], model: dict[str, Any]) -> list[int]:
-    """Bytes that one token adds to each layer: from the state, else a dense float32 K and V."""
-    layers = model.get("layers", [])
-    state = report.get("state")
-    if state is None:
-        return [8 * layer["num_kv_heads"] * layer["head_dim"] for layer in layers]
+def state_bytes(state: Sequence[Mapping[str, Any]]) -> dict[int | None, int]:
+    """Bytes that one more token adds, by layer; under None what the layers share."""
     import numpy as np
 
-    found = [0] * len(layers)
+    found: dict[int | None, int] = {}
     for value in state:
-        if value["layer"] is not None and "C" in value["shape"]:
+        if "C" in value["shape"]:
             sizes = (d for d in value["shape"] if not isinstance(d, str))
-            found[value["layer"]] += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+            size = math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+            found[value["layer"]] = found.get(value["layer"], 0) + size
     return found
 
 
-def _kinds(layers: list[dict[str, Any]], state: list[int]) -> list[dict[str, Any]]:
-    """Each different layer once, with the numbers of those that are so: `0-3, 5`."""
+def kinds(
+    layers: Sequence[Mapping[str, Any]], state: Mapping[int | None, int] | None = None
+) -> list[dict[str, Any]]:
+    """Each different layer once: its facts, `layers`: those that are so, `which`: "0-3, 5", and
+    `state`: bytes per token, by default those of a dense float32 K and V.
+    """
     names = ("attention", "window", "num_heads", "num_kv_heads", "head_dim", "nodes")
     found: dict[tuple[Any, ...], list[int]] = {}
-    for index, (layer, kept) in enumerate(zip(layers, state, strict=True)):
+    for index, layer in enumerate(layers):
+        if state is None:
+            kept = 8 * layer.get("num_kv_heads", 0) * layer.get("head_dim", 0)
+        else:
+            kept = state.get(index, 0)
         found.setdefault((*(layer.get(n) for n in names), kept), []).append(index)
     return [
         {
@@ -108,12 +115,12 @@ def _bars(values: dict[str, float], name: str, labels: dict[str, str]) -> str:
     """Horizontal bars, the first on top, each with its label; "" for nothing."""
     if not values:
         return ""
-    figure, axes = _figure(list(values))
+    figure, axes = _figure(list(values), HALF)
     axes.barh(range(len(values)), list(values.values()), color=BAR, height=0.62)
     most = max(values.values()) or 1
     for row, (key, value) in enumerate(values.items()):
         axes.text(value + most * 0.012, row, labels[key], va="center", fontsize=9, color=INK)
-    axes.set_xlim(0, most * 1.16)
+    axes.set_xlim(0, most * 1.3)
     axes.set_xticks([])
     axes.spines[["bottom"]].set_visible(False)
     return _svg(figure, name)
@@ -123,7 +130,7 @@ def _errors(errors: dict[str, float]) -> str:
     """The largest error after each pass that was checked, on a logarithmic axis; exact ones hollow."""
     if not errors:
         return ""
-    figure, axes = _figure(list(errors))
+    figure, axes = _figure(list(errors), WIDE)
     values = [max(e, FLOOR) for e in errors.values()]
     axes.set_xscale("log")
     axes.hlines(range(len(values)), FLOOR, values, color=FAINT, linewidth=2, zorder=1)
@@ -131,18 +138,19 @@ def _errors(errors: dict[str, float]) -> str:
         axes.scatter(value, row, s=38, zorder=2, edgecolors=BAR, color=BAR if error else "#ffffff")
         axes.text(value * 1.5, row, _error(error), va="center", fontsize=9, color=INK)
     axes.set_xlim(FLOOR * 0.7, max(1e-5, *values) * 30)
+    axes.minorticks_off()
     axes.grid(axis="x", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     return _svg(figure, "errors")
 
 
-def _figure(names: list[str]) -> tuple[Any, Any]:
+def _figure(names: list[str], width: float) -> tuple[Any, Any]:
     """A figure of a row per name, without pyplot and so without global state."""
     from matplotlib.figure import Figure
 
     height = 0.35 + 0.29 * len(names)
-    figure = Figure(figsize=(WIDTH, height))
-    left = min(0.4, (0.3 + 0.085 * max(map(len, names))) / WIDTH)
+    figure = Figure(figsize=(width, height))
+    left = min(0.4, (0.3 + 0.085 * max(map(len, names))) / width)
     axes = figure.add_axes((left, 0.28 / height, 0.98 - left, 1 - 0.33 / height))
     axes.set_yticks(range(len(names)), [_plain(n) for n in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -183,4 +191,4 @@ def _bytes(count: float) -> str:
 
 
 def _error(error: float | None) -> str:
-    return "not checked" if error is None else "exact" if error == 0 else f"{error:.1e}"
+    return "–" if error is None else "exact" if error == 0 else f"{error:.1e}"

@@ -1,25 +1,28 @@
-"""An induction circuit to begin with: two attention layers that already copy what came after.
+"""An induction circuit to begin with: attention that already copies what came after.
 
 Such heads form by themselves only after some millions of tokens, which two CPU cores do not see in
 time; training then shapes these as it shapes any weight. Nothing is added to the architecture.
 
 - Dimension 0 of every embedding is one large constant. It stands in for a bias, and it moves no
   softmax because it adds the same to each logit.
-- Layer 0, head 0 turns the constant into a query and a key whose rotations agree one step apart:
-  it attends to the previous token and writes a projection `names` of it to the subspace `slots`.
-- Layer 1, heads 0 and 2 compare the current token's `names` with each key's `slots`, in the
-  rotary pairs that hardly turn within a prompt, and write the found token back as it is embedded.
+- Layer 0, heads 0 to 2 turn the constant into queries and keys whose rotations agree one, two and
+  three steps apart: each writes `names` of the token so far back to a subspace of its own.
+- Layers 1 and 2, heads 0 and 2 look for the place whose last three tokens are the present ones, by
+  the rotary pairs that hardly turn within a prompt, and write the token found there as embedded.
 """
 
 from __future__ import annotations
 
 import torch
-from reference_model import Llama
+from reference_model import Attention, Llama
 from torch import Tensor
 
 CONSTANT = 4.0
 NEAR = 10
-"""The first pairs, fast enough to tell one step from two."""
+"""The first rotary pairs, fast enough to tell one step from two."""
+BACK = 3
+"""How many tokens a match compares."""
+SLOT = 40
 
 
 def _basis(columns: int) -> Tensor:
@@ -28,41 +31,57 @@ def _basis(columns: int) -> Tensor:
     return torch.cat([torch.zeros(columns - 1, 1), basis], dim=1)
 
 
-def _slow_pairs(model: Llama) -> Tensor:
-    """The head dimensions, as (all first halves, all second), of pairs turning < 1 in 2048."""
+def _slow_dims(model: Llama) -> Tensor:
+    """The dimensions of a head whose rotary pairs turn by less than 1 in a whole prompt."""
     half = model.shape.head_dim // 2
-    powers = torch.arange(half) / half
-    pairs = (model.shape.theta**-powers * model.shape.positions < 1).nonzero().squeeze(1)
+    speed = model.shape.theta ** -(torch.arange(half) / half)
+    pairs = (speed * model.shape.positions < 1).nonzero().squeeze(1)
     return torch.cat([pairs, pairs + half])
+
+
+def _look_back(model: Llama, names: Tensor, slots: list[Tensor]) -> None:
+    attention, width = model.layers[0].self_attn, model.shape.head_dim
+    speed = model.shape.theta ** -(torch.arange(NEAR) / (width // 2))
+    attention.k_proj.weight.zero_()
+    for group in range(2):
+        attention.k_proj.weight[group * width :][:NEAR, 0] = 1.5
+        attention.v_proj.weight[group * width :][:SLOT] = names
+        attention.v_proj.weight[group * width :][SLOT:width] = 0.0
+    for head, slot in enumerate(slots):
+        query = attention.q_proj.weight[head * width : (head + 1) * width]
+        query.zero_()
+        query[:NEAR, 0] = 1.5 * (speed * (head + 1)).cos()
+        query[width // 2 :][:NEAR, 0] = -1.5 * (speed * (head + 1)).sin()
+        attention.o_proj.weight[:, head * width :][:, :SLOT] = 1.5 * slot.T
+
+
+def _match(attention: Attention, dims: Tensor, sides: list[tuple[Tensor, Tensor]], found: Tensor,
+           part: int) -> None:
+    """Heads 0 and 2 compare each pair of `sides`; `part` chooses which rows, for variety."""
+    width = attention.shape.head_dim
+    for group in range(2):
+        query = attention.q_proj.weight[2 * group * width :][:width]
+        key = attention.k_proj.weight[group * width :][:width]
+        query.zero_()
+        key.zero_()
+        for order, some in enumerate(torch.tensor_split(dims[torch.randperm(len(dims))], BACK)):
+            rows = (torch.arange(len(some)) + (2 * part + group) * len(some)) % SLOT
+            asks, holds = sides[order]
+            gain = 4.0 if order == 0 else 2.5  # the present token's own name is the fainter side
+            query[some] = gain * asks[rows]
+            key[some] = gain * holds[rows]
+        rows = torch.arange(width) + group * (len(found) - width)
+        attention.v_proj.weight[group * width :][:width] = found[rows]
+        attention.o_proj.weight[:, 2 * group * width :][:, :width] = 4.0 * found[rows].T
 
 
 @torch.no_grad()
 def place_induction(model: Llama) -> None:
-    shape, width = model.shape, model.shape.head_dim
-    slots, found = _basis(shape.hidden)[: 3 * width].split([width, 2 * width])
-    names = found[:width]
+    basis = _basis(model.shape.hidden)
+    names, *slots, found = basis.split([SLOT] * (1 + BACK) + [len(basis) - SLOT * (1 + BACK)])
     model.embed_tokens.weight[:, 0] = CONSTANT
     model.norm.weight[0] = 0.0
-
-    previous = model.layers[0].self_attn
-    turn = model.shape.theta ** -(torch.arange(NEAR) / (width // 2))
-    previous.q_proj.weight[:width] = 0.0
-    previous.q_proj.weight[:NEAR, 0] = 1.3
-    previous.k_proj.weight[:width] = 0.0
-    previous.k_proj.weight[:NEAR, 0] = 1.3 * turn.cos()
-    previous.k_proj.weight[width // 2 : width // 2 + NEAR, 0] = 1.3 * turn.sin()
-    previous.v_proj.weight[:width] = names
-    previous.o_proj.weight[:, :width] = 1.5 * slots.T
-
-    match = model.layers[1].self_attn
-    dims = _slow_pairs(model)
-    for group in range(2):
-        query = 2 * group * width  # the first query head of key-value head `group`
-        key = group * width
-        part = torch.arange(len(dims)) + group * (width - len(dims))
-        match.q_proj.weight[query : query + width] = 0.0
-        match.q_proj.weight[query + dims] = 3.5 * names[part]
-        match.k_proj.weight[key : key + width] = 0.0
-        match.k_proj.weight[key + dims] = 3.5 * slots[part]
-        match.v_proj.weight[key : key + width] = found[key : key + width]
-        match.o_proj.weight[:, query : query + width] = 8.0 * found[key : key + width].T
+    _look_back(model, names, slots)
+    sides = list(zip([names, *slots], slots))
+    for part, layer in enumerate(model.layers[1:3]):
+        _match(layer.self_attn, _slow_dims(model), sides, found, part)

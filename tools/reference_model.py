@@ -23,7 +23,7 @@ class Shape:
     kv_heads: int = 2
     ffn: int = 576
     positions: int = 2048
-    theta: float = 1_000_000.0
+    theta: float = 10_000_000.0
     eps: float = 1e-6
 
     @property

@@ -10,7 +10,8 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
-from accel.commands.show import show_layers, show_steps, state_per_token
+from accel.commands.show import show_layers, show_steps
+from accel.runtime.report import state_bytes
 
 if TYPE_CHECKING:
     from accel.runtime.artifact import Artifact
@@ -42,7 +43,8 @@ def inspect(
 def _facts(artifact: Artifact) -> dict[str, Any]:
     """All of it, for programs."""
     manifest = artifact.manifest
-    per_token = state_per_token(manifest.state)
+    state = [asdict(value) for value in manifest.state]
+    per_token = state_bytes(state)
     return {
         "path": str(artifact.path),
         "accel": manifest.accel,
@@ -51,7 +53,7 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
         "grade": manifest.grade,
         "model": asdict(manifest.facts),
         "recipe": manifest.recipe,
-        "state": [asdict(value) for value in manifest.state],
+        "state": state,
         "state_bytes_per_token": sum(per_token.values()),
         "entries": {name: asdict(entry) for name, entry in manifest.entries.items()},
         "files": {name: asdict(file) for name, file in manifest.files.items()},
@@ -61,7 +63,8 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 
 def _show(artifact: Artifact) -> None:
     manifest, facts = artifact.manifest, artifact.facts
-    per_token = state_per_token(manifest.state)
+    state = [asdict(value) for value in manifest.state]
+    per_token = state_bytes(state)
     tables = manifest.recipe.get("tables", {})
     methods = [f"{axis} = {t.get('use')}" for axis, t in tables.items() if isinstance(t, dict)]
     errors = manifest.report.get("errors", {})
@@ -74,11 +77,11 @@ def _show(artifact: Artifact) -> None:
         ("ends at", ", ".join(map(str, facts.eos)) or "no token"),
         ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
         ("grade", manifest.grade),
-        ("state", f"{size(sum(per_token.values()))} per token, {len(manifest.state)} buffers"),
+        ("state", f"{size(sum(per_token.values()))} per token, {len(state)} buffers"),
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
         *(("note", note) for note in manifest.report.get("notes", [])),
     ])  # fmt: skip
-    show_layers(list(facts.layers), {n: b for n, b in per_token.items() if n is not None})
+    show_layers(facts.layers, per_token)
     entries = [
         [name, e.file, ", ".join(e.inputs), ", ".join(e.outputs)]
         for name, e in manifest.entries.items()

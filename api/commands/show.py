@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.commands.console import error_text, pairs, size, table
+from accel.runtime.report import kinds, state_bytes
 
 
-def show_layers(layers: list[dict[str, Any]], state: dict[int, int] | None = None) -> None:
-    """Runs of equal layers: what each attends to, its heads, the bytes that one token adds."""
-
-    def kind(pair: tuple[int, dict[str, Any]]) -> list[object]:
-        index, layer = pair
-        heads = (layer.get(n) for n in ("num_heads", "num_kv_heads", "head_dim"))
-        kept = [size(state.get(index, 0))] if state is not None else []
-        return [layer.get("attention", "?"), layer.get("window") or "-", *heads, *kept]
-
+def show_layers(
+    layers: Sequence[Mapping[str, Any]], state: Mapping[int | None, int] | None = None
+) -> None:
+    """Each different layer: what it attends to, its heads, the bytes that one token adds."""
     columns = ["layers", "attention", ">window", ">heads", ">kv heads", ">head size"]
-    if state is not None:
-        columns.append(">state/token")
-    rows: list[list[object]] = []
-    for key, run in groupby(enumerate(layers), kind):
-        indices = [index for index, _ in run]
-        name = f"{indices[0]}-{indices[-1]}" if len(indices) > 1 else f"{indices[0]}"
-        rows.append([name, *key])
+    rows = [
+        [
+            *(kind["which"], kind["attention"], kind["window"] or "-"),
+            *(kind["num_heads"], kind["num_kv_heads"], kind["head_dim"], size(kind["state"])),
+        ]
+        for kind in kinds(layers, state)
+    ]
     if rows:
-        table(columns, rows)
+        table([*columns, ">state/token"], rows)
 
 
 def show_steps(steps: list[dict[str, Any]]) -> None:
@@ -49,7 +45,7 @@ def show_report(report: dict[str, Any]) -> None:
     entries = ", ".join(f"{name} ({nodes} nodes)" for name, nodes in report["entries"].items())
     seconds = ", ".join(f"{n} {s:.1f}" for n, s in report["seconds"].items() if n != "total")
     errors = ", ".join(f"{name} {error_text(e)}" for name, e in report["errors"].items())
-    show_layers(model["layers"])
+    show_layers(model["layers"], state_bytes(report["state"]) if "state" in report else None)
     show_steps(report["steps"])
     pairs([
         ("model", f"{model['name']}, {model['parameters']:,} parameters"),
@@ -63,18 +59,3 @@ def show_report(report: dict[str, Any]) -> None:
         ("peak memory", size(report["peak_memory"]) if report["peak_memory"] else ""),
         *(("note", note) for note in report["notes"]),
     ])  # fmt: skip
-
-
-def state_per_token(state: Any) -> dict[int | None, int]:
-    """Bytes that one more token adds, by layer; None holds what layers share."""
-    import math
-
-    import numpy as np
-
-    found: dict[int | None, int] = {}
-    for value in state:
-        if "C" in value.shape:
-            sizes = [d for d in value.shape if not isinstance(d, str)]
-            bytes_ = math.prod(sizes) * np.dtype(value.dtype).itemsize
-            found[value.layer] = found.get(value.layer, 0) + bytes_
-    return found
