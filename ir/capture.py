@@ -40,6 +40,10 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
             f"cannot capture a {type(model).__name__}; give an nn.Module, a Hugging Face model "
             "directory, or a torch.export ExportedProgram"
         )
+    if any(p.is_meta for p in model.parameters()):
+        raise CaptureError(
+            f"{type(model).__name__} has weights on the meta device, which hold no values; load them first"
+        )
     notes: list[str] = []
     model = widened(model, notes)
     with inference_mode(model) as adapter:
@@ -95,12 +99,18 @@ def _export(
             )
         except Exception as error:
             found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
-            if found is None or longest is not None:
+            if found is None or longest is not None or int(found[1]) not in _buffer_sizes(model):
                 raise CaptureError(_explain(model, error)) from error
             longest = int(found[1])
         if longest < facts.max_context:
             facts.max_context = longest
             facts.notes.append(f"max_context is {longest}: a buffer of the model ends there")
+
+
+def _buffer_sizes(model: nn.Module) -> set[int]:
+    """Sizes of tensors that are no weights: masks and tables made for some longest sequence."""
+    plain = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
+    return {size for buffer in (*model.buffers(), *plain) for size in buffer.shape}
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
 import accel.ir.ops  # noqa: F401  (registers the dialect)
@@ -119,9 +120,9 @@ class Program:
     def step(self) -> Entry:
         return self.entries["step"]
 
-    def graphs(self) -> Iterator[fx.Graph]:
-        """Every graph, regions included, outermost first."""
-        todo = [e.graph for e in self.entries.values()]
+    def graphs(self, entry: Entry | None = None) -> Iterator[fx.Graph]:
+        """Every graph (of one entry, or of all), regions included, outermost first."""
+        todo = [e.graph for e in ([entry] if entry else self.entries.values())]
         while todo:
             graph = todo.pop(0)
             yield graph
@@ -264,20 +265,19 @@ class Editor:
         node.meta["val"] = self.fake.from_tensor(tensor, static_shapes=True)
         return node
 
-    def placeholder(
-        self, name: str, sizes: tuple[int, ...], dynamic: tuple[bool, ...], dtype: torch.dtype
-    ) -> fx.Node:
-        """A new input; dynamic axes of equal example size share one symbol."""
-        from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+    def symbol(self, letter: str, example: int) -> Any:
+        """A new symbolic size, written as `letter` in text; the example only has to be unlike others."""
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        value = self.fake.from_tensor(torch.empty(example), symbolic_context=context)
+        self.program.dims[str(value.shape[0])] = letter
+        return value.shape[0]
 
+    def placeholder(self, name: str, sizes: Sequence[Any], dtype: torch.dtype) -> fx.Node:
+        """A new input, after the others."""
         with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
             node = self.graph.placeholder(name)
-        context: Any = StatelessSymbolicContext(
-            dynamic_sizes=[DimDynamic.DUCK if d else DimDynamic.STATIC for d in dynamic]
-        )
-        node.meta["val"] = self.fake.from_tensor(
-            torch.empty(sizes, dtype=dtype), symbolic_context=context
-        )
+        with self.fake:
+            node.meta["val"] = torch.empty(tuple(sizes), dtype=dtype)
         return node
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import tempfile
 import time
@@ -31,11 +32,13 @@ from accel.passes.recognise.norm import Norms
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
 from accel.passes.state.cache import Cache
+from accel.passes.state.concat import Concat
 from accel.passes.state.head import Head
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.assemble import Plan, assemble
 from accel.runtime.checkpoint import load_model, tokenizer_json
 from accel.runtime.compiled import CompiledModel, from_artifact
+from accel.runtime.genai import genai_config
 from accel.runtime.output import peak_memory
 from accel.runtime.stage import Stage
 
@@ -138,7 +141,7 @@ def optimize(
 
 
 def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
-    passes = [*pipeline(), *job.plan.passes]
+    passes = [*pipeline(), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
 
     def watch(step: Pass, line: Step, program: Program) -> None:
         job.progress(line.name, 0.4 + 0.4 * (len(job.steps) + 1) / len(passes))
@@ -210,7 +213,11 @@ def _write(
             job.errors["onnx"] = onnx_error(program, folder / "step.onnx", cases, bound)
     report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})
     write_html(folder / "report.html", report)
-    write_manifest(folder, _manifest(job, program, entries, report))
+    manifest = _manifest(job, program, entries, report)
+    if "genai" in entries:
+        config = genai_config(manifest["model"], manifest["state"])
+        (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    write_manifest(folder, manifest)
     job.progress("done", 1.0)
 
 

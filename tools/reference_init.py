@@ -55,8 +55,9 @@ def _look_back(model: Llama, names: Tensor, slots: list[Tensor]) -> None:
         attention.o_proj.weight[:, head * width :][:, :SLOT] = 1.5 * slot.T
 
 
-def _match(attention: Attention, dims: Tensor, sides: list[tuple[Tensor, Tensor]], found: Tensor,
-           part: int) -> None:
+def _match(
+    attention: Attention, dims: Tensor, sides: list[tuple[Tensor, Tensor]], found: Tensor, part: int
+) -> None:
     """Heads 0 and 2 compare each pair of `sides`; `part` chooses which rows, for variety."""
     width = attention.shape.head_dim
     for group in range(2):
@@ -71,8 +72,8 @@ def _match(attention: Attention, dims: Tensor, sides: list[tuple[Tensor, Tensor]
             query[some] = gain * asks[rows]
             key[some] = gain * holds[rows]
         rows = torch.arange(width) + group * (len(found) - width)
-        attention.v_proj.weight[group * width :][:width] = found[rows]
-        attention.o_proj.weight[:, 2 * group * width :][:, :width] = 4.0 * found[rows].T
+        attention.v_proj.weight[group * width :][:width] = 2.0 * found[rows]
+        attention.o_proj.weight[:, 2 * group * width :][:, :width] = 6.0 * found[rows].T
 
 
 @torch.no_grad()
@@ -82,6 +83,6 @@ def place_induction(model: Llama) -> None:
     model.embed_tokens.weight[:, 0] = CONSTANT
     model.norm.weight[0] = 0.0
     _look_back(model, names, slots)
-    sides = list(zip([names, *slots], slots))
+    sides = list(zip([names, *slots], slots, strict=False))
     for part, layer in enumerate(model.layers[1:3]):
         _match(layer.self_attn, _slow_dims(model), sides, found, part)

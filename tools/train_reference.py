@@ -34,16 +34,21 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-WARMUP, DECAY = 40, 0.25
+WARMUP, DECAY = 20, 0.25
 
 
 @dataclass
 class Counters:
-    """How far a run is; `seconds` is training time summed over sessions."""
+    """How far a run is; `seconds` is training time summed over sessions.
+
+    `depth` is how many layers have joined: more minutes may lead back to an earlier stage, which
+    must not silence layers that have learnt.
+    """
 
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    depth: int = 0
 
 
 @dataclass
@@ -116,7 +121,7 @@ def loss_of(run: Run, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Tenso
     One early exit per step, in turn, on a random quarter of those positions: a head costs as much
     as one and a half layers here.
     """
-    states = list(run.model.states(ids[:, :-1], stage.depth, stage.drop))
+    states = list(run.model.states(ids[:, :-1], run.count.depth, stage.drop))
     known = weights.flatten().nonzero().squeeze(1)
     target = ids[:, 1:].flatten()
 
@@ -168,7 +173,7 @@ def probe(run: Run, stage: Stage) -> dict[str, float]:
         rows = max(2, 2048 // stage.length)
         ids, weights = batches.draw(replace(stage, rows=rows, mix={kind: 1}))
         with torch.no_grad():
-            *_, state = run.model.states(ids[:, :-1].to(run.device), stage.depth)
+            *_, state = run.model.states(ids[:, :-1].to(run.device), run.count.depth)
             right = run.model.head(state).argmax(-1).cpu() == ids[:, 1:]
         found[kind] = round(float(right[weights > 0].float().mean()), 3)
     return found
@@ -184,6 +189,7 @@ def progress_lines(run: Run, minutes: float) -> Iterator[dict[str, Any]]:
         if progress >= 1:
             return
         stage = stage_at(progress)
+        run.count.depth = max(run.count.depth, stage.depth)
         losses.append(train_step(run, stage, progress))
         if run.count.step % 20 == 0:
             line: dict[str, Any] = {**asdict(run.count), "length": stage.length}

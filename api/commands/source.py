@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import progress
-from accel.ir.errors import InputError, unknown
+from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
@@ -29,10 +30,10 @@ def open_model(path: Path, *, threads: int | None = None, **build: Any) -> Compi
 
 
 def _missing(path: Path) -> str:
-    here = path.parent if path.parent.is_dir() else None
-    near = unknown("folder", path.name, (p.name for p in here.iterdir()) if here else ())
-    hint = f" ({near})" if "did you mean" in near else ""
+    beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, beside, n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
     return (
         f"{path} does not exist{hint}; give an artifact (accel-compile build MODEL --out DIR makes "
         "one) or a model directory"
-    )
+    ).replace("?;", "? Else")

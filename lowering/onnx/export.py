@@ -127,7 +127,7 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
 def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.ModelProto:
     """One entry as an ONNX model whose large weights lie in the weights file."""
     b = Builder(weights.add)
-    b.shared_params = shared(program)
+    b.shared_params = shared(program, entry)
     inputs = {n: n for n in entry.inputs}
     values = _graph(b, program, entry.graph, inputs)
     outputs = dict(zip(entry.outputs, values, strict=True))
@@ -149,10 +149,10 @@ def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.Mo
     )
 
 
-def shared(program: Program) -> set[str]:
-    """Parameters that several nodes read, which therefore keep the model's layout."""
+def shared(program: Program, entry: Entry) -> set[str]:
+    """Parameters that several nodes of an entry read, which therefore keep the model's layout."""
     uses: Counter[str] = Counter()
-    for graph in program.graphs():
+    for graph in program.graphs(entry):
         for node in graph.find_nodes(op="get_attr"):
             uses[str(node.target)] += len(node.users)
     return {name for name, count in uses.items() if count > 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,14 +11,14 @@ from torch import fx
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, LayerFacts, Program, State, ancestors
+from accel.ir.program import DTYPES, Editor, LayerFacts, Program, State, ancestors, evaluate
 from accel.passes import Pass, Report
 from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.mask import HIDDEN
 from accel.passes.recognise.region import Kinds, sizes
 from accel.passes.recognise.rope import Rope
 
-# Example sizes of the new symbolic axes; they only have to differ from each other and from 0 and 1.
-_BATCH, _SLOTS = 53, 59
+_SLOTS = 59  # example number of slots while shapes are worked out
 
 
 @dataclass(frozen=True)
@@ -40,18 +41,16 @@ class Cache(Pass):
             raise PassError(
                 f"{mixed}: this mixes tokens outside attention, and only attention can be cached"
             )
-        refused = [
-            f"{n.name}: a bidirectional mask"
-            for n in sites
-            if n.args[8] == "full" and n.args[5] is None
-        ]
-        if refused:
-            raise PassError(
-                f"{refused[0]} cannot be decoded token by token; accel needs causal attention"
-            )
-        slots = editor.placeholder("slots", (_BATCH,), (True,), torch.int64)
+        for node in sites:
+            if _looks_ahead(program, node):
+                raise PassError(
+                    f"{node.name} lets a token see later ones, so it cannot be decoded token by token; "
+                    "accel needs causal attention"
+                )
+        letters = {"B": step.input("tokens").meta["val"].shape[0], "C": editor.symbol("C", _SLOTS)}
+        slots = editor.placeholder("slots", (letters["B"],), torch.int64)
         outputs = step.output_nodes()
-        pos = self._buffer(program, editor, "kv.pos", "pos", None, (), torch.int64, -1)
+        pos = _buffer(program, editor, State("kv.pos", "pos", None, "int64", ("B", "C"), -1), letters)
         first = min(sites, key=list(graph.nodes).index)
         with graph.inserting_before(first):
             all_pos = editor.call(kv_append.default, pos, step.input("positions"), slots)
@@ -62,9 +61,8 @@ class Cache(Pass):
                 assert isinstance(new, fx.Node)
                 groups, width = int(sizes(new)[1]), int(sizes(new)[3])
                 name = f"kv.{layer}.{part}"
-                buffer = self._buffer(
-                    program, editor, name, part, layer, (groups, width), torch.float32, 0
-                )
+                state = State(name, part, layer, "float32", ("B", groups, "C", width), 0)
+                buffer = _buffer(program, editor, state, letters)
                 with graph.inserting_before(node):
                     stored = editor.call(kv_append.default, buffer, new, slots, like=node)
                 node.update_arg(index, stored)
@@ -75,21 +73,23 @@ class Cache(Pass):
         step.set_outputs(outputs)
         return Report(changed=len(sites))
 
-    def _buffer(
-        self, program: Program, editor: Editor, name: str, role: str, layer: int | None,
-        inner: tuple[int, ...], dtype: torch.dtype, fill: float,
-    ) -> fx.Node:  # fmt: skip
-        shape: tuple[int | str, ...] = ("B", inner[0], "C", inner[1]) if inner else ("B", "C")
-        state = State(name, role, layer, str(dtype).removeprefix("torch."), shape, fill)
-        program.state.append(state)
-        examples = {"B": _BATCH, "C": _SLOTS}
-        numbers = tuple(examples[d] if isinstance(d, str) else d for d in shape)
-        dynamic = tuple(isinstance(d, str) for d in shape)
-        node = editor.placeholder(name, numbers, dynamic, dtype)
-        slot_axis = 2 if inner else 1
-        program.dims.setdefault(str(node.meta["val"].shape[0]), "B")
-        program.dims.setdefault(str(node.meta["val"].shape[slot_axis]), "C")
-        return node
+
+def _buffer(program: Program, editor: Editor, state: State, sizes: dict[str, Any]) -> fx.Node:
+    """Declare a state value and its input."""
+    program.state.append(state)
+    shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
+    return editor.placeholder(state.name, shape, DTYPES[state.dtype])
+
+
+def _looks_ahead(program: Program, node: fx.Node) -> bool:
+    """Whether a mask shows a query the keys after it."""
+    bias = node.args[5]
+    if node.args[8] != "full":
+        return False
+    if not isinstance(bias, fx.Node):
+        return True
+    table = program.params[str(bias.target)]
+    return table.dim() == 2 or bool((table > HIDDEN).triu(1).any())
 
 
 def mixes_tokens(program: Program) -> str | None:
@@ -104,8 +104,6 @@ def mixes_tokens(program: Program) -> str | None:
     logits = program.step.output_nodes()["logits"]
     if logits not in ancestors([logits], set()) or kinds[logits] != "data":
         return f"{logits.name} does not depend on the tokens"
-    from accel.ir.program import evaluate
-
     length = min(7, program.facts.max_context)
     tokens = torch.arange(length)[None] % program.facts.vocab_size
     other = tokens.clone()

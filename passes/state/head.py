@@ -19,7 +19,7 @@ _PER_TOKEN = {
     getattr(aten, n)
     for n in "linear mul div add sub tanh neg layer_norm gelu silu relu _to_copy to clamp".split()
 } | {torch.ops.accel.rms_norm}
-_ROWS = 61
+_ROWS = 61  # example number of rows while shapes are worked out
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Head(Pass):
         while (inner := _inner(node, kinds)) is not None:
             chain.append(node)
             node = inner
-        rows = editor.placeholder("rows", (53, _ROWS), (True, True), torch.int64)
-        program.dims.setdefault(str(rows.meta["val"].shape[1]), "N")
+        batch = step.input("tokens").meta["val"].shape[0]
+        rows = editor.placeholder("rows", (batch, editor.symbol("N", _ROWS)), torch.int64)
         with graph.inserting_after(node):
             taken = editor.call(take_rows.default, node, rows)
         first = chain[-1] if chain else None

@@ -1,0 +1,144 @@
+"""A second entry in onnxruntime-genai's convention: past keys and values in, longer ones out."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.rows import take_rows
+from accel.ir.program import Editor, Entry, Program, Region
+from accel.passes import Pass, Report
+from accel.passes.recognise.layers import Layers
+from accel.passes.state.head import Head
+
+aten = torch.ops.aten
+_PAST, _SEEN = 67, 71  # example sizes while shapes are worked out
+
+
+@dataclass(frozen=True)
+class Concat(Pass):
+    """step -> genai(input_ids, attention_mask, position_ids, past_key_values.*) beside it.
+
+    The same layers over the same weights; only the cache differs: `concat(past, new)` in place of
+    writing slots, and key positions counted from the attention mask (left padding is 0 there).
+    """
+
+    after = (Head, Layers)
+
+    def run(self, program: Program) -> Report:
+        shapes = {s.shape for s in program.state if s.role in ("k", "v")}
+        if len(shapes) != 1:
+            return Report(refused=["onnxruntime-genai needs equal KV shapes in every layer"])
+        if any(s.role not in ("k", "v", "pos") for s in program.state):
+            return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
+        names = {s.name: _name(s.name, s.role, s.layer) for s in program.state if s.layer is not None}
+        graph = fx.Graph()
+        copied: dict[fx.Node, fx.Node] = {}
+        _inputs(program, graph, copied, names)
+        editor = Editor(program, graph)
+        for node in program.step.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                copied[node] = _copy(editor, node, copied, copied[program.step.input("kv.pos")])
+        outputs = {
+            _output(name, names): copied[node]
+            for name, node in program.step.output_nodes().items()
+            if name != "kv.pos.next"
+        }
+        graph.output(tuple(outputs.values()))
+        program.entries["genai"] = Entry(graph, list(outputs))
+        return Report(changed=1)
+
+
+def _name(name: str, role: str, layer: int | None) -> str:
+    return f"past_key_values.{layer}.{'key' if role == 'k' else 'value'}"
+
+
+def _output(name: str, names: dict[str, str]) -> str:
+    past = names.get(name.removesuffix(".next"))
+    return past.replace("past_key_values", "present") if past else name
+
+
+def _inputs(
+    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], names: dict[str, str]
+) -> None:
+    """Placeholders of the entry; `kv.pos` and `rows` have none and stand for what replaces them."""
+    step = program.step
+    for old, new in (("tokens", "input_ids"), ("positions", "position_ids")):
+        copied[step.input(old)] = graph.placeholder(new)
+        copied[step.input(old)].meta["val"] = step.input(old).meta["val"]
+    editor = Editor(program, graph)
+    batch = step.input("tokens").meta["val"].shape[0]
+    sizes = {"B": batch, "C": editor.symbol("P", _PAST)}
+    mask = editor.placeholder("attention_mask", (batch, editor.symbol("S", _SEEN)), torch.int64)
+    for state in program.state:
+        if state.layer is None:
+            continue
+        shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
+        node = editor.placeholder(names[state.name], shape, torch.float32)
+        copied[step.input(state.name)] = node
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        counted = editor.call(aten.cumsum.default, mask, 1)
+    with graph.inserting_after(counted):
+        index = editor.call(aten.sub.Tensor, counted, 1)
+    with graph.inserting_after(index):
+        real = editor.call(aten.gt.Scalar, mask, 0)
+    with graph.inserting_after(real):
+        positions = editor.call(aten.where.ScalarOther, real, index, -1)
+    copied[step.input("kv.pos")] = positions
+
+
+def _copy(
+    editor: Editor, node: fx.Node, copied: dict[fx.Node, fx.Node], key_positions: fx.Node
+) -> fx.Node:
+    """One node of the step entry, or of a layer, in the new convention."""
+    if node.op == "get_attr":
+        new = editor.graph.node_copy(node)
+        new.meta = dict(node.meta)
+        return new
+    if node.target is kv_append.default:
+        past = copied.get(node.args[0])  # type: ignore[arg-type]
+        if past is None or past is key_positions:
+            return key_positions
+        return editor.call(aten.cat.default, [past, copied[node.args[1]]], 2)  # type: ignore[index]
+    if node.target is take_rows.default:
+        return copied[node.args[0]]  # type: ignore[index]
+    if isinstance(node.target, Region):
+        return _region(editor, node, copied, key_positions)
+    args: Any = fx.node.map_arg(node.args, copied.__getitem__)
+    kwargs: Any = fx.node.map_arg(node.kwargs, copied.__getitem__)
+    if node.target is operator.getitem:
+        new = editor.graph.call_function(operator.getitem, args)
+        new.meta["val"] = args[0].meta["val"][args[1]]
+        return new
+    return editor.call(node.target, *args, like=node, **kwargs)  # type: ignore[arg-type]
+
+
+def _region(
+    editor: Editor, node: fx.Node, copied: dict[fx.Node, fx.Node], key_positions: fx.Node
+) -> fx.Node:
+    """A layer again, over concatenated state; its unused slot argument is dropped."""
+    old = node.target
+    assert isinstance(old, Region)
+    region = Region(old.name, fx.Graph())
+    inner: dict[fx.Node, fx.Node] = {}
+    arguments = []
+    for holder, given in zip(old.graph.find_nodes(op="placeholder"), node.args, strict=True):
+        if given in copied:
+            inner[holder] = region.graph.placeholder(str(holder.target))
+            inner[holder].meta["val"] = copied[given].meta["val"]  # type: ignore[index]
+            arguments.append(copied[given])  # type: ignore[index]
+    local = Editor(editor.program, region.graph)
+    for item in old.graph.nodes:
+        if item.op in ("call_function", "get_attr"):
+            inner[item] = _copy(local, item, inner, key_positions)
+        elif item.op == "output":
+            values = tuple(inner[n] for n in item.args[0])
+            region.graph.output(values)
+    call = editor.graph.call_function(region, tuple(arguments))
+    call.meta["val"] = tuple(v.meta["val"] for v in values)
+    return call
