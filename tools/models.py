@@ -27,11 +27,13 @@ def randomise(model: nn.Module, name: str, embedding: float = 0.4) -> nn.Module:
     seen: set[int] = set()
     with torch.no_grad():
         for module in model.modules():
-            for weight in module.parameters(recurse=False):
+            for key, weight in module.named_parameters(recurse=False):
                 if weight.data_ptr() in seen:  # a tied weight, drawn once
                     continue
                 seen.add(weight.data_ptr())
-                if weight.dim() < 2:  # biases around 0, norms around their own start
+                if key == "bias":
+                    weight.copy_(noise(weight, 0.2))
+                elif weight.dim() < 2:  # of a norm: around its own start, 1 or 0
                     weight.add_(noise(weight, 0.2))
                 elif isinstance(module, nn.Embedding):
                     weight.copy_(noise(weight, embedding))

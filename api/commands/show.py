@@ -45,6 +45,8 @@ def show_report(report: dict[str, Any]) -> None:
     entries = ", ".join(f"{name} ({nodes} nodes)" for name, nodes in report["entries"].items())
     seconds = ", ".join(f"{n} {s:.1f}" for n, s in report["seconds"].items() if n != "total")
     errors = ", ".join(f"{name} {error_text(e)}" for name, e in report["errors"].items())
+    if all(step["error"] is None for step in report["steps"]):
+        errors = "not checked"
     show_layers(model["layers"], state_bytes(report["state"]) if "state" in report else None)
     show_steps(report["steps"])
     pairs([

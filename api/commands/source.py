@@ -32,8 +32,9 @@ def open_model(path: Path, *, threads: int | None = None, **build: Any) -> Compi
 def _missing(path: Path) -> str:
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    if near:
+        return f"{path} does not exist; did you mean {path.parent / near[0]}?"
     return (
-        f"{path} does not exist{hint}; give an artifact (accel-compile build MODEL --out DIR makes "
-        "one) or a model directory"
-    ).replace("?;", "? Else")
+        f"{path} does not exist; give an artifact (accel-compile build MODEL --out DIR makes one) "
+        "or a model directory"
+    )

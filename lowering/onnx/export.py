@@ -23,7 +23,7 @@ from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
 from accel.lowering.onnx.fallback import lower_node
 
 WEIGHTS = "weights.bin"
-_ALIGN = 4096  # offsets are pages, so that a weight can be mapped
+_PAGE, _LINE = 4096, 64  # large weights begin on a page, to be mapped; small ones on a cache line
 _IR_VERSION = 10
 _BLOCK = 1 << 22  # elements copied at a time
 
@@ -47,7 +47,8 @@ class WeightsFile:
     def add(self, name: str, tensor: Tensor) -> TensorProto:
         """Write a parameter; a second entry that uses it is given the same place."""
         if name not in self._places:
-            self.file.write(b"\0" * (-self.file.tell() % _ALIGN))
+            large = tensor.numel() * tensor.element_size() >= 16 * _PAGE
+            self.file.write(b"\0" * (-self.file.tell() % (_PAGE if large else _LINE)))
             start = self.file.tell()
             _write(self.file, tensor)
             proto = TensorProto(

@@ -14,7 +14,7 @@ from accel.ir.program import Program
 
 
 def onnx_error(
-    program: Program, file: Path, cases: list[tuple[Tensor, Tensor]], bound: float
+    program: Program, file: Path, cases: list[tuple[Tensor, Tensor]], bound: float = 1e-3
 ) -> float:
     """The largest error over the cases (tokens [B,T], logits [B,T,V]), relative to the largest logit.
 

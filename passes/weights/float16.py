@@ -23,6 +23,7 @@ class Float16(Base):
     smallest: int = 4096
 
     error = 2e-2
+    grade = "approximate"
 
     def run(self, program: Program) -> Report:
         report = Report()

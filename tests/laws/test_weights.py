@@ -1,0 +1,69 @@
+"""Laws of the weights axis: every method keeps within the error that it declares, and saves bytes."""
+
+import models
+import numpy as np
+import pytest
+
+import accel
+from accel.ir.axis import find_axes
+from accel.ir.errors import PassError
+from accel.runtime.assemble import GRADES
+
+NAMES = find_axes()["weights"].names()
+TOKENS = np.random.default_rng(0).integers(0, 90, (1, 19))
+
+
+def small(name: str) -> dict:
+    """The method, on every matrix of a tiny model."""
+    return {"weights": {"use": name, "smallest": 256}}
+
+
+def stored(compiled) -> int:
+    return compiled.report["bytes"]["weights.bin"]
+
+
+def error(compiled, base) -> float:
+    want, got = base.logits(TOKENS), compiled.logits(TOKENS)
+    return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_error_stays_within_what_is_declared(name, build):
+    base = build("llama")
+    axis = find_axes()["weights"]
+    with accel.optimize(base.model, small(name), max_context=64) as compiled:
+        declared = axis.method(name).error
+        assert error(compiled, base.compiled) <= declared
+        assert compiled.report["grade"] in GRADES
+        assert compiled.report["grade"] == "approximate"
+        assert stored(compiled) < 0.75 * stored(base.compiled)
+        eager = accel.optimize(base.model, small(name), max_context=64, target="eager")
+        assert np.abs(eager.logits(TOKENS) - compiled.logits(TOKENS)).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_that_does_more_harm_is_caught(name, build, monkeypatch):
+    cls = find_axes()["weights"].method(name)
+    run = cls.run
+
+    def broken(self, program):
+        report = run(self, program)
+        half = next(n for n, t in program.params.items() if t.dim() == 2 and t.is_floating_point())
+        program.params[half] = -program.params[half]
+        return report
+
+    monkeypatch.setattr(cls, "run", broken)
+    with pytest.raises(PassError, match="changed what the program computes"):
+        accel.optimize(build("llama").model, small(name), max_context=64)
+
+
+def test_values_beyond_float16_stay_as_they_are():
+    import torch
+
+    model = models.ARCHITECTURES["llama"]()
+    weight = model.model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[0, 0] = 1e6
+    with accel.optimize(model, small("float16"), max_context=64) as compiled:
+        steps = {s["name"]: s for s in compiled.report["steps"]}
+        assert any("beyond 65504" in reason for reason in steps["Float16"]["refused"])

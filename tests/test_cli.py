@@ -1,0 +1,407 @@
+"""The command line: what each command prints, how each mistake ends, what is never imported."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import models
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as tokenizer_models
+from typer.testing import CliRunner
+
+import accel
+from accel import cli
+from accel.commands import demo
+
+COMMANDS = ("build", "run", "recipes", "inspect", "bench", "demo")
+
+
+def call(*arguments, stdin=None, env=None):
+    """One command, in this process."""
+    return CliRunner().invoke(cli.app, [str(a) for a in arguments], input=stdin, env=env)
+
+
+def fresh(*arguments, **options):
+    """One command, in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "accel.cli", *map(str, arguments)],
+        capture_output=True, text=True, timeout=300, **options,
+    )  # fmt: skip
+
+
+def one_error(result, *words, code=1):
+    """It ended with one line on stderr, which holds these words."""
+    lines = [line for line in result.stderr.splitlines() if not re.match(r"\w+: +\d+% ", line)]
+    assert result.exit_code == code, result.output
+    assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
+    for word in words:
+        assert word in lines[0], f"{word!r} is not in: {lines[0]}"
+
+
+def left(folder):
+    """Everything in a folder, hidden things too."""
+    return sorted(os.listdir(folder))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model directory: a tiny Llama with a byte-level tokenizer that fits it."""
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "LAYERS", 2)
+        models.llama().save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:100]
+    tokenizer = Tokenizer(tokenizer_models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        ["ab"], trainers.BpeTrainer(vocab_size=101, initial_alphabet=alphabet)
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(model, tmp_path_factory):
+    """What `build` printed, and the artifact and texts that it left."""
+    out = tmp_path_factory.mktemp("built")
+    result = call(
+        "build", model, "--out", out / "artifact", "--max-context", 256, "--dump", out / "text"
+    )
+    assert result.exit_code == 0, result.output
+    result.out = out
+    return result
+
+
+@pytest.fixture(scope="module")
+def artifact(built):
+    return built.out / "artifact"
+
+
+def test_build_shows_progress_and_a_summary(built, artifact):
+    assert re.search(r"^build:  10% capture$", built.stderr, re.M)
+    assert built.stderr.rstrip().endswith("100% done")
+    for word in ("Attention", "largest error", "seconds", "weights.bin", "layers", "base"):
+        assert word in built.stdout, word
+    assert str(artifact) in built.stdout
+    assert {"accel.json", "step.onnx", "weights.bin", "report.html"} <= set(left(artifact))
+    assert left(built.out) == ["artifact", "text"], "nothing else was left"
+
+
+def test_dump_has_the_text_after_each_pass(built):
+    report = accel.load(built.out / "artifact").report
+    names = [p.stem.partition("-")[2] for p in sorted((built.out / "text").iterdir())]
+    assert names == ["captured", *(s["name"].lower() for s in report["steps"])]
+    texts = [p.read_text() for p in sorted((built.out / "text").iterdir())]
+    assert "scaled_dot_product_attention" in texts[0] and "accel.attention" in texts[-1]
+
+
+def test_run_gives_the_tokens_of_generate(artifact):
+    with accel.load(artifact) as loaded:
+        want = loaded.generate("0123", 12)
+        ids = loaded.generate([5, 6, 7], 6).tokens[0]
+    assert call("run", artifact, "--prompt", "0123", "--max-new-tokens", 12).stdout == (
+        want.text[0] + "\n"
+    )
+    result = call("run", artifact, "--max-new-tokens", 12, "--json", stdin="0123\n")
+    found = json.loads(result.stdout)
+    assert found["tokens"] == want.tokens[0] and found["text"] == want.text[0]
+    assert found["stats"].keys() == want.stats.keys()
+    result = call("run", artifact, "--tokens", "5,6 7", "--max-new-tokens", 6)
+    assert result.stdout == ",".join(map(str, ids)) + "\n"
+
+
+def test_run_samples_as_asked(artifact, tmp_path):
+    options = dict(temperature=0.9, top_k=40, top_p=0.9, repetition_penalty=1.1, seed=5)
+    with accel.load(artifact) as loaded:
+        want = loaded.generate("0123", 20, stop=["b"], eos=[7], **options)
+    flags = [f for n, v in options.items() for f in (f"--{n.replace('_', '-')}", v)]
+    (tmp_path / "prompt").write_text("0123\n")
+    flags += ["--stop", "b", "--eos", 7, "--max-new-tokens", 20, "--threads", 1, "--json"]
+    found = json.loads(call("run", artifact, "--prompt-file", tmp_path / "prompt", *flags).stdout)
+    assert (found["tokens"], found["text"]) == (want.tokens[0], want.text[0])
+
+
+def test_run_takes_a_model_directory(model, artifact):
+    asked = ("--prompt", "0123", "--max-new-tokens", 8)
+    result = call("run", model, *asked, "--max-context", 128)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == call("run", artifact, *asked).stdout
+    assert "compile: 100% done" in result.stderr
+
+
+def test_inspect(artifact):
+    text = call("inspect", artifact).stdout
+    for word in ("LlamaForCausalLM", "causal", "0-1", "step.onnx", "base", "per token", "Rope"):
+        assert word in text, word
+    found = json.loads(call("inspect", artifact, "--json").stdout)
+    manifest = json.loads((artifact / "accel.json").read_text())
+    assert found["files"] == manifest["files"] and found["state"] == manifest["state"]
+    # Per layer: keys and values of 2 heads of 10 floats; shared: one int64 position.
+    assert found["state_bytes_per_token"] == 2 * 2 * 2 * 10 * 4 + 8
+
+
+def test_recipes_and_their_options():
+    assert {"base", "float16"} <= set(re.findall(r"^ (\S+)", call("recipes").stdout, re.M))
+    text = call("recipes", "float16").stdout
+    assert "[weights]" in text and re.search(r"smallest +4096 +4096 +int", text)
+    (found,) = json.loads(call("recipes", "float16", "--json").stdout)["options"].values()
+    assert found == [
+        {"name": "smallest", "value": 4096, "default": 4096, "type": "int", "set": False}
+    ]
+    assert {r["name"] for r in json.loads(call("recipes", "--json").stdout)} >= {"base", "float16"}
+
+
+def test_bench(artifact):
+    flags = ("--tokens", 4, "--repeat", 1, "--threads", 1)
+    found = json.loads(call("bench", artifact, "--context", 9, *flags, "--json").stdout)
+    (row,) = found["rows"]
+    assert row["context"] == 9 and found["threads"] == 1 and found["load_seconds"] > 0
+    assert 0 < row["outside_onnxruntime_ms"] < row["step_ms"]
+    assert 0 < row["prefill_tokens_per_second"] and 0 < row["decode_tokens_per_second"]
+    assert "decode tokens/s" in call("bench", artifact, "--context", 3, *flags).stdout
+
+
+def test_demo_refuses_tokens_that_differ(monkeypatch):
+    """The check of the demo itself: equal tokens pass, a tie passes, anything else does not."""
+    plain = demo._Plain(None, [[1, 2, 3]], 1.0)
+    monkeypatch.setattr(demo, "PROMPTS", ("x",))
+    monkeypatch.setattr(demo, "_gap", lambda model, prefix: {2: 1.0, 3: 1e-6}[len(prefix)])
+    demo._check(plain, [[9]], [[1, 2, 3]])
+    demo._check(plain, [[9]], [[1, 2, 4]])
+    with pytest.raises(accel.AccelError, match="token 1 after 'x'"):
+        demo._check(plain, [[9]], [[1, 4, 3]])
+
+
+def test_light_commands_import_neither_torch_nor_transformers(artifact):
+    """In a fresh process each; and --help comes at once, without numpy even."""
+    code = (
+        "import sys; from accel import cli\n"
+        "try: cli.main()\n"
+        "finally: print(*sorted({'torch', 'transformers', 'numpy', 'rich'} & sys.modules.keys()),"
+        " file=sys.stderr)"
+    )
+
+    def heavy(*arguments):
+        run = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
+        )
+        assert run.returncode == 0, run.stderr
+        return set(run.stderr.splitlines()[-1].split())
+
+    for command in COMMANDS:
+        assert heavy(command, "--help") == set()
+    assert heavy("--version") == set()
+    assert heavy("inspect", artifact) <= {"numpy", "rich"}
+    assert heavy("recipes") <= {"rich"}
+    assert heavy("run", artifact, "--prompt", "0", "--max-new-tokens", "2") == {"numpy"}
+
+
+def test_help_has_examples_and_answers_at_once():
+    start = time.perf_counter()
+    result = fresh("--help")
+    assert time.perf_counter() - start < 3, "measured: 0.3 s on an idle machine"
+    assert all(name in result.stdout for name in COMMANDS)
+    for command in COMMANDS:
+        text = call(command, "--help").stdout
+        assert f"Examples:\n    accel-compile {command}" in text, text
+    assert call("--version").stdout == f"accel-compile {accel.__version__}\n"
+    assert call().exit_code == 2
+
+
+WRONG = {
+    "no prompt": (["--prompt", ""], ["prompt 0 is empty", "give"]),
+    "too long": (["--prompt", "0" * 300], ["300 tokens", "max_context is 256", "Shorten"]),
+    "no such token": (["--tokens", "3,101"], ["101", "0..100"]),
+    "temperature": (["--prompt", "0", "--temperature", -1], ["temperature", "0 or more"]),
+    "top_p": (["--prompt", "0", "--top-p", 1.5], ["top_p", "at most 1"]),
+    "top_k": (["--prompt", "0", "--top-k", 0], ["top_k", "1"]),
+    "min_p": (["--prompt", "0", "--min-p", -0.1], ["min_p", "0"]),
+    "penalty": (["--prompt", "0", "--repetition-penalty", 0], ["repetition_penalty", "above 0"]),
+    "seed": (["--prompt", "0", "--seed", -1], ["seed", "0 or more"]),
+    "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_new_tokens", "1 or more"]),
+    "stop": (["--prompt", "0", "--stop", ""], ["stop", "not empty"]),
+    "eos": (["--prompt", "0", "--eos", 999], ["eos", "999", "0..100"]),
+    "bytes": (["--prompt", b"a\xff".decode("utf-8", "surrogateescape")], ["UTF-8", "byte 1"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_prompt_or_option_is_one_line(artifact, name):
+    flags, words = WRONG[name]
+    one_error(call("run", artifact, *flags), *words)
+
+
+USAGE = {
+    "unknown command": (["biuld"], ["biuld", "build"]),
+    "unknown option": (["run", "x", "--promt", "y"], ["--promt", "--prompt", "run --help"]),
+    "no model": (["build", "--out", "x"], ["MODEL", "build --help"]),
+    "no out": (["build", "x"], ["--out"]),
+    "two prompts": (["run", "x", "--prompt", "a", "--tokens", "1"], ["--prompt and --tokens"]),
+    "ids": (["run", "x", "--tokens", "1,b"], ["'b'", "1,2,3"]),
+    "no file": (["run", "x", "--prompt-file", "/no/such"], ["/no/such"]),
+    "a number": (["build", "x", "--out", "y", "--max-context", "0"], ["--max-context"]),
+}
+
+
+@pytest.mark.parametrize("name", USAGE)
+def test_wrong_usage_exits_2(name):
+    arguments, words = USAGE[name]
+    one_error(call(*arguments), *words, code=2)
+
+
+def test_text_without_a_tokenizer(artifact, model, tmp_path):
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    with accel.load(artifact) as loaded:
+        loaded.tokenizer = None
+        with pytest.raises(accel.InputError, match="no tokenizer; give token ids, or build with"):
+            loaded.generate("0")
+    one_error(call("build", tmp_path, "--out", tmp_path / "o"), "safetensors", "save_pretrained")
+
+
+def test_what_cannot_be_built(model, tmp_path):
+    out = tmp_path / "out"
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    own = shutil.copytree(model, tmp_path / "own")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "a.B"}}))
+    (own / "a.py").write_text("raise SystemExit('this code must not run')")
+    before = left(tmp_path)
+    one_error(call("build", tmp_path / "no", "--out", out), "no does not exist", "model directory")
+    one_error(call("build", model, "--out", out, "--recipe", "flot16"), "did you mean 'float16'")
+    one_error(call("build", model, "--out", out, "--recipe", "/no.toml"), "/no.toml")
+    one_error(call("build", model, "--out", out, "--target", "onxn"), "did you mean 'onnx'")
+    one_error(call("build", model, "--out", out, "--tokenizer", "/no"), "/no", "tokenizer.json")
+    one_error(call("build", own, "--out", out), "auto_map", "--trust-remote-code")
+    one_error(
+        call("build", model, "--out", full, "--no-verify"), "full", "give another output folder"
+    )
+    assert left(tmp_path) == before and left(full) == ["mine.txt"], "nothing is left, nothing lost"
+
+
+def test_recipes_that_are_wrong(model, tmp_path):
+    clash = tmp_path / "other.toml"
+    clash.write_text('[weights]\nuse = "float16"\nsmallest = 1\n')
+    wrong = {
+        '[wieghts]\nuse = "float16"': ["axis 'wieghts'", "did you mean 'weights'"],
+        '[weights]\nuse = "floot16"': ["'floot16'", "did you mean 'float16'"],
+        '[weights]\nuse = "float16"\nsmalest = 1': ["'smalest'", "did you mean 'smallest'"],
+        '[weights]\nuse = "float16"\nsmallest = "x"': ["smallest", "not int"],
+        "[weights": ["not valid TOML"],
+    }
+    for text, words in wrong.items():
+        (tmp_path / "mine.toml").write_text(text)
+        one_error(call("recipes", tmp_path / "mine.toml"), *words)
+    flags = ("--recipe", "float16", "--recipe", clash)
+    result = call("build", model, "--out", tmp_path / "out", *flags)
+    one_error(result, "'float16' and 'other' both set weights", "leave one out")
+    one_error(call("recipes", "flot16"), "did you mean 'float16'")
+
+
+def test_artifacts_that_are_wrong(artifact, model, tmp_path):
+    def broken(change):
+        copy = tmp_path / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(artifact, copy)
+        change(copy)
+        return copy
+
+    def edit(**changes):
+        def change(folder):
+            file = folder / "accel.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+        return broken(change)
+
+    def damage(folder):
+        data = bytearray((folder / "weights.bin").read_bytes())
+        data[100] ^= 1
+        (folder / "weights.bin").write_bytes(data)
+
+    def cut(folder):
+        os.truncate(folder / "step.onnx", 1000)
+
+    for command in ("inspect", "bench", "run"):
+        flags = ["--prompt", "0"] if command == "run" else []
+        one_error(call(command, edit(format=99), *flags), "format 99 is newer", "upgrade")
+        one_error(call(command, broken(damage), *flags), "weights.bin", "build it again")
+        one_error(call(command, broken(cut), *flags), "step.onnx", "1,000 bytes", "again")
+        one_error(call(command, edit(grade="better"), *flags), "changed after the build")
+        one_error(call(command, tmp_path, *flags), "accel.json", "accel-compile build")
+    names = json.loads((artifact / "accel.json").read_text())["files"]
+    outside = {"../secret": names["weights.bin"], **names}
+    one_error(call("inspect", edit(files=outside)), "../secret", "do not trust it")
+    one_error(call("inspect", model), "not an artifact", "accel-compile build")
+    near = artifact.with_name("artefact")
+    one_error(call("run", near, "--prompt", "0"), str(near), f"did you mean {artifact}?")
+
+
+def test_no_space_leaves_nothing(model, tmp_path, monkeypatch):
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda p: real(p)._replace(free=1000))
+    result = call("build", model, "--out", tmp_path / "deep" / "out", "--no-verify")
+    one_error(result, "no space", "1,000 are free", "give another output folder")
+    assert left(tmp_path) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_signals_leave_nothing(model, tmp_path, monkeypatch, capsys, name, code):
+    """Ctrl-C and SIGTERM through the real entry point, while the artifact is being written."""
+
+    def interrupt(program, folder):
+        (folder / "weights.bin").write_bytes(b"half")
+        signal.raise_signal(getattr(signal, name))
+
+    old = [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP)]
+    monkeypatch.setattr("accel.lowering.onnx.export.export", interrupt)
+    out = tmp_path / "new" / "out"
+    monkeypatch.setattr(
+        sys, "argv", ["accel-compile", "build", str(model), "--no-verify", "--out", str(out)]
+    )
+    try:
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    finally:
+        for number, handler in old:
+            signal.signal(number, handler)
+    assert end.value.code == code
+    assert left(tmp_path) == []
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_surprises_are_one_line_and_a_traceback_when_asked(artifact, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("by\nnought")
+
+    monkeypatch.setattr("accel.runtime.compiled.from_artifact", broken)
+    flags = ("run", artifact, "--prompt", "0")
+    words = ("ZeroDivisionError: by nought", "bug in accel", "ACCEL_TRACEBACK=1")
+    one_error(call(*flags), *words)
+    traced = call(*flags, env={"ACCEL_TRACEBACK": "1"})
+    assert traced.exit_code == 1 and "Traceback" in traced.stderr
+    monkeypatch.setattr(
+        "accel.runtime.compiled.from_artifact", lambda *_, **__: exec("raise MemoryError")
+    )
+    one_error(call(*flags), "out of memory")
+    one_error(call("build", artifact, "--out", "x", "--dump", "/dev/null/x"), "/dev/null/x")
+
+
+def test_a_reader_that_leaves_ends_it_quietly(artifact):
+    command = f"'{sys.executable}' -m accel.cli inspect '{artifact}' --json | head -c 1"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert run.stdout == "{" and run.stderr == ""
+
+
+def test_the_bundled_model_is_there():
+    assert (demo.reference() / "tokenizer.json").is_file()
+    assert Path(cli.__file__).with_name("commands").is_dir()

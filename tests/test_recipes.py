@@ -1,0 +1,84 @@
+"""Recipes: loading, merging, looking names up, and what is said when that fails."""
+
+import pytest
+
+import accel
+from accel.ir.axis import Axis, find_axes
+from accel.ir.errors import RecipeError
+from accel.ir.recipe import Recipe, bundled
+from accel.runtime.assemble import GRADES, assemble
+
+
+@pytest.mark.parametrize("name", bundled())
+def test_every_bundled_recipe_assembles_and_says_what_it_is(name):
+    recipe = Recipe.load(name)
+    assert recipe.about and recipe.name == name
+    assert assemble(recipe).grade in GRADES
+
+
+def test_axes_are_the_folders_that_define_base():
+    axes = find_axes()
+    assert {"weights", "loop", "sample"} <= set(axes)
+    assert all(axis.names() for axis in axes.values())
+
+
+def test_a_list_is_merged_and_a_clash_names_both(tmp_path):
+    merged = Recipe.load(["base", "float16"])
+    assert set(merged.tables) == {"loop", "weights"}
+    other = tmp_path / "tiny.toml"
+    other.write_text('[weights]\nuse = "float16"\nsmallest = 1\n')
+    with pytest.raises(RecipeError, match="'float16' and 'tiny' both set weights"):
+        Recipe.load(["float16", str(other)])
+
+
+def test_equal_tables_do_not_clash():
+    assert Recipe.load(["float16", "float16"]).tables == Recipe.load("float16").tables
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("bse", "recipe 'bse' does not exist; did you mean 'base'"),
+        ({"weigths": {"use": "float16"}}, "axis 'weigths' does not exist; did you mean 'weights'"),
+        ({"weights": {"use": "flaot16"}}, "weights method 'flaot16' does not exist; did you mean 'float16'"),
+        ({"weights": {"use": "float16", "smalest": 3}}, "option 'smalest' does not exist; did you mean 'smallest'"),
+        ({"weights": {"use": "float16", "smallest": "3"}}, "smallest = '3' is str, not int"),
+        ({"weights": {"smallest": 3}}, "has no `use`"),
+        ({"weights": 3}, "'weights' is a int, not a table"),
+        (3, "recipe is a int"),
+        ("no/such/file.toml", "no such recipe file"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_near_name(spec, words):
+    with pytest.raises(RecipeError) as error:
+        assemble(Recipe.load(spec))
+    assert words in str(error.value)
+
+
+def test_a_broken_file_is_an_error_with_its_name(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[weights\n")
+    with pytest.raises(RecipeError, match="bad.toml: not valid TOML"):
+        Recipe.load(path)
+
+
+def test_nested_tables_become_dotted_axes():
+    recipe = Recipe.load({"kv": {"score": {"use": "knorm"}, "codec": {"use": "int8"}}})
+    assert set(recipe.tables) == {"kv.score", "kv.codec"}
+
+
+def test_a_recipe_error_comes_before_any_work():
+    with pytest.raises(accel.RecipeError, match="unknwon|did you mean"):
+        accel.optimize("/no/such/model", "bas")
+
+
+def test_a_method_file_holds_one_class(tmp_path, monkeypatch):
+    package = tmp_path / "two_axis"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Base: pass\n")
+    (package / "pair.py").write_text("from two_axis import Base\nclass A(Base): pass\nclass B(Base): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    axis = Axis("two", "two_axis")
+    assert axis.names() == ["pair"]
+    with pytest.raises(RecipeError, match="holds 2 classes"):
+        axis.build("pair")
