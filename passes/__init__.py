@@ -27,6 +27,7 @@ class Pass(ABC):
     after: ClassVar[tuple[type[Pass], ...]] = ()  # these must have run before
     must_change: ClassVar[bool] = False  # finding nothing is an error, not a shrug
     error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
+    entry: ClassVar[str] = "step"  # the entry that it rewrites, which the numeric check runs
     grade: ClassVar[str] = "bit-exact"  # how its tokens compare: see accel.runtime.assemble.GRADES
 
     @abstractmethod

@@ -171,7 +171,7 @@ def test_bench(artifact):
 
 def test_demo_refuses_tokens_that_differ(monkeypatch):
     """The check of the demo itself: equal tokens pass, a tie passes, anything else does not."""
-    plain = demo._Plain(None, [[1, 2, 3]], 1.0)
+    plain = demo._Plain(None, [[1, 2, 3]])
     monkeypatch.setattr(demo, "PROMPTS", ("x",))
     monkeypatch.setattr(demo, "_gap", lambda model, prefix: {2: 1.0, 3: 1e-6}[len(prefix)])
     demo._check(plain, [[9]], [[1, 2, 3]])

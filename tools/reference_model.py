@@ -188,12 +188,8 @@ def optimisers(model: Llama) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     groups = [
-        {"params": [model.embed_tokens.weight], "lr": 8e-3},
+        {"params": [model.embed_tokens.weight], "lr": 2.5e-2},
         {"params": [p for p in model.parameters() if p.ndim == 1], "lr": 2e-3},
     ]
     adam = torch.optim.AdamW(groups, betas=(0.9, 0.98), weight_decay=0.0)
-    made: list[torch.optim.Optimizer] = [Muon(matrices, lr=0.02), adam]
-    for optimiser in made:
-        for group in optimiser.param_groups:
-            group["peak"] = group["lr"]
-    return made
+    return [Muon(matrices, lr=0.02), adam]

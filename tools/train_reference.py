@@ -61,6 +61,10 @@ class Run:
     optimisers: list[torch.optim.Optimizer]
     count: Counters = field(default_factory=Counters)
     stopping: bool = False
+    peaks: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peaks = [[group["lr"] for group in o.param_groups] for o in self.optimisers]
 
     @property
     def checkpoint(self) -> Path:
@@ -140,9 +144,9 @@ def loss_of(run: Run, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Tenso
 
 def set_rate(run: Run, progress: float) -> None:
     rate = min(1.0, (run.count.step + 1) / WARMUP, max(0.02, (1 - progress) / DECAY))
-    for optimiser in run.optimisers:
-        for group in optimiser.param_groups:
-            group["lr"] = rate * group["peak"]
+    for optimiser, peaks in zip(run.optimisers, run.peaks, strict=True):
+        for group, peak in zip(optimiser.param_groups, peaks, strict=True):
+            group["lr"] = rate * peak
 
 
 def train_step(run: Run, stage: Stage, progress: float) -> float:

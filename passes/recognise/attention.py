@@ -13,7 +13,14 @@ from accel.ir.ops.attention import Mask, attention
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
-from accel.passes.recognise.mask import HIDDEN, Class, classify, evaluate_mask, telling_length
+from accel.passes.recognise.mask import (
+    DENSE_LIMIT,
+    HIDDEN,
+    Class,
+    classify,
+    evaluate_mask,
+    telling_length,
+)
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.region import Kinds, close, packet, sizes, try_out
 from accel.passes.recognise.scores import Found, read_scores
@@ -162,8 +169,8 @@ def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
         return f"its mask {bad[0]} depends on the tokens"
     if site.causal and not nodes:
         return Class(Mask("causal"))
-    length = telling_length(program, nodes)
-    for size in dict.fromkeys((length, program.facts.max_context)):
+    length, longest = telling_length(program, nodes), program.facts.max_context
+    for size in dict.fromkeys((length, longest if longest <= DENSE_LIMIT else length)):
         found = classify(
             *_matrices(program, site, nodes, size),
             program.facts.max_context,

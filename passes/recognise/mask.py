@@ -12,7 +12,7 @@ from accel.ir.program import Program, ancestors
 from accel.passes.recognise.region import try_out
 
 HIDDEN = -9999.0  # additive masks at or below this hide; biases stay above it
-_DENSE_LIMIT = 4096  # positions: past this an unnamed mask would need too large a table
+DENSE_LIMIT = 4096  # positions: past this an unnamed mask would need too large a table
 
 
 @dataclass
@@ -35,13 +35,15 @@ def evaluate_mask(program: Program, nodes: list[fx.Node], length: int) -> list[T
 def telling_length(program: Program, nodes: list[fx.Node]) -> int:
     """A length at which every threshold in the mask's own graph shows: past its largest constant."""
     longest = program.facts.max_context
-    constants = [
-        int(a)
-        for n in ancestors(nodes, stop=set())
-        for a in (*n.args, *n.kwargs.values())
-        if isinstance(a, (int, float)) and not isinstance(a, bool) and 0 < abs(a) < longest
-    ]
-    return min(longest, max([257, *(2 * abs(c) + 17 for c in constants)]))
+    sizes: list[int] = []
+    for node in ancestors(nodes, stop=set()):
+        found: list[float] = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float))]
+        if node.op == "get_attr":  # a table made for some length, or a size kept in a buffer
+            tensor = program.params[str(node.target)]
+            sizes += tensor.shape
+            found = tensor.flatten().tolist() if tensor.numel() == 1 else []
+        sizes += [int(abs(a)) for a in found if abs(a) < longest]
+    return min(longest, max([257, *(2 * size + 17 for size in sizes)]))
 
 
 def classify(visible: Tensor, added: Tensor | None, longest: int, name: str) -> Class | str:
@@ -66,13 +68,13 @@ def classify(visible: Tensor, added: Tensor | None, longest: int, name: str) -> 
             bias = _extend(bias, longest)
         if bias is not None:
             return Class(mask, bias.contiguous())
-    if length < longest:
-        return f"its mask {name} fits no class, and was evaluated only up to {length} positions"
-    if longest > _DENSE_LIMIT:
+    if longest > DENSE_LIMIT:
         return (
             f"its mask {name} fits no class and would need a table of {longest} x {longest}; "
-            f"lower max_context to {_DENSE_LIMIT} or less"
+            f"lower max_context to {DENSE_LIMIT} or less"
         )
+    if length < longest:
+        return f"its mask {name} fits no class, and was evaluated only up to {length} positions"
     table = torch.zeros(visible.shape) if added is None else added
     return Class(Mask("full"), table.masked_fill(~visible, torch.finfo(torch.float32).min))
 

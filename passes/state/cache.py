@@ -50,7 +50,9 @@ class Cache(Pass):
         letters = {"B": step.input("tokens").meta["val"].shape[0], "C": editor.symbol("C", _SLOTS)}
         slots = editor.placeholder("slots", (letters["B"],), torch.int64)
         outputs = step.output_nodes()
-        pos = _buffer(program, editor, State("kv.pos", "pos", None, "int64", ("B", "C"), -1), letters)
+        pos = _buffer(
+            program, editor, State("kv.pos", "pos", None, "int64", ("B", "C"), -1), letters
+        )
         first = min(sites, key=list(graph.nodes).index)
         with graph.inserting_before(first):
             all_pos = editor.call(kv_append.default, pos, step.input("positions"), slots)

@@ -29,6 +29,7 @@ class Concat(Pass):
     """
 
     after = (Head, Layers)
+    entry = "genai"
 
     def run(self, program: Program) -> Report:
         shapes = {s.shape for s in program.state if s.role in ("k", "v")}
@@ -36,7 +37,9 @@ class Concat(Pass):
             return Report(refused=["onnxruntime-genai needs equal KV shapes in every layer"])
         if any(s.role not in ("k", "v", "pos") for s in program.state):
             return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
-        names = {s.name: _name(s.name, s.role, s.layer) for s in program.state if s.layer is not None}
+        names = {
+            s.name: _name(s.name, s.role, s.layer) for s in program.state if s.layer is not None
+        }
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         _inputs(program, graph, copied, names)
