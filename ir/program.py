@@ -128,11 +128,11 @@ class Program:
             yield graph
             todo.extend(n.target.graph for n in graph.nodes if isinstance(n.target, Region))
 
-    def nodes(self, *targets: Any) -> list[fx.Node]:
-        """Call nodes of these operators in every graph, in order; all call nodes where none is named."""
+    def nodes(self, *targets: Any, entry: Entry | None = None) -> list[fx.Node]:
+        """Call nodes of these operators (of any, where none is named), in order, regions included."""
         return [
             n
-            for g in self.graphs()
+            for g in self.graphs(entry)
             for n in g.nodes
             if n.op == "call_function" and (not targets or n.target in targets)
         ]
@@ -176,10 +176,15 @@ def evaluate(
     values = dict(given or {})
     targets = list(wanted)
     needed = ancestors(targets, stop=set(values))
-    if targets:
-        for node in targets[0].graph.nodes:
-            if node in needed and node not in values:
-                values[node] = compute(node, params, inputs, values)
+    waiting = {n: sum(u in needed for u in n.users) for n in needed}
+    for node in targets[0].graph.nodes if targets else ():
+        if node not in needed or node in values:
+            continue
+        values[node] = compute(node, params, inputs, values)
+        for parent in node.all_input_nodes:
+            waiting[parent] -= 1
+            if not waiting[parent] and parent not in targets:
+                del values[parent]
     return [values[n] for n in targets]
 
 

@@ -116,5 +116,9 @@ def _size(size: Any, dims: Mapping[str, str]) -> str:
 
 
 def _anonymous(body: str) -> str:
-    """A body with layer numbers taken out, so that equal layers compare equal."""
-    return re.sub(r"\.\d+\b", ".#", re.sub(r"_\d+\b", "", body))
+    """A body with layer numbers taken out, so that equal layers compare equal.
+
+    Numbers of tables that layers share (rope.0, bias.1) and of arguments stay.
+    """
+    names = re.sub(r"(?<=[A-Za-z])_\d+\b", "", body)
+    return re.sub(r"(?<=[A-Za-z_])(?<!\brope)(?<!\bbias)\.\d+\b", ".#", names)

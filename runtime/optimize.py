@@ -271,7 +271,10 @@ def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any
         "seconds": {**job.seconds, "total": round(sum(job.seconds.values()), 3)},
         "errors": job.errors,
         "bytes": {**sizes, "total": sum(sizes.values())},
-        "entries": {n: len(list(program.nodes())) for n in program.entries},
+        "entries": {
+            name: len(program.nodes(entry=entry))
+            for name, entry in program.entries.items()
+        },
         "kv_bytes_per_token": sum(
             _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
             for s in program.state

@@ -113,7 +113,7 @@ def _one(value: Any, index: int, tokenizer: Tokenizer | None) -> Ints:
                 f"prompt {index} is text and this model has no tokenizer; "
                 "give token ids, or build with tokenizer="
             )
-        return np.array(tokenizer.encode(value), np.int64)
+        return np.array(tokenizer.encode(value) if value else [], np.int64)
     ids = as_ints(value, f"prompt {index}")
     if ids.ndim != 1:
         raise InputError(f"prompt {index} has shape {list(ids.shape)}; give token ids [n]")

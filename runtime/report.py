@@ -16,9 +16,9 @@ FLOOR = 1e-9  # an error of exactly 0 is drawn here, on a logarithmic axis
 
 def write_html(path: Path, report: dict[str, Any]) -> None:
     """Write a self-contained page of a build report (`CompiledModel.report`)."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment
 
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    page = Environment(autoescape=True, trim_blocks=True)
     page.filters.update(bytes=_bytes, error=_error)
     text = page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(**_context(report))
     path.write_text(text, encoding="utf-8")

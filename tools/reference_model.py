@@ -131,8 +131,8 @@ class Llama(nn.Module):
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         for at, layer in enumerate(self.layers[:depth]):
             rate = drop * (2 ** (at / (self.shape.layers - 1)) - 1)
-            keep = torch.rand(len(tokens), 1, 1, device=x.device) >= rate
-            x = layer(x, keep.type_as(x), cos, sin)
+            keep = torch.rand(len(tokens), 1, 1) >= rate  # on the CPU, whose state is saved
+            x = layer(x, keep.to(x), cos, sin)
             yield x
 
     def head(self, x: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ def loss_of(run: Run, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Tenso
     layers = len(states)
     early = 1 + run.count.step % (layers - 2)
     share = exit_share(early, layers, stage.exits)
-    few = known[torch.randperm(len(known), device=known.device)[: max(1, len(known) // 4)]]
+    few = known[torch.randperm(len(known))[: max(1, len(known) // 4)].to(known.device)]
     return (1 - share) * last + share * at(states[early], few), last.detach()
 
 

@@ -16,6 +16,7 @@ from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.region import Kinds, close, numbering, sizes, source, try_out
 
 aten = torch.ops.aten
+_BLOCK = 4096  # positions tried at a time
 
 
 @dataclass
@@ -126,9 +127,12 @@ def _match(
     if structure is None:
         return None
     first, interleaved = structure
-    unit = torch.zeros(1, heads, longest, width)
-    unit[..., first] = 1.0  # the first of each pair: the turned pair is (cos, sin)
-    turned = run(unit, torch.arange(longest)[None])[0, 0]
+    parts = []
+    for block in torch.arange(longest).split(_BLOCK):
+        unit = torch.zeros(1, heads, len(block), width)
+        unit[..., first] = 1.0  # the first of each pair: the turned pair is (cos, sin)
+        parts.append(run(unit, block[None])[0, 0].clone())
+    turned = torch.cat(parts)
     second = first + 1 if interleaved else first + len(first)
     table = (turned[:, first].contiguous(), turned[:, second].contiguous(), interleaved)
     if not close(rope(sample, positions, *table), out):
