@@ -101,27 +101,40 @@ def inference_mode(model: nn.Module) -> Iterator[Adapter]:
     """The module ready for capture, put back as it was afterwards."""
     training = [m for m in model.modules() if m.training]
     config = getattr(model, "config", None)
-    before = getattr(config, "_attn_implementation", None)
+    attention = getattr(config, "_attn_implementation", None)
+    experts = getattr(config, "_experts_implementation", None)
     model.eval()
     try:
         if is_hugging_face(model):
-            _choose_attention(model)
+            _choose_forms(model)
         yield Adapter(model).eval()
     finally:
         for module in training:
             module.training = True
-        if is_hugging_face(model) and before is not None:
-            model.set_attn_implementation(before)  # type: ignore[operator]
+        if is_hugging_face(model) and attention is not None:
+            model.set_attn_implementation(attention)  # type: ignore[operator]
+        if _has_experts(model) and experts is not None:
+            model.set_experts_implementation(experts)  # type: ignore[operator]
 
 
-def _choose_attention(model: Any) -> None:
-    """sdpa, or the written-out form where sdpa is missing or leaves something out (a soft cap)."""
+def _choose_forms(model: Any) -> None:
+    """The forms that export: sdpa, or written-out attention where sdpa is missing or leaves something
+    out (a soft cap); experts as batched products, without a loop over what each token chose.
+    """
     config = model.config.get_text_config()
     capped = getattr(config, "attn_logit_softcapping", None)
     try:
         model.set_attn_implementation("eager" if capped else "sdpa")
     except (ValueError, ImportError):
         model.set_attn_implementation("eager")
+    if _has_experts(model):
+        model.set_experts_implementation("batched_mm")
+
+
+def _has_experts(model: Any) -> bool:
+    return hasattr(model, "_can_set_experts_implementation") and bool(
+        model._can_set_experts_implementation()
+    )
 
 
 def widened(model: nn.Module, notes: list[str]) -> nn.Module:

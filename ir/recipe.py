@@ -99,7 +99,9 @@ def _from_file(path: Path) -> Recipe:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecipeError(f"{path}: no such recipe file") from None
+        raise RecipeError(
+            f"{path}: no such recipe file; give an existing TOML file, or a name (see accel-compile recipes)"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read as a recipe: {error}") from error
     return _from_text(path.stem, text, str(path))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from accel.ir.errors import PassError
+from accel.ir.errors import AccelError, PassError
 from accel.ir.program import Program
 
 
@@ -75,14 +75,44 @@ def run(
         if late := [q.__name__ for q in step.after if q not in done]:
             raise PassError(f"{name} runs after {', '.join(late)}; move it down the recipe")
         start = time.perf_counter()
-        report = step.run(program)
+        report = _apply(step, program, name)
         if step.must_change and not report.changed:
             nearest = (report.refused or ["no candidate in the graph"])[0]
             raise PassError(f"{name} changed nothing. Nearest miss: {nearest}")
         verify(program, name)
-        error = check(program, step) if check and (report.changed or not steps) else None
+        error = (
+            _measure(check, step, program, name)
+            if check and (report.changed or not steps)
+            else None
+        )
         seconds = time.perf_counter() - start
         steps.append(Step(name, report.changed, report.refused, round(seconds, 3), error))
         watch(step, steps[-1], program)
         done.add(type(step))
     return steps
+
+
+def _measure(check: Check, step: Pass, program: Program, name: str) -> float:
+    """The check's error; a program that no longer runs is the pass's fault."""
+    try:
+        return check(program, step)
+    except AccelError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"{name} left a program that does not run: {type(error).__name__}: {error}. "
+            "Report it with the model's configuration"
+        ) from error
+
+
+def _apply(step: Pass, program: Program, name: str) -> Report:
+    """Run one pass; what it did not foresee becomes an error that names it."""
+    try:
+        return step.run(program)
+    except AccelError:
+        raise
+    except Exception as error:
+        raise PassError(
+            f"{name} does not take this model: {type(error).__name__}: {error}. "
+            f"Report it with the model's configuration"
+        ) from error

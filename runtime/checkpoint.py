@@ -55,7 +55,7 @@ def _config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
         hint = (
-            "it is an accel artifact: open it with accel.load"
+            "it is an accel artifact: open it with accel.load or accel-compile run"
             if (path / "accel.json").is_file()
             else ("a Hugging Face model directory holds one")
         )

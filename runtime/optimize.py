@@ -90,6 +90,7 @@ def optimize(
     verify: bool = True,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
+    dump: str | Path | None = None,
 ) -> CompiledModel:
     """Compile a causal language model.
 
@@ -108,6 +109,7 @@ def optimize(
             always checked against the module.
         progress: called with (what is being done, share of the work done).
         trust_remote_code: let a model directory run Python code of its own.
+        dump: a folder for the program's text before and after each pass.
 
     Raises:
         AccelError: with what is wrong, where, and what to do next. Nothing half-written stays.
@@ -121,6 +123,9 @@ def optimize(
         raise LoweringError(
             "out is for artifacts, and target 'eager' writes none; use target='onnx'"
         )
+    if out is not None:
+        Stage(out).check()
+    dump = _folder(dump) if dump is not None else None
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
     path = Path(model) if isinstance(model, (str, Path)) else None
     text = tokenizer_json(tokenizer, path)
@@ -132,7 +137,7 @@ def optimize(
     program.facts.max_batch = max_batch
     check = NumericCheck(program)
     with job.part("passes", 0.4):
-        _rewrite(job, program, check if verify else None)
+        _rewrite(job, program, check if verify else None, dump)
     if target == "eager":
         return _eager(job, program, text)
     if path is not None:
@@ -140,15 +145,35 @@ def optimize(
     return _artifact(job, program, check if verify else None, text, out)
 
 
-def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
+def _folder(path: str | Path) -> Path:
+    """A folder to write into, made where it is missing."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoweringError(
+            f"cannot write in {folder}: {error.strerror}; give another folder"
+        ) from error
+    return folder
+
+
+def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path | None) -> None:
     passes = [*pipeline(), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
+
+    def write(name: str) -> None:
+        if dump:
+            path = dump / f"{len(job.steps):02d}-{name.lower()}.txt"
+            path.write_text(program.text(), encoding="utf-8")
 
     def watch(step: Pass, line: Step, program: Program) -> None:
         job.progress(line.name, 0.4 + 0.4 * (len(job.steps) + 1) / len(passes))
         job.steps.append(line)
+        write(line.name)
 
+    write("captured")
     run(program, passes, check, watch)
-    job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
+    if check is not None:
+        job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
 
 
 def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
@@ -210,13 +235,12 @@ def _write(
     if check is not None:
         with job.part("verify", 0.9):
             job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
+    if "genai" in entries:
+        config = genai_config(_facts(program), _state(program))
+        (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})
     write_html(folder / "report.html", report)
-    manifest = _manifest(job, program, entries, report)
-    if "genai" in entries:
-        config = genai_config(manifest["model"], manifest["state"])
-        (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    write_manifest(folder, manifest)
+    write_manifest(folder, _manifest(job, program, entries, report))
     job.progress("done", 1.0)
 
 
@@ -239,6 +263,10 @@ def _facts(program: Program) -> dict[str, Any]:
     }
 
 
+def _state(program: Program) -> list[dict[str, Any]]:
+    return [{**asdict(s), "shape": list(s.shape)} for s in program.state]
+
+
 def _manifest(
     job: _Job, program: Program, entries: dict[str, Any], report: dict[str, Any]
 ) -> dict[str, Any]:
@@ -250,7 +278,7 @@ def _manifest(
         "numerics": "float32",
         "grade": job.plan.grade,
         "recipe": job.plan.recipe.to_json(),
-        "state": [{**asdict(s), "shape": list(s.shape)} for s in program.state],
+        "state": _state(program),
         "entries": entries,
         "report": report,
     }
@@ -275,6 +303,7 @@ def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any
             name: len(program.nodes(entry=entry))
             for name, entry in program.entries.items()
         },
+        "state": _state(program),
         "kv_bytes_per_token": sum(
             _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
             for s in program.state

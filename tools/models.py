@@ -264,6 +264,11 @@ def plain_softmax() -> nn.Module:
     return randomise(PlainSoftmax(), "plain_softmax")
 
 
+def tiny() -> nn.Module:
+    """One layer, 31 tokens, learned positions up to 200: the least that there is to capture."""
+    return randomise(PlainSdpa(vocab=31, width=12, heads=2, layers=1), "tiny")
+
+
 ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "mistral": mistral,

@@ -114,7 +114,7 @@ def _mix(repeat: float, code: float, key_value: float) -> dict[str, float]:
 STAGES = (
     Stage(0.25, 256, 8, 4, _mix(0.5, 8, 2)),
     Stage(0.5, 256, 8, 6, _mix(0.5, 8, 2), exits=0.1),
-    Stage(0.8, 512, 4, 8, _mix(0.5, 8, 2), exits=0.3, drop=0.05),
+    Stage(0.65, 512, 4, 8, _mix(0.5, 8, 2), exits=0.3, drop=0.05),
     Stage(1.0, 1536, 2, 8, _mix(0.5, 6, 2), exits=0.3, drop=0.1),
 )
 

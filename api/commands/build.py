@@ -9,7 +9,6 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import print_json, progress
-from accel.commands.dump import dumping
 from accel.commands.show import show_report
 
 EXAMPLES = """\b
@@ -54,7 +53,7 @@ def build(
     """
     import accel
 
-    with dumping(dump), progress("build") as watch:
+    with progress("build") as watch:
         compiled = accel.optimize(
             model,
             options.recipe(recipe),
@@ -66,6 +65,7 @@ def build(
             verify=verify,
             progress=watch,
             trust_remote_code=trust_remote_code,
+            dump=dump,
         )
     with compiled:
         if as_json:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import networkx as nx
+import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention
@@ -15,6 +16,8 @@ from accel.passes import Pass, Report
 from accel.passes.recognise.region import Kinds, numbering, sizes
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ def _bounds(graph: fx.Graph, cuts: list[fx.Node], sites: list[fx.Node]) -> list[
     joins = [c for c in cuts if order[c] > last and _joins(c)]
     if not joins:
         return f"{sites[-1].name}: the residual stream does not go on after it"
-    return [*starts, joins[-1]]
+    end = cuts.index(joins[-1])
+    while end + 1 < len(cuts) and cuts[end + 1].target is aten.reshape.default:  # as in the others
+        end += 1
+    return [*starts, cuts[end]]
 
 
 def _joins(node: fx.Node) -> bool:

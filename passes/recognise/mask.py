@@ -37,7 +37,9 @@ def telling_length(program: Program, nodes: list[fx.Node]) -> int:
     longest = program.facts.max_context
     sizes: list[int] = []
     for node in ancestors(nodes, stop=set()):
-        found: list[float] = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float))]
+        found: list[float] = [
+            a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float))
+        ]
         if node.op == "get_attr":  # a table made for some length, or a size kept in a buffer
             tensor = program.params[str(node.target)]
             sizes += tensor.shape

@@ -33,13 +33,17 @@ class Positions(Pass):
         report = Report()
         graph = program.step.graph
         kinds = Kinds(graph)
-        letter = sizes(program.step.input("positions"))[1]
+        letters = sizes(program.step.input("positions"))
         for node in list(graph.nodes):
             if kinds[node] != "pos" or not isinstance(node.meta.get("val"), Tensor):
                 continue
             users = [u for u in node.users if u.op == "output" or kinds[u] == "data"]
-            axes = [i for i, d in enumerate(sizes(node)) if d == letter]
+            axes = [i for i, d in enumerate(sizes(node)) if d == letters[1]]
             if not users or len(axes) != 1 or node.op == "placeholder":
+                continue
+            odd = [d for d in sizes(node)[1:] if not d.isdigit() and d != letters[1]]
+            if odd or not (sizes(node)[0].isdigit() or sizes(node)[0] in letters):
+                report.refused.append(f"{node.name}: shape {sizes(node)} is not [B,..,T,..]")
                 continue
             table = self._table(program, node, axes[0])
             self._read(program, node, users, table, axes[0])

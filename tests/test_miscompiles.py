@@ -1,0 +1,169 @@
+"""A miscompile in any pass is caught by the numeric check, which names the pass."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from accel import PassError
+from accel.ir.ops.attention import attention
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.norm import gate, rms_norm
+from accel.ir.ops.rope import rope
+from accel.ir.ops.rows import lookup, take_rows
+from accel.ir.program import Editor, Region
+from accel.passes import run
+from accel.passes.check import NumericCheck
+from accel.passes.clean.clean import Clean
+from accel.passes.clean.fold import Fold
+from accel.passes.clean.linear import Linears
+from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.gate import Activations, Gates
+from accel.passes.recognise.layers import Layers
+from accel.passes.recognise.norm import Norms
+from accel.passes.recognise.positions import Positions
+from accel.passes.recognise.rope import Rope
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+from accel.passes.weights.float16 import Float16
+from accel.runtime.optimize import pipeline
+
+aten = torch.ops.aten
+
+
+def first(program, target):
+    return next(n for g in program.graphs() for n in g.nodes if n.target is target)
+
+
+def change_argument(target, index, change):
+    def spoil(program):
+        node = first(program, target)
+        node.update_arg(index, change(node.args[index]))
+
+    return spoil
+
+
+def change_parameter(target, index, change):
+    def spoil(program):
+        name = first(program, target).args[index].target
+        program.params[name] = change(program.params[name])
+
+    return spoil
+
+
+def drop_residual(program):
+    node = next(
+        n
+        for n in reversed(program.step.graph.nodes)
+        if n.target is aten.add.Tensor and len(n.all_input_nodes) == 2 and n.meta["val"].dim() == 3
+    )
+    node.replace_all_uses_with(node.args[0])
+    program.step.graph.erase_node(node)
+
+
+def scale_folded(program):
+    name = next(n for n in program.params if n.startswith("folded."))
+    program.params[name] = program.params[name] * 1.01
+
+
+def swap_state(program):
+    """Keys are stored where values belong, and values where keys belong."""
+    (a, b) = [
+        n for n in program.nodes(kv_append.default) if n.args[0].target in ("kv.0.k", "kv.0.v")
+    ]
+    a_new, b_new = a.args[1], b.args[1]
+    a.update_arg(1, b_new)
+    b.update_arg(1, a_new)
+
+
+def forget_positions(program):
+    """The slots are taken to hold the tokens of this call, whatever lies in them."""
+    state = next(s for s in program.state if s.name == "kv.pos")
+    program.state[program.state.index(state)] = dataclasses.replace(state, fill=0)
+
+
+def swap_arguments(program):
+    node = next(n for n in program.step.graph.nodes if isinstance(n.target, Region))
+    names = [p.target for p in node.target.graph.find_nodes(op="placeholder")]
+    i, j = names.index("kv.0.k"), names.index("kv.0.v")
+    args = list(node.args)
+    args[i], args[j] = args[j], args[i]
+    node.args = tuple(args)
+
+
+def other_rows(program):
+    node = first(program, take_rows.default)
+    with program.step.graph.inserting_before(node):
+        new = Editor(program, program.step.graph).call(aten.mul.Tensor, node.args[1], 0)
+    node.update_arg(1, new)
+
+
+def hide_the_first_token(program):
+    """From the last token of the check on; the check is 13 tokens long."""
+    node = first(program, attention.default)
+    node.update_arg(8, "chunk")
+    node.update_arg(9, 12)
+
+
+def spoil_halves(program):
+    for name in [n for n in program.params if n.endswith(".f16")]:
+        program.params[name] = program.params[name] * 1.2
+
+
+def erf_for_tanh(program):
+    node = first(program, aten.gelu.default)
+    node.kwargs = {}
+
+
+MISCOMPILES = {
+    "a residual is dropped": ("llama", Clean, drop_residual),
+    "a folded value is off by 1 %": ("llama", Fold, scale_folded),
+    "a stored matrix is negated": ("gpt2", Linears, change_parameter(aten.linear.default, 1, torch.neg)),
+    "positions are off by one": ("gpt2", Positions, change_parameter(lookup.default, 0, lambda t: t.roll(1, 0))),
+    "eps is too large": ("llama", Norms, change_argument(rms_norm.default, 2, lambda e: 1e-3)),
+    "a scale is off by 1 %": ("llama", Attention, change_argument(attention.default, 6, lambda s: s * 1.01)),
+    "a mask hides the first token": ("llama", Attention, hide_the_first_token),
+    "a rotation turns the other way": ("llama", Rope, change_parameter(rope.default, 3, torch.neg)),
+    "pairs for halves": ("llama", Rope, change_argument(rope.default, 4, lambda i: not i)),
+    "erf for tanh": ("gpt2", Activations, erf_for_tanh),
+    "gelu for silu": ("llama", Gates, change_argument(gate.default, 2, lambda a: "gelu")),
+    "k and v are swapped": ("llama", Cache, swap_state),
+    "empty slots are seen": ("llama", Cache, forget_positions),
+    "the rows are off": ("llama", Head, other_rows),
+    "arguments of a layer are swapped": ("llama", Layers, swap_arguments),
+    "half weights are off": ("llama", Float16, spoil_halves),
+}  # fmt: skip
+
+
+def passes_up_to(kind):
+    steps = [*pipeline(), Float16(smallest=64)]
+    return steps[: [type(s) for s in steps].index(kind) + 1]
+
+
+def test_every_pass_has_a_miscompile():
+    spoilt = {kind for _, kind, _ in MISCOMPILES.values()}
+    assert {type(s) for s in pipeline()} <= spoilt
+
+
+@pytest.mark.parametrize("name", MISCOMPILES)
+def test_a_miscompile_is_caught_and_the_pass_named(captured, monkeypatch, name):
+    architecture, kind, spoil = MISCOMPILES[name]
+    program = captured(architecture)
+    real = kind.run
+
+    def wrong(self, program):
+        report = real(self, program)
+        spoil(program)
+        return report
+
+    monkeypatch.setattr(kind, "run", wrong)
+    with pytest.raises(PassError, match=f"^{kind.__name__} changed what the program computes: .*e"):
+        run(program, passes_up_to(kind), NumericCheck(program))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_without_a_miscompile_the_error_is_tiny(captured, architecture):
+    program = captured(architecture)
+    steps = run(program, [*pipeline(), Float16(smallest=64)], NumericCheck(program))
+    assert max(s.error for s in steps[:-1] if s.error is not None) < 1e-5
+    assert 1e-5 < steps[-1].error < Float16.error
