@@ -112,4 +112,4 @@ def test_the_readme_reports_this_model():
     trained = json.loads((FOLDER / "training.json").read_text())["trained"]
     readme = (FOLDER / "README.md").read_text()
     assert f"**{evaluation['held_out']['perplexity']}**" in readme
-    assert f"{trained['tokens'] / 1e6:.1f} M tokens in {trained['step']} steps" in readme
+    assert f"{trained['tokens'] / 1e6:.2f} M tokens in {trained['step']} steps" in readme

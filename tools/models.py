@@ -98,7 +98,7 @@ def gemma2() -> nn.Module:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
-        vocab_size=109, hidden_size=48, intermediate_size=84, num_hidden_layers=4,
+        vocab_size=109, hidden_size=48, intermediate_size=84, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, head_dim=14, query_pre_attn_scalar=11,
         sliding_window=6, max_position_embeddings=512, attn_logit_softcapping=5.0,
         final_logit_softcapping=1.5, attn_implementation="eager",

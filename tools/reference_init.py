@@ -1,7 +1,8 @@
 """An induction circuit to begin with: attention that already copies what came after.
 
-Such heads form by themselves only after some millions of tokens, which two CPU cores do not see in
-time; training then shapes these as it shapes any weight. Nothing is added to the architecture.
+Such heads form late by themselves: without this, 0.8 M tokens of a curriculum made for them left 9%
+of repeated tokens right, with it 0.2 M left 79%. Training then shapes these heads as it shapes any
+weight; nothing is added to the architecture.
 
 - Dimension 0 of every embedding is one large constant. It stands in for a bias, and it moves no
   softmax because it adds the same to each logit.

@@ -12,21 +12,21 @@ TEMPLATE = """\
 A small Llama ({parameters:.2f} M parameters, {layers} layers of width {hidden}, {heads} query and
 {kv_heads} key-value heads, byte-level BPE of {vocab}, tied embedding, {positions} positions) that
 `accel` uses in its tests and demonstrations. It has seen little text: what it writes looks like
-Python and is not, and it recalls from its prompt as measured below. `transformers` loads it as any other checkpoint.
+Python and is not, and it recalls from its prompt as measured below. `transformers` loads it as any
+other checkpoint.
 
 ## How it was made
 
     python tools/train_reference.py --out RUN --minutes {minutes:.0f}
     python tools/train_reference.py --out RUN --export --evaluate
 
-{tokens:.1f} M tokens in {steps} steps and {seconds} s on 2 CPU cores that other work kept busy, in
+{tokens:.2f} M tokens in {steps} steps and {seconds} s on 2 CPU cores that other work kept busy, in
 float32; stored in float16. Stages and the embedding's rate were adjusted during that run, so the
-commands repeat the recipe, not the weights. The text is Python's standard library (without tests and the files held out) and the
-synthetic tasks of `tasks.py`, from short repeats to rows of 1536 tokens. An induction circuit is
-placed in the first two layers before training (`tools/reference_init.py`), since so short a run
-would not form one; all weights are then trained, by Muon and AdamW, with LayerSkip's layer dropout
-and early-exit loss on the shared head. `training.json` is the log. The standard library is under
-the PSF licence.
+commands repeat the recipe, not the weights. The text is Python's standard library (without tests
+and the files held out; PSF licence) and the synthetic tasks of `tasks.py`, in rows of 256 to 1536
+tokens. An induction circuit is placed in the first three layers before training, since so short a
+run does not form one (`tools/reference_init.py`); then Muon and AdamW train all weights, with
+LayerSkip's layer dropout and early-exit loss on the shared head. `training.json` is the log.
 
 ## What it does
 

@@ -81,17 +81,18 @@ def attend(
     width, repeat = int(b.shape(q)[3]), heads // groups
     rows = q if repeat == 1 else b.node("Reshape", q, b.ints(0, groups, -1, width))  # [B,G,R·T,D]
     inner = 1.0 / softcap if softcap else 1.0
-    scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)
-    if repeat > 1:  # [B,G,R·T,C] -> [B,H,T,C]
-        scores = b.node("Reshape", scores, b.concat_ints([0, heads, b.size(q_pos, 1), -1]))
+    scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)  # [B,G,R·T,C]
     if softcap:
         scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
+    hidden = _hidden(b, q_pos, k_pos, mask, window)  # [B,1,T,C]
     if bias is not None:
-        scores = b.node("Add", scores, _bias(b, bias, q_pos, k_pos))
-    scores = b.node("Add", scores, _hidden(b, q_pos, k_pos, mask, window))
-    probs = b.node("Softmax", scores, axis=-1)
-    if repeat > 1:
-        probs = b.node("Reshape", probs, b.concat_ints([0, groups, -1, b.size(k_pos, 1)]))
+        hidden = b.node("Add", _bias(b, bias, q_pos, k_pos), hidden)  # [B,H,T,C]
+        if repeat > 1:
+            shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
+            hidden = b.node("Reshape", hidden, shape)
+    elif repeat > 1:
+        hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
+    probs = b.node("Softmax", b.node("Add", scores, hidden), axis=-1)
     out = b.node("MatMul", probs, v)
     if repeat == 1:
         return str(out)
