@@ -6,7 +6,10 @@ checked against the module on odd sizes before anything else happens.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -95,9 +98,10 @@ def _export(
         # at T = longest a slice of such a buffer is the whole of it, which torch.export guards against
         shape = {0: Dim("B", min=1), 1: Dim("T", min=1, max=longest and longest - 1)}
         try:
-            return torch.export.export(
-                adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
-            )
+            with _silence():
+                return torch.export.export(
+                    adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
+                )
         except Exception as error:
             found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
             if found is None or longest is not None or int(found[1]) not in _buffer_sizes(model):
@@ -106,6 +110,17 @@ def _export(
         if longest < facts.max_context:
             facts.max_context = longest
             facts.notes.append(f"max_context is {longest}: a buffer of the model ends there")
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """torch logs the whole graph that it gives up on; the error that we raise says enough."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _buffer_sizes(model: nn.Module) -> set[int]:

@@ -130,8 +130,9 @@ def _check_folder(folder: Path) -> None:
             beside = [p.name for p in folder.parent.iterdir()]
         except OSError:
             beside = []
-        hint = unknown("artifact", folder.name, beside) if beside else "it does not exist"
-        raise ArtifactError(f"{folder}: {hint if 'did you mean' in hint else 'it does not exist'}")
+        hint = unknown("artifact", folder.name, beside)
+        build = "it does not exist; accel-compile build MODEL --out DIR makes an artifact"
+        raise ArtifactError(f"{folder}: {hint if 'did you mean' in hint else build}")
     if not folder.is_dir():
         raise ArtifactError(f"{folder} is a file; an artifact is a folder with {MANIFEST}")
     if (folder / "config.json").is_file():
