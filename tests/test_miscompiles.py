@@ -24,6 +24,7 @@ from accel.passes.recognise.norm import Norms
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
 from accel.passes.state.cache import Cache
+from accel.passes.state.concat import Concat
 from accel.passes.state.head import Head
 from accel.passes.weights.float16 import Float16
 from accel.runtime.optimize import pipeline
@@ -110,6 +111,11 @@ def spoil_halves(program):
         program.params[name] = program.params[name] * 1.2
 
 
+def exchange_past_and_new(program):
+    node = next(n for n in program.nodes(aten.cat.default, entry=program.entries["genai"]))
+    node.update_arg(0, list(reversed(node.args[0])))
+
+
 def erf_for_tanh(program):
     node = first(program, aten.gelu.default)
     node.kwargs = {}
@@ -131,12 +137,13 @@ MISCOMPILES = {
     "empty slots are seen": ("llama", Cache, forget_positions),
     "the rows are off": ("llama", Head, other_rows),
     "arguments of a layer are swapped": ("llama", Layers, swap_arguments),
+    "past and new are exchanged": ("llama", Concat, exchange_past_and_new),
     "half weights are off": ("llama", Float16, spoil_halves),
 }  # fmt: skip
 
 
 def passes_up_to(kind):
-    steps = [*pipeline(), Float16(smallest=64)]
+    steps = [*pipeline(), Float16(smallest=64), Concat()]
     return steps[: [type(s) for s in steps].index(kind) + 1]
 
 

@@ -41,7 +41,7 @@ def _slow_dims(model: Llama) -> Tensor:
 
 
 def _look_back(model: Llama, names: Tensor, slots: list[Tensor]) -> None:
-    attention, width = model.layers[0].self_attn, model.shape.head_dim
+    attention, width = model.attention(0), model.shape.head_dim
     speed = model.shape.theta ** -(torch.arange(NEAR) / (width // 2))
     attention.k_proj.weight.zero_()
     for group in range(2):
@@ -85,5 +85,5 @@ def place_induction(model: Llama) -> None:
     model.norm.weight[0] = 0.0
     _look_back(model, names, slots)
     sides = list(zip([names, *slots], slots, strict=False))
-    for part, layer in enumerate(model.layers[1:3]):
-        _match(layer.self_attn, _slow_dims(model), sides, found, part)
+    for part in range(2):
+        _match(model.attention(1 + part), _slow_dims(model), sides, found, part)

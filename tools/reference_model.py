@@ -74,7 +74,8 @@ class Attention(nn.Module):
         k = rotate(k, cos, sin).repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
+        merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
+        return merged
 
 
 class MLP(nn.Module):
@@ -85,7 +86,8 @@ class MLP(nn.Module):
         self.down_proj = linear(shape.ffn, shape.hidden, zero=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
@@ -99,7 +101,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, keep: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """keep [B,1,1] is 0 for the samples that skip this layer, else 1."""
         x = x + keep * self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + keep * self.mlp(self.post_attention_layernorm(x))
+        x = x + keep * self.mlp(self.post_attention_layernorm(x))
+        return x
 
 
 class Llama(nn.Module):
@@ -134,6 +137,11 @@ class Llama(nn.Module):
             keep = torch.rand(len(tokens), 1, 1) >= rate  # on the CPU, whose state is saved
             x = layer(x, keep.to(x), cos, sin)
             yield x
+
+    def attention(self, at: int) -> Attention:
+        layer = self.layers[at]
+        assert isinstance(layer, Layer)
+        return layer.self_attn
 
     def head(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.embed_tokens.weight)

@@ -159,7 +159,7 @@ def train_step(run: Run, stage: Stage, progress: float) -> float:
     )
     with half:
         loss, last = loss_of(run, ids, weights, stage)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimiser in run.optimisers:
         optimiser.step()

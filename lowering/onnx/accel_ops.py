@@ -90,7 +90,7 @@ def attend(
         if repeat > 1:
             shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
             hidden = b.node("Reshape", hidden, shape)
-    elif repeat > 1:
+    elif repeat > 1 and mask != "full":  # which is [B,1,1,C]
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     probs = b.node("Softmax", b.node("Add", scores, hidden), axis=-1)
     out = b.node("MatMul", probs, v)

@@ -44,7 +44,7 @@ def telling_length(program: Program, nodes: list[fx.Node]) -> int:
             tensor = program.params[str(node.target)]
             sizes += tensor.shape
             found = tensor.flatten().tolist() if tensor.numel() == 1 else []
-        sizes += [int(abs(a)) for a in found if abs(a) < longest]
+        sizes += [int(abs(a)) for a in found if HIDDEN < a and abs(a) < longest]
     return min(longest, max([257, *(2 * size + 17 for size in sizes)]))
 
 
