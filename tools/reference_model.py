@@ -154,7 +154,7 @@ def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     which is as good for an update and takes half the steps.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x: Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         gram = x @ x.mT
