@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -284,8 +283,3 @@ class Editor:
         with self.fake:
             node.meta["val"] = torch.empty(tuple(sizes), dtype=dtype)
         return node
-
-
-def getitem(node: fx.Node) -> bool:
-    """Whether a node picks one output of another."""
-    return node.target is operator.getitem

@@ -4,7 +4,6 @@ names the field.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,11 +185,6 @@ def parse(raw: Any) -> Manifest:
         report=top.object("report").value,
         raw=top.value,
     )
-
-
-def facts_json(facts: Facts) -> dict[str, Any]:
-    """The `model` table of accel.json."""
-    return dataclasses.asdict(facts)
 
 
 def _facts(f: Fields) -> Facts:

@@ -238,7 +238,9 @@ def _write(
     if "genai" in entries:
         config = genai_config(_facts(program), _state(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        if tokenizer is not None:  # its class is all that onnxruntime-genai reads beside tokenizer.json
+        if (
+            tokenizer is not None
+        ):  # its class is all that onnxruntime-genai reads beside tokenizer.json
             kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
             (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
     report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})

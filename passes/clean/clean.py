@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from accel.ir.program import Program
 from accel.passes import Pass, Report
@@ -159,10 +158,3 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     """Let every user of `node` read `new`, and remove it."""
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     node.graph.erase_node(node)
-
-
-def nodes_in(value: Any) -> list[fx.Node]:
-    """The nodes inside an argument."""
-    found: list[fx.Node] = []
-    map_arg(value, found.append)
-    return found

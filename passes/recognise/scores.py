@@ -34,6 +34,7 @@ def read_scores(softmax: fx.Node, kinds: Kinds, number: dict[str, Tensor]) -> Fo
     softcap = 0.0
     hide: list[tuple[fx.Node, bool]] = []
     add: list[tuple[fx.Node, float]] = []
+    outside = (0, 0)  # masks met before the soft cap, walking back: they are applied after it
     for _ in range(32):
         op = packet(node)
         if op in _CASTS:
@@ -53,17 +54,15 @@ def read_scores(softmax: fx.Node, kinds: Kinds, number: dict[str, Tensor]) -> Fo
             hide.append((_arg(node, 0), side[1]))
             node = side[0]
         elif op is aten.tanh and not softcap:
-            if add or hide:
-                add = [(n, f) for n, f in add]
-            softcap, factor = factor, 1.0
+            softcap, factor, outside = factor, 1.0, (len(add), len(hide))
             node = _arg(node, 0)
         elif op in (aten.matmul, aten.bmm):
+            if softcap and (len(add), len(hide)) != outside:
+                return "a mask is applied before the soft cap"
             scale = factor * softcap if softcap else factor
             return Found(_arg(node, 0), _arg(node, 1), scale, softcap, hide, add)
         else:
             return f"{node.name} ({op}) stands between q·kᵀ and the softmax"
-        if hide and softcap and factor <= 0:
-            return "a negative scale"
     return "no q·kᵀ found within 32 operators"
 
 

@@ -11,11 +11,12 @@ from accel.passes import Report
 from accel.passes.weights import Base
 
 aten = torch.ops.aten
+_WEIGHTED = (aten.linear.default, aten.embedding.default)  # not rotation tables, which lose much more
 
 
 @dataclass(frozen=True)
 class Float16(Base):
-    """parameter [>= smallest elements] -> float16 parameter, cast to float32 where it is read.
+    """matrix or embedding [>= smallest elements] -> float16, cast to float32 where it is read.
 
     Values beyond float16's range (65504) stay in float32, tensor by tensor.
     """
@@ -32,7 +33,8 @@ class Float16(Base):
             for node in list(graph.find_nodes(op="get_attr")):
                 name = str(node.target)
                 tensor = program.params[name]
-                if tensor.dtype != torch.float32 or tensor.numel() < self.smallest:
+                weighs = any(user.target in _WEIGHTED for user in node.users)
+                if tensor.dtype != torch.float32 or tensor.numel() < self.smallest or not weighs:
                     continue
                 half = f"{name}.f16"
                 if half not in program.params:

@@ -57,6 +57,14 @@ def test_a_method_that_does_more_harm_is_caught(name, build, monkeypatch):
         accel.optimize(build("llama").model, small(name), max_context=64)
 
 
+def test_weights_that_are_float16_already_lose_nothing(build):
+    model = models.ARCHITECTURES["llama"]().half().float()
+    with accel.optimize(model, small("float16"), max_context=64) as compiled:
+        steps = {s["name"]: s for s in compiled.report["steps"]}
+        assert steps["Float16"]["changed"]
+        assert steps["Float16"]["error"] == steps["Layers"]["error"]
+
+
 def test_values_beyond_float16_stay_as_they_are():
     import torch
 
