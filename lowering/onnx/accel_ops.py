@@ -1,4 +1,4 @@
-"""The dialect in ONNX: attention as grouped products over the slots, so that rows never depend on T."""
+"""The dialect in ONNX; docs/architecture.md says why attention is grouped products over the slots."""
 
 from __future__ import annotations
 
