@@ -86,6 +86,8 @@ def run_concatenated(program: Program, tokens: Tensor) -> list[tuple[Tensor, sli
         for n, v in ((h.target, h.meta["val"]) for h in _past_inputs(program))
     }
     for start, end in ((0, length // 2), (length // 2, length)):
+        if start == end:
+            continue
         inputs = {
             "input_ids": tokens[:, start:end],
             "position_ids": torch.arange(start, end).repeat(batch, 1),

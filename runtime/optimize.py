@@ -135,14 +135,14 @@ def optimize(
     with job.part("capture", 0.1):
         program = capture(model, max_context=max_context)
     program.facts.max_batch = max_batch
-    check = NumericCheck(program)
+    check = NumericCheck(program) if verify else None
     with job.part("passes", 0.4):
-        _rewrite(job, program, check if verify else None, dump)
+        _rewrite(job, program, check, dump)
     if target == "eager":
         return _eager(job, program, text)
     if path is not None:
         del model  # its weights live on only where the program still reads them
-    return _artifact(job, program, check if verify else None, text, out)
+    return _artifact(job, program, check, text, out)
 
 
 def _folder(path: str | Path) -> Path:

@@ -135,7 +135,9 @@ def _errors(errors: dict[str, float]) -> str:
     axes.set_xscale("log")
     axes.hlines(range(len(values)), FLOOR, values, color=FAINT, linewidth=2, zorder=1)
     for row, (error, value) in enumerate(zip(errors.values(), values, strict=True)):
-        axes.scatter(value, row, s=38, zorder=2, edgecolors=BAR, color=BAR if error else "#ffffff")
+        axes.scatter(
+            value, row, s=38, zorder=2, edgecolors=BAR, facecolors=BAR if error else "#ffffff"
+        )
         axes.text(value * 1.5, row, _error(error), va="center", fontsize=9, color=INK)
     axes.set_xlim(FLOOR * 0.7, max(1e-5, *values) * 30)
     axes.minorticks_off()

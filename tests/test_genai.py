@@ -2,9 +2,12 @@
 
 import json
 
+import models
 import numpy as np
 import onnxruntime as ort
 import pytest
+
+import accel
 
 NAMES = ["llama", "gemma2", "gpt2"]
 
@@ -45,6 +48,11 @@ def test_prefill_and_decode_equal_the_step_entry(driver):
     first, past = call(session, config, tokens[:, :11], np.ones((1, 11), np.int64), np.arange(11)[None], None)
     second, _ = call(session, config, tokens[:, 11:], np.ones((1, 12), np.int64), np.array([[11]]), past)
     assert np.abs(np.concatenate([first, second], 1) - want).max() < 1e-4
+
+
+def test_a_context_of_one_token_builds():
+    with accel.optimize(models.tiny(), max_context=1) as compiled:
+        assert compiled.logits([[5]]).shape == (1, 1, 31)
 
 
 def test_left_padding_is_not_seen(driver):

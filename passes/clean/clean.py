@@ -47,7 +47,7 @@ class Clean(Pass):
         report = Report()
         for graph in program.graphs():
             report.changed += _drop(graph) + _unify(graph) + _remove_dead(graph)
-        _forget_unused(program)
+        forget_unused(program)
         return report
 
 
@@ -148,7 +148,8 @@ def _remove_dead(graph: fx.Graph) -> int:
     return changed
 
 
-def _forget_unused(program: Program) -> None:
+def forget_unused(program: Program) -> None:
+    """Drop the parameters that no graph reads."""
     used = {str(n.target) for g in program.graphs() for n in g.nodes if n.op == "get_attr"}
     for name in set(program.params) - used:
         del program.params[name]

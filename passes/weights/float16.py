@@ -8,10 +8,14 @@ import torch
 
 from accel.ir.program import Editor, Program
 from accel.passes import Report
+from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
 
 aten = torch.ops.aten
-_WEIGHTED = (aten.linear.default, aten.embedding.default)  # not rotation tables, which lose much more
+_WEIGHTED = (
+    aten.linear.default,
+    aten.embedding.default,
+)  # not rotation tables, which lose much more
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,5 @@ class Float16(Base):
                 )
                 graph.erase_node(node)
                 report.changed += 1
-        used = {str(n.target) for g in program.graphs() for n in g.find_nodes(op="get_attr")}
-        for name in set(program.params) - used:
-            del program.params[name]
+        forget_unused(program)
         return report
