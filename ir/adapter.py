@@ -27,11 +27,28 @@ class Adapter(nn.Module):
         names = list(inspect.signature(model.forward).parameters)
         self.hugging_face = is_hugging_face(model)
         self.position_name = next((n for n in _POSITION_NAMES if n in names), None)
+        self.offset = 0
+
+    def settle(self, tokens: Tensor, positions: Tensor) -> None:
+        """Pass positions as the module itself counts them: some start at padding_idx + 1, and some
+        mean another thing by the argument. A module that cannot do without keeps them as they are.
+        """
+        if self.position_name is None or not self.hugging_face:
+            return
+        name, self.position_name = self.position_name, None
+        own = self(tokens, positions)
+        paddings = [getattr(m, "padding_idx", None) for m in self.modules()]
+        for offset in dict.fromkeys([0, *(p + 1 for p in paddings if isinstance(p, int))]):
+            self.position_name, self.offset = name, offset
+            with contextlib.suppress(IndexError):
+                if torch.allclose(self(tokens, positions), own, rtol=1e-4, atol=1e-5):
+                    return
+        self.position_name, self.offset = None, 0
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         extra: dict[str, Any] = {}
         if self.position_name:
-            extra[self.position_name] = positions
+            extra[self.position_name] = positions + self.offset if self.offset else positions
         if self.hugging_face:
             extra["use_cache"] = False
             return logits_of(self.model(input_ids=tokens, **extra))

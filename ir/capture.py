@@ -55,6 +55,7 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
         tokens, positions = example(batch, length, vocabulary(model))
         with torch.no_grad():
             try:
+                adapter.settle(tokens, positions)
                 logits = adapter(tokens, positions)
             except CaptureError as error:
                 raise CaptureError(f"{type(model).__name__}.{error}") from None

@@ -7,42 +7,15 @@ The weights are scaled so that logits spread over several units and greedy decod
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel.runtime.small import randomise
+
 LAYERS = 3
-
-
-def randomise(model: nn.Module, name: str, embedding: float = 0.4) -> nn.Module:
-    """Weights of a scale that keeps every layer's influence visible; the same for the same name."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-
-    def noise(weight: Tensor, scale: float) -> Tensor:
-        return torch.randn(weight.shape, generator=generator) * scale
-
-    seen: set[int] = set()
-    with torch.no_grad():
-        for module in model.modules():
-            for key, weight in module.named_parameters(recurse=False):
-                if weight.data_ptr() in seen:  # a tied weight, drawn once
-                    continue
-                seen.add(weight.data_ptr())
-                if key == "bias":
-                    weight.copy_(noise(weight, 0.2))
-                elif weight.dim() < 2:  # of a norm: around its own start, 1 or 0
-                    weight.add_(noise(weight, 0.2))
-                elif isinstance(module, nn.Embedding):
-                    weight.copy_(noise(weight, embedding))
-                else:
-                    inputs = (
-                        weight.shape[0] if type(module).__name__ == "Conv1D" else weight.shape[1]
-                    )
-                    weight.copy_(noise(weight, 1.8 / inputs**0.5))
-    return model.eval()
 
 
 def llama() -> nn.Module:
