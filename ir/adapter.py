@@ -36,9 +36,12 @@ class Adapter(nn.Module):
         if self.position_name is None or not self.hugging_face:
             return
         name, self.position_name = self.position_name, None
+        found = [getattr(m, "padding_idx", None) for m in self.modules()]
+        paddings = {p for p in found if isinstance(p, int)}
+        for padding in paddings:  # which some do not count
+            tokens = tokens.masked_fill(tokens == padding, padding + 1)
         own = self(tokens, positions)
-        paddings = [getattr(m, "padding_idx", None) for m in self.modules()]
-        for offset in dict.fromkeys([0, *(p + 1 for p in paddings if isinstance(p, int))]):
+        for offset in (0, *(p + 1 for p in paddings if p >= 0)):
             self.position_name, self.offset = name, offset
             with contextlib.suppress(IndexError):
                 if torch.allclose(self(tokens, positions), own, rtol=1e-4, atol=1e-5):
