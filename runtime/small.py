@@ -152,7 +152,7 @@ def shrink(config: Any, layers: int = 2, **own: Any) -> Any:
 
 def _fields(default: dict[str, Any], layers: int) -> dict[str, Any]:
     count = _layers(default, layers)
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in default.items():
         if name in _LAYERS:
             fields[name] = count
