@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel, Output, load
     from accel.runtime.optimize import optimize
     from accel.runtime.session import Session
+    from accel.runtime.smoke import Smoke, smoke
     from accel.runtime.version import VERSION as __version__
 
 _WHERE = {
@@ -36,6 +37,8 @@ _WHERE = {
     "Output": "accel.runtime.compiled",
     "Session": "accel.runtime.session",
     "Recipe": "accel.ir.recipe",
+    "Smoke": "accel.runtime.smoke",
+    "smoke": "accel.runtime.smoke",
     **dict.fromkeys(
         ("AccelError", "ArtifactError", "CaptureError", "InputError", "LoweringError", "PassError", "RecipeError"),
         "accel.ir.errors",
@@ -44,7 +47,8 @@ _WHERE = {
 
 __all__ = [
     "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "InputError", "LoweringError",
-    "Output", "PassError", "Recipe", "RecipeError", "Session", "__version__", "load", "optimize",
+    "Output", "PassError", "Recipe", "RecipeError", "Session", "Smoke",
+    "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands import bench, build, demo, inspect, recipes, run
+from accel.commands import bench, build, demo, inspect, recipes, run, smoke
 from accel.ir.errors import AccelError
 
 _EXAMPLES = """\b
@@ -22,6 +22,7 @@ Examples:
   accel-compile build ./my-model --out ./artifact
   accel-compile run ./artifact --prompt "def quicksort("
   accel-compile recipes float16
+  accel-compile smoke llama
 
 Every command has --help. Errors are one line and exit 1 (wrong usage: 2); set ACCEL_TRACEBACK=1
 for the traceback.
@@ -58,7 +59,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (build, run, recipes, inspect, bench, demo):
+for module in (build, run, recipes, inspect, smoke, bench, demo):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 

@@ -26,6 +26,10 @@ class LoweringError(AccelError):
     """An operator has no form on the target."""
 
 
+class Miscompiled(PassError, LoweringError):
+    """A check found other numbers than the model's: a bug of accel, stopped before it did harm."""
+
+
 class ArtifactError(AccelError):
     """A saved artifact is missing, damaged, newer than this version, or unsafe."""
 

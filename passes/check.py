@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.capture import example
-from accel.ir.errors import PassError
+from accel.ir.errors import Miscompiled
 from accel.ir.program import Program
 from accel.passes import Pass
 
@@ -47,7 +47,7 @@ class NumericCheck:
                 error = float((got - part).abs().max()) / scale
                 worst = max(worst, error if error == error else float("inf"))
         if worst > step.error:
-            raise PassError(
+            raise Miscompiled(
                 f"{type(step).__name__} changed what the program computes: the logits differ by {worst:.2e} "
                 f"of the largest, more than {step.error:.0e}. Report it; verify=False builds without the check"
             )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import CaptureError
+from accel.runtime.config import read_config, refuse, refuse_quantised
 
 
 def load_model(path: Path, trust_remote_code: bool = False) -> Any:
@@ -16,12 +16,9 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Any:
         CaptureError: not a model directory, no such architecture, damaged weights, or a model that
             brings its own code without `trust_remote_code`.
     """
-    config = _config(path)
-    if config.get("auto_map") and not trust_remote_code:
-        raise CaptureError(
-            f"{path} brings its own Python code (auto_map in config.json), which accel does not run; "
-            "read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
-        )
+    config = read_config(path)
+    refuse(path, config, trust_remote_code)
+    refuse_quantised(path, config)
     if not any(path.glob("*.safetensors")):
         raise CaptureError(
             f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
@@ -45,28 +42,6 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Any:
     finally:
         if quiet:
             logging.enable_progress_bar()
-
-
-def _config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise CaptureError(
-            f"{path} does not exist; give a model directory (with config.json and *.safetensors)"
-        )
-    file = path / "config.json"
-    if not file.is_file():
-        hint = (
-            "it is an accel artifact: open it with accel.load or accel-compile run"
-            if (path / "accel.json").is_file()
-            else ("a Hugging Face model directory holds one")
-        )
-        raise CaptureError(f"{path} holds no config.json; {hint}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CaptureError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CaptureError(f"{file} is not a configuration: it holds a {type(config).__name__}")
-    return config
 
 
 def tokenizer_json(tokenizer: Any, model_path: Path | None) -> str | None:

@@ -9,7 +9,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from accel.ir.errors import LoweringError
+from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.program import Program
 
 
@@ -49,7 +49,7 @@ def onnx_error(
         off = float((torch.from_numpy(got) - want).abs().max()) / scale
         worst = max(worst, off if off == off else float("inf"))
     if worst > bound:
-        raise LoweringError(
+        raise Miscompiled(
             f"{file.name}, run by onnxruntime {ort.__version__}, differs from the model by {worst:.2e} of "
             f"the largest logit, more than {bound:.0e}: report it with the model's configuration"
         )

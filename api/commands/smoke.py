@@ -1,0 +1,81 @@
+"""smoke: a small clone of a model through every recipe on every target."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from accel.commands import options
+from accel.commands.console import error_text, pairs, print_json, progress, table
+
+if TYPE_CHECKING:
+    from accel.runtime.smoke import Smoke
+
+EXAMPLES = """\b
+Examples:
+  accel-compile smoke llama                          # a transformers model type
+  accel-compile smoke ./my-model                     # its config.json; weights are not read
+  accel-compile smoke ./config.json --recipe base --target onnx --json
+  accel-compile smoke mypackage.model:make           # a callable that returns an nn.Module
+"""
+
+
+def smoke(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model directory, a config.json, a transformers model type, or package.module:callable.",
+        ),
+    ],
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Only this recipe; may be repeated. Default: every recipe."
+        ),
+    ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this target, onnx or eager; may be repeated."),
+    ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+) -> None:
+    """Try a new architecture in seconds, without its weights.
+
+    A clone of two layers (more where the pattern of layers is longer) with random weights goes
+    through every recipe on every target, and is compared with the module in PyTorch: a prefill,
+    single tokens over the cache, several tokens after a rewind, a ragged batch. Exits 1 where
+    anything is wrong or crashes; a refusal is an answer.
+    """
+    import accel
+
+    with progress("smoke") as show:
+        found = accel.smoke(
+            model, recipe, target, trust_remote_code=trust_remote_code, progress=show
+        )
+    if as_json:
+        print_json(found.to_json())
+    else:
+        _show(found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _show(found: Smoke) -> None:
+    rows = [
+        [
+            *(cell.recipe, cell.target),
+            cell.status.upper() if cell.status in ("wrong", "crashed") else cell.status,
+            *(error_text(cell.error), cell.where, f"{cell.seconds:.1f}"),
+        ]
+        for cell in found.cells
+    ]
+    table(["recipe", "target", "result", ">largest error", "where", ">seconds"], rows)
+    pairs([
+        *((f"{c.recipe} for {c.target}: {c.status}", c.reason) for c in found.cells if c.reason),
+        ("clone", f"{found.model}, {found.layers or 'its own'} layers, {found.parameters:,} parameters"),
+        *(("note", note) for note in found.notes),
+        ("seconds", f"{found.seconds:.1f}"),
+    ])  # fmt: skip

@@ -1,0 +1,148 @@
+"""What a model directory's config.json says, and what cannot work by it: asked before any weight is read."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import CaptureError
+
+_HEADLESS = re.compile(r"For(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)\w+$")
+# How a checkpoint of quantised weights becomes one that accel takes.
+_WIDEN = {
+    "fp8": "load it with transformers' FineGrainedFP8Config(dequantize=True)",
+    "mxfp4": "load it with transformers' Mxfp4Config(dequantize=True)",
+    "bitsandbytes": "load it with transformers and call model.dequantize()",
+}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The configuration in a model directory, or in the file itself.
+
+    Raises:
+        CaptureError: there is none, or it is not one.
+    """
+    if not path.exists():
+        raise CaptureError(
+            f"{path} does not exist; give a model directory (with config.json and *.safetensors)"
+        )
+    file = path if path.is_file() else path / "config.json"
+    if not file.is_file():
+        hint = (
+            "it is an accel artifact: open it with accel.load or accel-compile run"
+            if (path / "accel.json").is_file()
+            else ("a Hugging Face model directory holds one")
+        )
+        raise CaptureError(f"{path} holds no config.json; {hint}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CaptureError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CaptureError(f"{file} is not a configuration: it holds a {type(config).__name__}")
+    return config
+
+
+def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
+    """Refuse a configuration of what is no causal language model, or needs code that is not trusted.
+
+    Raises:
+        CaptureError: with the field of config.json, the reason, and the nearest thing that would work.
+    """
+    if config.get("auto_map"):
+        if not trust_remote_code:
+            raise CaptureError(
+                f"{path} brings its own Python code (auto_map in config.json), which accel does not run; "
+                "read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
+            )
+        return  # what it is only its code knows
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise CaptureError(
+            f"{path}: config.json has no model_type, so transformers cannot tell what it is; add it, "
+            'as in "model_type": "llama"'
+        )
+    check_type(kind, f"{path}: model_type of config.json", config)
+    for name in config.get("architectures") or []:
+        if _HEADLESS.search(str(name)):
+            raise CaptureError(
+                f"{path}: architectures of config.json says {name}, whose head gives no logits over a "
+                f"vocabulary; the nearest that works is {causal_types()[kind]}: save the weights of that"
+            )
+
+
+def refuse_quantised(path: Path, config: dict[str, Any]) -> None:
+    """Refuse weights that are stored quantised. Raises CaptureError."""
+    told = config.get("quantization_config")
+    if not told:
+        return
+    method = str(told.get("quant_method", "")) if isinstance(told, dict) else ""
+    act = _WIDEN.get(method, f"widen it with the tools of {method or 'its method'}")
+    base = config.get("_name_or_path")
+    raise CaptureError(
+        f"{path}: quantization_config of config.json says that the weights are stored in "
+        f"{method or 'a quantised form'}, which accel does not read; give the checkpoint that it was made "
+        f"from{f' ({base})' if base else ''}, or {act}, save it with save_pretrained and compile that; accel's own "
+        "recipes make weights small (accel-compile recipes)"
+    )
+
+
+def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> None:
+    """Refuse a model type that transformers does not know, or not as a causal language model.
+
+    Raises:
+        CaptureError: with the near name.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    causal = causal_types()
+    if kind in causal:
+        return
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise CaptureError(
+            f"{where}: transformers knows no '{kind}'; {_near(kind, causal)}a type that is newer than this "
+            "transformers needs an upgrade (pip install -U transformers), one with Python code of its own "
+            "needs auto_map in its config.json and --trust-remote-code"
+        )
+    inner = (config or {}).get("text_config")
+    text = inner.get("model_type") if isinstance(inner, dict) else None
+    nearest = (
+        f"its text part is a '{text}': save that part alone and give it"
+        if text in causal
+        else f"{_near(kind, causal)}any of its {len(causal)} causal types will do"
+    )
+    raise CaptureError(
+        f"{where}: '{kind}' is {_what(kind)}, not a causal language model; {nearest}"
+    )
+
+
+def causal_types() -> dict[str, str]:
+    """Every model type that transformers has a causal language model of -> the class of that."""
+    from transformers.models.auto import modeling_auto
+
+    return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _near(kind: str, known: dict[str, str]) -> str:
+    near = difflib.get_close_matches(kind, known, n=1)
+    return f"did you mean '{near[0]}'? If not, " if near else ""
+
+
+def _what(kind: str) -> str:
+    """What a model type is to transformers, by the first of its uses."""
+    from transformers.models.auto import modeling_auto
+
+    uses = {
+        "SEQ_TO_SEQ_CAUSAL_LM": "an encoder-decoder", "SPEECH_SEQ_2_SEQ": "a speech encoder-decoder",
+        "IMAGE_TEXT_TO_TEXT": "a model of images and text", "MULTIMODAL_LM": "a model of several inputs",
+        "MASKED_LM": "an encoder that sees both ways", "IMAGE_CLASSIFICATION": "a vision model",
+        "OBJECT_DETECTION": "a vision model", "AUDIO_CLASSIFICATION": "an audio model",
+        "SEQUENCE_CLASSIFICATION": "a classifier",
+    }  # fmt: skip
+    for use, words in uses.items():
+        if kind in getattr(modeling_auto, f"MODEL_FOR_{use}_MAPPING_NAMES", ()):
+            return words
+    return "another kind of model"
