@@ -25,6 +25,7 @@ from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.clean.linear import Linears
+from accel.passes.clean.real import Reals
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.gate import Activations, Gates
 from accel.passes.recognise.layers import Layers
@@ -34,6 +35,7 @@ from accel.passes.recognise.rope import Rope
 from accel.passes.state.cache import Cache
 from accel.passes.state.concat import Concat
 from accel.passes.state.head import Head
+from accel.passes.state.latent import Latent
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.assemble import Plan, assemble
 from accel.runtime.checkpoint import load_model, tokenizer_json
@@ -53,8 +55,8 @@ Progress = Callable[[str, float], None]
 def pipeline() -> list[Pass]:
     """The passes that every model goes through, in order; a recipe's own come after."""
     return [
-        Clean(), Fold(), Linears(), Positions(), Norms(), Attention(), Rope(), Activations(), Gates(),
-        Cache(), Head(), Layers(),
+        Clean(), Reals(), Fold(), Linears(), Positions(), Norms(), Attention(), Rope(), Latent(),
+        Activations(), Gates(), Cache(), Head(), Layers(),
     ]  # fmt: skip
 
 

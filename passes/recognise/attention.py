@@ -94,7 +94,7 @@ class Attention(Pass):
         graph = program.step.graph
         editor = Editor(program, graph)
         positions = program.step.input("positions")
-        k, v = _ungroup(program, site.k), _ungroup(program, site.v)
+        k, v = ungroup(program, site.k), ungroup(program, site.v)
         if sizes(k)[1] != sizes(v)[1]:
             k, v = site.k, site.v
         bias = None
@@ -204,7 +204,7 @@ def _matrices(
     return visible, added
 
 
-def _ungroup(program: Program, node: fx.Node) -> fx.Node:
+def ungroup(program: Program, node: fx.Node) -> fx.Node:
     """The [B,G,S,D] value that was repeated to [B,H,S,D], or the value itself."""
     heads, width = int(sizes(node)[1]), int(sizes(node)[3])
     here = node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,7 +28,8 @@ CHANNEL_OPS = {
     for name in (
         "mul add sub neg div slice cat stack view reshape _unsafe_view unsqueeze squeeze select "
         "flatten unflatten transpose permute expand clone split split_with_sizes chunk unbind tanh pow "
-        "view_as_complex view_as_real _to_copy to repeat_interleave"
+        "view_as_complex view_as_real _to_copy to repeat_interleave reshape_as view_as expand_as type_as "
+        "index_select index contiguous rsub"
     ).split()
 }
 
@@ -100,7 +102,7 @@ def source(
         if not heap and latest is not node and accept(latest):
             return latest
         if latest.op != "call_function" or (
-            packet(latest) not in CHANNEL_OPS and not _picks(latest)
+            packet(latest) not in CHANNEL_OPS and not is_pick(latest)
         ):
             return None
         for parent in latest.all_input_nodes:
@@ -110,9 +112,8 @@ def source(
     return None
 
 
-def _picks(node: fx.Node) -> bool:
-    import operator
-
+def is_pick(node: fx.Node) -> bool:
+    """Whether a node takes one of several results."""
     return node.target is operator.getitem
 
 

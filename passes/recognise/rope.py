@@ -13,7 +13,7 @@ from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.region import Kinds, close, numbering, sizes, source, try_out
+from accel.passes.recognise.region import Kinds, close, numbering, packet, sizes, source, try_out
 
 aten = torch.ops.aten
 _BLOCK = 4096  # positions tried at a time
@@ -32,6 +32,7 @@ class Rope(Pass):
 
     The sub-graph is tried on unit vectors. Any way of writing it (halves, interleaved, partial,
     scaled, fused) gives the same rotation matrix per position, out of which the tables are read.
+    Where only some channels turn, or a norm follows, it is found among the parts.
     """
 
     after = (Clean, Attention)
@@ -39,80 +40,137 @@ class Rope(Pass):
     def run(self, program: Program) -> Report:
         report = Report()
         graph = program.step.graph
-        kinds, order, tables = Kinds(graph), numbering(graph), _Tables()
+        finder = _Finder(program, Kinds(graph), numbering(graph), _Tables())
         for node in graph.find_nodes(op="call_function", target=attention.default):
             for index, name in enumerate("qk"):
                 operand = node.args[index]
                 assert isinstance(operand, fx.Node)
-                why = self._turn(program, kinds, order, tables, node, operand)
-                if why:
+                with graph.inserting_before(node):
+                    new = finder.rebuild(operand, swapped=False)
+                if new is None:
+                    why = "no rotation by position between it and a projection"
                     report.refused.append(f"{node.name}.{name}: {why}")
-                else:
-                    report.changed += 1
+                    continue
+                node.update_arg(index, new)
+                report.changed += 1
         Clean().run(program)
         return report
 
-    def _turn(
-        self,
-        program: Program,
-        kinds: Kinds,
-        order: dict[fx.Node, int],
-        tables: _Tables,
-        user: fx.Node,
-        operand: fx.Node,
-    ) -> str:
-        """Replace one operand's rotation; the reason where there is none."""
+
+@dataclass
+class _Finder:
+    """Looks for rotations in one graph."""
+
+    program: Program
+    kinds: Kinds
+    order: dict[fx.Node, int]
+    tables: _Tables
+
+    def __post_init__(self) -> None:
+        self.editor = Editor(self.program, self.program.step.graph)
+        self.made: dict[tuple[fx.Node, bool], fx.Node | None] = {}
+
+    def rebuild(self, value: fx.Node, swapped: bool) -> fx.Node | None:
+        """The value [B,H,T,D] with its rotation as an operator; none where nothing turns.
+
+        `swapped`: the value has axes [B,T,H,D], and its transpose is wanted.
+        """
+        key = (value, swapped)
+        if key not in self.made:
+            self.made[key] = self._rebuild(value, swapped)
+        return self.made[key]
+
+    def _rebuild(self, value: fx.Node, swapped: bool) -> fx.Node | None:
+        call, op = self.editor.call, packet(value)
+        if op is aten.transpose and {a % 4 for a in value.args[1:3]} == {1, 2}:  # type: ignore[operator]
+            return self.rebuild(_first(value), not swapped)
+        if op is torch.ops.accel.rms_norm:
+            inner = self.rebuild(_first(value), swapped)
+            return inner and call(value.target, inner, *value.args[1:], like=value)  # type: ignore[arg-type]
+        if op is aten.expand and len(sizes(_first(value))) == 4:
+            inner = self.rebuild(_first(value), swapped)
+            shape = list(value.args[1])  # type: ignore[arg-type]
+            if swapped:
+                shape[1], shape[2] = shape[2], shape[1]
+            return inner and call(aten.expand.default, inner, shape, like=value)
+        found = self._turn(value, swapped)
+        if found is None and op is aten.cat and value.args[1:] in ((-1,), (3,)):
+            parts: list[fx.Node] = value.args[0]  # type: ignore[assignment]
+            new = [self.rebuild(p, swapped) for p in parts]
+            if any(new):
+                both = [n or self._transposed(p, swapped) for n, p in zip(new, parts, strict=True)]
+                return call(aten.cat.default, both, -1, like=value)
+        return found
+
+    def _transposed(self, value: fx.Node, swapped: bool) -> fx.Node:
+        return self.editor.call(aten.transpose.int, value, 1, 2, like=value) if swapped else value
+
+    def _turn(self, value: fx.Node, swapped: bool) -> fx.Node | None:
+        """rope(x) where the value is that, of the nearest x with the same channels."""
+        want = sizes(value)
+        if len(want) != 4 or not (want[3].isdigit() and want[1 + swapped].isdigit()):
+            return None
+        if swapped:
+            want[1], want[2] = want[2], want[1]
         matched: list[tuple[int, bool]] = []
 
         def accept(x: fx.Node) -> bool:
-            swapped = _layout(x, operand)
-            if swapped is None:
+            flipped = _layout(x, want)
+            if flipped is None:
                 return False
-            number = _match(program, x, operand, swapped, tables)
+            number = _match(self.program, x, value, (flipped, swapped), want, self.tables)
             if number is not None:
-                matched.append((number, swapped))
+                matched.append((number, flipped))
             return number is not None
 
-        x = source(operand, kinds, order, accept)
+        x = source(value, self.kinds, self.order, accept)
         if x is None:
-            return "no rotation by position between it and a projection"
-        number, swapped = matched[-1]
-        cos, sin, interleaved = tables.found[number]
-        graph = program.step.graph
-        editor = Editor(program, graph)
-        with graph.inserting_before(user):
-            base = editor.call(aten.transpose.int, x, 1, 2, like=operand) if swapped else x
-            new = editor.call(
-                rope.default, base, program.step.input("positions"),
-                editor.param(f"rope.{number}.cos", cos), editor.param(f"rope.{number}.sin", sin),
-                interleaved, like=operand,
-            )  # fmt: skip
-        user.replace_input_with(operand, new)
-        return ""
+            return None
+        number, flipped = matched[-1]
+        cos, sin, interleaved = self.tables.found[number]
+        editor = self.editor
+        return editor.call(
+            rope.default, self._transposed(x, flipped), self.program.step.input("positions"),
+            editor.param(f"rope.{number}.cos", cos), editor.param(f"rope.{number}.sin", sin),
+            interleaved, like=value,
+        )  # fmt: skip
 
 
-def _layout(x: fx.Node, operand: fx.Node) -> bool | None:
-    """False where x has the operand's axes, True where tokens and heads are swapped, None where neither."""
+def _first(node: fx.Node) -> fx.Node:
+    value = node.args[0]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _layout(x: fx.Node, want: list[str]) -> bool | None:
+    """False where x has the axes [B,H,T,D] that are wanted, True where it is [B,T,H,D], None for neither."""
     value = x.meta.get("val")
     if not isinstance(value, Tensor) or value.dim() != 4:
         return None
-    want = sizes(operand)
     if sizes(x) == want:
         return False
     return True if sizes(x) == [want[0], want[2], want[1], want[3]] else None
 
 
 def _match(
-    program: Program, x: fx.Node, operand: fx.Node, swapped: bool, tables: _Tables
+    program: Program,
+    x: fx.Node,
+    value: fx.Node,
+    swapped: tuple[bool, bool],
+    want: list[str],
+    tables: _Tables,
 ) -> int | None:
-    """The number of the table that turns x into the operand; a new table where none does."""
-    heads, width = (int(sizes(operand)[i]) for i in (1, 3))
+    """The number of the table that turns x into the value; a new table where none does.
+
+    `swapped` says of x and of the value whether its axes are [B,T,H,D].
+    """
+    heads, width = int(want[1]), int(want[3])
     longest = program.facts.max_context
 
-    def run(value: Tensor, positions: Tensor) -> Tensor:  # [B,H,T,D] -> [B,H,T,D]
-        return try_out(
-            program, operand, {x: value.transpose(1, 2) if swapped else value}, positions
-        )
+    def run(sample: Tensor, positions: Tensor) -> Tensor:  # [B,H,T,D] -> [B,H,T,D]
+        given = {x: sample.transpose(1, 2) if swapped[0] else sample}
+        out = try_out(program, value, given, positions)
+        return out.transpose(1, 2) if swapped[1] else out
 
     generator = torch.Generator().manual_seed(1)
     positions = torch.randint(0, longest, (2, 5), generator=generator)

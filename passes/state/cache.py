@@ -25,8 +25,8 @@ _SLOTS = 59  # example number of slots while shapes are worked out
 class Cache(Pass):
     """attention(q, k, v, positions, positions) -> attention over `kv.<layer>.k/v` and `kv.pos`.
 
-    Each layer gets a dense buffer [B,G,C,D]; all layers write the same slots, so one `kv.pos [B,C]`
-    says which position each slot holds.
+    Each layer gets a dense buffer [B,G,C,D] (one, where its keys and values are the same); all layers
+    write the same slots, so one `kv.pos [B,C]` says which position each slot holds.
     """
 
     after = (Attention, Rope)
@@ -58,8 +58,12 @@ class Cache(Pass):
             all_pos = editor.call(kv_append.default, pos, step.input("positions"), slots)
         outputs["kv.pos.next"] = all_pos
         for layer, node in enumerate(sites):
+            once = node.args[1] is node.args[2]  # a latent, which keys and values share
             for index, part in ((1, "k"), (2, "v")):
                 new = node.args[index]
+                if once and part == "v":
+                    node.update_arg(index, node.args[1])
+                    continue
                 assert isinstance(new, fx.Node)
                 groups, width = int(sizes(new)[1]), int(sizes(new)[3])
                 name = f"kv.{layer}.{part}"

@@ -15,6 +15,7 @@ aten = torch.ops.aten
 _WEIGHTED = (
     aten.linear.default,
     aten.embedding.default,
+    aten.matmul.default,
 )  # not rotation tables, which lose much more
 
 
