@@ -17,9 +17,11 @@ from accel.passes.clean.clean import Clean, replace
 aten = torch.ops.aten
 # Operators that move whole elements; the numbers are the axes among their arguments.
 _AXES: dict[Any, tuple[int, ...]] = {
-    aten.unsqueeze: (1,), aten.squeeze: (1,), aten.transpose: (1, 2), aten.slice: (1,), aten.select: (1,),
-    aten.index_select: (1,), aten.cat: (1,), aten.flatten: (1, 2), aten.alias: (), aten.clone: (),
-    aten.detach: (), aten.contiguous: (), aten.lift_fresh_copy: (), aten.index: (), aten.neg: (),
+    aten.unsqueeze.default: (1,), aten.squeeze.dim: (1,), aten.transpose.int: (1, 2),
+    aten.slice.Tensor: (1,), aten.select.int: (1,), aten.index_select.default: (1,), aten.cat.default: (1,),
+    aten.stack.default: (1,), aten.alias.default: (), aten.clone.default: (), aten.detach.default: (),
+    aten.contiguous.default: (), aten.lift_fresh_copy.default: (), aten.index.Tensor: (),
+    aten.neg.default: (),
 }  # fmt: skip
 
 
@@ -62,10 +64,9 @@ def _rewrite(
     if node.op == "get_attr":
         table = program.params[str(node.target)].resolve_conj()
         return editor.param(f"{node.target}.real", torch.view_as_real(table).contiguous())
-    op = getattr(node.target, "overloadpacket", node.target)
-    if op in _AXES:
-        return _move(editor, pairs, node, _AXES[op])
-    rule = _RULES.get(op)
+    if node.target in _AXES:
+        return _move(editor, pairs, node, _AXES[node.target])
+    rule = _RULES.get(getattr(node.target, "overloadpacket", node.target))
     if rule is None:
         raise PassError(
             f"{node.name} ({node.target}) computes with complex numbers, which have no real form here; "
@@ -80,12 +81,10 @@ def _move(
     """The same movement of elements, axes counted from the front."""
     first: Any = node.args[0]
     rank = (first[0] if isinstance(first, (list, tuple)) else first).meta["val"].dim()
-    args = list(fx.node.map_arg(node.args, lambda n: pairs.get(n, n)))
-    if len(args) == 1 and axes:
-        args.append(0)
+    args: list[Any] = list(fx.node.map_arg(node.args, lambda n: pairs.get(n, n)))
     for i in axes:
         if i < len(args) and args[i] < 0:
-            args[i] += rank + (node.target is aten.unsqueeze.default)
+            args[i] += rank + (node.target in (aten.unsqueeze.default, aten.stack.default))
     assert callable(node.target)
     return editor.call(node.target, *args, like=node)
 
@@ -114,10 +113,10 @@ def _product(editor: Editor, pairs: dict[fx.Node, fx.Node], node: fx.Node) -> fx
         real = _sub(editor, _mul(editor, a, c), _mul(editor, b, d))
         imaginary = editor.call(aten.add.Tensor, _mul(editor, a, d), _mul(editor, b, c))
         return _stack(editor, real, imaginary)
-    if not (isinstance(x, fx.Node) and x in pairs):
-        x, y = y, x
     if isinstance(y, complex):
         return _by_number(editor, x, y, pairs)
+    if not (isinstance(x, fx.Node) and x in pairs):
+        x, y = y, x
     if isinstance(y, fx.Node) and _dim(y):
         y = editor.call(aten.unsqueeze.default, y, _dim(y))
     return editor.call(aten.mul.Tensor, pairs[_node(x)], y)
@@ -129,9 +128,7 @@ def _by_number(editor: Editor, x: Any, y: complex, pairs: dict[fx.Node, fx.Node]
         return _stack(editor, _mul(editor, x, y.real), _mul(editor, x, y.imag))
     a, b = _parts(editor, pairs[x])
     real = _sub(editor, _mul(editor, a, y.real), _mul(editor, b, y.imag))
-    imaginary = editor.call(
-        aten.add.Tensor, _mul(editor, a, y.imag), _mul(editor, b, y.real)
-    )
+    imaginary = editor.call(aten.add.Tensor, _mul(editor, a, y.imag), _mul(editor, b, y.real))
     return _stack(editor, real, imaginary)
 
 
@@ -147,7 +144,9 @@ def _quotient(editor: Editor, pairs: dict[fx.Node, fx.Node], node: fx.Node) -> f
 def _sum(editor: Editor, pairs: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     x, y = node.args[:2]
     if x not in pairs or y not in pairs or node.kwargs:
-        raise PassError(f"{node.name} adds a real number to a complex one; write it with cos and sin")
+        raise PassError(
+            f"{node.name} adds a real number to a complex one; write it with cos and sin"
+        )
     assert callable(node.target)
     return editor.call(node.target, pairs[_node(x)], pairs[_node(y)])
 

@@ -37,7 +37,9 @@ class Concat(Pass):
             return Report(refused=["onnxruntime-genai needs equal KV shapes in every layer"])
         roles = [s.role for s in program.state if s.layer is not None]
         if roles.count("k") != roles.count("v"):
-            return Report(refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"])
+            return Report(
+                refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"]
+            )
         if any(s.role not in ("k", "v", "pos") for s in program.state):
             return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
         names = {

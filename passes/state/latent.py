@@ -41,7 +41,9 @@ class _Site:
     key: Tensor  # [H,P,L]: q' = q · key
     value: Tensor  # [H,L,Dv]: result = result' · value + shift
     shift: Tensor  # [H,1,Dv]
-    parts: list[tuple[fx.Node | None, int]]  # of the keys: (shared value [B,1,T,P] or the latent, P)
+    parts: list[
+        tuple[fx.Node | None, int]
+    ]  # of the keys: (shared value [B,1,T,P] or the latent, P)
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ class Latent(Pass):
         report = Report()
         graph = program.step.graph
         kinds, order = Kinds(graph), numbering(graph)
-        for layer, node in enumerate(graph.find_nodes(op="call_function", target=attention.default)):
+        for layer, node in enumerate(
+            graph.find_nodes(op="call_function", target=attention.default)
+        ):
             site = _read(program, kinds, order, node)
             if isinstance(site, _Site):
                 _rewrite(program, node, site, layer)
@@ -71,9 +75,7 @@ class Latent(Pass):
         return report
 
 
-def _read(
-    program: Program, kinds: Kinds, order: dict[fx.Node, int], node: fx.Node
-) -> _Site | str:
+def _read(program: Program, kinds: Kinds, order: dict[fx.Node, int], node: fx.Node) -> _Site | str:
     """What an attention's keys and values are made of; empty where that is no latent."""
     q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
     heads = sizes(q)[1]
@@ -154,7 +156,9 @@ def _rewrite(program: Program, node: fx.Node, site: _Site, layer: int) -> None:
     q: Any = node.args[0]
     latent, width = site.latent, int(sizes(site.latent)[-1])
     with graph.inserting_before(node):
-        queries, keys, start = [], [], 0
+        queries: list[fx.Node] = []
+        keys: list[fx.Node] = []
+        start = 0
         for base, size in site.parts:
             part = _channels(editor, q, start, size, site.parts)
             start += size

@@ -1,0 +1,177 @@
+"""Multi-head latent attention: the cache holds the latent, and the numbers stay the module's."""
+
+import coverage
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import accel
+from accel import PassError
+from accel.ir.capture import capture
+from accel.ir.ops.attention import attention
+from accel.passes import run
+from accel.passes.check import NumericCheck
+from accel.passes.state import latent
+from accel.runtime.optimize import pipeline
+from accel.runtime.small import randomise
+
+RANK, TURNED, PLAIN, VALUE = 11, 6, 8, 7
+
+
+def youtu(layers=1):
+    """A transformers model; its rotation is on halves of interleaved channels."""
+    from transformers import YoutuConfig, YoutuForCausalLM
+
+    config = YoutuConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=14, kv_lora_rank=RANK, qk_rope_head_dim=TURNED,
+        qk_nope_head_dim=PLAIN, v_head_dim=VALUE, max_position_embeddings=128, bos_token_id=1,
+        eos_token_id=2, pad_token_id=None,
+    )  # fmt: skip
+    return randomise(YoutuForCausalLM(config), "youtu")
+
+
+class Block(nn.Module):
+    """Written by hand: rotary channels first, biases on both up-projections, a scaled latent."""
+
+    def __init__(self, heads=5, width=30, between=None):
+        super().__init__()
+        self.heads, self.between = heads, between or (lambda c: c * 1.7)
+        self.q = nn.Linear(width, heads * (TURNED + PLAIN))
+        self.down = nn.Linear(width, RANK + TURNED)
+        self.key = nn.Linear(RANK, heads * PLAIN)
+        self.value = nn.Linear(RANK, heads * VALUE)
+        self.out = nn.Linear(heads * VALUE, width)
+
+    def forward(self, x, turn):
+        def split(y, width):
+            return y.view(*y.shape[:2], -1, width).transpose(1, 2)
+
+        q = split(self.q(x), TURNED + PLAIN)
+        latent, shared = self.down(x).split([RANK, TURNED], -1)
+        latent = self.between(F.rms_norm(latent, (RANK,)))
+        shared = turn(split(shared, TURNED)).expand(-1, self.heads, -1, -1)
+        q = torch.cat([turn(q[..., :TURNED]), q[..., TURNED:]], -1)
+        k = torch.cat([shared, split(self.key(latent), PLAIN)], -1)
+        out = F.scaled_dot_product_attention(q, k, split(self.value(latent), VALUE), is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Written(nn.Module):
+    """A decoder of such blocks; angles by complex numbers."""
+
+    def __init__(self, vocab=53, width=30, layers=2, **block):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList([Block(width=width, **block) for _ in range(layers)])
+        self.head = nn.Linear(width, vocab)
+        self.register_buffer("speed", 100.0 ** -torch.linspace(0, 1, TURNED // 2))
+
+    def forward(self, input_ids, use_cache=False):
+        angle = torch.arange(input_ids.shape[1])[:, None] * self.speed
+        spin = torch.polar(torch.ones_like(angle), angle)
+
+        def turn(x):
+            pairs = torch.complex(x[..., 0::2], x[..., 1::2])
+            return torch.view_as_real(pairs * spin).flatten(-2)
+
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x, turn)
+        return (self.head(x),)
+
+
+def written(**options):
+    return randomise(Written(**options), "written")
+
+
+def rewritten(model, check=True):
+    program = capture(model, max_context=64)
+    steps = run(program, pipeline(), NumericCheck(program) if check else None)
+    return program, next(s for s in steps if s.name == "Latent")
+
+
+@pytest.fixture(scope="module", params=[youtu, written])
+def built(request):
+    model = request.param()
+    with accel.optimize(model, max_context=64, max_batch=3) as compiled:
+        yield model, compiled
+
+
+def test_it_computes_what_the_module_computes(built):
+    """Prefill, single tokens, several after a rewind, and a ragged batch."""
+    errors = coverage.check(*built)
+    assert 0 < max(errors.values()) < 1e-5, errors
+
+
+def test_a_token_costs_its_latent_and_what_heads_share(built):
+    _, compiled = built
+    layers = compiled.facts.layers
+    state = compiled.report["state"]
+    assert [s["name"] for s in state] == ["kv.pos", *(f"kv.{i}.k" for i in range(len(layers)))]
+    assert all(s["shape"] == ["B", 1, "C", RANK + TURNED] for s in state[1:])
+    assert compiled.report["kv_bytes_per_token"] == 8 + 4 * len(layers) * (RANK + TURNED)
+    assert {(x["num_kv_heads"], x["head_dim"]) for x in layers} == {(1, RANK + TURNED)}
+
+
+def test_no_weight_grew(built):
+    model, compiled = built
+    assert compiled.program is not None
+    own = {n for n, _ in model.named_parameters()}
+    made = {n: t for n, t in compiled.program.params.items() if n not in own}
+    up = [t for n, t in made.items() if n.endswith((".key", ".value"))]
+    heads = compiled.facts.layers[0]["num_heads"]
+    assert sum(t.numel() for t in up) == len(compiled.facts.layers) * heads * RANK * (PLAIN + VALUE)
+    assert not any("kv_b_proj" in n or ".key." in n for n in compiled.program.params if n in own)
+
+
+def test_the_step_is_measured_and_small(built):
+    step = next(s for s in built[1].report["steps"] if s["name"] == "Latent")
+    assert step["changed"] >= 1 and 0 < step["error"] < 2e-6
+
+
+def test_onnxruntime_genai_is_refused_such_a_cache(built):
+    _, compiled = built
+    step = next(s for s in compiled.report["steps"] if s["name"] == "Concat")
+    assert step["changed"] == 0 and "latent" in step["refused"][0]
+    assert list(compiled.report["entries"]) == ["step"]
+
+
+def test_one_layer_as_text(golden):
+    program, _ = rewritten(youtu(), check=False)
+    golden.check("latent", program.text())
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_wrong_product_is_caught(monkeypatch, part):
+    """Negative control: heads of a weight exchanged, or a bias that is left out."""
+    right = latent._matrix
+
+    def wrong(*args):
+        weight, bias = right(*args)
+        return (weight.flip(0), bias) if part == 0 else (weight, torch.zeros_like(bias))
+
+    monkeypatch.setattr(latent, "_matrix", wrong)
+    with pytest.raises(PassError, match="^Latent changed what the program computes"):
+        rewritten(written(layers=1))
+
+
+def test_what_is_not_linear_in_the_latent_is_left_alone():
+    """A squashed latent still is one (the squashing comes before it); squashed keys are none."""
+    program, step = rewritten(written(layers=1, between=torch.tanh))
+    assert step.changed == 1
+    model = written(layers=1)
+    model.blocks[0].key = nn.Sequential(model.blocks[0].key, nn.Tanh())
+    program, step = rewritten(model)
+    assert step.changed == 0 and "no linear function of" in step.refused[0]
+    assert [s.name for s in program.state] == ["kv.pos", "kv.0.k", "kv.0.v"]
+
+
+def test_plain_heads_are_not_mistaken_for_a_latent(captured):
+    """Keys and values of plain attention are linear in the hidden values, which are no smaller."""
+    program = captured("plain_sdpa")
+    steps = run(program, pipeline())
+    assert next(s for s in steps if s.name == "Latent").changed == 0
+    (node, *_) = program.nodes(attention.default)
+    assert node.args[1] is not node.args[2]
