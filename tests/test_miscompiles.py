@@ -17,6 +17,7 @@ from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.clean.linear import Linears
+from accel.passes.clean.real import Reals
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.gate import Activations, Gates
 from accel.passes.recognise.layers import Layers
@@ -26,6 +27,7 @@ from accel.passes.recognise.rope import Rope
 from accel.passes.state.cache import Cache
 from accel.passes.state.concat import Concat
 from accel.passes.state.head import Head
+from accel.passes.state.latent import Latent
 from accel.passes.weights.float16 import Float16
 from accel.runtime.optimize import pipeline
 
@@ -116,6 +118,14 @@ def exchange_past_and_new(program):
     node.update_arg(0, list(reversed(node.args[0])))
 
 
+def change_parts(program):
+    first(program, aten.cos.default).target = aten.sin.default
+
+
+def exchange_heads(program):
+    program.params["latent.0.value"] = program.params["latent.0.value"].flip(0)
+
+
 def erf_for_tanh(program):
     node = first(program, aten.gelu.default)
     node.kwargs = {}
@@ -123,6 +133,7 @@ def erf_for_tanh(program):
 
 MISCOMPILES = {
     "a residual is dropped": ("llama", Clean, drop_residual),
+    "real parts are imaginary": ("plain_latent", Reals, change_parts),
     "a folded value is off by 1 %": ("llama", Fold, scale_folded),
     "a stored matrix is negated": ("gpt2", Linears, change_parameter(aten.linear.default, 1, torch.neg)),
     "positions are off by one": ("gpt2", Positions, change_parameter(lookup.default, 0, lambda t: t.roll(1, 0))),
@@ -131,6 +142,7 @@ MISCOMPILES = {
     "a mask hides the first token": ("llama", Attention, hide_the_first_token),
     "a rotation turns the other way": ("llama", Rope, change_parameter(rope.default, 3, torch.neg)),
     "pairs for halves": ("llama", Rope, change_argument(rope.default, 4, lambda i: not i)),
+    "heads of a latent's product are exchanged": ("plain_latent", Latent, exchange_heads),
     "erf for tanh": ("gpt2", Activations, erf_for_tanh),
     "gelu for silu": ("llama", Gates, change_argument(gate.default, 2, lambda a: "gelu")),
     "k and v are swapped": ("llama", Cache, swap_state),

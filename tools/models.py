@@ -227,6 +227,70 @@ class PlainSoftmax(nn.Module):
         return logits
 
 
+class LatentBlock(nn.Module):
+    """Multi-head latent attention: rotary channels first, biases on both products, a scaled latent."""
+
+    RANK, TURNED, PLAIN, VALUE = 11, 6, 8, 7
+
+    def __init__(self, width: int, heads: int = 5):
+        super().__init__()
+        self.heads = heads
+        self.between: Callable[[Tensor], Tensor] = lambda latent: latent * 0.7
+        self.q = nn.Linear(width, heads * (self.TURNED + self.PLAIN))
+        self.down = nn.Linear(width, self.RANK + self.TURNED)
+        self.key: nn.Module = nn.Linear(self.RANK, heads * self.PLAIN)
+        self.value = nn.Linear(self.RANK, heads * self.VALUE)
+        self.out = nn.Linear(heads * self.VALUE, width)
+
+    def forward(self, x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+        def split(y: Tensor, width: int) -> Tensor:
+            return y.view(*y.shape[:2], -1, width).transpose(1, 2)
+
+        h = F.rms_norm(x, x.shape[-1:])
+        q = split(self.q(h), self.TURNED + self.PLAIN)
+        latent, shared = self.down(h).split([self.RANK, self.TURNED], -1)
+        latent = self.between(F.rms_norm(latent, (self.RANK,)))
+        shared = turn(split(shared, self.TURNED)).expand(-1, self.heads, -1, -1)
+        q = torch.cat([turn(q[..., : self.TURNED]), q[..., self.TURNED :]], -1)
+        k = torch.cat([shared, split(self.key(latent), self.PLAIN)], -1)
+        v = split(self.value(latent), self.VALUE)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.out(out.transpose(1, 2).flatten(2))
+        return x + mixed
+
+
+class PlainLatent(nn.Module):
+    """A decoder of such blocks; its rotation is by complex numbers."""
+
+    speed: Tensor
+
+    def __init__(self, vocab: int = 53, width: int = 30, layers: int = LAYERS):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(LatentBlock(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab)
+        self.register_buffer("speed", 100.0 ** -torch.linspace(0, 1, LatentBlock.TURNED // 2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        angle = torch.arange(tokens.shape[1])[:, None] * self.speed
+        spin = torch.polar(torch.ones_like(angle), angle)
+
+        def turn(x: Tensor) -> Tensor:
+            turned = torch.view_as_real(torch.complex(x[..., 0::2], x[..., 1::2]) * spin)
+            return turned.flatten(-2)
+
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, turn)
+        logits: Tensor = self.head(F.rms_norm(x, x.shape[-1:]))
+        return logits
+
+
+def plain_latent() -> nn.Module:
+    """No Hugging Face: multi-head latent attention."""
+    return randomise(PlainLatent(layers=LAYERS), "plain_latent")
+
+
 def plain_sdpa() -> nn.Module:
     """No Hugging Face: F.scaled_dot_product_attention and learned positions."""
     return randomise(PlainSdpa(), "plain_sdpa")
@@ -254,4 +318,5 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "phi3": phi3,
     "plain_sdpa": plain_sdpa,
     "plain_softmax": plain_softmax,
+    "plain_latent": plain_latent,
 }
