@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from accel.ir.adapter import Adapter, facts_of, inference_mode, logits_of, vocabulary, widened
 from accel.ir.errors import CaptureError
+from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.program import Entry, Facts, Program
 
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
@@ -50,7 +52,7 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
         )
     notes: list[str] = []
     model = widened(model, notes)
-    with inference_mode(model) as adapter:
+    with inference_mode(model) as adapter, flex_uncompiled(), _uncached():
         batch, length = _example_sizes(model)
         tokens, positions = example(batch, length, vocabulary(model))
         with torch.no_grad():
@@ -93,24 +95,30 @@ def _example_sizes(model: nn.Module) -> tuple[int, int]:
 def _export(
     model: nn.Module, adapter: nn.Module, tokens: Tensor, positions: Tensor, facts: Facts
 ) -> ExportedProgram:
-    """Export with B and T symbolic; a buffer made for some longest sequence lowers `max_context`."""
+    """Export with B and T symbolic; a table made for some longest sequence lowers `max_context`."""
     longest: int | None = None
     while True:
-        # at T = longest a slice of such a buffer is the whole of it, which torch.export guards against
+        # at T = longest a slice of such a table is the whole of it, which torch.export guards against
         shape = {0: Dim("B", min=1), 1: Dim("T", min=1, max=longest and longest - 1)}
         try:
-            with _silence():
+            with _silence(), flex_written_out():
                 return torch.export.export(
                     adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
                 )
         except Exception as error:
             found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
-            if found is None or longest is not None or int(found[1]) not in _buffer_sizes(model):
+            if found is None or longest is not None or int(found[1]) not in _table_sizes(model):
                 raise CaptureError(_explain(model, error)) from error
             longest = int(found[1])
         if longest < facts.max_context:
             facts.max_context = longest
-            facts.notes.append(f"max_context is {longest}: a buffer of the model ends there")
+            facts.notes.append(f"max_context is {longest}: a table of the model ends there")
+
+
+def _uncached() -> Any:
+    """torch caches the shapes of what it traces; where sizes are symbols that costs more than it saves."""
+    config: Any = dynamo
+    return config.patch(fake_tensor_cache_enabled=False)
 
 
 @contextlib.contextmanager
@@ -124,10 +132,10 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def _buffer_sizes(model: nn.Module) -> set[int]:
-    """Sizes of tensors that are no weights: masks and tables made for some longest sequence."""
+def _table_sizes(model: nn.Module) -> set[int]:
+    """Sizes of all tensors: masks and position tables, learned ones too, end at some longest sequence."""
     plain = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
-    return {size for buffer in (*model.buffers(), *plain) for size in buffer.shape}
+    return {size for t in (*model.parameters(), *model.buffers(), *plain) for size in t.shape}
 
 
 def _explain(model: nn.Module, error: Exception) -> str:

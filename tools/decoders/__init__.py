@@ -1,0 +1,1 @@
+"""Random small decoders as plain `nn.Module`s: what accel must compile though nobody registered it."""
