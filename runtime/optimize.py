@@ -27,6 +27,7 @@ from accel.passes.clean.fold import Fold
 from accel.passes.clean.linear import Linears
 from accel.passes.clean.real import Reals
 from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
 from accel.passes.recognise.layers import Layers
 from accel.passes.recognise.norm import Norms
@@ -55,7 +56,7 @@ Progress = Callable[[str, float], None]
 def pipeline() -> list[Pass]:
     """The passes that every model goes through, in order; a recipe's own come after."""
     return [
-        Clean(), Reals(), Fold(), Linears(), Positions(), Norms(), Attention(), Rope(), Latent(),
+        Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(), Latent(),
         Activations(), Gates(), Cache(), Head(), Layers(),
     ]  # fmt: skip
 

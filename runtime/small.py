@@ -189,6 +189,23 @@ def _layers(default: dict[str, Any], wanted: int) -> int:
     return min(count, LONGEST_PATTERN)
 
 
+def small_model(model_type: str, tied: bool = False) -> nn.Module:
+    """A small random-weight causal language model of a type; its text part where it has others.
+
+    Attention that caps its scores is written out: the fused form leaves the cap out.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = small_config(model_type, tie_word_embeddings=tied)
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    form = {"attn_implementation": "eager"} if capped else {}
+    try:
+        model = AutoModelForCausalLM.from_config(config, **form)
+    except AttributeError:  # a configuration of several parts, of which the class takes the text's
+        model = AutoModelForCausalLM.from_config(config.get_text_config(), **form)
+    return randomise(model, model_type)
+
+
 def randomise(model: nn.Module, name: str, embedding: float = 0.4) -> nn.Module:
     """Weights of a scale that keeps every layer's influence visible; the same for the same name."""
     import torch

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 import accel
 from accel.ir.capture import capture
 from accel.ir.program import Entry, Program
+from accel.runtime.small import small_model
 
 torch.set_num_threads(1)
 
@@ -67,12 +69,16 @@ def clone(program: Program) -> Program:
 
 @pytest.fixture(scope="session")
 def captured():
-    """captured(architecture or "tiny") -> a fresh copy of its captured program, of two layers."""
+    """captured(name) -> a fresh copy of its captured program, of two layers.
+
+    The name is of tools/models.py, "tiny", or any model type of transformers.
+    """
     made = {}
 
     def get(name: str) -> Program:
         if name not in made:
-            make = models.tiny if name == "tiny" else models.ARCHITECTURES[name]
+            known = {**models.ARCHITECTURES, "tiny": models.tiny}
+            make = known.get(name, partial(small_model, name))
             layers, models.LAYERS = models.LAYERS, 2
             try:
                 made[name] = capture(make(), max_context=128)

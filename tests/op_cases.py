@@ -13,7 +13,7 @@ from torch import Tensor
 
 import accel.ir.ops as dialect
 from accel.ir.op import Op
-from accel.ir.ops import attention, kv, norm, rope, rows
+from accel.ir.ops import attention, experts, kv, norm, rope, rows
 
 LONGEST = 24
 TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
@@ -140,6 +140,17 @@ def take(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     return [randn(rng, b, t, 6), torch.from_numpy(rng.integers(0, t, (b, max(1, t - 1))))]
 
 
+def routed(transposed: bool) -> Callable[..., list[Any]]:
+    """Four experts: fewer rows than experts at the smallest size, several rows each at the largest."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        weight = constant(4, 6, 5) if transposed else constant(4, 5, 6)
+        ids = torch.from_numpy(rng.integers(0, 4, t))
+        return [randn(rng, t, 6), ids, weight, transposed]
+
+    return make
+
+
 def cases() -> list[Case]:
     return [
         *attention_cases(),
@@ -162,6 +173,7 @@ def cases() -> list[Case]:
             for s in ((), (7,), (2, 3))
         ),
         Case("take_rows", rows.take_rows, take),
+        *(Case(f"expert_linear-{t}", experts.expert_linear, routed(t), (2,)) for t in (False, True)),
     ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import torch
 
 from accel import PassError
 from accel.ir.ops.attention import attention
+from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.norm import gate, rms_norm
 from accel.ir.ops.rope import rope
@@ -19,6 +20,7 @@ from accel.passes.clean.fold import Fold
 from accel.passes.clean.linear import Linears
 from accel.passes.clean.real import Reals
 from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
 from accel.passes.recognise.layers import Layers
 from accel.passes.recognise.norm import Norms
@@ -136,6 +138,7 @@ MISCOMPILES = {
     "real parts are imaginary": ("plain_latent", Reals, change_parts),
     "a folded value is off by 1 %": ("llama", Fold, scale_folded),
     "a stored matrix is negated": ("gpt2", Linears, change_parameter(aten.linear.default, 1, torch.neg)),
+    "an expert is negated": ("mixtral", Experts, change_parameter(expert_linear.default, 2, torch.neg)),
     "positions are off by one": ("gpt2", Positions, change_parameter(lookup.default, 0, lambda t: t.roll(1, 0))),
     "eps is too large": ("llama", Norms, change_argument(rms_norm.default, 2, lambda e: 1e-3)),
     "a scale is off by 1 %": ("llama", Attention, change_argument(attention.default, 6, lambda s: s * 1.01)),

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import accel
 from accel.ir.errors import AccelError
-from accel.runtime.small import CONTEXT, randomise, small_config
+from accel.runtime.small import CONTEXT, small_model
 
 ROOT = Path(__file__).parents[1]
 RESULTS, TABLE = ROOT / "build/coverage.json", ROOT / "docs/coverage.md"
@@ -58,18 +58,6 @@ def causal_types() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def make(model_type: str, tied: bool) -> nn.Module:
-    """A small model of a type, its text part where the type has others."""
-    from transformers import AutoModelForCausalLM
-
-    config = small_config(model_type, tie_word_embeddings=tied)
-    try:
-        model = AutoModelForCausalLM.from_config(config)
-    except AttributeError:  # a configuration of several parts, of which the class takes the text's
-        model = AutoModelForCausalLM.from_config(config.get_text_config())
-    return randomise(model, model_type)
 
 
 def reference(model: nn.Module, tokens: list[int]) -> Tensor:
@@ -124,7 +112,7 @@ def measure(model_type: str, target: str = "onnx") -> Result:
     start = time.perf_counter()
     result = Result(model_type, "no model", tied=bool(zlib.crc32(model_type.encode()) & 1))
     try:
-        model = make(model_type, result.tied)
+        model = small_model(model_type, result.tied)
         reference(model, [5, 6, 7, 8])
     except Exception as error:
         result.why = f"transformers: {type(error).__name__}: {_line(error)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,9 @@ class Builder:
         operands = [self.use(i) if i else "" for i in inputs]
         while operands and not operands[-1]:  # ONNX Runtime 1.31 crashes on an empty last bias
             operands.pop()
-        key = (op, domain, tuple(operands), outputs, repr(sorted(attributes.items())))
+        # str, since the repr of a graph names only its size
+        given = tuple((k, str(v)) for k, v in sorted(attributes.items()))
+        key = (op, domain, tuple(operands), outputs, given)
         if key not in self._reused:
             names = [self.name(op if outputs == 1 else f"{op}.{i}") for i in range(outputs)]
             made = helper.make_node(op, operands, names, name=names[0], domain=domain, **attributes)
@@ -142,11 +144,7 @@ class Builder:
         for made in reversed(self.nodes):
             if needed.intersection(made.output):
                 kept.append(made)
-                needed.update(made.input)
-                for attribute in made.attribute:
-                    graph = attribute.g
-                    needed.update(i for inner in graph.node for i in inner.input)
-                    needed.update(o.name for o in graph.output)
+                needed.update(_reads(made))
         self.nodes = kept[::-1]
         self.initializers = [i for i in self.initializers if i.name in needed]
 
@@ -294,6 +292,15 @@ class Builder:
         if isinstance(weight, Param) and weight not in self.shared_params:
             return self.weight(weight, weight.tensor, transpose=True), False
         return self.use(weight), True
+
+
+def _reads(node: onnx.NodeProto) -> Iterator[str]:
+    """The values that a node reads, those inside its own graphs included."""
+    yield from node.input
+    for attribute in node.attribute:
+        yield from (o.name for o in attribute.g.output)
+        for inner in attribute.g.node:
+            yield from _reads(inner)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -1,0 +1,67 @@
+"""Experts: weights gathered per row and multiplied become one operator, which need not gather them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from accel.ir.ops.experts import expert_linear
+from accel.ir.program import Editor, Program
+from accel.passes import Pass, Report
+from accel.passes.clean.clean import Clean, replace
+from accel.passes.clean.fold import Fold
+from accel.passes.recognise.region import Kinds, packet, sizes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Experts(Pass):
+    """bmm(weight[ids], x[:, :, None]), or bmm(x[:, None], weight[ids])  ->  expert_linear(x, ids, weight).
+
+    A gather of the chosen weights costs a copy of them per row, which a prefill cannot afford.
+    """
+
+    after = (Clean, Fold)
+
+    def run(self, program: Program) -> Report:
+        report = Report()
+        graph = program.step.graph
+        kinds = Kinds(graph)
+        editor = Editor(program, graph)
+        for node in graph.find_nodes(op="call_function", target=aten.bmm.default):
+            a, b = node.args
+            assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+            right = _chosen(b, kinds)
+            chosen, x = (right, a) if right else (_chosen(a, kinds), b)
+            axis = 1 if right else 2
+            if chosen is None or sizes(x)[axis] != "1":
+                continue
+            with graph.inserting_before(node):
+                rows = editor.call(aten.squeeze.dim, x, axis, like=node)
+                out = editor.call(
+                    expert_linear.default, rows, chosen[1], chosen[0], right is not None, like=node
+                )
+                replace(node, editor.call(aten.unsqueeze.default, out, axis, like=node))
+            report.changed += 1
+        if report.changed:
+            Clean().run(program)
+        return report
+
+
+def _chosen(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node] | None:
+    """(weight [X,..,..], ids [N]) of weight[ids]."""
+    if packet(node) is aten.index:
+        weight, indices = node.args[:2]
+        ids = indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
+    elif packet(node) is aten.index_select and node.args[1] == 0:
+        weight, ids = node.args[0], node.args[2]
+    else:
+        return None
+    if not isinstance(weight, fx.Node) or not isinstance(ids, fx.Node):
+        return None
+    if kinds[weight] != "const" or len(sizes(weight)) != 3 or len(sizes(ids)) != 1:
+        return None
+    return weight, ids
