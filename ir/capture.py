@@ -20,6 +20,7 @@ from torch.export import Dim, ExportedProgram
 from accel.ir.adapter import Adapter, facts_of, inference_mode, logits_of, vocabulary, widened
 from accel.ir.errors import CaptureError
 from accel.ir.flex import flex_uncompiled, flex_written_out
+from accel.ir.forms import forms
 from accel.ir.program import Entry, Facts, Program
 
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
@@ -67,7 +68,8 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
                     f"{type(error).__name__}: {error}"
                 ) from error
             facts = facts or facts_of(model, max_context)
-            exported = _export(model, adapter, tokens, positions, facts)
+            with forms(model):
+                exported = _export(model, adapter, tokens, positions, facts)
         facts.vocab_size = int(logits.shape[-1])
         facts.notes += notes
         program = _to_program(exported, facts, _original_names(adapter), PREFIX)

@@ -79,7 +79,11 @@ class Entry:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What one layer carries."""
+    """What one layer carries.
+
+    attention: the class of its mask, or "recurrent" where nothing attends (the head counts are then
+    0). state_bytes: recurrent state of one row, which does not grow with the tokens.
+    """
 
     attention: str
     window: int
@@ -87,6 +91,7 @@ class LayerFacts:
     num_kv_heads: int
     head_dim: int
     nodes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass

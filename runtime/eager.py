@@ -78,6 +78,24 @@ class EagerStepper:
         return other
 
     @property
+    def recurrent(self) -> bool:
+        """Whether any state value is one."""
+        return any(value.role == "recurrent" for value in self._program.state)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The recurrent state values, which a step replaces and never writes."""
+        return {v.name: self._state[v.name] for v in self._program.state if v.role == "recurrent"}
+
+    def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
+        """See session.Stepper."""
+        for value in self._program.state:
+            if value.role == "recurrent":
+                now = self._state[value.name].clone()
+                mask = torch.from_numpy(rows)
+                now[mask] = value.fill if snapshot is None else snapshot[value.name][mask]
+                self._state[value.name] = now
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all state tensors."""
         return sum(t.numel() * t.element_size() for t in self._state.values())

@@ -315,6 +315,7 @@ def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any
         "kv_bytes_per_token": sum(
             _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
             for s in program.state
+            if "C" in s.shape
         ),
         "notes": program.facts.notes,
         "peak_memory": peak_memory(),

@@ -1,7 +1,9 @@
 """ONNX Runtime on the CPU: one InferenceSession per model, one set of bound buffers per session.
 
 State is bound once, each buffer as input `name` and as output `name.next`, so that appends happen
-in place and a decode step costs Python the same whatever the number of layers.
+in place and a decode step costs Python the same whatever the number of layers. A graph may read
+recurrent state after it wrote the next one, so that has two buffers, which change places after
+each call.
 """
 
 from __future__ import annotations
@@ -93,8 +95,8 @@ class OrtEngine:
 
 
 class OrtStepper:
-    """State buffers of one session and the two bindings over them: decode (T = N = 1) and every
-    other shape.
+    """State buffers of one session and the bindings over them: decode (T = N = 1) and every other
+    shape; where there is recurrent state, each for both directions.
     """
 
     def __init__(self, session: Any, state: tuple[StateValue, ...], batch: int, vocab_size: int):
@@ -103,10 +105,11 @@ class OrtStepper:
         self._batch = batch
         self._vocab = vocab_size
         self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._kv_bytes = 0
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
-        self._decode: Any = None
-        self._other: Any = None
+        self._decode: list[Any] = []  # that of the next call first
+        self._other: list[Any] = []
         self._small: dict[str, npt.NDArray[Any]] = {
             name: aligned((batch,) if name == "slots" else (batch, 1), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
@@ -132,16 +135,19 @@ class OrtStepper:
             small["positions"][:] = positions
             small["slots"][:] = slots
             small["rows"][:] = rows
-            self._session.run_with_iobinding(self._decode)
+            self._session.run_with_iobinding(self._decode[0])
+            self._swap()
             return self._logits.copy()
         logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         held = [_value(np.ascontiguousarray(array)) for array in given.values()]
+        binding = self._other[0]
         for name, value in zip(given, held, strict=True):
-            self._other.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_input(name, value)
         out = _value(logits)
-        self._other.bind_ortvalue_output("logits", out)
-        self._session.run_with_iobinding(self._other)
+        binding.bind_ortvalue_output("logits", out)
+        self._session.run_with_iobinding(binding)
+        self._swap()
         return logits
 
     def copy(self) -> OrtStepper:
@@ -155,33 +161,65 @@ class OrtStepper:
         return other
 
     @property
+    def recurrent(self) -> bool:
+        """Whether any state value is one."""
+        return any(value.role == "recurrent" for value in self._state)
+
+    def snapshot(self) -> dict[str, npt.NDArray[Any]]:
+        """See session.Stepper."""
+        return {name: self._buffers[name].copy() for name in self._spare}
+
+    def restore(self, snapshot: dict[str, npt.NDArray[Any]] | None, rows: Any) -> None:
+        """See session.Stepper."""
+        for value in self._state:
+            if value.name in self._spare:
+                now = self._buffers[value.name]
+                now[rows] = value.fill if snapshot is None else snapshot[value.name][rows]
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of all state buffers."""
         return self._kv_bytes
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
-        self._decode = self._other = None
+        self._decode, self._other = [], []
         self._values = []
-        self._buffers = {}
+        self._buffers, self._spare = {}, {}
         self._kv_bytes = 0
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
-        """Bind each buffer as input and as output, in both bindings; take them over only when all
+        """Bind each buffer as input and as output, in all bindings; take them over only when all
         went well.
         """
-        values = {name: _value(array) for name, array in buffers.items()}
-        bindings = [self._session.io_binding(), self._session.io_binding()]
-        for binding in bindings:
-            for name, value in values.items():
-                binding.bind_ortvalue_input(name, value)
-                binding.bind_ortvalue_output(f"{name}.next", value)
-        for name, value in self._small_values.items():
-            bindings[0].bind_ortvalue_input(name, value)
-        bindings[0].bind_ortvalue_output("logits", self._logits_value)
-        self._decode, self._other = bindings
-        self._values, self._buffers = list(values.values()), buffers
-        self._kv_bytes = sum(array.nbytes for array in buffers.values())
+        recurrent = {v.name for v in self._state if v.role == "recurrent"}
+        spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
+        here = {name: _value(array) for name, array in buffers.items()}
+        there = here | {name: _value(array) for name, array in spare.items()}
+        pairs = [(here, there), (there, here)] if spare else [(here, here)]
+        decode: list[Any] = []
+        other: list[Any] = []
+        for before, after in pairs:
+            for bindings in (decode, other):
+                binding = self._session.io_binding()
+                for name, value in before.items():
+                    binding.bind_ortvalue_input(name, value)
+                    binding.bind_ortvalue_output(f"{name}.next", after[name])
+                bindings.append(binding)
+            for name, value in self._small_values.items():
+                decode[-1].bind_ortvalue_input(name, value)
+            decode[-1].bind_ortvalue_output("logits", self._logits_value)
+        self._decode, self._other = decode, other
+        self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
+        self._kv_bytes = sum(a.nbytes for held in (buffers, spare) for a in held.values())
+
+    def _swap(self) -> None:
+        """After a call the spare buffers hold the recurrent state."""
+        if self._spare:
+            self._decode.reverse()
+            self._other.reverse()
+            for name, array in self._spare.items():
+                self._buffers[name], self._spare[name] = array, self._buffers[name]
 
 
 def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,21 @@ def state_bytes(state: Sequence[Mapping[str, Any]]) -> dict[int | None, int]:
             size = math.prod(sizes) * np.dtype(value["dtype"]).itemsize
             found[value["layer"]] = found.get(value["layer"], 0) + size
     return found
+
+
+def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -> str:
+    """What the state takes: bytes that each token adds, bytes that each row always has."""
+    import numpy as np
+
+    fixed = 0
+    for value in state:
+        if "C" not in value["shape"]:
+            sizes = (d for d in value["shape"] if not isinstance(d, str))
+            fixed += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+    text = f"{size(sum(state_bytes(state).values()))} per token"
+    recurrent = any(value["role"] == "recurrent" for value in state)
+    more = f", {size(fixed)} per row that do not grow" if fixed else ""
+    return text + more + (" (a rewind runs some tokens again)" if recurrent else "")
 
 
 def kinds(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.past import Past
 
 Logits = npt.NDArray[np.float32]
 
@@ -31,6 +32,16 @@ class Stepper(Protocol):
 
     def copy(self) -> Stepper:
         """An independent stepper with a copy of the state."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether part of the state only goes forward: rewinding it takes the two below."""
+
+    def snapshot(self) -> Any:
+        """A copy of the recurrent state, which later steps leave alone."""
+
+    def restore(self, snapshot: Any, rows: Any) -> None:
+        """Put `rows` (a bool mask [B]) back to a snapshot, or to the empty state (None)."""
 
     @property
     def kv_bytes(self) -> int:
@@ -66,6 +77,9 @@ class Facts(Protocol):
 class Session:
     """A cache of B rows. `run` appends tokens, `rewind` forgets them, `fork` copies the whole.
 
+    Rewinding is free where all state is a KV cache (`free_rewind`); recurrent state goes back to a
+    copy taken on the way, and the next `run` first runs the tokens between again.
+
     One thread at a time may use a session; different sessions of one model may run in different
     threads.
     """
@@ -77,6 +91,7 @@ class Session:
         self._stepper: Stepper | None = stepper
         self._capacity = 0
         self._lengths: Ints = np.zeros(batch, np.int64)
+        self._past = Past(batch) if stepper.recurrent else None
         self._calls = 0
         self._tokens = 0
         self._seconds = 0.0
@@ -111,11 +126,15 @@ class Session:
                 f"row {row} would hold {after[row]} tokens; max_context is {self.max_context}. "
                 "Give fewer tokens, rewind, or build with a larger max_context"
             )
+        if self._past is not None and (
+            again := self._past.catch_up(stepper, self._lengths)
+        ):
+            self._chunks(stepper, *again, last_only=True)
         if counts is None and ids.shape[1] <= CHUNK:
             logits = self._whole(stepper, ids, last_only)
         else:
             full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
-            logits = self._chunks(stepper, ids, full, last_only)
+            logits = self._chunks(stepper, ids, full, self._lengths, last_only)
         self._lengths = after
         return logits
 
@@ -137,6 +156,11 @@ class Session:
                 f"give 0..{self._lengths[row]}"
             )
         self._lengths = wanted
+
+    @property
+    def free_rewind(self) -> bool:
+        """Whether rewinding costs nothing; else the next call may run some tokens again."""
+        return self._past is None
 
     @property
     def length(self) -> int | list[int]:
@@ -172,6 +196,7 @@ class Session:
         )
         other._capacity = self._capacity
         other._lengths = self._lengths.copy()
+        other._past = self._past and self._past.copy()
         return other
 
     def close(self) -> None:
@@ -215,9 +240,11 @@ class Session:
         rows = np.broadcast_to(rows, (self.batch, rows.size))
         return self._step(stepper, ids, positions, self._lengths, rows, ids.size)
 
-    def _chunks(self, stepper: Stepper, ids: Ints, counts: Ints, last_only: bool) -> Logits:
-        """Graph calls of at most CHUNK columns; a row's padding gets position -1 and writes no KV
-        that is seen.
+    def _chunks(
+        self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool
+    ) -> Logits:
+        """Graph calls of at most CHUNK columns, from position `first` [B] on; a row's padding gets
+        position -1 and writes no KV that is seen.
         """
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
         out = np.zeros(shape, np.float32)
@@ -225,7 +252,7 @@ class Session:
             part = ids[:, start : min(start + CHUNK, int(counts.max()))]
             columns = np.arange(part.shape[1])
             left = counts - start
-            slots = self._lengths + np.minimum(counts, start)
+            slots = first + np.minimum(counts, start)
             real = columns < left[:, None]
             positions = np.where(real, slots[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
@@ -250,7 +277,11 @@ class Session:
             stepper.resize(capacity)
             self._capacity = capacity
         start = time.perf_counter()
+        if self._past is not None:
+            self._past.before(stepper, tokens.shape[1])
         logits = stepper.step(tokens, positions, slots, rows)
+        if self._past is not None:
+            self._past.after(tokens, positions)
         self._seconds += time.perf_counter() - start
         self._calls += 1
         self._tokens += real

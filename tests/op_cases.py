@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import accel.ir.ops as dialect
 from accel.ir.op import Op
-from accel.ir.ops import attention, experts, kv, norm, rope, rows
+from accel.ir.ops import attention, experts, kv, norm, recurrence, rope, rows
 
 LONGEST = 24
 TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
@@ -151,9 +152,57 @@ def routed(transposed: bool) -> Callable[..., list[Any]]:
     return make
 
 
+def conv(taps: int, biased: bool) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        bias = constant(6) if biased else None
+        state = randn(rng, b, taps - 1, 6)
+        return [randn(rng, b, t, 6), constant(6, taps), bias, state, query_positions(rng, b, t, c)]
+
+    return make
+
+
+def scan(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    x, step = randn(rng, b, t, 7), randn(rng, b, t, 7).abs()
+    inner = [randn(rng, b, t, 3) for _ in "bc"]
+    a = -constant(3, 7).abs()
+    return [x, step, a, *inner, randn(rng, b, 3, 7), query_positions(rng, b, t, c)]
+
+
+def remember(q: int, k: int, delta: bool) -> Callable[..., list[Any]]:
+    """Six heads of size 4 over 5; q and k have fewer."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        decay, beta = -randn(rng, b, t, 6).abs(), torch.sigmoid(randn(rng, b, t, 6))
+        queries, keys = randn(rng, b, t, q, 4), F.normalize(randn(rng, b, t, k, 4), dim=-1)
+        return [
+            queries, keys, randn(rng, b, t, 6, 5), decay, beta if delta else None,
+            randn(rng, b, 6, 4, 5), query_positions(rng, b, t, c),
+        ]  # fmt: skip
+
+    return make
+
+
+def recurrence_cases() -> list[Case]:
+    heads = [(6, 6), (2, 2), (1, 1), (6, 2)]
+    return [
+        Case("conv-4", recurrence.causal_conv, conv(4, True), (1, 2)),
+        Case("conv-2", recurrence.causal_conv, conv(2, False), (1,)),
+        Case("scan", recurrence.selective_scan, scan, (2,)),
+        *(
+            Case(
+                f"{'delta' if d else 'linear'}-{q}-{k}",
+                recurrence.linear_attention,
+                remember(q, k, d),
+            )
+            for (q, k), d in itertools.product(heads, (False, True))
+        ),
+    ]
+
+
 def cases() -> list[Case]:
     return [
         *attention_cases(),
+        *recurrence_cases(),
         *(
             Case(f"rope-{r}-{'pairs' if i else 'halves'}", rope.rope, turn(r, i), (2, 3))
             for r, i in itertools.product((10, 4), (False, True))

@@ -11,7 +11,7 @@ import typer
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
 from accel.commands.show import show_layers, show_steps
-from accel.runtime.report import state_bytes
+from accel.runtime.report import state_bytes, state_text
 
 if TYPE_CHECKING:
     from accel.runtime.artifact import Artifact
@@ -77,7 +77,7 @@ def _show(artifact: Artifact) -> None:
         ("ends at", ", ".join(map(str, facts.eos)) or "no token"),
         ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
         ("grade", manifest.grade),
-        ("state", f"{size(sum(per_token.values()))} per token, {len(state)} buffers"),
+        ("state", f"{state_text(state, size)}, {len(state)} buffers"),
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
         *(("note", note) for note in manifest.report.get("notes", [])),
     ])  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.commands.console import error_text, pairs, size, table
-from accel.runtime.report import kinds, state_bytes
+from accel.runtime.report import kinds, state_bytes, state_text
 
 
 def show_layers(
@@ -55,7 +55,7 @@ def show_report(report: dict[str, Any]) -> None:
         ("layers", model["num_layers"] or "none found: the model is one piece"),
         ("entries", entries),
         ("bytes", f"{size(total)}: {files}" if files else ""),
-        ("state", f"{size(report['kv_bytes_per_token'])} per token"),
+        ("state", state_text(report["state"], size)),
         ("seconds", f"{report['seconds']['total']:.1f}: {seconds}"),
         ("largest error", errors),
         ("peak memory", size(report["peak_memory"]) if report["peak_memory"] else ""),

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import Mask, attention
+from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
@@ -56,7 +58,6 @@ class Attention(Pass):
     """
 
     after = (Clean, Positions)
-    must_change = True
 
     def run(self, program: Program) -> Report:
         report = Report()
@@ -78,6 +79,9 @@ class Attention(Pass):
                 continue
             self._rewrite(program, site, found)
             report.changed += 1
+        if not report.changed and not program.nodes(*RECURRENT):
+            nearest = (report.refused or ["no candidate in the graph"])[0]
+            raise PassError(f"Attention changed nothing. Nearest miss: {nearest}")
         Clean().run(program)
         return report
 

@@ -1,4 +1,4 @@
-"""Layers: the stretches of the residual stream between attentions, each outlined into a sub-graph."""
+"""Layers: stretches of the residual stream, each with its attention or recurrences, outlined."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import attention
 from accel.ir.program import Program, Region, ancestors
 from accel.passes import Pass, Report
-from accel.passes.recognise.region import Kinds, numbering, sizes
+from accel.passes.recognise.cuts import cut_points, layer_groups
+from accel.passes.recognise.region import numbering, sizes
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 
@@ -25,7 +24,8 @@ class Layers(Pass):
     """Cut the graph where every path from tokens to logits passes one value, and outline the layers.
 
     The cut points are the dominators of the logits; a layer runs from the cut before one attention
-    to the cut before the next. The last layer ends at the last cut that joins two paths.
+    (or the recurrences of one block) to the cut before the next. The last layer ends at the last
+    cut that joins two paths.
     """
 
     after = (Cache, Head)
@@ -33,8 +33,8 @@ class Layers(Pass):
     def run(self, program: Program) -> Report:
         graph = program.step.graph
         cuts = cut_points(program)
-        sites = graph.find_nodes(op="call_function", target=attention.default)
-        bounds = _bounds(graph, cuts, sites)
+        groups = layer_groups(program)
+        bounds = _bounds(graph, cuts, [(g[0], g[-1]) for g in groups])
         if isinstance(bounds, str):
             return Report(refused=[bounds])
         start = bounds[0]
@@ -45,43 +45,26 @@ class Layers(Pass):
         return Report(changed=len(bounds) - 1)
 
 
-def cut_points(program: Program) -> list[fx.Node]:
-    """The values that every path from tokens to logits passes, in order."""
-    tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
-    below = ancestors([logits], set())
-    flow = nx.DiGraph()
-    reached = {tokens}
-    kinds = Kinds(program.step.graph)
-    for node in program.step.graph.nodes:
-        if node in below and isinstance(node.meta.get("val"), Tensor) and kinds[node] == "data":
-            for parent in node.all_input_nodes:
-                if parent in reached:
-                    flow.add_edge(parent, node)
-                    reached.add(node)
-    if logits not in flow:
-        return []
-    parent = nx.immediate_dominators(flow, tokens)
-    chain = [logits]
-    while chain[-1] is not tokens:
-        chain.append(parent[chain[-1]])
-    return chain[::-1]
+def _bounds(
+    graph: fx.Graph, cuts: list[fx.Node], layers: list[tuple[fx.Node, fx.Node]]
+) -> list[fx.Node] | str:
+    """The cut before each layer's first site, then the end of the last layer; or why there are none.
 
-
-def _bounds(graph: fx.Graph, cuts: list[fx.Node], sites: list[fx.Node]) -> list[fx.Node] | str:
-    """The cut before each attention, then the end of the last layer; or why there are no layers."""
+    `layers`: the first and the last site of each.
+    """
     order = numbering(graph)
     starts: list[fx.Node] = []
-    for site in sites:
+    for site, _ in layers:
         before = [c for c in cuts if order[c] < order[site] and c.op == "call_function"]
         if not before:
             return f"{site.name}: nothing separates it from the tokens"
         if starts and starts[-1] is before[-1]:
-            return f"{site.name} and the attention before it share one layer"
+            return f"{site.name} and what mixes tokens before it share one layer"
         starts.append(before[-1])
-    last = order[sites[-1]]
-    joins = [c for c in cuts if order[c] > last and _joins(c)]
+    site = layers[-1][1]
+    joins = [c for c in cuts if order[c] > order[site] and _joins(c)]
     if not joins:
-        return f"{sites[-1].name}: the residual stream does not go on after it"
+        return f"{site.name}: the residual stream does not go on after it"
     end = cuts.index(joins[-1])
     while end + 1 < len(cuts) and cuts[end + 1].target is aten.reshape.default:  # as in the others
         end += 1
@@ -143,6 +126,8 @@ def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:
     for node in graph.nodes:
         if node in below and node is not start and any(p in found for p in node.all_input_nodes):
             found[node] = None
+        elif node.target is operator.getitem and node.args[0] in found:
+            found[node] = None  # the state after a recurrence, which nothing in the layer reads
     del found[start]
     return list(found)
 

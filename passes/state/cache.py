@@ -1,4 +1,4 @@
-"""Make the KV cache explicit: attention reads slots of a buffer that the step writes."""
+"""Make the state explicit: attention reads slots of a buffer that the step writes, recurrences carry on."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ from torch import fx
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import DTYPES, Editor, LayerFacts, Program, State, ancestors, evaluate
+from accel.ir.program import Editor, LayerFacts, Program, State, ancestors, evaluate
 from accel.passes import Pass, Report
 from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.cuts import MIXERS, layer_groups
 from accel.passes.recognise.mask import HIDDEN
 from accel.passes.recognise.region import Kinds, sizes
 from accel.passes.recognise.rope import Rope
+from accel.passes.state import recurrent
+from accel.passes.state.recurrent import buffer
 
 _SLOTS = 59  # example number of slots while shapes are worked out
 
 
 @dataclass(frozen=True)
 class Cache(Pass):
-    """attention(q, k, v, positions, positions) -> attention over `kv.<layer>.k/v` and `kv.pos`.
+    """attention(q, k, v, positions, positions) -> attention over `kv.<layer>.k/v` and `kv.pos`;
+    a recurrence from the empty state -> one from `recurrent.<layer>.<part>`.
 
-    Each layer gets a dense buffer [B,G,C,D] (one, where its keys and values are the same); all layers
-    write the same slots, so one `kv.pos [B,C]` says which position each slot holds.
+    Each attention gets a dense buffer [B,G,C,D] (one, where its keys and values are the same); all
+    layers write the same slots, so one `kv.pos [B,C]` says which position each slot holds. See
+    recurrent.py for the rest.
     """
 
     after = (Attention, Rope)
@@ -35,13 +40,15 @@ class Cache(Pass):
     def run(self, program: Program) -> Report:
         step, graph = program.step, program.step.graph
         editor = Editor(program, graph)
-        sites = graph.find_nodes(op="call_function", target=attention.default)
+        groups = layer_groups(program)
+        attentions = [n for g in groups for n in g if n.target is attention.default]
         mixed = mixes_tokens(program)
         if mixed:
             raise PassError(
-                f"{mixed}: this mixes tokens outside attention, and only attention can be cached"
+                f"{mixed}: this mixes tokens outside attention, and only attention can be cached, or a "
+                "recurrence that accel has an operator for"
             )
-        for node in sites:
+        for node in attentions:
             if _looks_ahead(program, node):
                 raise PassError(
                     f"{node.name} lets a token see later ones, so it cannot be decoded token by token; "
@@ -50,41 +57,63 @@ class Cache(Pass):
         letters = {"B": step.input("tokens").meta["val"].shape[0], "C": editor.symbol("C", _SLOTS)}
         slots = editor.placeholder("slots", (letters["B"],), torch.int64)
         outputs = step.output_nodes()
-        pos = _buffer(
-            program, editor, State("kv.pos", "pos", None, "int64", ("B", "C"), -1), letters
-        )
-        first = min(sites, key=list(graph.nodes).index)
-        with graph.inserting_before(first):
-            all_pos = editor.call(kv_append.default, pos, step.input("positions"), slots)
-        outputs["kv.pos.next"] = all_pos
-        for layer, node in enumerate(sites):
-            once = node.args[1] is node.args[2]  # a latent, which keys and values share
-            for index, part in ((1, "k"), (2, "v")):
-                new = node.args[index]
-                if once and part == "v":
-                    node.update_arg(index, node.args[1])
-                    continue
-                assert isinstance(new, fx.Node)
-                groups, width = int(sizes(new)[1]), int(sizes(new)[3])
-                name = f"kv.{layer}.{part}"
-                state = State(name, part, layer, "float32", ("B", groups, "C", width), 0)
-                buffer = _buffer(program, editor, state, letters)
-                with graph.inserting_before(node):
-                    stored = editor.call(kv_append.default, buffer, new, slots, like=node)
-                node.update_arg(index, stored)
-                outputs[f"{name}.next"] = stored
-            node.update_arg(4, all_pos)
-            node.meta["layer"] = layer
-            program.facts.layers.append(_facts(node))
+        shared = _positions(program, editor, attentions, slots, letters, outputs)
+        for layer, sites in enumerate(groups):
+            for node in sites:
+                node.meta["layer"] = layer
+                if node.target is attention.default:
+                    _cache(program, editor, node, (slots, shared), letters, outputs)
+            kept = recurrent.carry(program, editor, sites, letters, outputs)
+            program.facts.layers.append(_facts(sites, kept))
         step.set_outputs(outputs)
-        return Report(changed=len(sites))
+        return Report(changed=sum(map(len, groups)))
 
 
-def _buffer(program: Program, editor: Editor, state: State, sizes: dict[str, Any]) -> fx.Node:
-    """Declare a state value and its input."""
-    program.state.append(state)
-    shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
-    return editor.placeholder(state.name, shape, DTYPES[state.dtype])
+def _positions(
+    program: Program,
+    editor: Editor,
+    attentions: list[fx.Node],
+    slots: fx.Node,
+    letters: dict[str, Any],
+    outputs: dict[str, fx.Node],
+) -> fx.Node | None:
+    """`kv.pos` with this call's positions in their slots; none where nothing attends."""
+    if not attentions:
+        return None
+    state = State("kv.pos", "pos", None, "int64", ("B", "C"), -1)
+    pos = buffer(program, editor, state, letters)
+    with editor.graph.inserting_before(attentions[0]):
+        all_pos = editor.call(kv_append.default, pos, program.step.input("positions"), slots)
+    outputs["kv.pos.next"] = all_pos
+    return all_pos
+
+
+def _cache(
+    program: Program,
+    editor: Editor,
+    node: fx.Node,
+    where: tuple[fx.Node, fx.Node | None],
+    letters: dict[str, Any],
+    outputs: dict[str, fx.Node],
+) -> None:
+    """One attention over slots; `where`: the first slot of each row, the position in every slot."""
+    layer = node.meta["layer"]
+    once = node.args[1] is node.args[2]  # a latent, which keys and values share
+    for index, part in ((1, "k"), (2, "v")):
+        new = node.args[index]
+        if once and part == "v":
+            node.update_arg(index, node.args[1])
+            continue
+        assert isinstance(new, fx.Node)
+        groups, width = int(sizes(new)[1]), int(sizes(new)[3])
+        name = f"kv.{layer}.{part}"
+        state = State(name, part, layer, "float32", ("B", groups, "C", width), 0)
+        held = buffer(program, editor, state, letters)
+        with editor.graph.inserting_before(node):
+            stored = editor.call(kv_append.default, held, new, where[0], like=node)
+        node.update_arg(index, stored)
+        outputs[f"{name}.next"] = stored
+    node.update_arg(4, where[1])
 
 
 def _looks_ahead(program: Program, node: fx.Node) -> bool:
@@ -99,13 +128,14 @@ def _looks_ahead(program: Program, node: fx.Node) -> bool:
 
 
 def mixes_tokens(program: Program) -> str | None:
-    """The first value, attention aside, in which one token's result depends on another's; none found: None.
+    """The first value, attention and recurrences aside, in which one token's result depends on
+    another's; none found: None.
 
-    Checked on numbers: with every attention's result held fixed, changing one token must change that
+    Checked on numbers: with the result of each of them held fixed, changing one token must change that
     token's logits only.
     """
     graph = program.step.graph
-    sites = graph.find_nodes(op="call_function", target=attention.default)
+    sites = [n for n in graph.nodes if n.target in MIXERS]
     kinds = Kinds(graph)
     logits = program.step.output_nodes()["logits"]
     if logits not in ancestors([logits], set()) or kinds[logits] != "data":
@@ -118,11 +148,13 @@ def mixes_tokens(program: Program) -> str | None:
     inputs = {"tokens": tokens, "positions": positions}
     with torch.no_grad():
         fixed = dict(zip(sites, evaluate(sites, program.params, inputs), strict=True))
-        wanted = [logits, *(a for s in sites for a in s.args[:3] if isinstance(a, fx.Node))]
+        given = [a for s in sites for a in s.args if isinstance(a, fx.Node) and kinds[a] == "data"]
+        wanted = [logits, *given]
         before = evaluate(wanted, program.params, inputs, fixed)
         after = evaluate(wanted, program.params, {**inputs, "tokens": other}, fixed)
     for node, a, b in zip(wanted, before, after, strict=True):
-        axis = 1 if node is logits else 2
+        # of attention [B,H,T,D]; tokens come second everywhere else
+        axis = 2 if attention.default in {u.target for u in node.users} else 1
         differs = (a - b).abs().movedim(axis, 0).flatten(1).amax(1)
         differs[length // 2] = 0
         if float(differs.max()) > 1e-5 * max(1.0, float(a.abs().max())):
@@ -130,8 +162,12 @@ def mixes_tokens(program: Program) -> str | None:
     return None
 
 
-def _facts(node: fx.Node) -> LayerFacts:
+def _facts(sites: list[fx.Node], kept: int) -> LayerFacts:
+    """`kept`: bytes of recurrent state per row."""
+    node = next((n for n in sites if n.target is attention.default), None)
+    if node is None:
+        return LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=kept)
     q, k = sizes(node.args[0]), sizes(node.args[1])  # type: ignore[arg-type]
     kind, window = node.args[8], node.args[9]
     assert isinstance(kind, str) and isinstance(window, int)
-    return LayerFacts(kind, window, int(q[1]), int(k[1]), int(q[3]))
+    return LayerFacts(kind, window, int(q[1]), int(k[1]), int(q[3]), state_bytes=kept)

@@ -1,0 +1,47 @@
+"""Forms: how a kind of module computes when its own code cannot be exported.
+
+A file of this folder is a family of modules. Its `FORMS` maps the class name of a module to the
+function that takes the place of its `forward` while the model is exported, or `.method` to what
+takes the place of that method in every module that has it. Forms are written with the operators of
+accel.ir.ops. The captured program is checked against the module's own code, so a form that
+computes something else is found at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+@contextlib.contextmanager
+def forms(model: nn.Module) -> Iterator[None]:
+    """Every module that has a form computes by it."""
+    changed: list[tuple[nn.Module, str]] = []
+    try:
+        for module in model.modules():
+            for key, form in _known().items():
+                kind, dot, method = key.partition(".")
+                if hasattr(module, method) if dot else type(module).__name__ == kind:
+                    name = method or "forward"
+                    vars(module)[name] = MethodType(form, module)
+                    changed.append((module, name))
+        yield
+    finally:
+        for module, name in changed:
+            vars(module).pop(name, None)
+
+
+@functools.cache
+def _known() -> dict[str, Callable[..., Any]]:
+    """The forms of all files in this folder."""
+    found: dict[str, Callable[..., Any]] = {}
+    for file in pkgutil.iter_modules(__path__):
+        found |= importlib.import_module(f"{__name__}.{file.name}").FORMS
+    return found

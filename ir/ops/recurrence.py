@@ -1,0 +1,129 @@
+"""Recurrences: what a row remembers of its tokens has a fixed size. A padded token changes nothing.
+
+Every operator takes `state` (none: the empty state, zeros) and `positions` (none: no padding; else
+-1 marks padding, on the right of a row), and returns its values and the state after the last real
+token. A Program starts without either; the Cache pass gives both.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accel.ir.op import Op
+
+
+def _real(x: Tensor, positions: Tensor | None) -> Tensor:
+    """Whether each token is one: [B,T] bool."""
+    if positions is None:
+        return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+    return positions >= 0
+
+
+def _causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    taps = weight.shape[1]
+    if state is None:
+        state = x.new_zeros(x.shape[0], taps - 1, x.shape[2])
+    seen = torch.cat((state, x), dim=1)  # [B,K-1+T,E]
+    y = F.conv1d(seen.transpose(1, 2), weight.unsqueeze(1), bias, groups=weight.shape[0])
+    last = _real(x, positions).sum(1, keepdim=True) + torch.arange(taps - 1, device=x.device)
+    after = seen.gather(1, last.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    return y.transpose(1, 2).contiguous(), after
+
+
+def _selective_scan(
+    x: Tensor,
+    step: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    real = _real(x, positions).unsqueeze(-1)
+    x, step = torch.where(real, x, 0), torch.where(real, step, 0)
+    if state is None:
+        state = x.new_zeros(x.shape[0], *a.shape)
+    values = []
+    for t in range(x.shape[1]):
+        state = state * torch.exp(a * step[:, t, None]) + b[:, t, :, None] * x[:, t, None]
+        values.append((c[:, t, :, None] * state).sum(1))
+    return torch.stack(values, dim=1), state
+
+
+def _linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    real = _real(q, positions)[:, :, None]
+    heads = v.shape[2]
+    q = q.repeat_interleave(heads // q.shape[2], dim=2)
+    k = k.repeat_interleave(heads // k.shape[2], dim=2)
+    decay = torch.where(real, decay, 0)
+    rate = (real if beta is None else torch.where(real, beta, 0)).to(v.dtype).expand(decay.shape)
+    if state is None:
+        state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
+    values = []
+    for t in range(q.shape[1]):
+        state = state * decay[:, t].exp()[..., None, None]
+        new = v[:, t]
+        if beta is not None:  # the delta rule: write what the state does not yet say of k
+            new = new - (k[:, t, :, None] @ state).squeeze(2)
+        state = state + k[:, t, :, :, None] * (rate[:, t, :, None] * new)[:, :, None]
+        values.append((q[:, t, :, None] @ state).squeeze(2))
+    return torch.stack(values, dim=1), state
+
+
+# x [B,T,E], weight [E,K], bias [E] or none, state [B,K-1,E] -> y [B,T,E], next:
+# y[t] = sum_j weight[j] x[t-K+1+j], each channel by itself
+causal_conv = Op(
+    "causal_conv",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? positions) -> (Tensor, Tensor)",
+    reference=_causal_conv,
+    shape=lambda x, weight, *rest: (
+        x.new_empty(x.shape),
+        x.new_empty((x.shape[0], weight.shape[1] - 1, x.shape[2])),
+    ),
+)
+
+# x, step [B,T,E], a [N,E], b, c [B,T,N], state [B,N,E] -> y [B,T,E], next:
+# state = exp(step[t] a) state + b[t] ⊗ x[t];  y[t] = c[t] · state
+selective_scan = Op(
+    "selective_scan",
+    "(Tensor x, Tensor step, Tensor a, Tensor b, Tensor c, Tensor? state, Tensor? positions) "
+    "-> (Tensor, Tensor)",
+    reference=_selective_scan,
+    shape=lambda x, step, a, *rest: (
+        x.new_empty(x.shape),
+        x.new_empty((x.shape[0], *a.shape)),
+    ),
+)
+
+# q, k [B,T,Hq,D] and [B,T,Hk,D], v [B,T,H,Dv] (Hq and Hk divide H), decay [B,T,H] (a logarithm),
+# beta [B,T,H] or none, state [B,H,D,Dv] -> y [B,T,H,Dv], next:
+# state = exp(decay[t]) state + k[t] ⊗ v[t];  y[t] = q[t] · state. With beta, the delta rule:
+# beta[t] (v[t] - k[t] · exp(decay[t]) state) in place of v[t].
+linear_attention = Op(
+    "linear_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor decay, Tensor? beta, Tensor? state, Tensor? positions) "
+    "-> (Tensor, Tensor)",
+    reference=_linear_attention,
+    shape=lambda q, k, v, *rest: (
+        v.new_empty(v.shape),
+        v.new_empty((v.shape[0], v.shape[2], q.shape[3], v.shape[3])),
+    ),
+)
+
+RECURRENT = {op.default for op in (causal_conv, selective_scan, linear_attention)}

@@ -1,0 +1,65 @@
+"""Where the graph can be cut: values that every path from tokens to logits passes."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any
+
+import networkx as nx
+from torch import Tensor, fx
+
+from accel.ir.ops.attention import attention
+from accel.ir.ops.recurrence import RECURRENT
+from accel.ir.program import Program, ancestors
+from accel.passes.recognise.region import Kinds, numbering
+
+MIXERS: set[Any] = {attention.default, *RECURRENT}  # where one token's result depends on others
+
+
+def cut_points(program: Program) -> list[fx.Node]:
+    """The values that every path from tokens to logits passes, in order."""
+    tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
+    below = ancestors([logits], set())
+    flow = nx.DiGraph()
+    reached = {tokens}
+    kinds = Kinds(program.step.graph)
+    for node in program.step.graph.nodes:
+        if (
+            node in below
+            and isinstance(node.meta.get("val"), (Tensor, tuple, list))
+            and kinds[node] == "data"
+        ):
+            for parent in node.all_input_nodes:
+                if parent in reached:
+                    flow.add_edge(parent, node)
+                    reached.add(node)
+    if logits not in flow:
+        return []
+    parent = nx.immediate_dominators(flow, tokens)
+    chain = [logits]
+    while chain[-1] is not tokens:
+        chain.append(parent[chain[-1]])
+    return chain[::-1]
+
+
+def layer_groups(program: Program) -> list[list[fx.Node]]:
+    """The attentions and recurrences in order, those of one layer together.
+
+    A layer ends where a cut lies between two of them, and where a kind comes back after another
+    one (a model that hands its embeddings to every layer has no cuts).
+    """
+    order = numbering(program.step.graph)
+    cuts = [order[c] for c in cut_points(program) if c in order]
+    groups: list[list[fx.Node]] = []
+    last = -1
+    for site in [n for n in program.step.graph.nodes if n.target in MIXERS]:
+        place = bisect.bisect(cuts, order[site])
+        kinds = [n.target for n in groups[-1]] if groups else []
+        again = site.target in kinds and (
+            kinds[-1] is not site.target or site.target is attention.default
+        )
+        if place != last or again:
+            groups.append([])
+        groups[-1].append(site)
+        last = place
+    return groups

@@ -1,0 +1,110 @@
+"""Rewinding a state that only goes forward: the tokens of each row, and copies of the state to
+replay them from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from accel.runtime.ints import Ints
+
+SNAPSHOTS = 8  # copies of the state that are kept
+EVERY = 256  # most single-token calls from one copy to the next
+_NEVER = np.iinfo(np.int64).max
+
+
+class Holder(Protocol):
+    """A stepper, as far as its recurrent state goes."""
+
+    def snapshot(self) -> Any:
+        """A copy of the recurrent state, which later steps leave alone."""
+
+    def restore(self, snapshot: Any, rows: Any) -> None:
+        """Put `rows` (a bool mask [B]) back to a snapshot, or to the empty state (None)."""
+
+
+@dataclass
+class _Saved:
+    """The state after `lengths` [B] tokens; _NEVER where a row has since taken another way."""
+
+    lengths: Ints
+    state: Any
+
+
+class Past:
+    """What a session knows of the tokens behind its recurrent state.
+
+    A copy of the state is taken before and after each call of several tokens and every EVERY single
+    tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
+    """
+
+    def __init__(self, batch: int):
+        self._tokens: Ints = np.zeros((batch, EVERY), np.int64)
+        self._held: Ints = np.zeros(batch, np.int64)  # tokens that the state has taken in
+        self._saved: list[_Saved] = []
+        self._single = 0  # calls of one token since the last copy
+        self._wide = False  # whether the last call was one of several tokens
+
+    def catch_up(self, holder: Holder, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+        """Take rows that hold more than `lengths` tokens back to a copy of the state.
+
+        Returns the tokens to run again: ids [B,T], how many of each row [B] and where they start
+        [B]; None where there are none.
+        """
+        if np.array_equal(self._held, lengths):
+            return None
+        for saved in self._saved:
+            saved.lengths[saved.lengths > lengths] = _NEVER
+        self._saved = [s for s in self._saved if int(s.lengths.min()) < _NEVER]
+        back = self._held > lengths
+        for saved in reversed(self._saved):
+            rows = back & (saved.lengths < _NEVER)
+            if rows.any():
+                holder.restore(saved.state, rows)
+                self._held[rows] = saved.lengths[rows]
+                back &= ~rows
+        if back.any():
+            holder.restore(None, back)
+            self._held[back] = 0
+        missing = lengths - self._held
+        if not missing.any():
+            return None
+        columns = np.arange(int(missing.max()))
+        places = np.minimum(self._held[:, None] + columns, self._tokens.shape[1] - 1)
+        return np.take_along_axis(self._tokens, places, 1), missing, self._held.copy()
+
+    def before(self, holder: Holder, width: int) -> None:
+        """Copy the state where it is due, before a call of `width` columns."""
+        due = width > 1 or self._wide or self._single >= EVERY
+        self._wide = width > 1
+        self._single = 0 if due else self._single + 1
+        known = self._saved and np.array_equal(self._saved[-1].lengths, self._held)
+        if not due or known or not self._held.any():
+            return
+        self._saved.append(_Saved(self._held.copy(), holder.snapshot()))
+        if len(self._saved) > SNAPSHOTS:
+            ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
+            gaps = [ends[i + 1] - (ends[i - 1] if i else 0) for i in range(SNAPSHOTS)]
+            del self._saved[gaps.index(min(gaps))]
+
+    def after(self, tokens: Ints, positions: Ints) -> None:
+        """Note what a call [B,T] added to the state; position -1 is padding."""
+        rows, columns = np.nonzero(positions >= 0)
+        places = positions[rows, columns]
+        if places.size and int(places.max()) >= self._tokens.shape[1]:
+            more = np.zeros((len(self._tokens), 2 * int(places.max())), np.int64)
+            more[:, : self._tokens.shape[1]] = self._tokens
+            self._tokens = more
+        self._tokens[rows, places] = tokens[rows, columns]
+        self._held += (positions >= 0).sum(1)
+
+    def copy(self) -> Past:
+        """An independent past; the copies of the state, which nobody writes, are shared."""
+        other = Past(len(self._held))
+        other._tokens, other._held = self._tokens.copy(), self._held.copy()
+        other._saved = [_Saved(s.lengths.copy(), s.state) for s in self._saved]
+        other._single, other._wide = self._single, self._wide
+        return other
