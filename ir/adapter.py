@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accel.ir.errors import CaptureError
 from accel.ir.program import Facts
+from accel.ir.weights import Stored, stand_in
 
 _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
 
@@ -157,14 +158,30 @@ def _has_experts(model: Any) -> bool:
     )
 
 
-def widened(model: nn.Module, notes: list[str]) -> nn.Module:
-    """The model in float32: itself, or a copy of a half-precision one (which is noted)."""
-    narrow = {
-        str(t.dtype).removeprefix("torch.")
-        for t in (*model.parameters(), *model.buffers())
-        if t.is_floating_point() and t.dtype is not torch.float32
-    }
+def widened(
+    model: nn.Module, stored: Mapping[Tensor, Stored], notes: list[str]
+) -> tuple[nn.Module, dict[Tensor, Stored]]:
+    """The model in float32, and what is stored for its parameters that are stand-ins.
+
+    A half-precision model is copied with stand-ins for its parameters, each of which is widened when
+    it is read; the model itself stays as it is.
+    """
+    tensors = {*model.parameters(), *model.buffers()}
+    narrow = {t for t in tensors if t.is_floating_point() and t.dtype is not torch.float32}
+    found = {t.dtype for t in narrow}
+    found |= {s.source.dtype for t, s in stored.items() if s.blank.dtype != s.source.dtype}
+    if found:
+        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in found))
+        notes.append(f"{names} weights are computed in float32")
+    stored = dict(stored)
     if not narrow:
-        return model
-    notes.append(f"{' and '.join(sorted(narrow))} weights are computed in float32")
-    return copy.deepcopy(model).float()
+        return model, stored
+    copies: dict[int, Any] = {id(t): t for t in model.parameters() if t not in narrow}
+    for tensor in narrow:
+        if isinstance(tensor, nn.Parameter):
+            wide: Tensor = nn.Parameter(stand_in(tensor.shape), requires_grad=False)
+            stored[wide] = Stored(tensor.detach(), (Tensor.float,))
+        else:
+            wide = tensor.float()
+        copies[id(tensor)] = wide
+    return copy.deepcopy(model, copies), stored

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,18 @@ from accel.ir.errors import CaptureError
 from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms
 from accel.ir.program import Entry, Facts, Program
+from accel.ir.weights import Stored, Weights, reading
 
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
-def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> Program:
+def capture(
+    model: Any,
+    facts: Facts | None = None,
+    max_context: int = 2048,
+    stored: Mapping[Tensor, Stored] | None = None,
+) -> Program:
     """Capture a decoder.
 
     Args:
@@ -35,6 +41,7 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
             returns logits [B,T,V], or an `ExportedProgram` of one with dynamic B and T.
         facts: what is already known of the model.
         max_context: the longest sequence that the program will be asked for.
+        stored: for tensors of the module that only stand in for others, where the values lie.
 
     Raises:
         CaptureError: the module cannot be exported, or computes something else once exported.
@@ -52,14 +59,15 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
             f"{type(model).__name__} has weights on the meta device, which hold no values; load them first"
         )
     notes: list[str] = []
-    model = widened(model, notes)
+    model, stored = widened(model, stored or {}, notes)
     with inference_mode(model) as adapter, flex_uncompiled(), _uncached():
         batch, length = _example_sizes(model)
         tokens, positions = example(batch, length, vocabulary(model))
         with torch.no_grad():
             try:
-                adapter.settle(tokens, positions)
-                logits = adapter(tokens, positions)
+                with reading(stored):
+                    adapter.settle(tokens, positions)
+                    logits = adapter(tokens, positions)
             except CaptureError as error:
                 raise CaptureError(f"{type(model).__name__}.{error}") from None
             except Exception as error:
@@ -72,8 +80,15 @@ def capture(model: Any, facts: Facts | None = None, max_context: int = 2048) -> 
                 exported = _export(model, adapter, tokens, positions, facts)
         facts.vocab_size = int(logits.shape[-1])
         facts.notes += notes
-        program = _to_program(exported, facts, _original_names(adapter), PREFIX)
-        _check(program, lambda t, p: adapter(t, p), type(model).__name__)
+        lies = {n: stored[t] for n, t in _named_tensors(adapter) if t in stored}
+        program = _to_program(exported, facts, _original_names(adapter), PREFIX, lies)
+
+        def forward(tokens: Tensor, positions: Tensor) -> Tensor:
+            with reading(stored):
+                out: Tensor = adapter(tokens, positions)
+            return out
+
+        _check(program, forward, type(model).__name__)
     return program
 
 
@@ -186,11 +201,7 @@ def _original_names(adapter: nn.Module) -> dict[str, str]:
     """Every name of a tensor -> the first name of the same tensor: tied weights stay tied."""
     first: dict[tuple[Any, ...], str] = {}
     names: dict[str, str] = {}
-    tensors = [
-        *adapter.named_parameters(remove_duplicate=False),
-        *adapter.named_buffers(remove_duplicate=False),
-    ]
-    for name, tensor in tensors:
+    for name, tensor in _named_tensors(adapter):
         key = (
             tensor.data_ptr(),
             tuple(tensor.shape),
@@ -200,6 +211,14 @@ def _original_names(adapter: nn.Module) -> dict[str, str]:
         )
         names[name] = first.setdefault(key, name)
     return names
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every parameter and buffer under all its names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
 
 
 def _from_exported(exported: ExportedProgram, facts: Facts | None, max_context: int) -> Program:
@@ -253,7 +272,11 @@ def _tied(tensors: dict[str, Any]) -> dict[str, str]:
 
 
 def _to_program(
-    exported: ExportedProgram, facts: Facts, canonical: dict[str, str], prefix: str = ""
+    exported: ExportedProgram,
+    facts: Facts,
+    canonical: dict[str, str],
+    prefix: str = "",
+    stored: Mapping[str, Stored] | None = None,
 ) -> Program:
     """Lift parameters out of the inputs; name the inputs tokens and positions, the output logits."""
     if _needs_functions(exported.graph):
@@ -264,17 +287,18 @@ def _to_program(
         **signature.inputs_to_buffers,
         **signature.inputs_to_lifted_tensor_constants,
     }
-    tensors = {**exported.constants, **exported.state_dict}
+    tensors = {**exported.constants, **exported.state_dict, **(stored or {})}
     users = [str(n) for n in signature.user_inputs]
     renames = dict(zip(users, ("tokens", "positions"), strict=False))
-    graph, params = fx.Graph(), {}
+    graph, params = fx.Graph(), Weights()
     copied: dict[fx.Node, fx.Node] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in sources:
             full = sources[node.name]
             name = canonical.get(full, full)
             name = name.removeprefix(prefix)
-            params[name] = tensors[full].detach()
+            value = tensors[full]
+            params[name] = value.detach() if isinstance(value, Tensor) else value
             new = graph.create_node("get_attr", name)
         elif node.op == "placeholder":
             new = graph.placeholder(renames[node.name])

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from torch.fx.node import map_arg
 
 import accel.ir.ops  # noqa: F401  (registers the dialect)
+from accel.ir.weights import Change, Weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
 
@@ -114,7 +115,7 @@ class Facts:
 class Program:
     """The model between capture and lowering."""
 
-    params: dict[str, Tensor]
+    params: Weights
     entries: dict[str, Entry]
     facts: Facts
     state: list[State] = field(default_factory=list)
@@ -267,12 +268,22 @@ class Editor:
         with self.fake, torch.no_grad():
             return node.target(*args, **kwargs)
 
-    def param(self, name: str, tensor: Tensor) -> fx.Node:
-        """Read a parameter, registering it where it is new."""
-        self.program.params.setdefault(name, tensor)
+    def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:
+        """Read a parameter; `tensor` is its value where it is new."""
+        if name not in self.program.params:
+            assert tensor is not None
+            self.program.params[name] = tensor
         node = self.graph.create_node("get_attr", name)
-        node.meta["val"] = self.fake.from_tensor(tensor, static_shapes=True)
+        blank = self.program.params.blank(name)
+        with self.fake:
+            node.meta["val"] = torch.empty_strided(blank.shape, blank.stride(), dtype=blank.dtype)
         return node
+
+    def derived(self, name: str, source: str, change: Change) -> fx.Node:
+        """Read what a parameter becomes by `change`, which is done anew at each reading."""
+        if name not in self.program.params:
+            self.program.params.derive(name, source, change)
+        return self.param(name)
 
     def symbol(self, letter: str, example: int) -> Any:
         """A new symbolic size, written as `letter` in text; the example only has to be unlike others."""

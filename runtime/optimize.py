@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from accel.ir.capture import capture
 from accel.ir.errors import LoweringError, RecipeError, unknown
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.ir.weights import Stored
 from accel.passes import Pass, Step, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
@@ -132,11 +134,14 @@ def optimize(
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
     path = Path(model) if isinstance(model, (str, Path)) else None
     text = tokenizer_json(tokenizer, path)
+    stored: dict[Tensor, Stored] = {}
     if path is not None:
         with job.part("load", 0.0):
-            model = load_model(path, trust_remote_code)
+            loaded = load_model(path, trust_remote_code)
+            model, stored = loaded.model, loaded.stored
+            del loaded
     with job.part("capture", 0.1):
-        program = capture(model, max_context=max_context)
+        program = capture(model, max_context=max_context, stored=stored)
     program.facts.max_batch = max_batch
     check = NumericCheck(program) if verify else None
     with job.part("passes", 0.4):
@@ -144,7 +149,7 @@ def optimize(
     if target == "eager":
         return _eager(job, program, text)
     if path is not None:
-        del model  # its weights live on only where the program still reads them
+        del model, stored  # the weights live on only where the program still reads them
     return _artifact(job, program, check, text, out)
 
 
@@ -209,7 +214,7 @@ def _artifact(
         out = Path(tempfile.mkdtemp(prefix="accel-"))
         remove = weakref.finalize(program, shutil.rmtree, out, ignore_errors=True)
     try:
-        with Stage(out, needs=_bytes(program)) as folder:
+        with Stage(out, needs=program.params.nbytes) as folder:
             _write(job, program, check, tokenizer, folder)
     except BaseException:
         if remove:
@@ -250,10 +255,6 @@ def _write(
     write_html(folder / "report.html", report)
     write_manifest(folder, _manifest(job, program, entries, report))
     job.progress("done", 1.0)
-
-
-def _bytes(program: Program) -> int:
-    return sum(t.numel() * t.element_size() for t in program.params.values())
 
 
 def _facts(program: Program) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def build():
 def clone(program: Program) -> Program:
     """A copy whose graphs and facts are its own; parameters are shared."""
     return Program(
-        dict(program.params),
+        program.params.copy(),
         {n: Entry(copy.deepcopy(e.graph), list(e.outputs)) for n, e in program.entries.items()},
         copy.deepcopy(program.facts),
         list(program.state),

@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from accel.ir.op import Op
 from accel.ir.ops import attention, kv, norm, rope, rows
 from accel.ir.program import Editor, Entry, Facts, Program
+from accel.ir.weights import Weights
 from accel.lowering.onnx.export import export, load_rules
 from accel.lowering.onnx.table import lower
 
@@ -65,7 +66,7 @@ def program_of(case: Case) -> Program:
     graph = fx.Graph()
     start = graph.placeholder("unused")
     start.meta["val"] = mode.from_tensor(torch.zeros(2, 3), static_shapes=True)
-    program = Program({}, {"step": Entry(graph, [])}, Facts(case.name, 1, LONGEST))
+    program = Program(Weights(), {"step": Entry(graph, [])}, Facts(case.name, 1, LONGEST))
     editor = Editor(program, graph)
     args: list[Any] = []
     for i, value in enumerate(case.operands(TRACE)):

@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from accel.ir.errors import LoweringError
+from accel.ir.weights import Stored
 
 OPSET = 24
 MICROSOFT = "com.microsoft"
@@ -33,13 +34,13 @@ Size = int | str  # a number, or the name of a rank-0 int64 value
 
 
 class Param(str):
-    """The name of a parameter, with its tensor; it enters the graph when a node first uses it."""
+    """The name of a parameter, with what is stored; it enters the graph when a node first uses it."""
 
-    tensor: torch.Tensor
+    stored: Stored
 
-    def __new__(cls, name: str, tensor: torch.Tensor) -> Param:
+    def __new__(cls, name: str, value: torch.Tensor | Stored) -> Param:
         made = super().__new__(cls, name)
-        made.tensor = tensor
+        made.stored = Stored.of(value)
         return made
 
 
@@ -52,7 +53,7 @@ class Builder:
     several nodes use, which therefore stay in the layout that the model gave them.
     """
 
-    def __init__(self, weights: Callable[[str, torch.Tensor], TensorProto]):
+    def __init__(self, weights: Callable[[str, Stored], TensorProto]):
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.meta: dict[str, Any] = {}
@@ -99,23 +100,23 @@ class Builder:
 
     def use(self, x: str) -> str:
         """The value's plain name; a parameter is written first, in the model's layout."""
-        return self.weight(x, x.tensor) if isinstance(x, Param) else x
+        return self.weight(x) if isinstance(x, Param) else x
 
-    def weight(self, name: str, tensor: torch.Tensor, transpose: bool = False) -> str:
+    def weight(self, param: Param, transpose: bool = False) -> str:
         """A parameter: a small one inline, a large one in the shared weights file.
 
         `transpose` stores a matrix [out, in] as [in, out], under the name `<name>.T`.
         """
-        stored = f"{name}.T" if transpose else str(name)
-        key = ("weight", stored)
+        name = f"{param}.T" if transpose else str(param)
+        key = ("weight", name)
         if key not in self._constants:
-            value = tensor.detach().t() if transpose else tensor.detach()
-            inline = tensor.numel() <= _INLINE
-            made = _proto(stored, value) if inline else self._weights(stored, value)
+            value = param.stored.changed(torch.t) if transpose else param.stored
+            inline = value.blank.numel() <= _INLINE
+            made = _proto(name, value.read()) if inline else self._weights(name, value)
             self.initializers.append(made)
-            self.meta[stored] = value
-            self._names.setdefault(stored, 1)
-            self._constants[key] = stored
+            self.meta[name] = value.blank
+            self._names.setdefault(name, 1)
+            self._constants[key] = name
         return self._constants[key]
 
     def constant(self, value: Any, dtype: Any = None) -> str:
@@ -152,7 +153,7 @@ class Builder:
 
     def shape(self, name: str) -> tuple[Any, ...]:
         """Sizes of a tensor value: numbers, or `torch.SymInt` where symbolic."""
-        value = name.tensor if isinstance(name, Param) else self.meta.get(name)
+        value = name.stored.blank if isinstance(name, Param) else self.meta.get(name)
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
             return ()
         if not isinstance(value, torch.Tensor):
@@ -171,7 +172,7 @@ class Builder:
         return found
 
     def _dtype(self, name: str) -> torch.dtype | None:
-        value = name.tensor if isinstance(name, Param) else self.meta.get(name)
+        value = name.stored.blank if isinstance(name, Param) else self.meta.get(name)
         if isinstance(value, torch.Tensor):
             return value.dtype
         if isinstance(value, (bool, torch.SymBool)):
@@ -290,7 +291,7 @@ class Builder:
     def linear_weight(self, weight: str) -> tuple[str, bool]:
         """The right operand of x @ weight.T, and whether it still has to be transposed."""
         if isinstance(weight, Param) and weight not in self.shared_params:
-            return self.weight(weight, weight.tensor, transpose=True), False
+            return self.weight(weight, transpose=True), False
         return self.use(weight), True
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from accel.ir.program import Entry, Program, Region
+from accel.ir.weights import Stored
 from accel.lowering import onnx as here
 from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
 from accel.lowering.onnx.fallback import lower_node
@@ -44,9 +45,10 @@ class WeightsFile:
     def __post_init__(self) -> None:
         self._places: dict[str, TensorProto] = {}
 
-    def add(self, name: str, tensor: Tensor) -> TensorProto:
+    def add(self, name: str, stored: Stored) -> TensorProto:
         """Write a parameter; a second entry that uses it is given the same place."""
         if name not in self._places:
+            tensor = stored.read()
             large = tensor.numel() * tensor.element_size() >= 16 * _PAGE
             self.file.write(b"\0" * (-self.file.tell() % (_PAGE if large else _LINE)))
             start = self.file.tell()
@@ -104,18 +106,19 @@ def export(program: Program, folder: Path) -> dict[str, Any]:
 def _map_params(program: Program, weights: WeightsFile, file: Path) -> None:
     """Let the program read its parameters out of the file, so that the model's memory can go."""
     storage: Any = torch.UntypedStorage.from_file(str(file), False, file.stat().st_size)
-    for name, tensor in program.params.items():
+    for name in list(program.params):
+        blank = program.params.blank(name)
         for stored, flipped in ((name, False), (f"{name}.T", True)):
             offset = weights.offset(stored)
             if offset is not None:
-                wanted = tensor.t() if flipped else tensor
-                mapped = torch.empty(0, dtype=tensor.dtype).set_(
-                    storage, offset // tensor.element_size(), wanted.shape, _row_major(wanted.shape)
+                wanted = blank.t() if flipped else blank
+                mapped = torch.empty(0, dtype=blank.dtype).set_(
+                    storage, offset // blank.element_size(), wanted.shape, _row_major(wanted.shape)
                 )
                 program.params[name] = mapped.t() if flipped else mapped
                 break
         else:  # written into the graph itself; a view would keep the whole checkpoint mapped
-            program.params[name] = tensor.clone()
+            program.params[name] = program.params[name].clone()
 
 
 def _row_major(shape: torch.Size) -> tuple[int, ...]:
@@ -182,7 +185,7 @@ def _node(
     if node.op == "placeholder":
         return inputs[str(node.target)]
     if node.op == "get_attr":
-        return Param(str(node.target), program.params[str(node.target)])
+        return Param(str(node.target), program.params.stored(str(node.target)))
     args: Any = map_arg(node.args, env.__getitem__)
     kwargs: Any = map_arg(node.kwargs, env.__getitem__)
     if isinstance(node.target, Region):

@@ -35,8 +35,7 @@ class Linears(Pass):
             last = node
             x, last = _unflatten(x, node)
             with graph.inserting_before(last):
-                name = f"{weight.target}.T"
-                stored = editor.param(name, program.params[str(weight.target)].t())
+                stored = editor.derived(f"{weight.target}.T", str(weight.target), torch.t)
                 new = editor.call(aten.linear.default, x, stored, bias, like=node)
             replace(last, new)
             report.changed += 1

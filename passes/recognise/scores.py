@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +26,7 @@ class Found:
     add: list[tuple[fx.Node, float]] = field(default_factory=list)
 
 
-def read_scores(softmax: fx.Node, kinds: Kinds, number: dict[str, Tensor]) -> Found | str:
+def read_scores(softmax: fx.Node, kinds: Kinds, number: Mapping[str, Tensor]) -> Found | str:
     """Walk back from a softmax to q kᵀ, collecting what is done to the scores; or the reason why not.
 
     `number` gives the parameters, for scales that are stored as tensors of one element.
@@ -72,7 +73,7 @@ def _arg(node: fx.Node, index: int) -> fx.Node:
     return value
 
 
-def _scalar(node: fx.Node, number: dict[str, Tensor]) -> tuple[fx.Node, float] | None:
+def _scalar(node: fx.Node, number: Mapping[str, Tensor]) -> tuple[fx.Node, float] | None:
     """(scores, number) of scores * number or scores / number."""
     a, b = node.args[:2]
     for x, y in ((a, b), (b, a)):

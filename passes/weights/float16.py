@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from accel.ir.program import Editor, Program
 from accel.passes import Report
@@ -17,6 +18,7 @@ _WEIGHTED = (
     aten.embedding.default,
     aten.matmul.default,
 )  # not rotation tables, which lose much more
+_RANGE = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -37,18 +39,16 @@ class Float16(Base):
             editor = Editor(program, graph)
             for node in list(graph.find_nodes(op="get_attr")):
                 name = str(node.target)
-                tensor = program.params[name]
+                blank = program.params.blank(name)
                 weighs = any(user.target in _WEIGHTED for user in node.users)
-                if tensor.dtype != torch.float32 or tensor.numel() < self.smallest or not weighs:
+                if blank.dtype != torch.float32 or blank.numel() < self.smallest or not weighs:
                     continue
                 half = f"{name}.f16"
-                if half not in program.params:
-                    if float(tensor.abs().max()) > torch.finfo(torch.float16).max:
-                        report.refused.append(f"{name}: holds values beyond 65504")
-                        continue
-                    program.params[half] = tensor.to(torch.float16)
+                if half not in program.params and _largest(program.params[name]) > _RANGE:
+                    report.refused.append(f"{name}: holds values beyond 65504")
+                    continue
                 with graph.inserting_before(node):
-                    narrow = editor.param(half, program.params[half])
+                    narrow = editor.derived(half, name, Tensor.half)
                     wide = editor.call(aten._to_copy.default, narrow, dtype=torch.float32)
                 node.replace_all_uses_with(
                     wide, delete_user_cb=lambda user, new=wide: user is not new
@@ -57,3 +57,9 @@ class Float16(Base):
                 report.changed += 1
         forget_unused(program)
         return report
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest absolute value, without a copy of the tensor."""
+    low, high = tensor.aminmax()
+    return max(-float(low), float(high))

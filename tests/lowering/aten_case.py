@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.value_ranges import ValueRanges
 
 import accel.lowering.onnx as package
+from accel.ir.weights import Stored
 from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
 from accel.lowering.onnx.fallback import lower_graph
 
@@ -168,9 +169,9 @@ def _inputs(x: Any) -> list[In]:
     return [i for y in x for i in _inputs(y)] if isinstance(x, (list, tuple)) else []
 
 
-def inline(name: str, tensor: torch.Tensor) -> onnx.TensorProto:
+def inline(name: str, stored: Stored) -> onnx.TensorProto:
     """A parameter written into the graph itself."""
-    return onnx.numpy_helper.from_array(tensor.contiguous().numpy(), name)
+    return onnx.numpy_helper.from_array(stored.read().detach().contiguous().numpy(), name)
 
 
 def open_session(b: Builder, inputs: list[Any], outputs: list[Any]) -> ort.InferenceSession:

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from accel.ir.errors import LoweringError
+from accel.ir.weights import Stored
 from accel.lowering.onnx.builder import Builder, Param
 from accel.lowering.onnx.fallback import lower_node
 from accel.lowering.onnx.table import lower
@@ -259,7 +260,7 @@ def test_exported(module: type[nn.Module]) -> None:
 
 
 def builder() -> Builder:
-    def write(name: str, tensor: torch.Tensor) -> onnx.TensorProto:
+    def write(name: str, stored: Stored) -> onnx.TensorProto:
         return onnx.TensorProto(name=name)
 
     return Builder(write)

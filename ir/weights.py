@@ -1,0 +1,167 @@
+"""Parameters by name, made when they are read, so that a whole model need never lie in memory.
+
+A parameter is `Stored`: a tensor (in memory, or in a file that is mapped) and what is done to it at
+each reading: a bfloat16 checkpoint is widened, a float16 recipe narrows, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Pages:
+    """Files mapped into memory. What was read of them is given back to the system once it is much:
+    the next reading maps it again. Nothing may be written into these tensors.
+    """
+
+    LIMIT = 1 << 28  # bytes read between two times of giving back
+
+    def __init__(self) -> None:
+        self._maps: list[mmap.mmap] = []
+        self._read = 0
+
+    def open(self, path: Path) -> Tensor:
+        """The bytes of a file that is not empty, uint8 [n]."""
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._maps.append(mapped)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def used(self, count: int) -> None:
+        """Bytes have been, or are just about to be, read."""
+        self._read += count
+        if self._read >= self.LIMIT:
+            self.release()
+
+    def release(self) -> None:
+        """Give back every page; on systems without madvise they stay until they are needed elsewhere."""
+        self._read = 0
+        for mapped in self._maps:
+            if hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """A tensor where it lies, and what makes a parameter of it."""
+
+    source: Tensor
+    changes: tuple[Change, ...] = ()
+    pages: Pages | None = None
+
+    @classmethod
+    def of(cls, value: Tensor | Stored) -> Stored:
+        """A tensor as it is, where it is not stored otherwise."""
+        return value if isinstance(value, Stored) else cls(value)
+
+    def read(self) -> Tensor:
+        """The parameter; a new tensor wherever a change makes one."""
+        value = self.source
+        with torch.no_grad():
+            for change in self.changes:
+                value = change(value)
+        if self.pages is not None:
+            self.pages.used(self.source.nbytes)
+        return value
+
+    @cached_property
+    def blank(self) -> Tensor:
+        """Its shape, strides and dtype: a tensor on the meta device."""
+        source = self.source
+        value = torch.empty_strided(
+            source.shape, source.stride(), dtype=source.dtype, device="meta"
+        )
+        for change in self.changes:
+            value = change(value)
+        return value
+
+    def changed(self, change: Change) -> Stored:
+        """The same with one more change. It must also work on the meta device."""
+        return Stored(self.source, (*self.changes, change), self.pages)
+
+
+class Weights(MutableMapping[str, Tensor]):
+    """name -> parameter. Reading one that changes makes a new tensor: do not keep many of them."""
+
+    def __init__(self, items: Mapping[str, Tensor | Stored] | None = None):
+        self._items = {name: Stored.of(item) for name, item in (items or {}).items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._items[name].read()
+
+    def __setitem__(self, name: str, value: Tensor | Stored) -> None:
+        self._items[name] = Stored.of(value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._items[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+    def copy(self) -> Weights:
+        """Another mapping of the same parameters."""
+        return Weights(self._items)
+
+    def stored(self, name: str) -> Stored:
+        """A parameter that is not read yet."""
+        return self._items[name]
+
+    def blank(self, name: str) -> Tensor:
+        """A parameter's shape, strides and dtype, on the meta device; nothing is read."""
+        return self._items[name].blank
+
+    def derive(self, new: str, name: str, change: Change) -> None:
+        """`new` is `change(name)`, computed at each reading; the change must work on the meta device."""
+        self._items[new] = self._items[name].changed(change)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters as they are read."""
+        return sum(item.blank.nbytes for item in self._items.values())
+
+
+def stand_in(shape: torch.Size) -> Tensor:
+    """A float32 tensor that takes no memory until somebody writes to it; it holds nothing."""
+    return torch.empty(shape, dtype=torch.float32)
+
+
+def reading(stored: Mapping[Tensor, Stored]) -> AbstractContextManager[Any]:
+    """Within it, a module computes with what is stored for its stand-ins."""
+    return _Reading(stored) if stored else nullcontext()
+
+
+class _Reading(TorchDispatchMode):
+    """Within it, an operator that is given a stand-in computes with what is stored for it."""
+
+    def __init__(self, stored: Mapping[Tensor, Stored]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stored = stored
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _value(self, tensor: Tensor) -> Tensor:
+        found = self.stored.get(tensor)  # tensors are keys by identity
+        return tensor if found is None else found.read()
