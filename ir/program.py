@@ -159,13 +159,14 @@ class Program:
 
 
 def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
-    """Run a whole graph; values are freed after their last use."""
+    """Run a whole graph; a parameter is read by each use, and values are freed after their last."""
     values: dict[fx.Node, Any] = {}
     last = last_uses(graph)
     for node in graph.nodes:
         if node.op == "output":
-            return map_arg(node.args[0], values.__getitem__)
-        values[node] = compute(node, params, inputs, values)
+            return map_arg(node.args[0], lambda n: operand(n, params, values))
+        if node.op != "get_attr":
+            values[node] = compute(node, params, inputs, values)
         for dead in last.get(node, ()):
             values.pop(dead, None)
     raise ValueError("the graph returns nothing")
@@ -183,14 +184,14 @@ def evaluate(
     needed = ancestors(targets, stop=set(values))
     waiting = {n: sum(u in needed for u in n.users) for n in needed}
     for node in targets[0].graph.nodes if targets else ():
-        if node not in needed or node in values:
+        if node not in needed or node in values or node.op == "get_attr":
             continue
         values[node] = compute(node, params, inputs, values)
         for parent in node.all_input_nodes:
             waiting[parent] -= 1
             if not waiting[parent] and parent not in targets:
-                del values[parent]
-    return [values[n] for n in targets]
+                values.pop(parent, None)
+    return [operand(n, params, values) for n in targets]
 
 
 def compute(
@@ -204,13 +205,18 @@ def compute(
         return inputs[str(node.target)]
     if node.op == "get_attr":
         return params[str(node.target)]
-    args = map_arg(node.args, values.__getitem__)
-    kwargs = map_arg(node.kwargs, values.__getitem__)
+    args = map_arg(node.args, lambda n: operand(n, params, values))
+    kwargs = map_arg(node.kwargs, lambda n: operand(n, params, values))
     if isinstance(node.target, Region):
         names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
         return execute(node.target.graph, params, dict(zip(names, args, strict=True)))
     assert callable(node.target)
     return node.target(*args, **kwargs)
+
+
+def operand(node: fx.Node, params: Mapping[str, Tensor], values: Mapping[fx.Node, Any]) -> Any:
+    """A value that is known, or else a parameter, read now."""
+    return params[str(node.target)] if node not in values and node.op == "get_attr" else values[node]
 
 
 def ancestors(nodes: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:

@@ -20,16 +20,25 @@ def onnx_error(
 ) -> float:
     """The largest error over the cases (tokens [B,T], logits [B,T,V]), relative to the largest logit.
 
-    Weights are read where they lie (no packing), so this needs little memory beyond the file's.
+    Weights are read where they lie and nothing is kept for later, so this needs little memory beyond
+    the file's: no packing, and what is stored in half precision is not widened for good.
 
     Raises:
         LoweringError: ONNX Runtime refuses the graph, or computes something else.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.enable_cpu_mem_arena = False
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # or it would cast all weights first
     options.add_session_config_entry("session.disable_prepacking", "1")
+    unwanted = []
+    if any(program.params.blank(n).dtype is torch.float16 for n in program.params):
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        unwanted = ["ConstantFolding"]  # which the higher levels do all the same
     try:
-        session = ort.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(
+            str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=unwanted
+        )
     except Exception as error:  # onnxruntime's errors share no base class
         raise LoweringError(
             f"onnxruntime {ort.__version__} refuses {file.name}: {error}"

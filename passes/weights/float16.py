@@ -47,12 +47,11 @@ class Float16(Base):
                 if half not in program.params and _largest(program.params[name]) > _RANGE:
                     report.refused.append(f"{name}: holds values beyond 65504")
                     continue
-                with graph.inserting_before(node):
-                    narrow = editor.derived(half, name, Tensor.half)
-                    wide = editor.call(aten._to_copy.default, narrow, dtype=torch.float32)
-                node.replace_all_uses_with(
-                    wide, delete_user_cb=lambda user, new=wide: user is not new
-                )
+                for user in list(node.users):  # widened beside its use, not to be held until then
+                    with graph.inserting_before(user):
+                        narrow = editor.derived(half, name, Tensor.half)
+                        wide = editor.call(aten._to_copy.default, narrow, dtype=torch.float32)
+                    user.replace_input_with(node, wide)
                 graph.erase_node(node)
                 report.changed += 1
         forget_unused(program)
