@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, 
 
 from accel import CaptureError, optimize
 from accel.ir.capture import capture, example
-from accel.ir.weights import Pages, Reading, Stored, Weights
+from accel.ir.weights import Pages, Stored, Weights, reading
 from accel.runtime.checkpoint import load_model
 from accel.runtime.shards import INDEX, SINGLE
 
@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
 
 
 def logits(model, tokens, stored=None):
-    with torch.no_grad(), Reading(stored or {}):
+    with torch.no_grad(), reading(stored or {}):
         return model(input_ids=tokens, use_cache=False).logits
 
 
