@@ -66,6 +66,7 @@ def is_hugging_face(model: object) -> bool:
 
 def logits_of(out: Any) -> Tensor:
     """The logits in whatever a forward returns: a tensor, an object with `.logits`, a tuple or dict."""
+    given = type(out).__name__
     if isinstance(out, dict):
         out = out.get("logits")
     elif hasattr(out, "logits"):
@@ -76,7 +77,7 @@ def logits_of(out: Any) -> Tensor:
         found = (
             f"a tensor of shape {list(out.shape)} and dtype {out.dtype}"
             if isinstance(out, Tensor)
-            else type(out).__name__
+            else given
         )
         raise CaptureError(
             f"forward returned {found}, not logits [B,T,V]; give a causal language model whose "

@@ -7,6 +7,7 @@ checked against the module on odd sizes before anything else happens.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from accel.ir.errors import CaptureError
 from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms
 from accel.ir.program import Entry, Facts, Program
+from accel.ir.suits import alike, no_logits, refuse_kind, refuse_looking_ahead
 from accel.ir.weights import Stored, Weights, reading
 
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
@@ -58,23 +60,32 @@ def capture(
         raise CaptureError(
             f"{type(model).__name__} has weights on the meta device, which hold no values; load them first"
         )
+    refuse_kind(model)
     notes: list[str] = []
     model, stored = widened(model, stored or {}, notes)
     with inference_mode(model) as adapter, flex_uncompiled(), _uncached():
         batch, length = _example_sizes(model)
         tokens, positions = example(batch, length, vocabulary(model))
+        tokens = alike(tokens, vocabulary(model))
+
+        def forward(tokens: Tensor, positions: Tensor) -> Tensor:
+            with reading(stored):
+                out: Tensor = adapter(tokens, positions)
+            return out
+
         with torch.no_grad():
             try:
                 with reading(stored):
                     adapter.settle(tokens, positions)
-                    logits = adapter(tokens, positions)
+                logits = forward(tokens, positions)
             except CaptureError as error:
-                raise CaptureError(f"{type(model).__name__}.{error}") from None
+                raise CaptureError(f"{type(model).__name__}.{error}{no_logits(model)}") from None
             except Exception as error:
                 raise CaptureError(
                     f"{type(model).__name__}.forward failed on token ids [B,T] int64: "
                     f"{type(error).__name__}: {error}"
                 ) from error
+            refuse_looking_ahead(model, lambda: forward(tokens, positions), logits)
             facts = facts or facts_of(model, max_context)
             with forms(model):
                 exported = _export(model, adapter, tokens, positions, facts)
@@ -82,12 +93,6 @@ def capture(
         facts.notes += notes
         lies = {n: stored[t] for n, t in _named_tensors(adapter) if t in stored}
         program = _to_program(exported, facts, _original_names(adapter), PREFIX, lies)
-
-        def forward(tokens: Tensor, positions: Tensor) -> Tensor:
-            with reading(stored):
-                out: Tensor = adapter(tokens, positions)
-            return out
-
         _check(program, forward, type(model).__name__)
     return program
 
@@ -140,11 +145,12 @@ def _uncached() -> Any:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """torch logs the whole graph that it gives up on; the error that we raise says enough."""
+    """torch logs and prints the whole graph that it gives up on; the error that we raise says enough."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         logging.disable(before)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from accel.ir.errors import AccelError, PassError
-from accel.ir.program import Program
+from accel.ir.errors import AccelError, PassError, RecipeError
+from accel.ir.program import Facts, Program
 
 
 @dataclass
@@ -29,6 +29,14 @@ class Pass(ABC):
     error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
     entry: ClassVar[str] = "step"  # the entry that it rewrites, which the numeric check runs
     grade: ClassVar[str] = "bit-exact"  # how its tokens compare: see accel.runtime.assemble.GRADES
+
+    def refuse(self, facts: Facts) -> str | None:
+        """Why it cannot take a model; None where it may.
+
+        Asked before capture, so of `facts` only name, sizes and `config` are known (the model's
+        configuration as a dict, empty where it has none). What only the graph tells, `run` refuses.
+        """
+        return None
 
     @abstractmethod
     def run(self, program: Program) -> Report:
@@ -68,12 +76,10 @@ def run(
     """
     from accel.ir.spec import verify
 
-    done: set[type[Pass]] = set()
+    check_order(passes)
     steps: list[Step] = []
     for step in passes:
         name = type(step).__name__
-        if late := [q.__name__ for q in step.after if q not in done]:
-            raise PassError(f"{name} runs after {', '.join(late)}; move it down the recipe")
         start = time.perf_counter()
         report = _apply(step, program, name)
         if step.must_change and not report.changed:
@@ -88,8 +94,27 @@ def run(
         seconds = time.perf_counter() - start
         steps.append(Step(name, report.changed, report.refused, round(seconds, 3), error))
         watch(step, steps[-1], program)
-        done.add(type(step))
     return steps
+
+
+def check_order(passes: Sequence[Pass]) -> None:
+    """Raise PassError where a pass stands before one that it needs."""
+    done: set[type[Pass]] = set()
+    for step in passes:
+        name = type(step).__name__
+        if late := [q.__name__ for q in step.after if q not in done]:
+            raise PassError(f"{name} runs after {', '.join(late)}; move it down the recipe")
+        done.add(type(step))
+
+
+def refuse(passes: Sequence[Pass], facts: Facts, recipe: str) -> None:
+    """Raise RecipeError where a pass cannot take a model, by what is known before capture."""
+    for step in passes:
+        if reason := step.refuse(facts):
+            raise RecipeError(
+                f"recipe '{recipe}': {type(step).__name__} cannot take {facts.name}: {reason}; "
+                "leave it out, or see what others do: accel-compile recipes"
+            )
 
 
 def _measure(check: Check, step: Pass, program: Program, name: str) -> float:

@@ -101,9 +101,11 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
     causal = causal_types()
     if kind in causal:
         return
+    near = _near(kind, causal)
     if kind not in CONFIG_MAPPING_NAMES:
+        hint = f"did you mean '{near}'? If not, " if near else ""
         raise CaptureError(
-            f"{where}: transformers knows no '{kind}'; {_near(kind, causal)}a type that is newer than this "
+            f"{where}: transformers knows no '{kind}'; {hint}a type that is newer than this "
             "transformers needs an upgrade (pip install -U transformers), one with Python code of its own "
             "needs auto_map in its config.json and --trust-remote-code"
         )
@@ -112,7 +114,9 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
     nearest = (
         f"its text part is a '{text}': save that part alone and give it"
         if text in causal
-        else f"{_near(kind, causal)}any of its {len(causal)} causal types will do"
+        else f"the nearest that is one is '{near}'"
+        if near
+        else f"any of the {len(causal)} types that are will do, as 'llama'"
     )
     raise CaptureError(
         f"{where}: '{kind}' is {_what(kind)}, not a causal language model; {nearest}"
@@ -127,8 +131,9 @@ def causal_types() -> dict[str, str]:
 
 
 def _near(kind: str, known: dict[str, str]) -> str:
+    """The near name, or else the longest that is part of it; "" where there is none."""
     near = difflib.get_close_matches(kind, known, n=1)
-    return f"did you mean '{near[0]}'? If not, " if near else ""
+    return near[0] if near else max((n for n in known if n in kind), key=len, default="")
 
 
 def _what(kind: str) -> str:

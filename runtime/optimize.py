@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accel.ir.adapter import facts_of
 from accel.ir.capture import capture
 from accel.ir.errors import LoweringError, RecipeError, unknown
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
-from accel.passes import Pass, Step, run
+from accel.passes import Pass, Step, check_order, refuse, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
@@ -132,6 +133,8 @@ def optimize(
         Stage(out).check()
     dump = _folder(dump) if dump is not None else None
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
+    passes = _passes(job)
+    check_order(passes)
     path = Path(model) if isinstance(model, (str, Path)) else None
     text = tokenizer_json(tokenizer, path)
     stored: dict[Tensor, Stored] = {}
@@ -140,6 +143,8 @@ def optimize(
             loaded = load_model(path, trust_remote_code)
             model, stored = loaded.model, loaded.stored
             del loaded
+    if isinstance(model, torch.nn.Module):
+        refuse(passes, facts_of(model, max_context), job.plan.recipe.name)
     with job.part("capture", 0.1):
         program = capture(model, max_context=max_context, stored=stored)
     program.facts.max_batch = max_batch
@@ -165,8 +170,13 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
+def _passes(job: _Job) -> list[Pass]:
+    """All passes of a build, in order."""
+    return [*pipeline(), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
+
+
 def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path | None) -> None:
-    passes = [*pipeline(), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
+    passes = _passes(job)
 
     def write(name: str) -> None:
         if dump:

@@ -16,7 +16,8 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from accel import PassError, optimize
+from accel import CaptureError, PassError, optimize
+from accel.ir import capture as capturing
 from accel.ir.capture import capture
 from accel.ir.ops.attention import Mask, attention, position_bias
 from accel.passes import run
@@ -135,17 +136,21 @@ def test_a_causal_mask_in_any_form(form):
         (window(1), Mask("window", 1)),
         (window(6), Mask("window", 6)),
         (chunk(7), Mask("chunk", 7)),
-        (lambda module, q, k: (k <= q) | (k > q), Mask("full")),
         (lambda module, q, k: k <= q + 0 * module.window, Mask("causal")),
         # evaluated past every size in its graph, in whatever form that size is kept
         (window(300), Mask("window", 300)),
         (lambda module, q, k: (k <= q) & (k > q - module.window), Mask("window", 300)),
         (lambda module, q, k: module.mirror[: q.shape[0], : q.shape[0]] > 0, Mask("window", 300)),
     ],
-    ids=["1", "6", "chunk", "full", "causal", "300", "300-buffer", "300-table"],
+    ids=["1", "6", "chunk", "causal", "300", "300-buffer", "300-table"],
 )
 def test_a_mask_is_named(mask, name):
     assert named(Masked(mask, "bool")) == name
+
+
+def test_a_mask_that_hides_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(capturing, "refuse_looking_ahead", lambda *_: None)
+    assert named(Masked(lambda module, q, k: (k <= q) | (k > q), "bool")) == Mask("full")
 
 
 def test_is_causal_alone():
@@ -245,8 +250,10 @@ def test_the_compiled_model_is_right(mask, form):
 
 
 def test_a_mask_that_looks_ahead_is_refused():
-    with pytest.raises(PassError, match="cannot be decoded token by token"):
+    with pytest.raises(CaptureError, match="Masked is bidirectional: .* token by token"):
         optimize(Masked(lambda module, q, k: (k <= q) | (k > q), "bool"), target="eager")
+    with pytest.raises(PassError, match="cannot be decoded token by token"):  # in the prefix only
+        optimize(Masked(lambda module, q, k: (k <= q) | (k < 5), "bool"), target="eager", max_context=64)
 
 
 def test_a_wrong_name_is_caught(monkeypatch):

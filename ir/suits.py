@@ -1,0 +1,125 @@
+"""What is no decoder, told before anything is exported: the kind of module, its head, tokens that see later ones."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.ir.adapter import is_hugging_face
+from accel.ir.errors import CaptureError
+
+_HEAD = re.compile(r"For(\w*Classification|\w*QuestionAnswering|MultipleChoice|NextSentence\w*)$")
+_SEEN = 1e-4  # of the largest value: a difference that rounding does not make
+
+
+def refuse_kind(model: nn.Module) -> None:
+    """Refuse transformers' own models that take no tokens, or whose head is not over a vocabulary.
+
+    Raises:
+        CaptureError: with the nearest class that would work.
+    """
+    if not is_hugging_face(model):
+        return
+    name, takes = type(model).__name__, getattr(model, "main_input_name", "input_ids")
+    if takes != "input_ids" and not _takes_tokens(model):
+        raise CaptureError(
+            f"{name}.forward takes {takes}, not token ids [B,T]: it is no language model; give the causal "
+            "language model that it belongs to, where there is one"
+        )
+    if _HEAD.search(name):
+        raise CaptureError(
+            f"{name}: its head gives no logits over a vocabulary; give {_nearest(model)}, which has "
+            "the same layers under a language model's head"
+        )
+
+
+def _takes_tokens(model: nn.Module) -> bool:
+    return "input_ids" in inspect.signature(model.forward).parameters
+
+
+def _nearest(model: Any) -> str:
+    """The causal language model of the same type; words where transformers has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
+
+    return str(causal.get(model.config.model_type, "a causal language model"))
+
+
+def no_logits(model: nn.Module) -> str:
+    """What to add where a model's forward returns no logits."""
+    if not is_hugging_face(model):
+        return ""
+    return f"; the nearest to {type(model).__name__} is {_nearest(model)}"
+
+
+def alike(tokens: Tensor, vocab: int) -> Tensor:
+    """Tokens [B,T] of which the first two rows differ in their last token only; see `refuse_looking_ahead`."""
+    tokens = tokens.clone()
+    tokens[1] = tokens[0]
+    tokens[1, -1] = (tokens[0, -1] + 1) % vocab
+    return tokens
+
+
+def refuse_looking_ahead(model: nn.Module, run: Any, logits: Tensor) -> None:
+    """Refuse a model in which a token depends on later ones, and name the module that lets it.
+
+    `logits` are those of `alike` tokens; `run()` calls the model on the same ones again.
+
+    Raises:
+        CaptureError: the two rows differ before their last token.
+    """
+    if not _differ(logits):
+        return
+    raise CaptureError(
+        f"{type(model).__name__} is bidirectional: {_culprit(model, run)} lets a token see later ones, "
+        f"so it cannot be decoded token by token; {_causal_form(model)}"
+    )
+
+
+def _differ(value: Tensor) -> bool:
+    """Whether rows 0 and 1 of [B,T,...] differ before the last token."""
+    rows = value[:2, :-1].float()
+    return float((rows[0] - rows[1]).abs().max()) > _SEEN * float(rows.abs().max())
+
+
+def _causal_form(model: Any) -> str:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_decoder", None) is False:
+        return (
+            "config.is_decoder = True, set before it is loaded, makes a decoder of it (whose words are "
+            "only as good as it was trained for that)"
+        )
+    return "give a causal language model"
+
+
+def _culprit(model: nn.Module, run: Any) -> str:
+    """The innermost module whose inputs agree before the last token and whose output does not."""
+    found: list[str] = []
+    names = {m: n for n, m in model.named_modules()}
+
+    def of_tokens(value: Any, shape: torch.Size) -> list[Tensor]:
+        flat = value if isinstance(value, (tuple, list)) else [value]
+        return [v for v in flat if isinstance(v, Tensor) and v.shape[:2] == shape and v.dim() > 1]
+
+    def see(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        values = [*args, *kwargs.values()]
+        first = next((v for v in values if isinstance(v, Tensor) and v.dim() in (2, 3)), None)
+        if found or first is None:
+            return
+        shape = first.shape[:2]
+        if any(map(_differ, of_tokens(values, shape))):
+            return
+        outputs = of_tokens(out.logits if hasattr(out, "logits") else out, shape)
+        if any(map(_differ, outputs)):
+            found.append(f"{names[module] or 'its forward'} ({type(module).__name__})")
+
+    hooks = [m.register_forward_hook(see, with_kwargs=True) for m in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else "its forward"
