@@ -55,7 +55,7 @@ def test_what_is_no_module_is_refused(what):
         (lambda self, t: self.inner(t)[:, -1], r"shape \[5, 31\] and dtype torch.float32"),
         (lambda self, t: self.inner(t).long(), "dtype torch.int64"),
         (lambda self, t: None, "NoneType"),
-        (lambda self, t: {"hidden": self.inner(t)}, "NoneType"),
+        (lambda self, t: {"hidden": self.inner(t)}, "dict"),
         (lambda self, t: 3, "int"),
     ],
 )
