@@ -72,7 +72,7 @@ def refuse_looking_ahead(model: nn.Module, run: Any, logits: Tensor) -> None:
     Raises:
         CaptureError: the two rows differ before their last token.
     """
-    if not _differ(logits) or not torch.equal(run(), logits):  # chance or state of its own
+    if not _differ(logits) or not torch.allclose(run(), logits, 1e-3, 1e-4):  # chance, or state
         return
     raise CaptureError(
         f"{type(model).__name__} is bidirectional: {_culprit(model, run)} lets a token see later ones, "
