@@ -111,7 +111,7 @@ def vocabulary(model: nn.Module) -> int:
     """How many token ids a module takes: its configuration's word, else its largest embedding."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
+    size = getattr(text, "decoder_vocab_size", None) or getattr(text, "vocab_size", None)
     if isinstance(size, int):
         return size
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
@@ -119,8 +119,8 @@ def vocabulary(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def inference_mode(model: nn.Module) -> Iterator[Adapter]:
-    """The module ready for capture, put back as it was afterwards."""
+def inference_mode(model: nn.Module, kind: type[Adapter] = Adapter) -> Iterator[Adapter]:
+    """The module ready for capture, behind an adapter, put back as it was afterwards."""
     training = [m for m in model.modules() if m.training]
     config = getattr(model, "config", None)
     attention = getattr(config, "_attn_implementation", None)
@@ -129,7 +129,7 @@ def inference_mode(model: nn.Module) -> Iterator[Adapter]:
     try:
         if is_hugging_face(model):
             _choose_forms(model)
-        yield Adapter(model).eval()
+        yield kind(model).eval()
     finally:
         for module in training:
             module.training = True

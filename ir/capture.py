@@ -1,7 +1,8 @@
 """nn.Module or ExportedProgram -> Program: `torch.export` with symbolic batch and sequence.
 
-The captured program takes `tokens [B,T]` and `positions [B,T]` and returns `logits [B,T,V]`; it is
-checked against the module on odd sizes before anything else happens.
+The captured program takes `tokens [B,T]` and `positions [B,T]` (and what an encoder takes, see
+`ir/encoder.py`) and returns `logits [B,T,V]`; it is checked against the module on odd sizes before
+anything else happens.
 """
 
 from __future__ import annotations
@@ -19,13 +20,22 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from accel.ir.adapter import Adapter, facts_of, inference_mode, logits_of, vocabulary, widened
+from accel.ir.encoder import (
+    INPUTS,
+    EncoderDecoder,
+    encoder_example,
+    encoder_facts,
+    is_encoder_decoder,
+)
 from accel.ir.errors import CaptureError
 from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms
+from accel.ir.functional import without_writes
 from accel.ir.program import Entry, Facts, Program
 from accel.ir.suits import alike, no_logits, refuse_kind, refuse_looking_ahead
 from accel.ir.weights import Stored, Weights, reading
 
+_INPUTS = ("tokens", "positions")
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
@@ -40,7 +50,8 @@ def capture(
 
     Args:
         model: an `nn.Module` whose forward takes token ids [B,T] (and optionally positions) and
-            returns logits [B,T,V], or an `ExportedProgram` of one with dynamic B and T.
+            returns logits [B,T,V], or an `ExportedProgram` of one with dynamic B and T, or a
+            transformers encoder-decoder model.
         facts: what is already known of the model.
         max_context: the longest sequence that the program will be asked for.
         stored: for tensors of the module that only stand in for others, where the values lie.
@@ -63,21 +74,29 @@ def capture(
     refuse_kind(model)
     notes: list[str] = []
     model, stored = widened(model, stored or {}, notes)
-    with inference_mode(model) as adapter, flex_uncompiled(), _uncached():
-        batch, length = _example_sizes(model)
+    two = is_encoder_decoder(model)
+    kind = EncoderDecoder if two else Adapter
+    with inference_mode(model, kind) as adapter, flex_uncompiled(), _uncached():
+        batch, length, width = _example_sizes(model)
+        facts = facts or facts_of(model, max_context)
+        if two and facts.encoder is None:
+            facts.encoder = encoder_facts(model, max_context)
         tokens, positions = example(batch, length, vocabulary(model))
-        tokens = alike(tokens, vocabulary(model))
+        given = {"tokens": alike(tokens, vocabulary(model)), "positions": positions}
+        for name, value in encoder_example(facts.encoder, batch, length=width).items():
+            value[1] = value[0]  # alike too
+            given[name] = value
 
-        def forward(tokens: Tensor, positions: Tensor) -> Tensor:
+        def forward(*inputs: Tensor) -> Tensor:
             with reading(stored):
-                out: Tensor = adapter(tokens, positions)
+                out: Tensor = adapter(*inputs)
             return out
 
         with torch.no_grad():
             try:
                 with reading(stored):
-                    adapter.settle(tokens, positions)
-                logits = forward(tokens, positions)
+                    adapter.settle(given["tokens"], positions)
+                logits = forward(*given.values())
             except CaptureError as error:
                 raise CaptureError(f"{type(model).__name__}.{error}{no_logits(model)}") from None
             except Exception as error:
@@ -85,14 +104,14 @@ def capture(
                     f"{type(model).__name__}.forward failed on token ids [B,T] int64: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            refuse_looking_ahead(model, lambda: forward(tokens, positions), logits)
-            facts = facts or facts_of(model, max_context)
+            refuse_looking_ahead(model, lambda: forward(*given.values()), logits)
             with forms(model):
-                exported = _export(model, adapter, tokens, positions, facts)
+                exported = _export(model, adapter, given, facts)
         facts.vocab_size = int(logits.shape[-1])
         facts.notes += notes
         lies = {n: stored[t] for n, t in _named_tensors(adapter) if t in stored}
-        program = _to_program(exported, facts, _original_names(adapter), PREFIX, lies)
+        names = _original_names(adapter)
+        program = _to_program(exported, facts, names, PREFIX, lies, tuple(given))
         _check(program, forward, type(model).__name__)
     return program
 
@@ -104,28 +123,31 @@ def example(batch: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor,
     return tokens, torch.arange(length).repeat(batch, 1)
 
 
-def _example_sizes(model: nn.Module) -> tuple[int, int]:
-    """Batch and length for tracing: different, and equal to no size of the model (specialisation)."""
+def _example_sizes(model: nn.Module) -> tuple[int, int, int]:
+    """B, T and X for tracing: different, and equal to no size of the model (specialisation)."""
     taken = {d for p in model.parameters() for d in p.shape}
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_dict"):
         taken |= {v for v in config.to_dict().values() if isinstance(v, int)}
     free = [p for p in _PRIMES if p not in taken]
-    return free[0], free[1]
+    return free[0], free[1], free[2]
 
 
 def _export(
-    model: nn.Module, adapter: nn.Module, tokens: Tensor, positions: Tensor, facts: Facts
+    model: nn.Module, adapter: nn.Module, given: dict[str, Tensor], facts: Facts
 ) -> ExportedProgram:
-    """Export with B and T symbolic; a table made for some longest sequence lowers `max_context`."""
+    """Export with B, T and X symbolic; a table made for some longest sequence lowers `max_context`."""
     longest: int | None = None
     while True:
         # at T = longest a slice of such a table is the whole of it, which torch.export guards against
-        shape = {0: Dim("B", min=1), 1: Dim("T", min=1, max=longest and longest - 1)}
+        rows = {0: Dim("B", min=1)}
+        shape = {**rows, 1: Dim("T", min=1, max=longest and longest - 1)}
+        wide = {**rows, 1: Dim("X", min=1)}
+        shapes = [shape if n in _INPUTS else wide if v.dim() == 2 else rows for n, v in given.items()]
         try:
             with _silence(), flex_written_out():
                 return torch.export.export(
-                    adapter, (tokens, positions), dynamic_shapes=(shape, shape), strict=False
+                    adapter, tuple(given.values()), dynamic_shapes=_as_taken(shapes), strict=False
                 )
         except Exception as error:
             found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
@@ -141,6 +163,11 @@ def _uncached() -> Any:
     """torch caches the shapes of what it traces; where sizes are symbols that costs more than it saves."""
     config: Any = dynamo
     return config.patch(fake_tensor_cache_enabled=False)
+
+
+def _as_taken(shapes: list[Any]) -> tuple[Any, ...]:
+    """Sizes as an adapter's forward takes its inputs: the encoder's as one tuple."""
+    return (*shapes[:2], tuple(shapes[2:])) if len(shapes) > 2 else tuple(shapes)
 
 
 @contextlib.contextmanager
@@ -283,8 +310,10 @@ def _to_program(
     canonical: dict[str, str],
     prefix: str = "",
     stored: Mapping[str, Stored] | None = None,
+    names: tuple[str, ...] = _INPUTS,
 ) -> Program:
-    """Lift parameters out of the inputs; name the inputs tokens and positions, the output logits."""
+    """Lift parameters out of the inputs; name the inputs, and the output logits."""
+    without_writes(exported.graph)
     if _needs_functions(exported.graph):
         exported = exported.run_decompositions({})
     signature = exported.graph_signature
@@ -295,7 +324,7 @@ def _to_program(
     }
     tensors = {**exported.constants, **exported.state_dict, **(stored or {})}
     users = [str(n) for n in signature.user_inputs]
-    renames = dict(zip(users, ("tokens", "positions"), strict=False))
+    renames = dict(zip(users, names, strict=False))
     graph, params = fx.Graph(), Weights()
     copied: dict[fx.Node, fx.Node] = {}
     for node in exported.graph.nodes:
@@ -319,9 +348,12 @@ def _to_program(
         copied[node] = new
     if "positions" not in [n.target for n in graph.find_nodes(op="placeholder")]:
         _add_positions(graph)
-    tokens = next(n for n in graph.find_nodes(op="placeholder") if n.target == "tokens").meta["val"]
-    dims = {str(size): letter for size, letter in zip(tokens.shape, "BT", strict=True)}
-    return Program(params, {"step": Entry(graph, ["logits"])}, facts, dims=dims)
+    step = Entry(graph, ["logits"])
+    dims: dict[str, str] = {}
+    for name, letters in (("tokens", "BT"), (INPUTS, "BX")):
+        if name in step.inputs:
+            dims |= zip(map(str, step.input(name).meta["val"].shape), letters, strict=True)
+    return Program(params, {"step": step}, facts, dims=dims)
 
 
 def _add_positions(graph: fx.Graph) -> None:
@@ -349,10 +381,12 @@ def _check(program: Program, reference: Any, name: str) -> None:
     """The captured program against the module, at odd sizes; mandatory, since a guard can lie."""
     for seed, (batch, length) in enumerate([(1, 1), (3, 2), (2, 17)]):
         length = min(length, program.facts.max_context)
-        tokens, positions = example(batch, length, program.facts.vocab_size, seed)
+        tokens = example(batch, length, program.facts.vocab_size, seed)
+        given = dict(zip(_INPUTS, tokens, strict=True))
+        given |= encoder_example(program.facts.encoder, batch, seed)
         with torch.no_grad():
-            want = reference(tokens, positions).float()
-        got = program.run("step", {"tokens": tokens, "positions": positions})["logits"].float()
+            want = reference(*given.values()).float()
+        got = program.run("step", given)["logits"].float()
         scale = max(1.0, float(want.abs().max()))
         error = float((got - want).abs().max()) / scale
         if not error <= 1e-4:  # also refuses NaN

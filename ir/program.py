@@ -19,7 +19,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int
 
 @dataclass(frozen=True)
 class State:
-    """One value that lives from call to call. `shape` mixes numbers and the letters B and C."""
+    """One value that lives from call to call. `shape` mixes numbers and the letters B, C and X.
+
+    A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it.
+    """
 
     name: str
     role: str
@@ -27,6 +30,10 @@ class State:
     dtype: str
     shape: tuple[int | str, ...]
     fill: float
+
+    @property
+    def cross(self) -> bool:
+        return self.role.startswith("cross.")
 
     def allocate(self, **letters: int) -> Tensor:
         """A new buffer, filled as an empty cache is."""
@@ -96,6 +103,16 @@ class LayerFacts:
 
 
 @dataclass
+class EncoderFacts:
+    """What the encoder of an encoder-decoder model takes, and the tokens that its decoder starts from."""
+
+    vocab_size: int  # of token ids [B,X]; 0: it takes features
+    max_length: int  # longest X
+    features: list[int] = field(default_factory=list)  # sizes of one row's features, after B
+    start: list[int] = field(default_factory=list)
+
+
+@dataclass
 class Facts:
     """What is known of the model; grows as passes recognise more."""
 
@@ -109,6 +126,7 @@ class Facts:
     layers: list[LayerFacts] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    encoder: EncoderFacts | None = None
 
 
 @dataclass

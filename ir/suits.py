@@ -38,7 +38,8 @@ def refuse_kind(model: nn.Module) -> None:
 
 
 def _takes_tokens(model: nn.Module) -> bool:
-    return "input_ids" in inspect.signature(model.forward).parameters
+    names = inspect.signature(model.forward).parameters
+    return "input_ids" in names or "decoder_input_ids" in names
 
 
 def _nearest(model: Any) -> str:

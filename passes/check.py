@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.capture import example
+from accel.ir.encoder import encoder_side
 from accel.ir.errors import Miscompiled
 from accel.ir.program import Program
 from accel.passes import Pass
@@ -33,7 +34,8 @@ class NumericCheck:
             tokens, positions = example(
                 batch, min(length, longest), self.program.facts.vocab_size, seed + 7
             )
-            out = self.program.run("step", {"tokens": tokens, "positions": positions})
+            given = {"tokens": tokens, "positions": positions, **encoder_side(self.program, batch)}
+            out = self.program.run("step", given)
             self.cases.append((tokens, out["logits"].float()))
 
     def __call__(self, program: Program, step: Pass) -> float:
@@ -64,14 +66,17 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
     """(logits, rows they belong to) of one whole call, and of the same tokens in several calls."""
     length = tokens.shape[1]
     positions = torch.arange(length).repeat(tokens.shape[0], 1)
-    if not program.state:
-        out = program.run("step", {"tokens": tokens, "positions": positions})
+    side = encoder_side(program, tokens.shape[0])
+    if "slots" not in program.step.inputs:
+        given = {"tokens": tokens, "positions": positions, **side}
+        out = program.run("step", given)
         return [(out["logits"].float(), slice(0, length))]
     found = []
     for cuts in ([0, length], _split(length)):
-        buffers = {s.name: s.allocate(B=tokens.shape[0], C=length + 3) for s in program.state}
+        letters = {"B": tokens.shape[0], "C": length + 3}
+        buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
         for start, end in zip(cuts, cuts[1:], strict=False):
-            found.append((_call(program, buffers, tokens, start, end), slice(start, end)))
+            found.append((_call(program, side, buffers, tokens, start, end), slice(start, end)))
     return found
 
 
@@ -110,7 +115,12 @@ def _split(length: int) -> list[int]:
 
 
 def _call(
-    program: Program, buffers: dict[str, Tensor], tokens: Tensor, start: int, end: int
+    program: Program,
+    side: dict[str, Tensor],
+    buffers: dict[str, Tensor],
+    tokens: Tensor,
+    start: int,
+    end: int,
 ) -> Tensor:
     """Run tokens start..end-1, with one column of padding where the buffer has room for it."""
     batch = tokens.shape[0]
@@ -121,6 +131,7 @@ def _call(
         "positions": torch.nn.functional.pad(positions, (0, pad), value=-1),
         "slots": torch.full((batch,), start),
         "rows": torch.arange(end - start).repeat(batch, 1),
+        **side,
         **buffers,
     }
     out = program.run("step", inputs)

@@ -15,7 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from accel.ir.errors import CaptureError
 from accel.ir.weights import Stored, stand_in
-from accel.runtime.config import read_config, refuse, refuse_quantised
+from accel.runtime.config import (
+    auto_class,
+    encoder_decoder_types,
+    read_config,
+    refuse,
+    refuse_quantised,
+)
 from accel.runtime.shards import Shards, read_shards
 
 _OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
@@ -23,7 +29,7 @@ _OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
 
 @dataclass(frozen=True)
 class Loaded:
-    """A causal language model in float32 on the CPU. `stored` says where the values of its tensors
+    """A language model in float32 on the CPU. `stored` says where the values of its tensors
     lie: those that it does not list hold their own, and stand-ins hold none.
     """
 
@@ -32,14 +38,15 @@ class Loaded:
 
 
 def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
-    """The causal language model of a directory; its weights stay in the files until they are read.
+    """The decoder or encoder-decoder of a directory; its weights stay in the files until they are read.
 
     Raises:
         CaptureError: not a model directory, no such architecture, missing or damaged weights, or a
             model that brings its own code without `trust_remote_code`.
     """
     config = read_config(path)
-    refuse(path, config, trust_remote_code)
+    two = encoder_decoder_types() if config.get("is_encoder_decoder") else {}
+    refuse(path, config, trust_remote_code, two)
     refuse_quantised(path, config)
     if not any(path.glob("*.safetensors")):
         raise CaptureError(
@@ -53,8 +60,8 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
     logging.set_verbosity_error()  # what it would report is an error here, or of no interest
     try:
         if any(config.get(key) for key in _OWN_WAY):
-            return Loaded(_whole(path, trust_remote_code), {})
-        return _streamed(path, read_shards(path))
+            return Loaded(_whole(path, auto_class(config), trust_remote_code), {})
+        return _streamed(path, auto_class(config), read_shards(path))
     except CaptureError:
         raise
     except Exception as error:  # transformers raises many kinds
@@ -65,11 +72,9 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
             logging.enable_progress_bar()
 
 
-def _whole(path: Path, trust_remote_code: bool) -> Any:
+def _whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
     """As transformers loads it, in memory."""
-    from transformers import AutoModelForCausalLM
-
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = auto.from_pretrained(
         path,
         dtype=torch.float32,
         local_files_only=True,
@@ -79,17 +84,17 @@ def _whole(path: Path, trust_remote_code: bool) -> Any:
     return _complete(path, model, info)
 
 
-def _streamed(path: Path, shards: Shards) -> Loaded:
+def _streamed(path: Path, auto: Any, shards: Shards) -> Loaded:
     """Let transformers place the tensors (names, ties, buffers) without reading them.
 
     Those that are not float32 are represented by stand-ins. Where transformers computes with some (it
     fuses experts, say) or writes to some, it gets these in memory, in a second round.
     """
-    model, stored, touched = _place(path, shards, set())
+    model, stored, touched = _place(path, auto, shards, set())
     if touched:
         del model, stored
         shards.pages.release()  # with what was written
-        model, stored, _ = _place(path, shards, touched)
+        model, stored, _ = _place(path, auto, shards, touched)
     return Loaded(model, stored)
 
 
@@ -104,12 +109,12 @@ class _Copied:
 
 
 def _place(
-    path: Path, shards: Shards, copied: set[str]
+    path: Path, auto: Any, shards: Shards, copied: set[str]
 ) -> tuple[Any, dict[Tensor, Stored], set[str]]:
     """The model; where those of its tensors lie that are a checkpoint's as they are; and the tensors
     that cannot be had so, since transformers made something of them.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     given: dict[str, Any] = {}
     for name, tensor in shards.tensors.items():
@@ -118,7 +123,7 @@ def _place(
         given[name] = _Copied(tensor) if name in copied else held
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+        empty = auto.from_config(config)
     plain = {n: t for n, t in given.items() if isinstance(t, Tensor)}
     with _Watch(plain, {n for n, t in plain.items() if t is not shards.tensors[n]}) as watch:
         model, info = type(empty).from_pretrained(

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from accel.ir.axis import Axis
 from accel.ir.errors import ArtifactError, InputError, RecipeError
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.loop import Base as Loop
 from accel.runtime.loop import Row
@@ -20,6 +22,8 @@ from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_tex
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session import Engine, Facts, Logits, Session
 from accel.runtime.text import Tokenizer
+
+Sources = list[npt.NDArray[Any]] | None
 
 __all__ = ["CompiledModel", "Output", "Stream", "load"]
 
@@ -56,9 +60,10 @@ class CompiledModel:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: Any = None,
         max_new_tokens: int = 64,
         *,
+        encoder_input: Any = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -75,11 +80,16 @@ class CompiledModel:
         the model's own, []: none; it is kept in the tokens), a `stop` string (cut from the text) or
         the end of the context. temperature 0 is greedy. `seed` makes sampling repeatable. Raises
         InputError.
+
+        An encoder-decoder model takes `encoder_input`, one per prompt: text, token ids, features, or
+        a list of those. Its prompts are what the decoder starts from, by default the model's own
+        start tokens; they also come before a text prompt.
         """
         options = (temperature, top_k, top_p, min_p, repetition_penalty)
+        sources, prompts = self._sources(encoder_input, prompts)
         rows = self._rows(prompts, max_new_tokens, options, seed, stop, eos)
         meter = Meter()
-        for _ in self._decode(rows, meter):
+        for _ in self._decode(rows, sources, meter):
             pass
         return Output(
             tokens=[row.tokens for row, _ in rows],
@@ -91,9 +101,10 @@ class CompiledModel:
 
     def stream(
         self,
-        prompt: Any,
+        prompt: Any = None,
         max_new_tokens: int = 64,
         *,
+        encoder_input: Any = None,
         temperature: float = 0.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -110,27 +121,32 @@ class CompiledModel:
         far.
         """
         options = (temperature, top_k, top_p, min_p, repetition_penalty)
+        text = is_text(prompt) or (isinstance(prompt, (list, tuple)) and is_text(prompt[0]))
+        text = text or (prompt is None and self.tokenizer is not None)
+        sources, prompt = self._sources(encoder_input, prompt)
         rows = self._rows(prompt, max_new_tokens, options, seed, stop, eos)
         if len(rows) != 1:
             raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
         row, script = rows[0]
-        text = is_text(prompt) or (isinstance(prompt, (list, tuple)) and is_text(prompt[0]))
         meter = Meter()
-        return Stream(_pieces(self._decode(rows, meter), script if text else None), meter, row)
+        tokens = self._decode(rows, sources, meter)
+        return Stream(_pieces(tokens, script if text else None), meter, row)
 
-    def logits(self, tokens: Any) -> Logits:
+    def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
         """Logits after each of tokens [B,T], float32 [B,T,V], from an empty cache. Any B. Raises
-        InputError.
+        InputError. An encoder-decoder model takes an `encoder_input` per row, as `generate` does.
         """
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
             raise InputError(
                 f"tokens have shape {list(ids.shape)}; logits takes [B, T], both 1 or more"
             )
+        sources = encoder_rows(encoder_input, self.facts.encoder, self.tokenizer)
+        _one_each(sources, len(ids))
         out = []
         for start in range(0, len(ids), self.facts.max_batch):
             group = ids[start : start + self.facts.max_batch]
-            with self.session(len(group)) as session:
+            with self._encoded(sources, start, len(group)) as session:
                 out.append(session.run(group))
         return out[0] if len(out) == 1 else np.concatenate(out)
 
@@ -149,7 +165,36 @@ class CompiledModel:
             int(batch),
             vocab_size=self.facts.vocab_size,
             max_context=self.facts.max_context,
+            encoder=self.facts.encoder,
         )
+
+    def _encoded(self, sources: Sources, start: int, batch: int) -> Session:
+        """A session whose encoder, where there is one, was given the sources of rows from `start` on."""
+        session = self.session(batch)
+        if sources is not None and self.facts.encoder is not None:
+            session.encode(*padded(sources[start : start + batch], self.facts.encoder))
+        return session
+
+    def _sources(self, encoder_input: Any, prompts: Any) -> tuple[Sources, Any]:
+        """The encoder's rows (None: no encoder), and the prompts with the tokens a decoder starts
+        from.
+        """
+        encoder = self.facts.encoder
+        sources = encoder_rows(encoder_input, encoder, self.tokenizer)
+        if encoder is None or sources is None:
+            if prompts is None:
+                raise InputError("there is no prompt; give text, token ids, or a list of them")
+            return None, prompts
+        start = list(encoder.start)
+        if prompts is None and not start:
+            raise InputError(
+                "this model names no token that its decoder starts from; give a prompt of token ids"
+            )
+        if prompts is None:
+            return sources, [start] * len(sources)
+        items = as_prompts(prompts, self.facts, self.tokenizer, start)
+        _one_each(sources, len(items))
+        return sources, items
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the artifact to a folder, whole or not at all. Raises ArtifactError."""
@@ -215,11 +260,13 @@ class CompiledModel:
             rows.append((row, script))
         return rows
 
-    def _decode(self, rows: list[tuple[Row, Transcript]], meter: Meter) -> Iterator[int]:
+    def _decode(
+        self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter
+    ) -> Iterator[int]:
         """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
         for start in range(0, len(rows), self.facts.max_batch):
             group = [row for row, _ in rows[start : start + self.facts.max_batch]]
-            with self.session(len(group)) as session:
+            with self._encoded(sources, start, len(group)) as session:
                 for _, token in meter.watch(self._loop.tokens(session, group), session):
                     yield token
 
@@ -261,6 +308,11 @@ def from_artifact(
         artifact=artifact,
         on_close=on_close,
     )
+
+
+def _one_each(sources: Sources, prompts: int) -> None:
+    if sources is not None and len(sources) != prompts:
+        raise InputError(f"there are {len(sources)} encoder inputs and {prompts} prompts; give as many")
 
 
 def _loop(recipe: dict[str, Any]) -> Loop:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel.ir.errors import CaptureError
@@ -46,8 +48,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
-    """Refuse a configuration of what is no causal language model, or needs code that is not trusted.
+def refuse(
+    path: Path,
+    config: dict[str, Any],
+    trust_remote_code: bool = False,
+    also: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Refuse a configuration of what is no causal language model (nor of a type in `also`, with its
+    class), or needs code that is not trusted.
 
     Raises:
         CaptureError: with the field of config.json, the reason, and the nearest thing that would work.
@@ -65,12 +73,13 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
             f"{path}: config.json has no model_type, so transformers cannot tell what it is; add it, "
             'as in "model_type": "llama"'
         )
-    check_type(kind, f"{path}: model_type of config.json", config)
+    if kind not in also:
+        check_type(kind, f"{path}: model_type of config.json", config)
     for name in config.get("architectures") or []:
         if _HEADLESS.search(str(name)):
             raise CaptureError(
                 f"{path}: architectures of config.json says {name}, whose head gives no logits over a "
-                f"vocabulary; the nearest that works is {causal_types()[kind]}: save the weights of that"
+                f"vocabulary; the nearest that works is {({**also, **causal_types()})[kind]}: save the weights of that"
             )
 
 
@@ -128,6 +137,28 @@ def causal_types() -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def encoder_decoder_types() -> dict[str, str]:
+    """Every model type that transformers has an encoder-decoder with an output head of -> its class."""
+    from transformers.models.auto import modeling_auto as auto
+
+    text = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    return {**auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, **text}
+
+
+def auto_class(config: dict[str, Any]) -> Any:
+    """The transformers class that loads a configuration's model with its output head."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    kind, named = config.get("model_type"), (config.get("architectures") or [""])[0]
+    decoder_only = named in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if decoder_only or not config.get("is_encoder_decoder"):
+        return transformers.AutoModelForCausalLM
+    if kind in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        return transformers.AutoModelForSpeechSeq2Seq
+    return transformers.AutoModelForSeq2SeqLM
 
 
 def _near(kind: str, known: dict[str, str]) -> str:

@@ -4,9 +4,11 @@ targets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -50,6 +52,8 @@ class EagerStepper:
         """New buffers of `capacity` slots with the old contents."""
         state = dict(self._state)
         for value in self._program.state:
+            if value.cross:
+                continue
             old = state.get(value.name)
             if old is not None and "C" not in value.shape:
                 continue
@@ -67,9 +71,16 @@ class EagerStepper:
         inputs = {n: torch.from_numpy(np.array(a)) for n, a in given.items()}
         with torch.no_grad():
             out = self._program.run("step", {**inputs, **self._state})
-        self._state = {name: out[f"{name}.next"] for name in self._state}
+        self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
         logits: Logits = out["logits"].float().numpy().copy()
         return logits
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """One run of the encode entry."""
+        given = {n: torch.from_numpy(np.array(a)) for n, a in inputs.items()}
+        with torch.no_grad():
+            out = self._program.run("encode", given)
+        self._state = {**self._state, **{n.removesuffix(".next"): v for n, v in out.items()}}
 
     def copy(self) -> EagerStepper:
         """An independent stepper with a copy of the state."""

@@ -16,6 +16,18 @@ _BUILD_AGAIN = "the artifact was edited or damaged: build it again"
 
 
 @dataclass(frozen=True)
+class Encoder:
+    """What an encoder takes: token ids (at most `max_length`), or features of these sizes. `start`:
+    the tokens that its decoder starts from.
+    """
+
+    vocab_size: int
+    max_length: int
+    features: tuple[int, ...] = ()
+    start: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Facts:
     """The model, as far as running it needs."""
 
@@ -28,11 +40,12 @@ class Facts:
     bos: int | None = None
     parameters: int = 0
     layers: tuple[dict[str, Any], ...] = ()
+    encoder: Encoder | None = None
 
 
 @dataclass(frozen=True)
 class StateValue:
-    """One value that lives from call to call; `shape` mixes numbers and the letters B and C."""
+    """One value that lives from call to call; `shape` mixes numbers and the letters B, C and X."""
 
     name: str
     role: str
@@ -40,6 +53,11 @@ class StateValue:
     dtype: str
     shape: tuple[int | str, ...]
     fill: float
+
+    @property
+    def cross(self) -> bool:
+        """Whether the encode entry writes it, and the step only reads it."""
+        return self.role.startswith("cross.")
 
 
 @dataclass(frozen=True)
@@ -116,6 +134,11 @@ class Fields:
         items = enumerate(self.array(key))
         return tuple(self._typed(v, str, "a string", f"{self._name(key)}[{i}]") for i, v in items)
 
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of ints of at least 0."""
+        items = Fields({str(i): v for i, v in enumerate(self.array(key))}, self._name(key))
+        return tuple(items.integer(i) for i in items.value)
+
     def object(self, key: str) -> Fields:
         """An object within."""
         return Fields(self._get(key), self._name(key))
@@ -166,6 +189,8 @@ def parse(raw: Any) -> Manifest:
     }
     if "step" not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {_BUILD_AGAIN}")
+    if (facts.encoder is None) == ("encode" in entries):
+        raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
     for name, entry in entries.items():
         if entry.file not in files:
             raise ArtifactError(
@@ -204,6 +229,13 @@ def _facts(f: Fields) -> Facts:
         bos=f.optional_integer("bos"),
         parameters=f.integer("parameters"),
         layers=tuple(layer.value for layer in f.objects("layers")),
+        encoder=_encoder(f.object("encoder")) if f.value.get("encoder") is not None else None,
+    )
+
+
+def _encoder(f: Fields) -> Encoder:
+    return Encoder(
+        f.integer("vocab_size"), f.integer("max_length", 1), f.integers("features"), f.integers("start")
     )
 
 
@@ -211,8 +243,8 @@ def _state(f: Fields) -> StateValue:
     shape: list[int | str] = []
     for i, size in enumerate(f.array("shape")):
         whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        if not whole and size not in ("B", "C"):
-            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B' or 'C'")
+        if not whole and size not in ("B", "C", "X"):
+            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C' or 'X'")
         shape.append(size)
     dtype = f.text("dtype")
     if dtype not in DTYPES:

@@ -20,7 +20,7 @@ from torch import Tensor
 from accel.ir.adapter import facts_of
 from accel.ir.capture import capture
 from accel.ir.errors import LoweringError, RecipeError, unknown
-from accel.ir.program import Program
+from accel.ir.program import EncoderFacts, Program
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
 from accel.passes import Pass, Step, check_order, refuse, run
@@ -38,6 +38,7 @@ from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
 from accel.passes.state.cache import Cache
 from accel.passes.state.concat import Concat
+from accel.passes.state.cross import Cross
 from accel.passes.state.head import Head
 from accel.passes.state.latent import Latent
 from accel.runtime.artifact import open_artifact, write_manifest
@@ -56,11 +57,11 @@ FORMAT = 1
 Progress = Callable[[str, float], None]
 
 
-def pipeline() -> list[Pass]:
+def pipeline(encoder: bool = False) -> list[Pass]:
     """The passes that every model goes through, in order; a recipe's own come after."""
     return [
-        Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(), Latent(),
-        Activations(), Gates(), Cache(), Head(), Layers(),
+        Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
+        Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(), Layers(),
     ]  # fmt: skip
 
 
@@ -98,11 +99,11 @@ def optimize(
     trust_remote_code: bool = False,
     dump: str | Path | None = None,
 ) -> CompiledModel:
-    """Compile a causal language model.
+    """Compile a language model: a causal decoder, or a Hugging Face encoder-decoder.
 
     Args:
-        model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model
-            directory, or a `torch.export.ExportedProgram` with symbolic B and T.
+        model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
+            model directory, or a `torch.export.ExportedProgram` with symbolic B and T.
         recipe: a name, a list of names (merged), a path to a TOML file, a dict, or a `Recipe`.
         target: "onnx" (an artifact run by ONNX Runtime) or "eager" (every operator by its
             reference: slow, and the oracle that the others are tested against).
@@ -170,13 +171,13 @@ def _folder(path: str | Path) -> Path:
     return folder
 
 
-def _passes(job: _Job) -> list[Pass]:
+def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
     """All passes of a build, in order."""
-    return [*pipeline(), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
+    return [*pipeline(encoder), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
 
 
 def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path | None) -> None:
-    passes = _passes(job)
+    passes = _passes(job, program.facts.encoder is not None)
 
     def write(name: str) -> None:
         if dump:
@@ -196,14 +197,21 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
 
 def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
     from accel.runtime.eager import EagerEngine
-    from accel.runtime.manifest import Facts
+    from accel.runtime.manifest import Encoder, Facts
     from accel.runtime.text import Tokenizer
 
     facts = _facts(program)
 
     return CompiledModel(
         EagerEngine(program),
-        Facts(**{**facts, "eos": tuple(facts["eos"]), "layers": tuple(facts["layers"])}),
+        Facts(
+            **{
+                **facts,
+                "eos": tuple(facts["eos"]),
+                "layers": tuple(facts["layers"]),
+                "encoder": Encoder(**facts["encoder"]) if "encoder" in facts else None,
+            }
+        ),
         tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,
         recipe=job.plan.recipe.to_json(),
         report=_report(job, program, {}),
@@ -242,7 +250,7 @@ def _write(
     folder: Path,
 ) -> None:
     from accel.lowering.onnx.export import export
-    from accel.lowering.onnx.verify import onnx_error
+    from accel.lowering.onnx.verify import encode_error, onnx_error
     from accel.runtime.report import write_html
 
     with job.part("lower", 0.8):
@@ -253,6 +261,8 @@ def _write(
     if check is not None:
         with job.part("verify", 0.9):
             job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
+            if "encode" in entries:
+                job.errors["encode"] = encode_error(program, folder / "encode.onnx")
     if "genai" in entries:
         config = genai_config(_facts(program), _state(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -279,7 +289,14 @@ def _facts(program: Program) -> dict[str, Any]:
         "bos": f.bos if f.bos is not None and 0 <= f.bos < f.vocab_size else None,
         "parameters": f.parameters,
         "layers": [asdict(layer) for layer in f.layers],
+        **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
     }
+
+
+def _encoder(encoder: EncoderFacts, vocab_size: int) -> dict[str, Any]:
+    """The encoder's facts; start tokens that the vocabulary lacks are none."""
+    start = encoder.start if all(0 <= t < vocab_size for t in encoder.start) else []
+    return {**asdict(encoder), "start": start}
 
 
 def _state(program: Program) -> list[dict[str, Any]]:

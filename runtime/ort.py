@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +55,35 @@ class OrtEngine:
         self.entry = entry
         self._lock = threading.Lock()
         self._session: Any = None
+        self._encoder: Any = None
 
     @property
     def session(self) -> Any:
         """The onnxruntime.InferenceSession, opened when first asked for. Raises ArtifactError."""
         with self._lock:
             if self._session is None:
-                self._session = self._open()
+                self._session = self._open(self.entry)
             return self._session
+
+    @property
+    def encoder(self) -> Any:
+        """The InferenceSession of the encode entry, opened when first asked for; none: no encoder."""
+        with self._lock:
+            if self._encoder is None and "encode" in self.artifact.entries:
+                self._encoder = self._open("encode")
+            return self._encoder
 
     def stepper(self, batch: int) -> OrtStepper:
         """A stepper for `batch` rows with an empty cache."""
-        return OrtStepper(self.session, self.artifact.state, batch, self.artifact.facts.vocab_size)
+        vocab_size = self.artifact.facts.vocab_size
+        return OrtStepper(self.session, self.artifact.state, batch, vocab_size, self.encoder)
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
         with self._lock:
-            self._session = None
+            self._session = self._encoder = None
 
-    def _open(self) -> Any:
+    def _open(self, entry: str) -> Any:
         options = ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
@@ -80,7 +91,7 @@ class OrtEngine:
         options.add_session_config_entry(
             "session.intra_op.allow_spinning", "1" if self.spinning else "0"
         )
-        path = self.artifact.path / self.artifact.entries[self.entry].file
+        path = self.artifact.path / self.artifact.entries[entry].file
         try:
             session = ort.InferenceSession(
                 str(path), sess_options=options, providers=["CPUExecutionProvider"]
@@ -90,7 +101,10 @@ class OrtEngine:
                 f"{path}: onnxruntime {ort.__version__} cannot open it: {error}. "
                 "Build the artifact again, or upgrade onnxruntime"
             ) from error
-        _check_state(session, self.artifact.state, path)
+        if entry == "encode":
+            _check_encode(session, self.artifact, path)
+        else:
+            _check_state(session, self.artifact.state, path)
         return session
 
 
@@ -99,8 +113,16 @@ class OrtStepper:
     shape; where there is recurrent state, each for both directions.
     """
 
-    def __init__(self, session: Any, state: tuple[StateValue, ...], batch: int, vocab_size: int):
+    def __init__(
+        self,
+        session: Any,
+        state: tuple[StateValue, ...],
+        batch: int,
+        vocab_size: int,
+        encoder: Any = None,
+    ):
         self._session = session
+        self._encoder = encoder
         self._state = state
         self._batch = batch
         self._vocab = vocab_size
@@ -122,6 +144,8 @@ class OrtStepper:
         """New buffers of `capacity` slots with the old contents; bindings are made anew."""
         buffers = dict(self._buffers)
         for value in self._state:
+            if value.cross:
+                continue
             old = buffers.get(value.name)
             if old is None or "C" in value.shape:
                 buffers[value.name] = _grown(old, value, self._batch, capacity)
@@ -150,14 +174,32 @@ class OrtStepper:
         self._swap()
         return logits
 
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See session.Stepper. The cross state is bound as the encoder gave it."""
+        names = [f"{value.name}.next" for value in self._state if value.cross]
+        given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
+        found = dict(zip(names, self._encoder.run(names, given), strict=True))
+        buffers = dict(self._buffers)
+        for name, array in found.items():
+            held = aligned(array.shape, array.dtype.name)
+            np.copyto(held, array)
+            buffers[name.removesuffix(".next")] = held
+        if len(buffers) == len(self._state):
+            self._bind(buffers)
+        else:
+            self._buffers = buffers  # bound by the first resize
+
     def copy(self) -> OrtStepper:
         """An independent stepper with a copy of the state."""
-        other = OrtStepper(self._session, self._state, self._batch, self._vocab)
+        other = OrtStepper(self._session, self._state, self._batch, self._vocab, self._encoder)
         if self._buffers:
             copies = {n: aligned(a.shape, a.dtype.name) for n, a in self._buffers.items()}
             for name, array in self._buffers.items():
                 np.copyto(copies[name], array)
-            other._bind(copies)
+            if len(copies) == len(self._state):
+                other._bind(copies)
+            else:
+                other._buffers = copies
         return other
 
     @property
@@ -193,6 +235,7 @@ class OrtStepper:
         went well.
         """
         recurrent = {v.name for v in self._state if v.role == "recurrent"}
+        read_only = {v.name for v in self._state if v.cross}
         spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
         here = {name: _value(array) for name, array in buffers.items()}
         there = here | {name: _value(array) for name, array in spare.items()}
@@ -204,7 +247,8 @@ class OrtStepper:
                 binding = self._session.io_binding()
                 for name, value in before.items():
                     binding.bind_ortvalue_input(name, value)
-                    binding.bind_ortvalue_output(f"{name}.next", after[name])
+                    if name not in read_only:
+                        binding.bind_ortvalue_output(f"{name}.next", after[name])
                 bindings.append(binding)
             for name, value in self._small_values.items():
                 decode[-1].bind_ortvalue_input(name, value)
@@ -288,7 +332,8 @@ def _check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> Non
     inputs = {i.name: i for i in session.get_inputs()}
     outputs = {o.name for o in session.get_outputs()}
     wanted = {"tokens", "positions", "slots", "rows", *(v.name for v in state)}
-    missing = sorted((wanted ^ inputs.keys()) | ({f"{v.name}.next" for v in state} - outputs))
+    written = {f"{v.name}.next" for v in state if not v.cross}
+    missing = sorted((wanted ^ inputs.keys()) | (written - outputs))
     if "logits" not in outputs:
         missing.append("logits")
     if missing:
@@ -307,3 +352,19 @@ def _check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> Non
                 f"{path}: state {value.name} is {value.dtype} {list(value.shape)} in accel.json, "
                 f"{there.type} {there.shape} in the graph; build the artifact again"
             )
+
+
+def _check_encode(session: Any, artifact: Artifact, path: Path) -> None:
+    """The encode entry must take what the manifest says, and give the cross state. Raises
+    ArtifactError.
+    """
+    facts = artifact.facts.encoder
+    wanted = {"features"} if facts is not None and facts.features else {"inputs", "inputs.pos"}
+    written = {f"{v.name}.next" for v in artifact.state if v.cross}
+    there = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
+    wrong = sorted((wanted ^ there[0]) | (written ^ there[1]))
+    if wrong:
+        raise ArtifactError(
+            f"{path}: graph and accel.json disagree on {', '.join(wrong[:4])}; build the "
+            "artifact again"
+        )

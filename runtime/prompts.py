@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import numbers
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
-from accel.runtime.session import Facts
 from accel.runtime.text import Tokenizer
 
+if TYPE_CHECKING:
+    from accel.runtime.session import Facts
 
-def as_prompts(value: Any, facts: Facts, tokenizer: Tokenizer | None) -> list[Ints]:
+
+def as_prompts(
+    value: Any, facts: Facts, tokenizer: Tokenizer | None, start: Sequence[int] | None = None
+) -> list[Ints]:
     """One array [n] per prompt: from a str, token ids (list, array, tensor [n]), a list of those,
-    or an array [B,n].
+    or an array [B,n]. `start`: the tokens that go before a text, in place of the tokenizer's own.
 
     Raises InputError for an empty, too long or out-of-vocabulary prompt, and for text without a
     tokenizer.
     """
-    items = _split(value)
-    prompts = [_one(item, i, tokenizer) for i, item in enumerate(items)]
+    items = items_of(value, "prompts")
+    prompts = [_one(item, i, tokenizer, start) for i, item in enumerate(items)]
     for i, prompt in enumerate(prompts):
         name = f"prompt {i}"
         if not prompt.size:
@@ -82,21 +87,21 @@ def as_count(value: Any, name: str, low: int, high: int | None = None) -> int:
     return int(value)
 
 
-def _split(value: Any) -> list[Any]:
-    """The prompts in what the user gave, each still as given."""
+def items_of(value: Any, name: str) -> list[Any]:
+    """The prompts (or encoder inputs, as `name` says) in what the user gave, each still as given."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, (list, tuple)):
         if not value:
-            raise InputError("prompts are empty; give text, token ids, or a list of them")
+            raise InputError(f"{name} are empty; give text, token ids, or a list of them")
         return [value] if all(_scalar(v) for v in value) else list(value)
     if not hasattr(value, "__array__") and not hasattr(value, "tolist"):
         raise InputError(
-            f"prompts are {type(value).__name__}; give text, token ids, or a list of them"
+            f"{name} are {type(value).__name__}; give text, token ids, or a list of them"
         )
-    array = as_ints(value, "prompts")
+    array = as_ints(value, name)
     if array.ndim not in (1, 2):
-        raise InputError(f"prompts have shape {list(array.shape)}; give [n] or [B, n]")
+        raise InputError(f"{name} have shape {list(array.shape)}; give [n] or [B, n]")
     return [array] if array.ndim == 1 else list(array)
 
 
@@ -105,7 +110,9 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, numbers.Number) or getattr(value, "ndim", None) == 0
 
 
-def _one(value: Any, index: int, tokenizer: Tokenizer | None) -> Ints:
+def _one(
+    value: Any, index: int, tokenizer: Tokenizer | None, start: Sequence[int] | None
+) -> Ints:
     """One prompt as token ids [n]."""
     if is_text(value):
         if tokenizer is None:
@@ -113,6 +120,8 @@ def _one(value: Any, index: int, tokenizer: Tokenizer | None) -> Ints:
                 f"prompt {index} is text and this model has no tokenizer; "
                 "give token ids, or build with tokenizer="
             )
+        if start is not None:
+            return np.array([*start, *tokenizer.encode(value, special=False)], np.int64)
         return np.array(tokenizer.encode(value) if value else [], np.int64)
     ids = as_ints(value, f"prompt {index}")
     if ids.ndim != 1:

@@ -58,9 +58,21 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
         ("context", f"{model.get('max_context', 0):,} tokens"),
         ("artifact", _bytes(report.get("bytes", {}).get("total", 0))),
         ("state per token", _bytes(report.get("kv_bytes_per_token", 0))),
+        *_encoder(model.get("encoder"), report.get("state", [])),
         ("built in", f"{report.get('seconds', {}).get('total', 0):.1f} s"),
         ("largest error", _error(max(errors, default=None))),
     ]
+
+
+def _encoder(
+    encoder: Mapping[str, Any] | None, state: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str]]:
+    """Figures of an encoder, where there is one."""
+    if encoder is None:
+        return []
+    shape = " × ".join(str(n) for n in encoder["features"])
+    takes = f"{shape} features" if shape else f"{encoder['max_length']:,} tokens"
+    return [("encoder input", takes), ("state per encoder position", _bytes(cross_bytes(state)))]
 
 
 def state_bytes(state: Sequence[Mapping[str, Any]]) -> dict[int | None, int]:
@@ -82,13 +94,26 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
 
     fixed = 0
     for value in state:
-        if "C" not in value["shape"]:
+        if "C" not in value["shape"] and not value["role"].startswith("cross."):
             sizes = (d for d in value["shape"] if not isinstance(d, str))
             fixed += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
     text = f"{size(sum(state_bytes(state).values()))} per token"
     recurrent = any(value["role"] == "recurrent" for value in state)
     more = f", {size(fixed)} per row that do not grow" if fixed else ""
     return text + more + (" (a rewind runs some tokens again)" if recurrent else "")
+
+
+def cross_bytes(state: Sequence[Mapping[str, Any]]) -> int:
+    """Bytes of cross state for one position of a row's encoder input."""
+    import numpy as np
+
+    total = 0
+    for value in state:
+        if value["role"].startswith("cross."):
+            axis = 1 if value["role"] == "cross.pos" else 2
+            sizes = (d for i, d in enumerate(value["shape"]) if i not in (0, axis))
+            total += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+    return total
 
 
 def kinds(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
+from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.past import Past
 
@@ -29,6 +30,9 @@ class Stepper(Protocol):
         """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
         caller's own.
         """
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """One call of the encode entry; every later step reads the cross state that it gives."""
 
     def copy(self) -> Stepper:
         """An independent stepper with a copy of the state."""
@@ -72,6 +76,8 @@ class Facts(Protocol):
     def max_batch(self) -> int: ...
     @property
     def eos(self) -> Sequence[int]: ...
+    @property
+    def encoder(self) -> Encoder | None: ...
 
 
 class Session:
@@ -79,15 +85,26 @@ class Session:
 
     Rewinding is free where all state is a KV cache (`free_rewind`); recurrent state goes back to a
     copy taken on the way, and the next `run` first runs the tokens between again.
+    A session of an encoder-decoder model begins with `encode`.
 
     One thread at a time may use a session; different sessions of one model may run in different
     threads.
     """
 
-    def __init__(self, stepper: Stepper, batch: int, *, vocab_size: int, max_context: int):
+    def __init__(
+        self,
+        stepper: Stepper,
+        batch: int,
+        *,
+        vocab_size: int,
+        max_context: int,
+        encoder: Encoder | None = None,
+    ):
         self.batch = batch
         self.vocab_size = vocab_size
         self.max_context = max_context
+        self._encoder = encoder
+        self._encoded = encoder is None
         self._stepper: Stepper | None = stepper
         self._capacity = 0
         self._lengths: Ints = np.zeros(batch, np.int64)
@@ -95,6 +112,21 @@ class Session:
         self._calls = 0
         self._tokens = 0
         self._seconds = 0.0
+
+    def encode(self, inputs: Any, lengths: Any = None) -> None:
+        """Give the encoder its input, once for all steps: token ids [B,X] or features [B, ...].
+
+        `lengths` [B], each 1..X: how many of a row's token ids are real; the rest, on the right, is
+        padding. Tokens that the session held are forgotten. Raises InputError.
+        """
+        stepper = self._open()
+        given = entry_inputs(inputs, lengths, self.batch, self._encoder)
+        start = time.perf_counter()
+        stepper.encode(given)
+        self._seconds += time.perf_counter() - start
+        self._calls += 1
+        self._encoded = True
+        self.rewind(0)
 
     def run(self, tokens: Any, lengths: Any = None, *, last_only: bool = False) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
@@ -106,6 +138,8 @@ class Session:
         as it was.
         """
         stepper = self._open()
+        if not self._encoded:
+            raise InputError("this model has an encoder: call session.encode(inputs) before run")
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or ids.shape[0] != self.batch or ids.shape[1] == 0:
             raise InputError(
@@ -193,7 +227,9 @@ class Session:
             self.batch,
             vocab_size=self.vocab_size,
             max_context=self.max_context,
+            encoder=self._encoder,
         )
+        other._encoded = self._encoded
         other._capacity = self._capacity
         other._lengths = self._lengths.copy()
         other._past = self._past and self._past.copy()

@@ -16,6 +16,7 @@ from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
+    from accel.runtime.encode import Encoder
 
 EXAMPLES = """\b
 Examples:
@@ -92,8 +93,9 @@ def _open(path: Path, threads: int | None) -> tuple[CompiledModel, Timed, int]:
     from accel.runtime.ort import OrtEngine
 
     class Engine(OrtEngine):
-        def _open(self) -> Timed:
-            return Timed(super()._open())
+        def _open(self, entry: str) -> Any:
+            opened = super()._open(entry)
+            return Timed(opened) if entry == "step" else opened
 
     artifact = open_artifact(path)
     engine = Engine(artifact, threads=threads)
@@ -150,7 +152,8 @@ def _run(model: CompiledModel, timed: Timed, length: int, tokens: int, seed: int
     import numpy as np
 
     prompt = np.random.default_rng(seed).integers(0, model.facts.vocab_size, length)
-    with model.stream(prompt, max_new_tokens=tokens, eos=[]) as stream:
+    source = _random_source(model.facts.encoder, seed)
+    with model.stream(prompt, max_new_tokens=tokens, eos=[], encoder_input=source) as stream:
         next(stream)
         inside, calls = timed.seconds, stream.stats["calls"]
         for _ in stream:
@@ -165,6 +168,18 @@ def _run(model: CompiledModel, timed: Timed, length: int, tokens: int, seed: int
         speed=stats["tokens_per_second"],
         kv_bytes=stats["kv_bytes"],
     )
+
+
+def _random_source(encoder: Encoder | None, seed: int) -> Any:
+    """The longest input that an encoder takes, at most 512 tokens; none for a decoder."""
+    import numpy as np
+
+    if encoder is None:
+        return None
+    random = np.random.default_rng(seed)
+    if encoder.features:
+        return random.standard_normal(encoder.features, dtype=np.float32)
+    return random.integers(0, encoder.vocab_size, min(512, encoder.max_length))
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -11,10 +11,11 @@ import typer
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
 from accel.commands.show import show_layers, show_steps
-from accel.runtime.report import state_bytes, state_text
+from accel.runtime.report import cross_bytes, state_bytes, state_text
 
 if TYPE_CHECKING:
     from accel.runtime.artifact import Artifact
+    from accel.runtime.encode import Encoder
 
 EXAMPLES = """\b
 Examples:
@@ -76,6 +77,7 @@ def _show(artifact: Artifact) -> None:
         ("context", f"{facts.max_context} tokens, {facts.max_batch} at a time"),
         ("ends at", ", ".join(map(str, facts.eos)) or "no token"),
         ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
+        *_encoder(facts.encoder, state),
         ("grade", manifest.grade),
         ("state", f"{state_text(state, size)}, {len(state)} buffers"),
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
@@ -92,3 +94,20 @@ def _show(artifact: Artifact) -> None:
         [[name, f"{f.bytes:,}", f"{f.sha256[:16]}…"] for name, f in manifest.files.items()],
     )
     show_steps(manifest.report.get("steps", []))
+
+
+def _encoder(encoder: Encoder | None, state: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """What the encoder takes and what is kept of it; nothing for a decoder."""
+    if encoder is None:
+        return []
+    takes = (
+        f"features [B, {', '.join(map(str, encoder.features))}]"
+        if encoder.features
+        else f"up to {encoder.max_length} token ids of {encoder.vocab_size}"
+    )
+    kept = size(cross_bytes(state))
+    starts = ", ".join(map(str, encoder.start)) or "no token of its own"
+    return [
+        ("encoder", f"{takes}; {kept} of state per position"),
+        ("starts at", starts),
+    ]

@@ -22,6 +22,8 @@ Examples:
   echo "import os" | accel-compile run ./artifact --temperature 0.8 --top-p 0.95 --seed 7
   accel-compile run ./my-model --prompt-file prompt.txt --max-new-tokens 200 --stop "\\n\\n"
   accel-compile run ./artifact --tokens 1,5,9 --json
+  accel-compile run ./my-t5 --input "translate English to German: Good morning."
+  accel-compile run ./my-whisper --input features.npy
 """
 
 
@@ -39,6 +41,15 @@ def run(
     tokens: Annotated[
         str | None,
         typer.Option(metavar="1,2,3", help="Token ids to continue, for models without tokenizer."),
+    ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="TEXT|FILE.npy",
+            help="What an encoder-decoder model's encoder takes; a .npy file holds features or token "
+            "ids. The prompt is then what the decoder starts from.",
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 64,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy.")] = 0.0,
@@ -75,8 +86,9 @@ def run(
     A model directory is compiled first, for this run only; --recipe, --tokenizer, --max-context
     and --trust-remote-code are for that.
     """
-    given = _prompt(prompt, prompt_file, tokens)
+    given = _prompt(prompt, prompt_file, tokens, needed=source is None)
     settings: dict[str, Any] = {
+        "encoder_input": None if source is None else _source(source),
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_k": top_k,
@@ -102,8 +114,24 @@ def run(
             _stream(model, given, settings)
 
 
-def _prompt(text: str | None, file: Path | None, tokens: str | None) -> str | list[int]:
-    """The one prompt that was given; stdin where none was."""
+def _source(text: str) -> Any:
+    """What the encoder takes: text, or the array in a .npy file."""
+    if not text.endswith(".npy"):
+        return _valid(text.encode("utf-8", "surrogateescape"), "--input")
+    import numpy as np
+
+    try:
+        return np.load(text, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--input {text} cannot be read as a NumPy array ({error}); write it with numpy.save"
+        ) from None
+
+
+def _prompt(
+    text: str | None, file: Path | None, tokens: str | None, needed: bool
+) -> str | list[int] | None:
+    """The one prompt that was given; stdin where none was and one is needed."""
     names = {"--prompt": text, "--prompt-file": file, "--tokens": tokens}
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
@@ -114,6 +142,8 @@ def _prompt(text: str | None, file: Path | None, tokens: str | None) -> str | li
         return _valid(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None:
         return _valid(file.read_bytes(), str(file)).removesuffix("\n")
+    if not needed:
+        return None
     if sys.stdin is None or sys.stdin.isatty():
         raise typer.BadParameter(
             'no prompt; give --prompt TEXT, --prompt-file FILE, --tokens "1,2,3" or text on stdin'
@@ -139,7 +169,7 @@ def _ids(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _stream(model: CompiledModel, prompt: str | list[int], settings: dict[str, Any]) -> None:
+def _stream(model: CompiledModel, prompt: str | list[int] | None, settings: dict[str, Any]) -> None:
     """Text as it comes; token ids, with commas, for a prompt of token ids."""
     with model.stream(prompt, **settings) as stream:
         between = ""

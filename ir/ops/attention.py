@@ -37,14 +37,16 @@ class Mask:
         return seen
 
 
-def position_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def position_bias(bias: Tensor, q: Tensor, k: Tensor, mask: str = "causal") -> Tensor:
     """What is added to the scores [B,H,T,S]; q [B,1,T,1], k [B,1,1,S].
 
-    bias [H,M] goes by distance q - k (outside 0..M-1: the nearest end), [H,M,M] by both positions.
+    bias [H,M] goes by distance q - k (outside 0..M-1: the nearest end), under the mask "full"
+    [H,2M-1] by q - k + M - 1; [H,M,M] goes by both positions.
     """
     if bias.dim() == 3:
         return bias[:, q[:, 0].clamp(min=0), k[:, 0].clamp(min=0)].transpose(0, 1)
-    distance = (q - k).clamp(0, bias.shape[1] - 1)  # [B,1,T,S]
+    zero = bias.shape[1] // 2 if mask == "full" else 0
+    distance = (q - k + zero).clamp(0, bias.shape[1] - 1)  # [B,1,T,S]
     return bias[:, distance[:, 0]].transpose(0, 1)
 
 
@@ -68,14 +70,14 @@ def _attention(
         scores = torch.tanh(scores / softcap) * softcap
     qp, kp = q_pos[:, None, :, None], k_pos[:, None, None, :]
     if bias is not None:
-        scores = scores + position_bias(bias, qp, kp)
+        scores = scores + position_bias(bias, qp, kp, mask)
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~Mask(mask, window).visible(qp, kp), torch.finfo(scores.dtype).min)
     return scores.softmax(-1) @ values
 
 
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
-# bias [H,M] or [H,M,M] or none; softcap 0: none. -> [B,H,T,Dv]
+# bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none. -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "

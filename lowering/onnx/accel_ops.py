@@ -86,7 +86,7 @@ def attend(
         scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
     hidden = _hidden(b, q_pos, k_pos, mask, window)  # [B,1,T,C]
     if bias is not None:
-        hidden = b.node("Add", _bias(b, bias, q_pos, k_pos), hidden)  # [B,H,T,C]
+        hidden = b.node("Add", _bias(b, bias, q_pos, k_pos, mask), hidden)  # [B,H,T,C]
         if repeat > 1:
             shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
             hidden = b.node("Reshape", hidden, shape)
@@ -123,15 +123,18 @@ def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:
     )
 
 
-def _bias(b: Builder, bias: str, q_pos: str, k_pos: str) -> str:
-    """[B,H,T,C] out of a table [H,M] by distance, or [H,M,M] by both positions."""
+def _bias(b: Builder, bias: str, q_pos: str, k_pos: str, mask: str) -> str:
+    """[B,H,T,C] out of a table [H,M] or [H,2M-1] by distance, or [H,M,M] by both positions."""
     shape = b.shape(bias)
     last = b.constant(int(shape[1]) - 1, torch.int64)
     zero = b.constant(0, torch.int64)
     q = b.node("Unsqueeze", q_pos, b.ints(2))  # [B,T,1]
     k = b.node("Unsqueeze", k_pos, b.ints(1))  # [B,1,C]
     if len(shape) == 2:
-        index = b.node("Max", b.node("Min", b.node("Sub", q, k), last), zero)  # [B,T,C]
+        distance = b.node("Sub", q, k)
+        if mask == "full":  # of either sign
+            distance = b.node("Add", distance, b.constant(int(shape[1]) // 2, torch.int64))
+        index = b.node("Max", b.node("Min", distance, last), zero)  # [B,T,C]
         found = b.node("Gather", bias, index, axis=1)  # [H,B,T,C]
     else:
         flat = b.node("Reshape", bias, b.ints(int(shape[0]), -1))

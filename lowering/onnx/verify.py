@@ -11,6 +11,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
+from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.program import Program
 
@@ -26,6 +27,34 @@ def onnx_error(
     Raises:
         LoweringError: ONNX Runtime refuses the graph, or computes something else.
     """
+    session = _open(program, file)
+    worst = 0.0
+    for tokens, want in cases:
+        got = torch.from_numpy(_logits(program, session, tokens))
+        scale = max(1.0, float(want.abs().max()))
+        off = float((got - want).abs().max()) / scale
+        worst = max(worst, off if off == off else float("inf"))
+    return _held(worst, bound, file, "logit")
+
+
+def encode_error(program: Program, file: Path, bound: float = 1e-3) -> float:
+    """The largest error of the encode entry's state, relative to the largest value of each.
+
+    Raises:
+        LoweringError: as `onnx_error`.
+    """
+    worst = 0.0
+    given = encoder_example(program.facts.encoder, batch=2)
+    want = program.run("encode", given)
+    got = _open(program, file).run(list(want), {name: value.numpy() for name, value in given.items()})
+    for name, value in zip(want, got, strict=True):
+        scale = max(1.0, float(want[name].abs().max()))
+        off = float((torch.from_numpy(value) - want[name]).abs().max()) / scale
+        worst = max(worst, off if off == off else float("inf"))
+    return _held(worst, bound, file, "value")
+
+
+def _open(program: Program, file: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.enable_cpu_mem_arena = False
@@ -36,23 +65,21 @@ def onnx_error(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         unwanted = ["ConstantFolding"]  # which the higher levels do all the same
     try:
-        session = ort.InferenceSession(
+        return ort.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=unwanted
         )
     except Exception as error:  # onnxruntime's errors share no base class
         raise LoweringError(
             f"onnxruntime {ort.__version__} refuses {file.name}: {error}"
         ) from error
-    worst = 0.0
-    for tokens, want in cases:
-        got = torch.from_numpy(_logits(program, session, tokens))
-        scale = max(1.0, float(want.abs().max()))
-        off = float((got - want).abs().max()) / scale
-        worst = max(worst, off if off == off else float("inf"))
+
+
+def _held(worst: float, bound: float, file: Path, what: str) -> float:
+    """The error, where it is within its bound."""
     if worst > bound:
         raise Miscompiled(
             f"{file.name}, run by onnxruntime {ort.__version__}, differs from the model by {worst:.2e} of "
-            f"the largest logit, more than {bound:.0e}: report it with the model's configuration"
+            f"the largest {what}, more than {bound:.0e}: report it with the model's configuration"
         )
     return worst
 
@@ -60,7 +87,9 @@ def onnx_error(
 def _logits(program: Program, session: ort.InferenceSession, tokens: Tensor) -> npt.NDArray[Any]:
     """Logits [B,T,V] in one call; in three, the second padded, where state goes on from call to call."""
     batch, length = tokens.shape
-    state = {s.name: s.allocate(B=batch, C=length + 3).numpy() for s in program.state}
+    letters = {"B": batch, "C": length + 3}
+    state = {s.name: s.allocate(**letters).numpy() for s in program.state if not s.cross}
+    side = {name: value.numpy() for name, value in encoder_side(program, batch).items()}
     recurrent = any(s.role == "recurrent" for s in program.state)
     cuts = sorted({0, length // 2, length - 1, length}) if recurrent else [0, length]
     known = {i.name for i in session.get_inputs()}
@@ -73,6 +102,7 @@ def _logits(program: Program, session: ort.InferenceSession, tokens: Tensor) -> 
             "positions": np.pad(positions, pad, constant_values=-1),
             "slots": np.full(batch, start),
             "rows": positions - start,
+            **side,
             **state,
         }
         names = ["logits", *(f"{name}.next" for name in state)] if recurrent else ["logits"]

@@ -26,6 +26,7 @@ from accel.passes.recognise.mask import (
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.region import Kinds, close, packet, sizes, try_out
 from accel.passes.recognise.scores import Found, read_scores
+from accel.passes.recognise.sides import positions_of, reach, shows_padding
 
 aten = torch.ops.aten
 _GROUPING = {
@@ -97,7 +98,7 @@ class Attention(Pass):
     def _rewrite(self, program: Program, site: _Site, found: Class) -> None:
         graph = program.step.graph
         editor = Editor(program, graph)
-        positions = program.step.input("positions")
+        q_pos, k_pos = (positions_of(program, sizes(n)[2]) for n in (site.q, site.k))
         k, v = ungroup(program, site.k), ungroup(program, site.v)
         if sizes(k)[1] != sizes(v)[1]:
             k, v = site.k, site.v
@@ -108,7 +109,7 @@ class Attention(Pass):
                 full = found.bias.expand(heads, *found.bias.shape[1:]).contiguous()
                 bias = editor.param(f"bias.{_same_bias(program, full)}", full)
             new = editor.call(
-                attention.default, site.q, k, v, positions, positions, bias,
+                attention.default, site.q, k, v, q_pos, k_pos, bias,
                 site.scale, site.softcap, found.mask.kind, found.mask.size, like=site.result,
             )  # fmt: skip
         replace(site.result, new)
@@ -173,11 +174,13 @@ def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
         return f"its mask {bad[0]} depends on the tokens"
     if site.causal and not nodes:
         return Class(Mask("causal"))
-    length, longest = telling_length(program, nodes), program.facts.max_context
+    if shows_padding(program, site.k, site.hide, site.add):
+        return "its mask shows the padding of the encoder's input"
+    length, longest = telling_length(program, nodes), reach(program, site.k)
     for size in dict.fromkeys((length, longest if longest <= DENSE_LIMIT else length)):
         found = classify(
             *_matrices(program, site, nodes, size),
-            program.facts.max_context,
+            longest,
             nodes[0].name if nodes else "none",
         )
         if isinstance(found, Class):

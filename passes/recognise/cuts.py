@@ -16,6 +16,15 @@ from accel.passes.recognise.region import Kinds, numbering
 MIXERS: set[Any] = {attention.default, *RECURRENT}  # where one token's result depends on others
 
 
+def mixers(graph: fx.Graph) -> list[fx.Node]:
+    """The attentions and recurrences over the sequence's own tokens; not those over an encoder's."""
+    return [
+        n
+        for n in graph.nodes
+        if n.target in MIXERS and "cross.pos" not in [a.target for a in n.all_input_nodes]
+    ]
+
+
 def cut_points(program: Program) -> list[fx.Node]:
     """The values that every path from tokens to logits passes, in order."""
     tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
@@ -52,7 +61,7 @@ def layer_groups(program: Program) -> list[list[fx.Node]]:
     cuts = [order[c] for c in cut_points(program) if c in order]
     groups: list[list[fx.Node]] = []
     last = -1
-    for site in [n for n in program.step.graph.nodes if n.target in MIXERS]:
+    for site in mixers(program.step.graph):
         place = bisect.bisect(cuts, order[site])
         kinds = [n.target for n in groups[-1]] if groups else []
         again = site.target in kinds and (

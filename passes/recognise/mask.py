@@ -19,7 +19,8 @@ DENSE_LIMIT = 4096  # positions: past this an unnamed mask would need too large 
 class Class:
     """A named mask, and what is added to the scores that it leaves visible.
 
-    bias: none, [H,M] by distance q - k, or [H,M,M] by both positions (a mask that fits no name).
+    bias: none, [H,M] by distance q - k ([H,2M-1] where all is visible), or [H,M,M] by both positions
+    (a mask that fits no name).
     """
 
     mask: Mask
@@ -65,9 +66,11 @@ def classify(visible: Tensor, added: Tensor | None, longest: int, name: str) -> 
         return Class(mask)
     length = visible.shape[-1]
     if mask is not None and added is not None:
-        bias = _by_distance(added, visible[0])
-        if bias is not None:
-            bias = _extend(bias, longest)
+        if mask.kind == "full":
+            bias = _by_signed_distance(added, longest)
+        else:
+            bias = _by_distance(added, visible[0])
+            bias = None if bias is None else _extend(bias, longest)
         if bias is not None:
             return Class(mask, bias.contiguous())
     if longest > DENSE_LIMIT:
@@ -104,6 +107,21 @@ def _by_distance(added: Tensor, visible: Tensor) -> Tensor | None:
     same = torch.where(visible, bias[:, distance], 0.0)
     scale = max(1.0, float(added.abs().max()))
     return bias if float((same - added).abs().max()) <= 1e-5 * scale else None
+
+
+def _by_signed_distance(added: Tensor, longest: int) -> Tensor | None:
+    """[h,2M-1], M = longest, where the bias depends on q - k = 1-M .. M-1 alone."""
+    length = added.shape[-1]
+    ahead, behind = added[:, 0], added[:, -1].flip(-1)  # by k - q and by q - k
+    table = torch.cat([ahead.flip(-1), behind[:, 1:]], dim=1)
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    scale = max(1.0, float(added.abs().max()))
+    if float((table[:, distance + length - 1] - added).abs().max()) > 1e-5 * scale:
+        return None
+    left, right = _extend(ahead, longest), _extend(behind, longest)
+    if left is None or right is None:
+        return None
+    return torch.cat([left.flip(-1), right[:, 1:]], dim=1)
 
 
 def _extend(bias: Tensor, longest: int) -> Tensor | None:

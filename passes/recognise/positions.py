@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from accel.ir.encoder import INPUTS
 from accel.ir.errors import PassError
 from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
@@ -33,6 +34,7 @@ class Positions(Pass):
         report = Report()
         graph = program.step.graph
         kinds = Kinds(graph)
+        _limit_encoder(program, kinds)
         letters = sizes(program.step.input("positions"))
         for node in list(graph.nodes):
             if kinds[node] != "pos" or not isinstance(node.meta.get("val"), Tensor):
@@ -40,6 +42,8 @@ class Positions(Pass):
             users = [u for u in node.users if u.op == "output" or kinds[u] == "data"]
             axes = [i for i, d in enumerate(sizes(node)) if d == letters[1]]
             if not users or len(axes) != 1 or node.op == "placeholder":
+                continue
+            if _of_both(program, node):  # a mask of cross-attention
                 continue
             odd = [d for d in sizes(node)[1:] if not d.isdigit() and d != letters[1]]
             if odd or not (sizes(node)[0].isdigit() or sizes(node)[0] in letters):
@@ -104,6 +108,29 @@ class Positions(Pass):
             wide = ["1"] * missing + shape
             with graph.inserting_before(user):
                 user.replace_input_with(node, _layout(editor, rows, wide, axis + missing))
+
+
+def _of_both(program: Program, node: fx.Node) -> bool:
+    """Whether a value has an axis of the encoder's tokens, beside one of the decoder's."""
+    step = program.step
+    return INPUTS in step.inputs and sizes(step.input(INPUTS))[1] in sizes(node)
+
+
+def _limit_encoder(program: Program, kinds: Kinds) -> None:
+    """An encoder reads its input at once, so its positions stay as they are; where they come out of a
+    table, the table's end is the longest input.
+    """
+    facts = program.facts.encoder
+    if facts is None or INPUTS not in program.step.inputs:
+        return
+    width = sizes(program.step.input(INPUTS))[1]
+    for node in program.step.graph.nodes:
+        if kinds[node] != "pos" or not isinstance(node.meta.get("val"), Tensor):
+            continue
+        read = any(kinds[u] == "data" for u in node.users)
+        if read and sizes(node).count(width) == 1:
+            value = _longest(program, node, facts.max_length)
+            facts.max_length = min(facts.max_length, value.shape[sizes(node).index(width)])
 
 
 def _longest(program: Program, node: fx.Node, longest: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.encoder import FEATURES, INPUT_POSITIONS, INPUTS
 from accel.ir.program import Program, evaluate
 
 aten = torch.ops.aten
@@ -49,7 +50,7 @@ class Kinds(dict[fx.Node, str]):
 
     def _kind(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            return "pos" if node.target == "positions" else "data"
+            return "pos" if node.target in ("positions", INPUT_POSITIONS) else "data"
         if node.op == "get_attr":
             return "const"
         if not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
@@ -73,8 +74,14 @@ def try_out(
     given: Mapping[fx.Node, Tensor],
     positions: Tensor,
 ) -> Tensor:
-    """The value of `node` with some nodes given, for tokens of these positions [B,T]."""
-    inputs = {"tokens": torch.zeros_like(positions), "positions": positions}
+    """The value of `node` with some nodes given, for tokens of these positions [B,T], and for as many
+    of the encoder's, which are all zeros.
+    """
+    nothing = torch.zeros_like(positions)
+    inputs = {"tokens": nothing, "positions": positions, INPUTS: nothing, INPUT_POSITIONS: positions}
+    for holder in node.graph.find_nodes(op="placeholder"):
+        if holder.target == FEATURES:
+            inputs[FEATURES] = torch.zeros(positions.shape[0], *holder.meta["val"].shape[1:])
     with torch.no_grad():
         (value,) = evaluate([node], program.params, inputs, given)
     assert isinstance(value, Tensor)

@@ -14,6 +14,7 @@ from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.region import Kinds, close, numbering, packet, sizes, source, try_out
+from accel.passes.recognise.sides import positions_of
 
 aten = torch.ops.aten
 _BLOCK = 4096  # positions tried at a time
@@ -130,7 +131,7 @@ class _Finder:
         cos, sin, interleaved = self.tables.found[number]
         editor = self.editor
         return editor.call(
-            rope.default, self._transposed(x, flipped), self.program.step.input("positions"),
+            rope.default, self._transposed(x, flipped), positions_of(self.program, want[2]),
             editor.param(f"rope.{number}.cos", cos), editor.param(f"rope.{number}.sin", sin),
             interleaved, like=value,
         )  # fmt: skip

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from accel.ir.encoder import encoder_side
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, LayerFacts, Program, State, ancestors, evaluate
 from accel.passes import Pass, Report
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.cuts import MIXERS, layer_groups
+from accel.passes.recognise.cuts import layer_groups, mixers
 from accel.passes.recognise.mask import HIDDEN
 from accel.passes.recognise.region import Kinds, sizes
 from accel.passes.recognise.rope import Rope
@@ -135,7 +136,7 @@ def mixes_tokens(program: Program) -> str | None:
     token's logits only.
     """
     graph = program.step.graph
-    sites = [n for n in graph.nodes if n.target in MIXERS]
+    sites = mixers(graph)
     kinds = Kinds(graph)
     logits = program.step.output_nodes()["logits"]
     if logits not in ancestors([logits], set()) or kinds[logits] != "data":
@@ -145,7 +146,7 @@ def mixes_tokens(program: Program) -> str | None:
     other = tokens.clone()
     other[0, length // 2] = (other[0, length // 2] + 1) % program.facts.vocab_size
     positions = torch.arange(length)[None]
-    inputs = {"tokens": tokens, "positions": positions}
+    inputs = {"tokens": tokens, "positions": positions, **encoder_side(program, 1)}
     with torch.no_grad():
         fixed = dict(zip(sites, evaluate(sites, program.params, inputs), strict=True))
         given = [a for s in sites for a in s.args if isinstance(a, fx.Node) and kinds[a] == "data"]

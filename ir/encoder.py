@@ -1,0 +1,108 @@
+"""Encoder-decoder models: one forward over the inputs of both halves, and example inputs for it.
+
+Encoder and decoder are captured together, as one graph over shared parameters; `passes/state/cross.py`
+splits it into the entries `encode` and `step`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.ir.adapter import Adapter, is_hugging_face, logits_of
+from accel.ir.errors import CaptureError
+from accel.ir.program import EncoderFacts, Program
+
+INPUTS, INPUT_POSITIONS, FEATURES = "inputs", "inputs.pos", "features"  # of the encoder
+
+
+class EncoderDecoder(Adapter):
+    """`forward(tokens, positions, inputs, inputs.pos)` or `forward(tokens, positions, features)`.
+
+    Position -1 marks padding of the encoder's input [B,X].
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        self.position_name = None  # the decoder counts its own
+        self.input_name = str(getattr(model, "main_input_name", "input_ids"))
+
+    def forward(self, tokens: Tensor, positions: Tensor, *encoder: Tensor) -> Tensor:
+        given: dict[str, Any] = {self.input_name: encoder[0], "decoder_input_ids": tokens}
+        if len(encoder) > 1:
+            given["attention_mask"] = (encoder[1] >= 0).long()
+        return logits_of(self.model(**given, use_cache=False))
+
+
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether a module is a transformers model with an encoder, a decoder and an output head."""
+    config: Any = getattr(model, "config", None)
+    return (
+        is_hugging_face(model)
+        and bool(getattr(config, "is_encoder_decoder", False))
+        and "decoder_input_ids" in inspect.signature(model.forward).parameters
+    )
+
+
+def encoder_facts(model: Any, max_context: int) -> EncoderFacts:
+    """What the encoder takes. Raises CaptureError where accel cannot tell."""
+    name = model.main_input_name
+    start = _start(model)
+    if name == "input_ids":
+        embeddings = model.get_encoder().get_input_embeddings()
+        limit = getattr(model.config, "max_position_embeddings", None)
+        longest = min(max_context, limit) if isinstance(limit, int) and limit > 0 else max_context
+        return EncoderFacts(int(embeddings.num_embeddings), longest, [], start)
+    frames, mel = getattr(model.config, "max_source_positions", None), None
+    mel = getattr(model.config, "num_mel_bins", None)
+    strides = [m.stride[0] for m in model.get_encoder().children() if isinstance(m, nn.Conv1d)]
+    if name != "input_features" or frames is None or mel is None or not strides:
+        raise CaptureError(
+            f"{type(model).__name__} takes {name}, whose shape accel does not know; it compiles "
+            "encoders over token ids, and over a fixed number of audio frames as Whisper has them"
+        )
+    return EncoderFacts(0, frames, [mel, frames * int(torch.tensor(strides).prod())], start)
+
+
+def _start(model: Any) -> list[int]:
+    """The decoder's first tokens: its start token, then those that generation forces after it."""
+    found = []
+    for holder in (getattr(model, "generation_config", None), model.config):
+        first = getattr(holder, "decoder_start_token_id", None)
+        if isinstance(first, int):
+            found = [first]
+            forced = dict(getattr(holder, "forced_decoder_ids", None) or [])
+            bos = getattr(holder, "forced_bos_token_id", None)
+            forced |= {} if bos is None else {1: bos}
+            while isinstance(forced.get(len(found)), int):
+                found.append(forced[len(found)])
+            break
+    return found
+
+
+def encoder_example(
+    facts: EncoderFacts | None, batch: int, seed: int = 0, length: int = 19
+) -> dict[str, Tensor]:
+    """Random encoder inputs, by name; rows of different lengths, the rest of each padding."""
+    if facts is None:
+        return {}
+    generator = torch.Generator().manual_seed(seed + 100)
+    if facts.features:
+        return {FEATURES: torch.randn(batch, *facts.features, generator=generator)}
+    longest = min(facts.max_length, length + seed)
+    inputs = torch.randint(0, facts.vocab_size, (batch, longest), generator=generator)
+    lengths = (longest - 3 * torch.arange(batch)).clamp(min=1)
+    places = torch.arange(longest).repeat(batch, 1)
+    return {INPUTS: inputs, INPUT_POSITIONS: torch.where(places < lengths[:, None], places, -1)}
+
+
+def encoder_side(program: Program, batch: int) -> dict[str, Tensor]:
+    """What the step entry takes from the encoder's side: an example input, or the cross state of it."""
+    given = encoder_example(program.facts.encoder, batch)
+    if "encode" not in program.entries:
+        return given
+    out = program.run("encode", given)
+    return {name.removesuffix(".next"): value for name, value in out.items()}

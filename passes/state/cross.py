@@ -1,0 +1,151 @@
+"""Split an encoder-decoder: what depends on the encoder's input alone is computed once, by an entry of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from accel.ir.encoder import FEATURES, INPUT_POSITIONS, INPUTS
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import attention
+from accel.ir.program import DTYPES, Editor, Entry, Program, State, ancestors
+from accel.passes import Pass, Report
+from accel.passes.clean.clean import Clean
+from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.region import sizes
+from accel.passes.recognise.rope import Rope
+
+aten = torch.ops.aten
+_ENCODER = (INPUTS, INPUT_POSITIONS, FEATURES)
+
+
+@dataclass(frozen=True)
+class Cross(Pass):
+    """step(tokens, positions, inputs) -> encode(inputs) and step(tokens, positions, cross state).
+
+    `encode` holds the encoder and each layer's cross-attention keys and values, which become the
+    state `cross.<layer>.k/v [B,G,X,D]` and `cross.pos [B,X]`: `encode` writes them, the step reads them.
+    """
+
+    after = (Attention, Rope)
+
+    def run(self, program: Program) -> Report:
+        step = program.step
+        given = [n for n in step.graph.find_nodes(op="placeholder") if n.target in _ENCODER]
+        if not given:
+            return Report()
+        _unify_batch(program, given)
+        decoder = _depending(step.graph, {step.input("tokens"), step.input("positions")})
+        sites = step.graph.find_nodes(op="call_function", target=attention.default)
+        crossing = [n for n in sites if n in decoder and not decoder.intersection(n.args[1:3])]
+        if not crossing:
+            raise PassError(
+                f"{program.facts.name} has no cross-attention that accel recognises, so its encoder "
+                "cannot be run apart from its decoder"
+            )
+        wanted = _wanted([n for n in sites if n in decoder], crossing)
+        program.entries["encode"] = _encode(program, given, wanted)
+        self._read(program, given[0], crossing, wanted)
+        left = [u.name for n in given for u in n.users]
+        if left:
+            raise PassError(
+                f"the decoder reads the encoder outside cross-attention, by {', '.join(left[:3])}; "
+                "accel keeps only the keys and values of cross-attention"
+            )
+        for node in given:
+            step.graph.erase_node(node)
+        return Report(changed=len(crossing))
+
+    def _read(
+        self,
+        program: Program,
+        given: fx.Node,
+        crossing: list[fx.Node],
+        wanted: dict[fx.Node, State],
+    ) -> None:
+        """Let cross-attention read state where it read what the encoder's entry computes now."""
+        editor = Editor(program, program.step.graph)
+        letters = dict(zip("BX", given.meta["val"].shape, strict=False))
+        for value, state in wanted.items():
+            program.state.append(state)
+            shape = [letters[d] if isinstance(d, str) else d for d in state.shape]
+            holder = editor.placeholder(state.name, shape, DTYPES[state.dtype])
+            for node in crossing:
+                node.replace_input_with(value, holder)
+        Clean().run(program)
+
+
+def _unify_batch(program: Program, given: list[fx.Node]) -> None:
+    """B is read off the tokens in the step, and off the encoder's input where only that is at hand."""
+    graph, tokens = program.step.graph, program.step.input("tokens")
+    editor = Editor(program, graph)
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        batch = editor.call(aten.sym_size.int, tokens, 0)
+    for node in graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        if node is not batch and str(node.meta["val"]) == str(batch.meta["val"]):
+            node.replace_all_uses_with(batch)
+            graph.erase_node(node)
+
+
+def _is_batch(node: fx.Node) -> bool:
+    """Whether a node is B, the one size that both halves share."""
+    return bool(node.target is aten.sym_size.int and node.args[1] == 0)
+
+
+def _depending(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
+    """The nodes computed from some inputs, B aside."""
+    found = set(roots)
+    for node in graph.nodes:
+        if not _is_batch(node) and found.intersection(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _wanted(sites: list[fx.Node], crossing: list[fx.Node]) -> dict[fx.Node, State]:
+    """Value that cross-attention reads -> the state that holds it; layers count self-attentions."""
+    found: dict[fx.Node, State] = {}
+    layer = -1
+    for site in sites:
+        if site not in crossing:
+            layer += 1
+            continue
+        k, v, pos = site.args[1], site.args[2], site.args[4]
+        assert isinstance(pos, fx.Node)
+        width = _letter(pos, 1)
+        found.setdefault(pos, State("cross.pos", "cross.pos", None, "int64", ("B", width), -1))
+        for part, value in (("k", k), ("v", v)):
+            assert isinstance(value, fx.Node)
+            shape = ("B", int(sizes(value)[1]), _letter(value, 2), int(sizes(value)[3]))
+            name = f"cross.{max(layer, 0)}.{part}"
+            found.setdefault(
+                value, State(name, f"cross.{part}", max(layer, 0), "float32", shape, 0)
+            )
+    return found
+
+
+def _letter(node: fx.Node, axis: int) -> int | str:
+    """X, or the number that it always is."""
+    size = sizes(node)[axis]
+    return int(size) if size.isdigit() else "X"
+
+
+def _encode(program: Program, given: list[fx.Node], wanted: dict[fx.Node, State]) -> Entry:
+    """The encoder, and the values that cross-attention reads."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in given:
+        copied[node] = graph.placeholder(str(node.target))
+        copied[node].meta = dict(node.meta)
+    editor = Editor(program, graph)
+    batch = editor.call(aten.sym_size.int, copied[given[0]], 0)
+    needed = ancestors(wanted, stop=set())
+    for node in program.step.graph.nodes:
+        if node not in needed or node in copied or node.op == "placeholder":
+            continue
+        copied[node] = batch if _is_batch(node) else graph.node_copy(node, copied.__getitem__)
+        copied[node].meta = copied[node].meta or dict(node.meta)
+    outputs = {f"{state.name}.next": copied[node] for node, state in wanted.items()}
+    graph.output(tuple(outputs.values()))
+    return Entry(graph, list(outputs))
