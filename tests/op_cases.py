@@ -168,6 +168,27 @@ def scan(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     return [x, step, a, *inner, randn(rng, b, 3, 7), query_positions(rng, b, t, c)]
 
 
+def plain_scan(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    x, step = randn(rng, b, t, 7), randn(rng, b, t, 7).abs()
+    return [
+        x,
+        step,
+        -constant(1, 7).abs(),
+        None,
+        None,
+        randn(rng, b, 1, 7),
+        query_positions(rng, b, t, c),
+    ]
+
+
+def weighted_mean(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    """Keys so large that exp overflows; every other row of the state is empty."""
+    state = torch.stack((randn(rng, b, 5), randn(rng, b, 5).abs() + 1, 90 * randn(rng, b, 5)), 1)
+    state[::2] = 0
+    k, v = 90 * randn(rng, b, t, 5), randn(rng, b, t, 5)
+    return [k, v, -constant(5).abs(), constant(5), state, query_positions(rng, b, t, c)]
+
+
 def remember(q: int, k: int, delta: bool) -> Callable[..., list[Any]]:
     """Six heads of size 4 over 5; q and k have fewer."""
 
@@ -188,6 +209,8 @@ def recurrence_cases() -> list[Case]:
         Case("conv-4", recurrence.causal_conv, conv(4, True), (1, 2)),
         Case("conv-2", recurrence.causal_conv, conv(2, False), (1,)),
         Case("scan", recurrence.selective_scan, scan, (2,)),
+        Case("scan-plain", recurrence.selective_scan, plain_scan, (2,)),
+        Case("wkv", recurrence.wkv, weighted_mean, (2, 3)),
         *(
             Case(
                 f"{'delta' if d else 'linear'}-{q}-{k}",

@@ -20,7 +20,7 @@ from accel.runtime.session import Session
 
 from .op_cases import CASES, randn
 
-STATEFUL = ("conv-4", "conv-2", "scan", "linear-6-6", "linear-2-2", "delta-6-2")
+STATEFUL = ("conv-4", "conv-2", "scan", "scan-plain", "wkv", "linear-6-6", "linear-2-2", "delta-6-2")
 VOCAB = 97
 
 

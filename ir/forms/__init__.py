@@ -1,8 +1,8 @@
 """Forms: how a kind of module computes when its own code cannot be exported.
 
 A file of this folder is a family of modules. Its `FORMS` maps the class name of a module to the
-function that takes the place of its `forward` while the model is exported, or `.method` to what
-takes the place of that method in every module that has it. Forms are written with the operators of
+function that takes the place of its `forward` while the model is exported; `Class.method` names
+another method, and `.method` that of every module which has one. Forms are written with the operators of
 accel.ir.ops. The captured program is checked against the module's own code, so a form that
 computes something else is found at once.
 """
@@ -27,9 +27,9 @@ def forms(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             for key, form in _known().items():
-                kind, dot, method = key.partition(".")
-                if hasattr(module, method) if dot else type(module).__name__ == kind:
-                    name = method or "forward"
+                kind, _, method = key.partition(".")
+                name = method or "forward"
+                if kind in ("", type(module).__name__) and hasattr(module, name):
                     vars(module)[name] = MethodType(form, module)
                     changed.append((module, name))
         yield

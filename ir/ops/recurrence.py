@@ -42,8 +42,8 @@ def _selective_scan(
     x: Tensor,
     step: Tensor,
     a: Tensor,
-    b: Tensor,
-    c: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
     state: Tensor | None,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,8 +53,9 @@ def _selective_scan(
         state = x.new_zeros(x.shape[0], *a.shape)
     values = []
     for t in range(x.shape[1]):
-        state = state * torch.exp(a * step[:, t, None]) + b[:, t, :, None] * x[:, t, None]
-        values.append((c[:, t, :, None] * state).sum(1))
+        new = x[:, t, None] if b is None else b[:, t, :, None] * x[:, t, None]
+        state = state * torch.exp(a * step[:, t, None]) + new
+        values.append((state if c is None else c[:, t, :, None] * state).sum(1))
     return torch.stack(values, dim=1), state
 
 
@@ -72,7 +73,8 @@ def _linear_attention(
     q = q.repeat_interleave(heads // q.shape[2], dim=2)
     k = k.repeat_interleave(heads // k.shape[2], dim=2)
     decay = torch.where(real, decay, 0)
-    rate = (real if beta is None else torch.where(real, beta, 0)).to(v.dtype).expand(decay.shape)
+    rate = (real if beta is None else torch.where(real, beta, 0)).to(v.dtype)
+    rate = rate.expand(-1, -1, heads)
     if state is None:
         state = v.new_zeros(v.shape[0], heads, q.shape[3], v.shape[3])
     values = []
@@ -83,6 +85,31 @@ def _linear_attention(
             new = new - (k[:, t, :, None] @ state).squeeze(2)
         state = state + k[:, t, :, :, None] * (rate[:, t, :, None] * new)[:, :, None]
         values.append((q[:, t, :, None] @ state).squeeze(2))
+    return torch.stack(values, dim=1), state
+
+
+def _wkv(
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    first: Tensor,
+    state: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    real = _real(k, positions)
+    if state is None:
+        state = k.new_zeros(k.shape[0], 3, k.shape[2])
+    values = []
+    for t in range(k.shape[1]):
+        total, weight, peak = state.unbind(1)
+        peak = torch.where(weight == 0, torch.finfo(k.dtype).min / 2, peak)
+        here = torch.maximum(peak, k[:, t] + first)
+        old, new = torch.exp(peak - here), torch.exp(k[:, t] + first - here)
+        values.append((old * total + new * v[:, t]) / (old * weight + new))
+        top = torch.maximum(peak + decay, k[:, t])
+        old, new = torch.exp(peak + decay - top), torch.exp(k[:, t] - top)
+        after = torch.stack((old * total + new * v[:, t], old * weight + new, top), dim=1)
+        state = torch.where(real[:, t, None, None], after, state)
     return torch.stack(values, dim=1), state
 
 
@@ -98,11 +125,11 @@ causal_conv = Op(
     ),
 )
 
-# x, step [B,T,E], a [N,E], b, c [B,T,N], state [B,N,E] -> y [B,T,E], next:
+# x, step [B,T,E], a [N,E], b, c [B,T,N] (none: ones), state [B,N,E] -> y [B,T,E], next:
 # state = exp(step[t] a) state + b[t] ⊗ x[t];  y[t] = c[t] · state
 selective_scan = Op(
     "selective_scan",
-    "(Tensor x, Tensor step, Tensor a, Tensor b, Tensor c, Tensor? state, Tensor? positions) "
+    "(Tensor x, Tensor step, Tensor a, Tensor? b, Tensor? c, Tensor? state, Tensor? positions) "
     "-> (Tensor, Tensor)",
     reference=_selective_scan,
     shape=lambda x, step, a, *rest: (
@@ -111,8 +138,8 @@ selective_scan = Op(
     ),
 )
 
-# q, k [B,T,Hq,D] and [B,T,Hk,D], v [B,T,H,Dv] (Hq and Hk divide H), decay [B,T,H] (a logarithm),
-# beta [B,T,H] or none, state [B,H,D,Dv] -> y [B,T,H,Dv], next:
+# q, k [B,T,Hq,D] and [B,T,Hk,D], v [B,T,H,Dv] (Hq and Hk divide H), decay [B,T,H] or [1,1,H] (a
+# logarithm), # beta [B,T,H] or none, state [B,H,D,Dv] -> y [B,T,H,Dv], next:
 # state = exp(decay[t]) state + k[t] ⊗ v[t];  y[t] = q[t] · state. With beta, the delta rule:
 # beta[t] (v[t] - k[t] · exp(decay[t]) state) in place of v[t].
 linear_attention = Op(
@@ -126,4 +153,15 @@ linear_attention = Op(
     ),
 )
 
-RECURRENT = {op.default for op in (causal_conv, selective_scan, linear_attention)}
+# k, v [B,T,E], decay, first [E], state [B,3,E] -> y [B,T,E], next. y[t] is the mean of v[0..t] with
+# the weights exp(k[s] + (t - 1 - s) decay) for s < t and exp(k[t] + first). The state is the sum of
+# weighted values, the sum of weights (0: no token yet), both divided by exp(peak), and that peak.
+wkv = Op(
+    "wkv",
+    "(Tensor k, Tensor v, Tensor decay, Tensor first, Tensor? state, Tensor? positions) "
+    "-> (Tensor, Tensor)",
+    reference=_wkv,
+    shape=lambda k, *rest: (k.new_empty(k.shape), k.new_empty((k.shape[0], 3, k.shape[2]))),
+)
+
+RECURRENT = {op.default for op in (causal_conv, selective_scan, linear_attention, wkv)}
