@@ -181,6 +181,11 @@ def plain_scan(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     ]
 
 
+def climb(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    x, decay = 3 * randn(rng, b, t, 4), -randn(rng, b, t, 4).abs()
+    return [x, decay, 3 * randn(rng, b, 4), query_positions(rng, b, t, c)]
+
+
 def weighted_mean(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     """Keys so large that exp overflows; every other row of the state is empty."""
     state = torch.stack((randn(rng, b, 5), randn(rng, b, 5).abs() + 1, 90 * randn(rng, b, 5)), 1)
@@ -210,6 +215,7 @@ def recurrence_cases() -> list[Case]:
         Case("conv-2", recurrence.causal_conv, conv(2, False), (1,)),
         Case("scan", recurrence.selective_scan, scan, (2,)),
         Case("scan-plain", recurrence.selective_scan, plain_scan, (2,)),
+        Case("peak", recurrence.running_peak, climb),
         Case("wkv", recurrence.wkv, weighted_mean, (2, 3)),
         *(
             Case(

@@ -1,8 +1,8 @@
 """Recurrences: what a row remembers of its tokens has a fixed size. A padded token changes nothing.
 
 Every operator takes `state` (none: the empty state, zeros) and `positions` (none: no padding; else
--1 marks padding, on the right of a row), and returns its values and the state after the last real
-token. A Program starts without either; the Cache pass gives both.
+-1 marks padding, on the right of a row), and returns its values and, last, the state after the last
+real token. A Program starts without either; the Cache pass gives both.
 """
 
 from __future__ import annotations
@@ -113,6 +113,21 @@ def _wkv(
     return torch.stack(values, dim=1), state
 
 
+def _running_peak(
+    x: Tensor, decay: Tensor, state: Tensor | None, positions: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    real = _real(x, positions).unsqueeze(-1)
+    x = torch.where(real, x, torch.finfo(x.dtype).min)
+    decay = torch.where(real, decay, 0)
+    if state is None:
+        state = x.new_zeros(x.shape[0], x.shape[2])
+    values = [state]
+    for t in range(x.shape[1]):
+        values.append(torch.maximum(values[-1] + decay[:, t], x[:, t]))
+    peaks = torch.stack(values, dim=1)
+    return peaks[:, 1:].contiguous(), peaks[:, :-1].contiguous(), values[-1].clone()
+
+
 # x [B,T,E], weight [E,K], bias [E] or none, state [B,K-1,E] -> y [B,T,E], next:
 # y[t] = sum_j weight[j] x[t-K+1+j], each channel by itself
 causal_conv = Op(
@@ -164,4 +179,19 @@ wkv = Op(
     shape=lambda k, *rest: (k.new_empty(k.shape), k.new_empty((k.shape[0], 3, k.shape[2]))),
 )
 
-RECURRENT = {op.default for op in (causal_conv, selective_scan, linear_attention, wkv)}
+# x, decay [B,T,H], state [B,H] -> peak [B,T,H], the peak before each token [B,T,H], next:
+# peak[t] = max(peak[t-1] + decay[t], x[t])
+running_peak = Op(
+    "running_peak",
+    "(Tensor x, Tensor decay, Tensor? state, Tensor? positions) -> (Tensor, Tensor, Tensor)",
+    reference=_running_peak,
+    shape=lambda x, *rest: (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape),
+        x.new_empty((x.shape[0], x.shape[2])),
+    ),
+)
+
+RECURRENT = {
+    op.default for op in (causal_conv, selective_scan, linear_attention, wkv, running_peak)
+}

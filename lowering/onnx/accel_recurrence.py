@@ -11,6 +11,7 @@ from accel.ir.ops import recurrence
 from accel.lowering.onnx.builder import MICROSOFT, Builder
 from accel.lowering.onnx.table import lower
 
+_END = 2**63 - 1
 Step = tuple[str, list[str], str]  # operator, inputs, output
 
 
@@ -160,6 +161,28 @@ def wkv(
     held = [(part, name, (1, width)) for part, name in zip(parts, names, strict=True)]
     *after, y = _scan(b, held, rows, steps, "wkv.y", width)
     return y, b.node("Concat", *after, axis=1)
+
+
+@lower(recurrence.running_peak.default)
+def running_peak(
+    b: Builder, x: str, decay: str, state: str, positions: str
+) -> tuple[str, str, str]:
+    width = int(b.shape(x)[2])
+    lowest = b.constant(torch.finfo(torch.float32).min, torch.float32)
+    rows = [
+        (b.node("Where", _real(b, positions), x, lowest), "peak.x", (width,)),
+        (_masked(b, decay, positions), "peak.decay", (width,)),
+    ]
+    steps: list[Step] = [
+        ("Add", ["peak.state", "peak.decay"], "peak.kept"),
+        ("Max", ["peak.kept", "peak.x"], "peak.state.next"),
+        ("Identity", ["peak.state"], "peak.before"),
+    ]
+    held = [(state, "peak.state", (width,))]
+    after, before = _scan(b, held, rows, steps, "peak.before", width)
+    later = b.node("Slice", before, b.ints(1), b.ints(_END), b.ints(1))
+    last = b.node("Unsqueeze", after, b.ints(1))
+    return b.node("Concat", later, last, axis=1), before, after
 
 
 @lower(recurrence.linear_attention.default)

@@ -12,9 +12,9 @@ from accel.ir.errors import PassError
 from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
-from accel.passes.clean.clean import Clean, replace
+from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
-from accel.passes.recognise.region import Kinds, close, sizes, try_out
+from accel.passes.recognise.region import Kinds, close, numbering, sizes, try_out
 
 aten = torch.ops.aten
 
@@ -33,13 +33,14 @@ class Positions(Pass):
     def run(self, program: Program) -> Report:
         report = Report()
         graph = program.step.graph
-        kinds = Kinds(graph)
+        kinds, order = Kinds(graph), numbering(graph)
         _limit_encoder(program, kinds)
         letters = sizes(program.step.input("positions"))
         for node in list(graph.nodes):
             if kinds[node] != "pos" or not isinstance(node.meta.get("val"), Tensor):
                 continue
-            users = [u for u in node.users if u.op == "output" or kinds[u] == "data"]
+            users = [u for u in node.users if u.op == "output" or kinds.get(u) == "data"]
+            users.sort(key=order.__getitem__)
             axes = [i for i, d in enumerate(sizes(node)) if d == letters[1]]
             if not users or len(axes) != 1 or node.op == "placeholder":
                 continue
@@ -97,7 +98,9 @@ class Positions(Pass):
             )
         if batched:
             with graph.inserting_before(users[0]):
-                replace(node, _layout(editor, rows, shape, axis))
+                new = _layout(editor, rows, shape, axis)
+            for user in users:  # others, which still only count positions, may stand before it
+                user.replace_input_with(node, new)
             return
         for user in users:
             missing = len(sizes(user)) - len(shape)
