@@ -20,7 +20,17 @@ from accel.runtime.session import Session
 
 from .op_cases import CASES, randn
 
-STATEFUL = ("conv-4", "conv-2", "scan", "scan-plain", "wkv", "peak", "linear-6-6", "linear-2-2", "delta-6-2")
+STATEFUL = (
+    "conv-4",
+    "conv-2",
+    "scan",
+    "scan-plain",
+    "wkv",
+    "peak",
+    "linear-6-6",
+    "linear-2-2",
+    "delta-6-2",
+)
 VOCAB = 97
 
 

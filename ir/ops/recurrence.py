@@ -124,8 +124,7 @@ def _running_peak(
     values = [state]
     for t in range(x.shape[1]):
         values.append(torch.maximum(values[-1] + decay[:, t], x[:, t]))
-    peaks = torch.stack(values, dim=1)
-    return peaks[:, 1:].contiguous(), peaks[:, :-1].contiguous(), values[-1].clone()
+    return torch.stack(values[1:], dim=1), torch.stack(values[:-1], dim=1), values[-1].clone()
 
 
 # x [B,T,E], weight [E,K], bias [E] or none, state [B,K-1,E] -> y [B,T,E], next:
