@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel.runtime.chain import bytes_text, picture, why_not
+
 TEMPLATE = Path(__file__).with_name("report.html")
 WIDE, HALF = 7.2, 4.4  # inches of a picture; the page scales it down where it must
 INK, BAR, FAINT = "#1f2937", "#2f6f9f", "#d5dbe3"
@@ -19,13 +21,15 @@ def write_html(path: Path, report: dict[str, Any]) -> None:
     from jinja2 import Environment
 
     page = Environment(autoescape=True, trim_blocks=True)
-    page.filters.update(bytes=_bytes, error=_error)
+    page.filters.update(bytes=bytes_text, error=_error)
     text = page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(**_context(report))
     path.write_text(text, encoding="utf-8")
 
 
 def _context(report: dict[str, Any]) -> dict[str, Any]:
     """What the template shows, each part empty where the report does not tell."""
+    from markupsafe import Markup
+
     model = report.get("model", {})
     steps = report.get("steps", [])
     sizes = {n: b for n, b in report.get("bytes", {}).items() if n != "total"}
@@ -39,10 +43,10 @@ def _context(report: dict[str, Any]) -> dict[str, Any]:
         "report": report,
         "facts": _facts(report, model),
         "kinds": layers,
-        "chain": sorted((n, i) for i, kind in enumerate(layers) for n in kind["layers"]),
+        "chain": Markup(picture(model.get("layers", []), report.get("state", []), why_not(report))),
         "steps": steps,
         "notes": report.get("notes", []),
-        "bytes_picture": _bars(sizes, "bytes", {n: _bytes(b) for n, b in sizes.items()}),
+        "bytes_picture": _bars(sizes, "bytes", {n: bytes_text(b) for n, b in sizes.items()}),
         "seconds_picture": _bars(seconds, "seconds", {n: f"{s:.2f} s" for n, s in seconds.items()}),
         "error_picture": _errors(checked),
     }
@@ -56,8 +60,8 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
         ("layers", str(model.get("num_layers", 0))),
         ("vocabulary", f"{model.get('vocab_size', 0):,}"),
         ("context", f"{model.get('max_context', 0):,} tokens"),
-        ("artifact", _bytes(report.get("bytes", {}).get("total", 0))),
-        ("state per token", _bytes(report.get("kv_bytes_per_token", 0))),
+        ("artifact", bytes_text(report.get("bytes", {}).get("total", 0))),
+        ("state per token", bytes_text(report.get("kv_bytes_per_token", 0))),
         *_encoder(model.get("encoder"), report.get("state", [])),
         ("built in", f"{report.get('seconds', {}).get('total', 0):.1f} s"),
         ("largest error", _error(max(errors, default=None))),
@@ -72,7 +76,7 @@ def _encoder(
         return []
     shape = " × ".join(str(n) for n in encoder["features"])
     takes = f"{shape} features" if shape else f"{encoder['max_length']:,} tokens"
-    return [("encoder input", takes), ("state per encoder position", _bytes(cross_bytes(state)))]
+    return [("encoder input", takes), ("state per encoder position", bytes_text(cross_bytes(state)))]
 
 
 def state_bytes(state: Sequence[Mapping[str, Any]]) -> dict[int | None, int]:
@@ -221,15 +225,6 @@ def _svg(figure: Any, name: str) -> str:
 def _plain(name: str) -> str:
     """A name that matplotlib takes as it is: a dollar sign would start mathematics."""
     return name.replace("$", r"\$")
-
-
-def _bytes(count: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def _error(error: float | None) -> str:

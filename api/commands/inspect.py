@@ -10,7 +10,8 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
-from accel.commands.show import show_layers, show_steps
+from accel.commands.show import show_chain, show_steps
+from accel.runtime.chain import picture, why_not
 from accel.runtime.report import cross_bytes, state_bytes, state_text
 
 if TYPE_CHECKING:
@@ -21,20 +22,32 @@ EXAMPLES = """\b
 Examples:
   accel-compile inspect ./artifact
   accel-compile inspect ./artifact --json
+  accel-compile inspect ./artifact --picture layers.svg
 """
 
 
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="DIR", help="An artifact.")],
+    chain: Annotated[
+        Path | None,
+        typer.Option(
+            "--picture", metavar="FILE.svg", help="Draw the chain of layers into this file."
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check an artifact and show what it holds.
 
-    That is: the model, its layers, state, entries, files, passes and their errors.
+    That is: the model, the chain of its layers with what each carries, state, entries, files,
+    passes and their errors.
     """
     from accel.runtime.artifact import open_artifact
 
     artifact = open_artifact(path)
+    if chain is not None:
+        state = [asdict(value) for value in artifact.manifest.state]
+        drawn = picture(artifact.facts.layers, state, why_not(artifact.manifest.report))
+        chain.write_text(drawn, encoding="utf-8")
     if as_json:
         print_json(_facts(artifact))
         return
@@ -58,6 +71,7 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
         "state_bytes_per_token": sum(per_token.values()),
         "entries": {name: asdict(entry) for name, entry in manifest.entries.items()},
         "files": {name: asdict(file) for name, file in manifest.files.items()},
+        "layers_refused": why_not(manifest.report) or None,
         "report": manifest.report,
     }
 
@@ -65,7 +79,6 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 def _show(artifact: Artifact) -> None:
     manifest, facts = artifact.manifest, artifact.facts
     state = [asdict(value) for value in manifest.state]
-    per_token = state_bytes(state)
     tables = manifest.recipe.get("tables", {})
     methods = [f"{axis} = {t.get('use')}" for axis, t in tables.items() if isinstance(t, dict)]
     errors = manifest.report.get("errors", {})
@@ -83,7 +96,7 @@ def _show(artifact: Artifact) -> None:
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
         *(("note", note) for note in manifest.report.get("notes", [])),
     ])  # fmt: skip
-    show_layers(facts.layers, per_token)
+    show_chain(facts.layers, state, why_not(manifest.report))
     entries = [
         [name, e.file, ", ".join(e.inputs), ", ".join(e.outputs)]
         for name, e in manifest.entries.items()

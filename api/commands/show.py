@@ -6,23 +6,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accel.commands.console import error_text, pairs, size, table
-from accel.runtime.report import kinds, state_bytes, state_text
+from accel.runtime.chain import groups, links, why_not
+from accel.runtime.report import state_text
 
 
-def show_layers(
-    layers: Sequence[Mapping[str, Any]], state: Mapping[int | None, int] | None = None
+def show_chain(
+    layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]], refused: str = ""
 ) -> None:
-    """Each different layer: what it attends to, its heads, the bytes that one token adds."""
-    columns = ["layers", "attention", ">window", ">heads", ">kv heads", ">head size"]
-    rows = [
-        [
-            *(kind["which"], kind["attention"], kind["window"] or "-"),
-            *(kind["num_heads"], kind["num_kv_heads"], kind["head_dim"], size(kind["state"])),
-        ]
-        for kind in kinds(layers, state)
-    ]
+    """The layers in order, equal ones as one line, a pattern that repeats as a bracket of lines: what
+    each attends to, its heads, its state. `refused`: why they were not outlined.
+    """
+    rows = []
+    for group in groups(links(layers, state)):
+        for index, (link, count) in enumerate(group.runs):
+            last = index == len(group.runs) - 1
+            bracket = "" if len(group.runs) == 1 else "┌└│"[0 if not index else 1 if last else 2]
+            over = f"{group.times} × {count}" if bracket else count
+            heads = [link.heads, link.kv_heads, link.head_dim] if link.heads else ["-", "-", "-"]
+            rows.append(
+                ["" if index else group.which, bracket, over, link.attention, link.window or "-"]
+                + [*heads, link.state()]
+            )
+    columns = ["layers", "", ">times", "attention", ">window", ">heads", ">kv heads", ">head size"]
     if rows:
-        table([*columns, ">state/token"], rows)
+        table([*columns, "state"], rows)
+    if refused:
+        pairs([("not outlined as layers", refused)])
 
 
 def show_steps(steps: list[dict[str, Any]]) -> None:
@@ -47,7 +56,7 @@ def show_report(report: dict[str, Any]) -> None:
     errors = ", ".join(f"{name} {error_text(e)}" for name, e in report["errors"].items())
     if all(step["error"] is None for step in report["steps"]):
         errors = "not checked"
-    show_layers(model["layers"], state_bytes(report["state"]) if "state" in report else None)
+    show_chain(model["layers"], report["state"], why_not(report))
     show_steps(report["steps"])
     pairs([
         ("model", f"{model['name']}, {model['parameters']:,} parameters"),
