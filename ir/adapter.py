@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accel.ir.errors import CaptureError
 from accel.ir.program import Facts
+from accel.ir.steady import is_indexer
 from accel.ir.weights import Stored, stand_in
 
 _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
@@ -141,12 +142,13 @@ def inference_mode(model: nn.Module, kind: type[Adapter] = Adapter) -> Iterator[
 
 def _choose_forms(model: Any) -> None:
     """The forms that export: sdpa, or written-out attention where sdpa is missing or leaves something
-    out (a soft cap); experts as batched products, without a loop over what each token chose.
+    out (a soft cap; causality, beside a sparse choice of keys); experts as batched products, without a
+    loop over what each token chose.
     """
     config = model.config.get_text_config()
-    capped = getattr(config, "attn_logit_softcapping", None)
+    written = getattr(config, "attn_logit_softcapping", None) or any(map(is_indexer, model.modules()))
     try:
-        model.set_attn_implementation("eager" if capped else "sdpa")
+        model.set_attn_implementation("eager" if written else "sdpa")
     except (ValueError, ImportError):
         model.set_attn_implementation("eager")
     if _has_experts(model):

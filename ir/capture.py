@@ -32,6 +32,7 @@ from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms
 from accel.ir.functional import without_writes
 from accel.ir.program import Entry, Facts, Program
+from accel.ir.steady import end_context, steady
 from accel.ir.suits import alike, no_logits, refuse_kind, refuse_looking_ahead
 from accel.ir.weights import Stored, Weights, reading
 
@@ -76,9 +77,11 @@ def capture(
     model, stored = widened(model, stored or {}, notes)
     two = is_encoder_decoder(model)
     kind = EncoderDecoder if two else Adapter
-    with inference_mode(model, kind) as adapter, flex_uncompiled(), _uncached():
+    held = steady(model, max_context)
+    with inference_mode(model, kind) as adapter, flex_uncompiled(), _uncached(), held as limits:
         batch, length, width = _example_sizes(model)
         facts = facts or facts_of(model, max_context)
+        end_context(facts, limits)
         if two and facts.encoder is None:
             facts.encoder = encoder_facts(model, max_context)
         tokens, positions = example(batch, length, vocabulary(model))

@@ -17,6 +17,7 @@ from accel.passes.clean.fold import Fold
 from accel.passes.recognise.region import Kinds, close, numbering, sizes, try_out
 
 aten = torch.ops.aten
+_FEW = 16  # positions; what changes in sequences as short as this is no function of positions
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,7 @@ class Positions(Pass):
             program.facts.notes.append(
                 f"max_context is {value.shape[axis]}: {node.name} has no value beyond that position"
             )
-        few = min(5, value.shape[axis])
-        short = try_out(program, node, {}, torch.arange(few)[None])
-        if not close(short, value.narrow(axis, 0, few)):
-            raise PassError(
-                f"{node.name} changes with the length of the sequence, not only with a token's position, "
-                "so it cannot be cached; fix the length in the model's configuration (rope scaling "
-                "'dynamic' needs 'linear' or 'yarn')"
-            )
+        value = self._unchanged(program, node, axis, value)
         rest = [i for i, d in enumerate(value.shape) if i != axis and d != 1]
         return (
             value.permute(
@@ -81,6 +75,39 @@ class Positions(Pass):
             .reshape(value.shape[axis], *[value.shape[i] for i in rest])
             .contiguous()
         )
+
+    def _unchanged(self, program: Program, node: fx.Node, axis: int, value: Tensor) -> Tensor:
+        """The value at positions 0 .. M-1 for the largest M whose rows any shorter sequence has too."""
+        longest = value.shape[axis]
+
+        def at(length: int) -> Tensor:
+            return try_out(program, node, {}, torch.arange(length)[None])
+
+        def same(part: Tensor, shorter: Tensor) -> bool:
+            return close(part.narrow(axis, 0, shorter.shape[axis]), shorter, 1e-6)
+
+        few = min(_FEW, longest)
+        if same(value, at(few)) and same(value, at(max(few, longest // 2))):
+            return value
+        low, high, known = few, longest, at(few)
+        while high - low > 1:
+            part = at((low + high) // 2)
+            if same(part, known):
+                low, known = part.shape[axis], part
+            else:
+                high = part.shape[axis]
+        if low == few:
+            raise PassError(
+                f"{node.name} changes with the length of the sequence, not only with a token's position, "
+                "so it cannot be cached; fix the length in the model's configuration (rope scaling "
+                "'dynamic' needs 'linear' or 'yarn')"
+            )
+        program.facts.max_context = low
+        program.facts.notes.append(
+            f"max_context is {low}: {node.name} changes with the length of the sequence past that, so it "
+            "cannot be cached; fix the length in the model to serve longer ones"
+        )
+        return known
 
     def _read(
         self, program: Program, node: fx.Node, users: list[fx.Node], table: Tensor, axis: int

@@ -17,6 +17,7 @@ from accel.passes.recognise.region import Kinds, close, numbering, packet, sizes
 from accel.passes.recognise.sides import positions_of
 
 aten = torch.ops.aten
+_NORMS = (aten.rms_norm, aten.layer_norm)
 _BLOCK = 4096  # positions tried at a time
 
 
@@ -85,7 +86,7 @@ class _Finder:
         call, op = self.editor.call, packet(value)
         if op is aten.transpose and {a % 4 for a in value.args[1:3]} == {1, 2}:  # type: ignore[operator]
             return self.rebuild(_first(value), not swapped)
-        if op is torch.ops.accel.rms_norm:
+        if op is torch.ops.accel.rms_norm or (op in _NORMS and len(value.args[1]) == 1):  # type: ignore[arg-type]
             inner = self.rebuild(_first(value), swapped)
             return inner and call(value.target, inner, *value.args[1:], like=value)  # type: ignore[arg-type]
         if op is aten.expand and len(sizes(_first(value))) == 4:
