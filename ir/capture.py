@@ -38,6 +38,7 @@ from accel.ir.weights import Stored, Weights, reading
 
 _INPUTS = ("tokens", "positions")
 PREFIX = "model."  # of the adapter's one child; parameters keep the user's own names
+_DETACH = torch.ops.aten.detach_.default  # of a constant made in the forward: nothing is written
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 
 
@@ -347,6 +348,8 @@ def _to_program(
             continue
         else:
             new = graph.node_copy(node, copied.__getitem__)
+            if node.target is _DETACH:
+                new.target = torch.ops.aten.detach.default
         new.meta = dict(node.meta)
         copied[node] = new
     if "positions" not in [n.target for n in graph.find_nodes(op="placeholder")]:
@@ -369,14 +372,15 @@ def _add_positions(graph: fx.Graph) -> None:
 
 
 def _needs_functions(graph: fx.Graph) -> bool:
-    """Whether the graph writes in place or holds sub-graphs, which decomposition removes."""
+    """Whether the graph writes in place, holds sub-graphs or traced vmap, which decomposition removes."""
     for node in graph.nodes:
-        if node.op == "call_function":
-            schema = getattr(node.target, "_schema", None)
-            if isinstance(node.target, torch._ops.HigherOrderOperator) or (
-                schema and schema.is_mutable
-            ):
-                return True
+        if node.op != "call_function" or node.target is _DETACH:
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if isinstance(node.target, torch._ops.HigherOrderOperator) or (schema and schema.is_mutable):
+            return True
+        if str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            return True
     return False
 
 
