@@ -65,15 +65,18 @@ def is_hugging_face(model: object) -> bool:
     return any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__)
 
 
+def chosen(out: Any) -> Any:
+    """What stands for the logits in a forward's result: itself, `.logits`, or an element of a tuple or dict."""
+    if isinstance(out, dict):
+        return out.get("logits")
+    if hasattr(out, "logits"):
+        return out.logits
+    return out[0] if isinstance(out, (tuple, list)) and out else out
+
+
 def logits_of(out: Any) -> Tensor:
     """The logits in whatever a forward returns: a tensor, an object with `.logits`, a tuple or dict."""
-    given = type(out).__name__
-    if isinstance(out, dict):
-        out = out.get("logits")
-    elif hasattr(out, "logits"):
-        out = out.logits
-    elif isinstance(out, (tuple, list)) and out:
-        out = out[0]
+    given, out = type(out).__name__, chosen(out)
     if not isinstance(out, Tensor) or out.dim() != 3 or not out.is_floating_point():
         found = (
             f"a tensor of shape {list(out.shape)} and dtype {out.dtype}"

@@ -19,7 +19,7 @@ import torch._dynamo.config as dynamo
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from accel.ir.adapter import Adapter, facts_of, inference_mode, logits_of, vocabulary, widened
+from accel.ir.adapter import Adapter, facts_of, inference_mode, vocabulary, widened
 from accel.ir.encoder import (
     INPUTS,
     EncoderDecoder,
@@ -28,6 +28,7 @@ from accel.ir.encoder import (
     is_encoder_decoder,
 )
 from accel.ir.errors import CaptureError
+from accel.ir.exported import interface_of
 from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms
 from accel.ir.functional import without_writes
@@ -259,43 +260,19 @@ def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _from_exported(exported: ExportedProgram, facts: Facts | None, max_context: int) -> Program:
-    """Take a program that the user exported: its one integer input is tokens, a second one positions."""
-    names = list(exported.graph_signature.user_inputs)
-    outputs = exported.graph_signature.user_outputs
-    values = {n.name: n.meta["val"] for n in exported.graph.find_nodes(op="placeholder")}
-    shapes = {n: values[str(n)] for n in names}
-    ints = [
-        n
-        for n, v in shapes.items()
-        if isinstance(v, Tensor) and v.dim() == 2 and not v.is_floating_point()
-    ]
-    if not ints or len(ints) != len(names) or len(ints) > 2:
-        raise CaptureError(
-            f"the ExportedProgram takes {names}; accel needs one with tokens [B,T] int64, and "
-            "optionally positions [B,T], and nothing else: wrap the model and export again"
-        )
-    for axis, letter in enumerate("BT"):
-        if isinstance(shapes[ints[0]].shape[axis], int):
-            raise CaptureError(
-                f"the ExportedProgram fixes {letter} = {shapes[ints[0]].shape[axis]}; export again with "
-                "dynamic_shapes=({0: Dim('B', min=1), 1: Dim('T', min=1)},)"
-            )
-    logits = next(n for n in exported.graph.nodes if n.name == outputs[0]).meta["val"]
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        raise CaptureError(
-            f"the ExportedProgram's first output has shape {list(getattr(logits, 'shape', []))}, "
-            "not logits [B,T,V]; export a module that returns logits"
-        )
+    """Take a program that the user exported."""
+    interface = interface_of(exported)
     facts = facts or Facts("ExportedProgram", 0, max_context)
-    facts.vocab_size = int(logits.shape[-1])
+    facts.vocab_size = interface.vocab_size
     canonical = _tied({**exported.state_dict, **exported.constants})
     facts.parameters = sum(
         t.numel() for n, t in exported.state_dict.items() if canonical.get(n, n) == n
     )
-    program = _to_program(exported, facts, canonical)
     module = exported.module()
-    two = len(ints) == 2
-    _check(program, lambda t, p: logits_of(module(t, p) if two else module(t)), facts.name)
+    program = _to_program(
+        exported, facts, canonical, names=interface.inputs, output=interface.output
+    )
+    _check(program, lambda t, p: interface.call(module, t, p), facts.name)
     return program
 
 
@@ -315,6 +292,7 @@ def _to_program(
     prefix: str = "",
     stored: Mapping[str, Stored] | None = None,
     names: tuple[str, ...] = _INPUTS,
+    output: int = 0,
 ) -> Program:
     """Lift parameters out of the inputs; name the inputs, and the output logits."""
     without_writes(exported.graph)
@@ -342,7 +320,7 @@ def _to_program(
         elif node.op == "placeholder":
             new = graph.placeholder(renames[node.name])
         elif node.op == "output":
-            chosen = signature.user_outputs[0]
+            chosen = signature.user_outputs[output]
             target = next(n for n in copied if n.name == chosen)
             graph.output((copied[target],))
             continue

@@ -190,7 +190,7 @@ def test_exported_programs_that_do_not_fit_are_refused():
     with pytest.raises(CaptureError, match=r"takes \['tokens', 'positions'\]; .* wrap the model"):
         capture(wide(tokens))
     first = exported(Around(lambda self, t: self.inner(t)[:, -1]), tokens)
-    with pytest.raises(CaptureError, match=r"first output has shape .*, not logits \[B,T,V\]"):
+    with pytest.raises(CaptureError, match=r"output has shape .*, not logits \[B,T,V\]"):
         capture(first)
 
 
