@@ -67,13 +67,21 @@ def key_positions(rng: np.random.Generator, b: int, c: int) -> Tensor:
     return torch.from_numpy(np.where(empty, -1, found)) % LONGEST
 
 
-def attend(mask: str, size: int, heads: int, groups: int, bias: Any = None, cap: float = 0.0):
+def attend(
+    mask: str,
+    size: int,
+    heads: int,
+    groups: int,
+    bias: Any = None,
+    cap: float = 0.0,
+    sink: tuple[Tensor, ...] = (),
+):
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
         k_pos = key_positions(rng, b, c)
         k_pos = torch.where(k_pos == LONGEST - 1, -1, k_pos) if c > LONGEST else k_pos
         return [
             randn(rng, b, heads, t, 10), randn(rng, b, groups, c, 10), randn(rng, b, groups, c, 6),
-            query_positions(rng, b, t, c), k_pos, bias, 0.3, cap, mask, size,
+            query_positions(rng, b, t, c), k_pos, bias, 0.3, cap, mask, size, *sink,
         ]  # fmt: skip
 
     return make
@@ -99,6 +107,12 @@ def attention_cases() -> list[Case]:
         made.append(
             Case(f"attention-{name}", attention.attention, attend(mask, 4, 4, 2, bias, cap), (5,))
         )
+    for name, mask, groups, bias, cap in [
+        ("sink", "causal", 4, None, 0.0),
+        ("sink-grouped", "window", 2, constant(4, LONGEST), 0.7),
+    ]:
+        make = attend(mask, 4, 4, groups, bias, cap, (constant(4),))
+        made.append(Case(f"attention-{name}", attention.attention, make, (5, 10)))
     return made
 
 

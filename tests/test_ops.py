@@ -161,7 +161,7 @@ def sees(mask: str, size: int, q: int, k: int) -> bool:
     }[mask]
 
 
-def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size) -> Tensor:
+def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None) -> Tensor:
     """Query by query over the keys that it sees; NaN where it sees none."""
     out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=torch.float64)
     for b, h, t in itertools.product(*map(range, q.shape[:3])):
@@ -179,8 +179,9 @@ def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size) -> Tensor:
             elif bias is not None:
                 score += float(bias[h, min(max(here - there, 0), bias.shape[1] - 1)])
             weights.append(score)
-        weights = torch.tensor(weights, dtype=torch.float64).softmax(0)
-        out[b, h, t] = weights @ v[b, group, seen].double()
+        weights = torch.tensor(weights, dtype=torch.float64).exp()
+        share = weights.sum() + (0 if sink is None else sink[h].double().exp())
+        out[b, h, t] = weights @ v[b, group, seen].double() / share
     return out.float()
 
 
@@ -199,7 +200,8 @@ def test_attention_equals_loops_over_what_each_query_sees(name):
 
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention")])
 def test_attention_equals_torchs(name):
-    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size = CASES[name].operands((2, 4, 9))
+    operands = CASES[name].operands((2, 4, 9))
+    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, *sink = operands
     if cap:
         pytest.skip("torch's has no soft cap")
     allowed = [
@@ -212,8 +214,11 @@ def test_attention_equals_torchs(name):
             added[i, h, t, c] += bias[h, here, there]
         elif bias is not None:
             added[i, h, t, c] += bias[h, min(max(here - there, 0), bias.shape[1] - 1)]
+    for score in sink:  # a last key and value of zeros
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        added = torch.cat([added, score[:, None, None].expand(2, -1, 4, 1)], dim=-1)
     want = F.scaled_dot_product_attention(q, k, v, added, scale=scale, enable_gqa=True)
-    got = attention.attention(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size)
+    got = attention.attention(*operands)
     known = torch.tensor(allowed).any(-1)[:, None, :, None]
     assert_close(got[known.expand_as(got)], want[known.expand_as(want)])
 

@@ -61,6 +61,7 @@ def _attention(
     softcap: float,
     mask: str,
     window: int,
+    sink: Tensor | None = None,
 ) -> Tensor:
     repeat = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(repeat, dim=1)
@@ -73,15 +74,18 @@ def _attention(
         scores = scores + position_bias(bias, qp, kp, mask)
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~Mask(mask, window).visible(qp, kp), torch.finfo(scores.dtype).min)
-    return scores.softmax(-1) @ values
+    if sink is not None:  # one more key of that score, whose value is nothing
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ values
 
 
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
-# bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none. -> [B,H,T,Dv]
+# bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none; sink [H] or none.
+# -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
-    "float softcap, str mask, int window) -> Tensor",
+    "float softcap, str mask, int window, Tensor? sink=None) -> Tensor",
     reference=_attention,
     shape=lambda q, k, v, *rest: q.new_empty((*q.shape[:3], v.shape[3])),
 )

@@ -75,6 +75,7 @@ def attend(
     softcap: float,
     mask: str,
     window: int,
+    sink: str | None = None,
 ) -> str:
     """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
     heads, groups = int(b.shape(q)[1]), int(b.shape(k)[1])
@@ -92,12 +93,24 @@ def attend(
             hidden = b.node("Reshape", hidden, shape)
     elif repeat > 1 and mask != "full":  # which is [B,1,1,C]
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
-    probs = b.node("Softmax", b.node("Add", scores, hidden), axis=-1)
+    scores = str(b.node("Add", scores, hidden))
+    probs = _beside(b, scores, sink, q_pos, groups) if sink else b.node("Softmax", scores, axis=-1)
     out = b.node("MatMul", probs, v)
     if repeat == 1:
         return str(out)
     wide = int(b.shape(v)[3])
     return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(q_pos, 1), wide])))
+
+
+def _beside(b: Builder, scores: str, sink: str, q_pos: str, groups: int) -> str:
+    """softmax of [B,G,R·T,C] beside one more score per head, whose own share is dropped."""
+    heads = int(b.shape(sink)[0])
+    shape = b.concat_ints([b.size(q_pos, 0), heads, b.size(q_pos, 1), 1])
+    column = b.node("Expand", b.node("Reshape", sink, b.ints(1, heads, 1, 1)), shape)
+    if groups < heads:
+        column = b.node("Reshape", column, b.ints(0, groups, -1, 1))
+    probs = b.node("Softmax", b.node("Concat", scores, column, axis=3), axis=-1)
+    return str(b.node("Slice", probs, b.ints(0), b.ints(-1), b.ints(3)))
 
 
 def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:
