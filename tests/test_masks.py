@@ -266,7 +266,7 @@ def test_a_wrong_name_is_caught(monkeypatch):
 
     monkeypatch.setattr(recognise, "classify", off_by_one)
     with pytest.raises(PassError, match="Attention changed what the program computes"):
-        optimize(Masked(window(6), "fill"), target="eager", max_context=64)
+        optimize(Masked(window(6), "bool"), target="eager", max_context=64)
 
 
 # Classification on its own

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
+from accel.passes.recognise.heads import as_heads, concrete, restore, swapped
 from accel.passes.recognise.mask import (
     DENSE_LIMIT,
     HIDDEN,
@@ -24,8 +26,16 @@ from accel.passes.recognise.mask import (
     telling_length,
 )
 from accel.passes.recognise.positions import Positions
-from accel.passes.recognise.region import Kinds, close, packet, sizes, try_out
-from accel.passes.recognise.scores import Found, read_scores
+from accel.passes.recognise.products import spell_out
+from accel.passes.recognise.region import Kinds, close, numbering, packet, sizes, try_out
+from accel.passes.recognise.scores import (
+    Written,
+    find_written,
+    read_scale,
+    read_sink,
+    region_key,
+    scores_at,
+)
 from accel.passes.recognise.sides import positions_of, reach, shows_padding
 
 aten = torch.ops.aten
@@ -37,63 +47,65 @@ _GROUPING = {
 
 @dataclass
 class _Site:
-    """One attention, read: where its result is, and its operands."""
+    """One attention, read: where its result is, and its operands as [B,H,T,D].
+
+    Its mask is given by `hide` (mask, value that hides), `add` and `causal`, or by what is
+    `written` between q·kᵀ and the softmax.
+    """
 
     result: fx.Node
     q: fx.Node
     k: fx.Node
     v: fx.Node
     scale: float
-    softcap: float
-    hide: list[tuple[fx.Node, bool]]
-    add: list[tuple[fx.Node, float]]
+    softcap: float = 0.0
+    hide: list[tuple[fx.Node, bool]] = field(default_factory=list)
+    add: list[fx.Node] = field(default_factory=list)
     causal: bool = False
+    sink: Tensor | None = None
+    written: Written | None = None
+    key: Hashable = None  # equal keys: equal masks
 
 
 @dataclass(frozen=True)
 class Attention(Pass):
-    """scaled_dot_product_attention, or softmax(q kᵀ + mask) v written out  ->  accel.attention.
+    """scaled_dot_product_attention, or softmax(f(q kᵀ)) v written out  ->  accel.attention.
 
-    The mask is evaluated on one sequence and named (causal, window, chunk, full, plus a bias by
-    distance); KV heads that were repeated for the product are read unrepeated.
+    What is done to the scores is tried on numbers: it must be a scale, a soft cap and a mask, which
+    is named (causal, window, chunk, full, plus a bias by distance). A score beside those of the keys
+    is the attention's sink; KV heads that were repeated for the product are read unrepeated.
     """
 
     after = (Clean, Positions)
 
     def run(self, program: Program) -> Report:
         report = Report()
+        spell_out(program)
         graph = program.step.graph
-        kinds = Kinds(graph)
-        masks: dict[Any, Class | str] = {}
+        kinds, order = Kinds(graph), numbering(graph)
+        masks: dict[Hashable, Class | str] = {}
         for node in list(graph.nodes):
-            site = self._site(program, kinds, node)
-            if isinstance(site, str):
-                if site:
+            for site in _sites(program, kinds, order, node):
+                if isinstance(site, str):
                     report.refused.append(f"{node.name}: {site}")
-                continue
-            key = (tuple(site.hide), tuple(site.add), site.causal)
-            if key not in masks:
-                masks[key] = _mask_of(program, kinds, site)
-            found = masks[key]
-            if isinstance(found, str):
-                report.refused.append(f"{node.name}: {found}")
-                continue
-            self._rewrite(program, site, found)
-            report.changed += 1
+                    continue
+                if site.key not in masks:
+                    masks[site.key] = _mask_of(program, kinds, site)
+                found = masks[site.key]
+                if isinstance(found, Class) and site.written and not _holds(program, site, found):
+                    found = "what is done to its scores is no scale, soft cap, mask or bias"
+                if isinstance(found, str):
+                    report.refused.append(f"{node.name}: {found}")
+                    continue
+                self._rewrite(program, site, found)
+                report.changed += 1
+        if report.refused and report.changed:
+            raise PassError(f"Attention cannot read {report.refused[0]}")
         if not report.changed and not program.nodes(*RECURRENT):
             nearest = (report.refused or ["no candidate in the graph"])[0]
             raise PassError(f"Attention changed nothing. Nearest miss: {nearest}")
         Clean().run(program)
         return report
-
-    def _site(self, program: Program, kinds: Kinds, node: fx.Node) -> _Site | str:
-        if node.op != "call_function" or kinds.get(node) != "data":
-            return ""
-        if node.target is aten.scaled_dot_product_attention.default:
-            return _fused(node)
-        if packet(node) in (aten.softmax, aten._softmax) and len(sizes(node)) == 4:
-            return _written_out(program, kinds, node)
-        return ""
 
     def _rewrite(self, program: Program, site: _Site, found: Class) -> None:
         graph = program.step.graph
@@ -102,86 +114,111 @@ class Attention(Pass):
         k, v = ungroup(program, site.k), ungroup(program, site.v)
         if sizes(k)[1] != sizes(v)[1]:
             k, v = site.k, site.v
-        bias = None
+        bias = sink = None
         with graph.inserting_before(site.result):
             if found.bias is not None:
                 heads = int(sizes(site.q)[1])
                 full = found.bias.expand(heads, *found.bias.shape[1:]).contiguous()
                 bias = editor.param(f"bias.{_same_bias(program, full)}", full)
+            if site.sink is not None:
+                sink = editor.param(f"sink.{site.result.name}", site.sink)
             new = editor.call(
                 attention.default, site.q, k, v, q_pos, k_pos, bias,
-                site.scale, site.softcap, found.mask.kind, found.mask.size, like=site.result,
+                site.scale, site.softcap, found.mask.kind, found.mask.size,
+                *([] if sink is None else [sink]), like=site.result,
             )  # fmt: skip
-        replace(site.result, new)
+        replace(site.result, restore(program, new, site.result))
 
 
-def _fused(node: fx.Node) -> _Site | str:
+def _sites(
+    program: Program, kinds: Kinds, order: dict[fx.Node, int], node: fx.Node
+) -> list[_Site | str]:
+    """The attentions that this operator is the heart of, or why they cannot be read."""
+    if node.op != "call_function" or kinds.get(node) != "data":
+        return []
+    if node.target is aten.scaled_dot_product_attention.default:
+        return [_fused(program, kinds, node)]
+    if packet(node) not in (aten.softmax, aten._softmax) or sizes(node)[-1].isdigit():
+        return []
+    found = find_written(node, kinds, order)
+    if isinstance(found, str):
+        return [found]
+    return [_written(program, kinds, order, w) for w in found]
+
+
+def _fused(program: Program, kinds: Kinds, node: fx.Node) -> _Site | str:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
-    if len(sizes(q)) != 4:
-        return f"attention over {len(sizes(q))} axes, not [B,H,T,D]"
-    scale = given.get("scale")
+    heads = [as_heads(program, kinds, given[n]) for n in names[:3]]
+    if wrong := [h for h in heads if isinstance(h, str)]:
+        return wrong[0]
+    q, k, v = (h for h in heads if isinstance(h, fx.Node))
+    scale, mask = given.get("scale"), given.get("attn_mask")
     scale = 1 / math.sqrt(int(sizes(q)[3])) if scale is None else float(scale)
-    hide, add = [], []
-    if mask is not None:
-        if mask.meta["val"].dtype == torch.bool:
-            hide.append((mask, False))
-        else:
-            add.append((mask, 1.0))
-    return _Site(node, q, k, v, scale, 0.0, hide, add, bool(given.get("is_causal", False)))
+    site = _Site(node, q, k, v, scale, causal=bool(given.get("is_causal", False)))
+    if mask is not None and mask.meta["val"].dtype == torch.bool:
+        site.hide.append((mask, False))
+    elif mask is not None:
+        site.add.append(mask)
+    site.key = (tuple(site.hide), tuple(site.add), site.causal)
+    return site
 
 
-def _written_out(program: Program, kinds: Kinds, node: fx.Node) -> _Site | str:
-    if node.args[1] not in (-1, 3):
-        return f"a softmax over axis {node.args[1]}"
-    result = node
-    while len(result.users) == 1:
-        user = next(iter(result.users))
-        if packet(user) in (aten._to_copy, aten.to, aten.clone, aten.dropout):
-            result = user
-            continue
-        if packet(user) in (aten.matmul, aten.bmm) and user.args[0] is result:
-            break
-        return f"{user.name} stands between the softmax and the product with v"
-    else:
-        return "" if not result.users else "the probabilities are used more than once"
-    found = read_scores(node, kinds, program.params)
-    if not isinstance(found, Found):
-        return found
-    values = user.args[1]
-    assert isinstance(values, fx.Node)
-    if len(sizes(found.q)) != 4 or len(sizes(values)) != 4:
-        return "q·kᵀ is not over [B,H,T,D]"
-    k = _transposed(program, found.keys)
-    return _Site(user, found.q, k, values, found.scale, found.softcap, found.hide, found.add)
+def _written(
+    program: Program, kinds: Kinds, order: dict[fx.Node, int], found: Written
+) -> _Site | str:
+    scale, sink = read_scale(program, found), read_sink(program, found)
+    if isinstance(scale, str) or isinstance(sink, str):
+        return scale if isinstance(scale, str) else str(sink)
+    heads = [as_heads(program, kinds, n) for n in (found.q, found.keys, found.v)]
+    if wrong := [h for h in heads if isinstance(h, str)]:
+        return wrong[0]
+    q, keys, v = (h for h in heads if isinstance(h, fx.Node))
+    site = _Site(found.result, q, swapped(program, keys), v, *scale, sink=sink, written=found)
+    site.key = region_key(found, kinds, order)
+    return site
 
 
-def _transposed(program: Program, keys: fx.Node) -> fx.Node:
-    """[B,H,D,S] -> [B,H,S,D], without a second transpose where the node is one."""
-    if keys.target is aten.transpose.int and {a % 4 for a in keys.args[1:]} == {2, 3}:  # type: ignore[operator]
-        assert isinstance(keys.args[0], fx.Node)
-        return keys.args[0]
-    editor = Editor(program, keys.graph)
-    with keys.graph.inserting_after(keys):
-        return editor.call(aten.transpose.int, keys, 2, 3, like=keys)
+def _holds(program: Program, site: _Site, found: Class) -> bool:
+    """Whether the attention as read gives what is written, on random queries, keys and values."""
+    assert site.written is not None
+    length = min(11, program.facts.max_context)
+    generator = torch.Generator().manual_seed(0)
+    nodes = (site.written.q, site.written.keys, site.written.v)
+    given = {
+        n: torch.randn(concrete(program, n, 2, length), generator=generator)
+        for n in dict.fromkeys(nodes)
+    }
+    want = try_out(program, site.result, given, torch.arange(length).repeat(2, 1))
+    q, keys, v = (given[n].reshape(2, -1, *given[n].shape[-2:]) for n in nodes)
+    q_pos, k_pos = (torch.arange(n).repeat(2, 1) for n in (q.shape[2], v.shape[2]))
+    got = attention(
+        q, keys.transpose(2, 3), v, q_pos, k_pos,
+        None if found.bias is None else found.bias.expand(q.shape[1], *found.bias.shape[1:]),
+        site.scale, site.softcap, found.mask.kind, found.mask.size, site.sink,
+    )  # fmt: skip
+    return close(got.reshape(want.shape), want)
 
 
 def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
-    nodes = [n for n, _ in (*site.hide, *site.add)]
+    nodes = [*(n for n, _ in site.hide), *site.add]
     bad = [n.name for n in nodes if kinds[n] == "data"]
     if bad:
         return f"its mask {bad[0]} depends on the tokens"
     if site.causal and not nodes:
         return Class(Mask("causal"))
-    if shows_padding(program, site.k, site.hide, site.add):
+    if shows_padding(program, site.k, lambda positions: _matrices(program, site, positions)[0]):
         return "its mask shows the padding of the encoder's input"
-    length, longest = telling_length(program, nodes), reach(program, site.k)
+    stop: set[fx.Node] = set()
+    if site.written:
+        nodes, stop = [site.written.scores], {site.written.product}
+    length, longest = telling_length(program, nodes, stop), reach(program, site.k)
     for size in dict.fromkeys((length, longest if longest <= DENSE_LIMIT else length)):
         found = classify(
-            *_matrices(program, site, nodes, size),
+            *_matrices(program, site, torch.arange(size)[None]),
             longest,
             nodes[0].name if nodes else "none",
+            site.sink is not None,
         )
         if isinstance(found, Class):
             return found
@@ -189,26 +226,29 @@ def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
 
 
 def _matrices(
-    program: Program, site: _Site, nodes: list[fx.Node], size: int
+    program: Program, site: _Site, positions: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """visible [h,T,T] and added [h,T,T] of a site, for one sequence of `size` tokens."""
+    """visible [h,T,T] and added [h,T,T] of a site, for one sequence of these positions [1,T]."""
+    size = positions.shape[1]
+    if site.written:
+        added = scores_at(program, site.written, 0.0, positions).float()
+        return added > HIDDEN, added
     values = [
-        v.reshape(-1, *v.shape[-2:]).expand(-1, size, size)
-        for v in evaluate_mask(program, nodes, size)
+        v.expand(torch.broadcast_shapes(v.shape, (1, size, size))).reshape(-1, size, size)
+        for v in evaluate_mask(program, [*(n for n, _ in site.hide), *site.add], positions)
     ]
     visible = torch.ones(1, size, size, dtype=torch.bool)
     if site.causal:
         visible = visible.tril()
     for (_, hides), value in zip(site.hide, values, strict=False):
         visible = visible & (value.bool() != hides)
-    added: Tensor | None = None
-    for (_, factor), value in zip(site.add, values[len(site.hide) :], strict=True):
-        term = value.float() * factor
-        visible = visible & (term > HIDDEN)
-        added = term if added is None else added + term
-    if added is not None:
-        visible, added = torch.broadcast_tensors(visible, added)
-    return visible, added
+    total: Tensor | None = None
+    for value in values[len(site.hide) :]:
+        visible = visible & (value.float() > HIDDEN)
+        total = value.float() if total is None else total + value.float()
+    if total is not None:
+        visible, total = torch.broadcast_tensors(visible, total)
+    return visible, total
 
 
 def ungroup(program: Program, node: fx.Node) -> fx.Node:

@@ -27,17 +27,16 @@ class Class:
     bias: Tensor | None = None
 
 
-def evaluate_mask(program: Program, nodes: list[fx.Node], length: int) -> list[Tensor]:
-    """Values of mask nodes for one sequence of this length."""
-    positions = torch.arange(length)[None]
+def evaluate_mask(program: Program, nodes: list[fx.Node], positions: Tensor) -> list[Tensor]:
+    """Values of mask nodes for one sequence of these positions [1,T]."""
     return [try_out(program, n, {}, positions) for n in nodes]
 
 
-def telling_length(program: Program, nodes: list[fx.Node]) -> int:
+def telling_length(program: Program, nodes: list[fx.Node], stop: set[fx.Node]) -> int:
     """A length at which every threshold in the mask's own graph shows: past its largest constant."""
     longest = program.facts.max_context
     sizes: list[int] = []
-    for node in ancestors(nodes, stop=set()):
+    for node in ancestors(nodes, stop) - stop:
         found: list[float] = [
             a for a in (*node.args, *node.kwargs.values()) if isinstance(a, (int, float))
         ]
@@ -49,12 +48,15 @@ def telling_length(program: Program, nodes: list[fx.Node]) -> int:
     return min(longest, max([257, *(2 * size + 17 for size in sizes)]))
 
 
-def classify(visible: Tensor, added: Tensor | None, longest: int, name: str) -> Class | str:
+def classify(
+    visible: Tensor, added: Tensor | None, longest: int, name: str, sink: bool = False
+) -> Class | str:
     """Name a mask out of its values, or say why it has no form.
 
     Args:
         visible: bool [h,T,T], h = 1 or H. added: float [h,T,T] or none, read where visible.
         longest: positions that the program must serve; a bias table covers them all.
+        sink: a score stands beside those of the keys, so nothing may be added to a query's whole row.
     """
     same = bool((visible == visible[:1]).all())
     mask = _named(visible[0]) if same else None
@@ -70,6 +72,9 @@ def classify(visible: Tensor, added: Tensor | None, longest: int, name: str) -> 
             bias = _by_signed_distance(added, longest)
         else:
             bias = _by_distance(added, visible[0])
+            own = added.diagonal(dim1=-2, dim2=-1)[..., None]
+            if bias is None and not sink:  # ALiBi may go by the key's position alone
+                bias = _by_distance(torch.where(visible, added - own, 0.0), visible[0])
             bias = None if bias is None else _extend(bias, longest)
         if bias is not None:
             return Class(mask, bias.contiguous())

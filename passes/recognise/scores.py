@@ -1,70 +1,63 @@
-"""Reading attention that is written out: softmax(scale · q kᵀ + masks) v."""
+"""Attention that is written out, softmax(f(q kᵀ)) v, read by trying f on numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import heapq
+import math
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from accel.passes.recognise.region import Kinds, packet
+from accel.ir.program import Program
+from accel.passes.recognise.heads import concrete, count_heads
+from accel.passes.recognise.mask import HIDDEN
+from accel.passes.recognise.products import is_product
+from accel.passes.recognise.region import Kinds, close, packet, sizes, try_out
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy, aten.to, aten.clone, aten.dropout, aten.contiguous)
+_LIMIT = 64  # operators between q·kᵀ and the product with v
 
 
 @dataclass
-class Found:
-    """The parts of one attention. `hide` holds (mask node, value that hides), `add` (node, factor)."""
+class Written:
+    """Where the parts of one written-out attention lie."""
 
-    q: fx.Node
-    keys: fx.Node  # [.., D, S]: already transposed
-    scale: float = 1.0
-    softcap: float = 0.0
-    hide: list[tuple[fx.Node, bool]] = field(default_factory=list)
-    add: list[tuple[fx.Node, float]] = field(default_factory=list)
+    product: fx.Node  # q kᵀ: [B,H,T,S], or heads and batch in front in another way
+    scores: fx.Node  # what the softmax is taken of, the sink aside
+    sink: fx.Node | float | None
+    result: fx.Node  # the product with v
+
+    @property
+    def q(self) -> fx.Node:
+        return self.product.args[0]  # type: ignore[return-value]
+
+    @property
+    def keys(self) -> fx.Node:  # [.., D, S]: already transposed
+        return self.product.args[1]  # type: ignore[return-value]
+
+    @property
+    def v(self) -> fx.Node:
+        return self.result.args[1]  # type: ignore[return-value]
 
 
-def read_scores(softmax: fx.Node, kinds: Kinds, number: Mapping[str, Tensor]) -> Found | str:
-    """Walk back from a softmax to q kᵀ, collecting what is done to the scores; or the reason why not.
-
-    `number` gives the parameters, for scales that are stored as tensors of one element.
-    """
-    node, factor = _arg(softmax, 0), 1.0
-    softcap = 0.0
-    hide: list[tuple[fx.Node, bool]] = []
-    add: list[tuple[fx.Node, float]] = []
-    outside = (0, 0)  # masks met before the soft cap, walking back: they are applied after it
-    for _ in range(32):
-        op = packet(node)
-        if op in _CASTS:
-            node = _arg(node, 0)
-        elif op in (aten.mul, aten.div) and (found := _scalar(node, number)):
-            inner, value = found
-            factor = factor * value if op is aten.mul else factor / value
-            node = inner
-        elif op in (aten.add, aten.sub) and (parts := _split(node, kinds)):
-            sign = -1.0 if op is aten.sub else 1.0
-            add.append((parts[1], sign * factor))
-            node = parts[0]
-        elif op is aten.masked_fill:
-            hide.append((_arg(node, 1), True))
-            node = _arg(node, 0)
-        elif op is aten.where and (side := _where(node, kinds)):
-            hide.append((_arg(node, 0), side[1]))
-            node = side[0]
-        elif op is aten.tanh and not softcap:
-            softcap, factor, outside = factor, 1.0, (len(add), len(hide))
-            node = _arg(node, 0)
-        elif op in (aten.matmul, aten.bmm):
-            if softcap and (len(add), len(hide)) != outside:
-                return "a mask is applied before the soft cap"
-            scale = factor * softcap if softcap else factor
-            return Found(_arg(node, 0), _arg(node, 1), scale, softcap, hide, add)
-        else:
-            return f"{node.name} ({op}) stands between q·kᵀ and the softmax"
-    return "no q·kᵀ found within 32 operators"
+def find_written(softmax: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> list[Written] | str:
+    """The attentions that a softmax over tokens belongs to, or why it belongs to none."""
+    shape = sizes(softmax)
+    if softmax.args[1] not in (-1, len(shape) - 1):
+        return f"a softmax over axis {softmax.args[1]}"
+    scores, sink = _without_sink(_arg(softmax, 0), kinds)
+    product = _product(scores, kinds, order)
+    if isinstance(product, str):
+        return product
+    results = _results(softmax, kinds)
+    if isinstance(results, str):
+        return results
+    return [Written(product, scores, sink, result) for result in results]
 
 
 def _arg(node: fx.Node, index: int) -> fx.Node:
@@ -73,36 +66,182 @@ def _arg(node: fx.Node, index: int) -> fx.Node:
     return value
 
 
-def _scalar(node: fx.Node, number: Mapping[str, Tensor]) -> tuple[fx.Node, float] | None:
-    """(scores, number) of scores * number or scores / number."""
-    a, b = node.args[:2]
-    for x, y in ((a, b), (b, a)):
-        if not isinstance(x, fx.Node) or (packet(node) is aten.div and x is not a):
-            continue
-        if isinstance(y, (int, float)):
-            return x, float(y)
-        if isinstance(y, fx.Node) and y.op == "get_attr" and number[str(y.target)].numel() == 1:
-            return x, float(number[str(y.target)])
-    return None
+def _without_sink(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node | float | None]:
+    """The scores, and the score beside them that no key has; less a maximum they lose nothing."""
+    sink: fx.Node | float | None = None
+    for _ in range(_LIMIT):
+        op = packet(node)
+        if op in _CASTS or (op is aten.sub and _is_maximum(node.args[1], _arg(node, 0))):
+            node = _arg(node, 0)
+        elif op is aten.cat and sink is None and (parts := _beside(node, kinds)):
+            node, sink = parts
+        elif op in (aten.pad, aten.constant_pad_nd) and sink is None and node.args[1] == [0, 1]:
+            sink = float(node.args[3] or 0) if len(node.args) > 3 else 0.0  # type: ignore[arg-type]
+            node = _arg(node, 0)
+        else:
+            break
+    return node, sink
 
 
-def _split(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node] | None:
-    """(scores, mask) of scores + mask: the mask does not depend on tokens."""
-    a, b = node.args[:2]
-    if not (isinstance(a, fx.Node) and isinstance(b, fx.Node)) or node.kwargs.get("alpha", 1) != 1:
+def _is_maximum(value: object, of: fx.Node) -> bool:
+    """Whether a value is the largest of each row of `of`."""
+    if not isinstance(value, fx.Node):
+        return False
+    if value.target is operator.getitem and value.args[1] == 0:
+        value = _arg(value, 0)
+    last = len(sizes(of)) - 1
+    if packet(value) not in (aten.amax, aten.max) or value.args[0] is not of:
+        return False
+    return value.args[1:] in ((-1, True), (last, True), ([-1], True), ([last], True))
+
+
+def _beside(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node] | None:
+    """(scores, sink) of cat([scores, sink], -1): the sink does not depend on the tokens."""
+    parts: Any = node.args[0]
+    axis = node.args[1] if len(node.args) > 1 else 0
+    if axis not in (-1, len(sizes(node)) - 1) or len(parts) != 2:
         return None
-    if kinds[a] == "data" and kinds[b] != "data":
-        return a, b
-    if kinds[b] == "data" and kinds[a] != "data" and packet(node) is aten.add:
-        return b, a
-    return None
+    scores, sink = sorted(parts, key=lambda n: kinds[n] != "data")
+    if kinds[sink] == "data" or sizes(sink)[-1] != "1":
+        return None
+    return scores, sink
 
 
-def _where(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, bool] | None:
-    """(scores, the mask value that hides them)."""
-    _, yes, no = node.args
-    if isinstance(yes, fx.Node) and kinds[yes] == "data":
-        return yes, False
-    if isinstance(no, fx.Node) and kinds[no] == "data":
-        return no, True
-    return None
+def _product(scores: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> fx.Node | str:
+    """The one product that the scores are a function of, positions and parameters aside."""
+    heap, queued = [(-order[scores], scores)], {scores}
+    for _ in range(_LIMIT):
+        if not heap:
+            break
+        _, latest = heapq.heappop(heap)
+        if is_product(latest, kinds):
+            if heap:
+                return f"its scores depend on {heap[0][1].name} beside {latest.name}"
+            tokens = [d for d in sizes(latest)[-2:] if not d.isdigit()]
+            return latest if len(tokens) == 2 else f"{latest.name} is not q·kᵀ over [T,S]"
+        for parent in latest.all_input_nodes:
+            if kinds[parent] == "data" and parent not in queued:
+                queued.add(parent)
+                heapq.heappush(heap, (-order[parent], parent))
+    return f"no q·kᵀ found that {scores.name} is computed from"
+
+
+def _results(softmax: fx.Node, kinds: Kinds) -> list[fx.Node] | str:
+    """The products with v of the probabilities."""
+    found: list[fx.Node] = []
+    todo, seen = [softmax], {softmax}
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if is_product(user, kinds) and user.args[0] is node and user.args[1] is not node:
+                found.append(user)
+            elif user.op == "output" or len(seen) > _LIMIT:
+                return f"the probabilities {softmax.name} are used outside of a product with v"
+            else:
+                todo.append(user)
+    return found or f"{softmax.name} is not multiplied with v"
+
+
+def scores_at(program: Program, written: Written, fill: float, positions: Tensor) -> Tensor:
+    """f(q kᵀ) as [h,T,T], h = 1 or H, for one sequence whose every q·k is `fill`."""
+    shape = concrete(program, written.product, 1, positions.shape[1])
+    narrow = [*[1] * (len(shape) - 2), *shape[-2:]]
+    for size in (narrow, shape):  # one head tells of all where nothing on the way differs by head
+        try:
+            given = {written.product: torch.full(size, fill)}
+            return _by_head(
+                program, written.scores, try_out(program, written.scores, given, positions)
+            )
+        except RuntimeError:
+            if size is shape:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _by_head(program: Program, node: fx.Node, value: Tensor) -> Tensor:
+    """[h,T,S] of a value of one row whose axes are a node's, where those of heads may be 1."""
+    if _tokens_first(node):
+        value = value.transpose(1, 2)
+    if math.prod(value.shape[:-2]) == 1:
+        return value.reshape(1, *value.shape[-2:])
+    front = concrete(program, node, 1, value.shape[-1])[:-2]
+    if not _tokens_first(node):
+        value = value.expand(*front, *value.shape[-2:])
+    return value.reshape(-1, *value.shape[-2:])
+
+
+def _tokens_first(node: fx.Node) -> bool:
+    """Whether the axes are [B,T,H,S]."""
+    shape = sizes(node)
+    return len(shape) == 4 and not shape[1].isdigit() and shape[2].isdigit()
+
+
+def read_scale(program: Program, written: Written) -> tuple[float, float] | str:
+    """(scale, soft cap) of f, read off at the scores that it leaves visible."""
+    positions = torch.arange(min(5, program.facts.max_context))[None]
+    start = scores_at(program, written, 0.0, positions)
+    seen = start > HIDDEN
+
+    def gain(fill: float) -> float:
+        """f(fill) - f(0), or NaN where it differs from score to score."""
+        change = (scores_at(program, written, fill, positions) - start)[seen].double()
+        if not change.numel() or not close(change, change[:1].expand_as(change), 1e-5):
+            return math.nan
+        return float(change[0])
+
+    near, far = gain(2.0**26), gain(2.0**30)
+    if abs(far - 16 * near) <= 1e-5 * abs(far) and far:
+        return gain(2.0**20) / 2.0**20, 0.0
+    if not abs(far - near) <= 1e-5 * abs(far) or not far > 0:
+        return "what is done to its scores is no scale, soft cap, mask or bias"
+    fill = 1.0
+    for _ in range(_LIMIT):  # to where the tangent is bent, but not flat
+        part = gain(fill) / far
+        if not 0.1 < abs(part) < 0.6:
+            fill *= 2.0 if abs(part) <= 0.1 else 0.5
+    return far * math.atanh(part) / fill, far
+
+
+def read_sink(program: Program, written: Written) -> Tensor | None | str:
+    """[H]: the score that stands beside those of the keys."""
+    heads = count_heads(program, written.product)
+    if written.sink is None:
+        return None
+    if isinstance(written.sink, float):
+        return torch.full((heads,), written.sink)
+    value = try_out(program, written.sink, {}, torch.arange(3)[None])
+    value = value.transpose(1, 2) if _tokens_first(written.scores) else value
+    value = value.expand(
+        torch.broadcast_shapes(value.shape, concrete(program, written.product, 1, 3)[:-1] + [1])
+    )
+    value = value.reshape(heads, 3)
+    if not torch.equal(value, value[:, :1].expand(-1, 3)):
+        return f"its sink {written.sink.name} differs from token to token"
+    return value[:, 0].float().contiguous()
+
+
+def region_key(written: Written, kinds: Kinds, order: dict[fx.Node, int]) -> Hashable:
+    """Equal for attentions that do the same to their scores: the mask is evaluated once for all."""
+    inside = {written.product: 0}
+    todo, members = [written.scores], set()
+    while todo:
+        node = todo.pop()
+        if node not in inside and node not in members and kinds[node] == "data":
+            members.add(node)
+            todo.extend(node.all_input_nodes)
+    lines = []
+
+    def show(value: object) -> Hashable:
+        if isinstance(value, fx.Node):
+            return inside.get(value, value)
+        if isinstance(value, (list, tuple)):
+            return tuple(map(show, value))
+        return repr(value)
+
+    for node in sorted(members, key=order.__getitem__):
+        lines.append((node.target, show(node.args), show(tuple(node.kwargs.items()))))
+        inside[node] = len(inside)
+    return (tuple(sizes(written.product)), tuple(lines))
