@@ -39,9 +39,10 @@ from accel.passes.recognise.scores import (
 from accel.passes.recognise.sides import positions_of, reach, shows_padding
 
 aten = torch.ops.aten
-_GROUPING = {
+_GROUPING = {  # moves on the way from KV heads to heads
     getattr(aten, n)
-    for n in "clone view reshape _unsafe_view expand unsqueeze repeat_interleave contiguous".split()
+    for n in "clone view reshape _unsafe_view expand unsqueeze repeat_interleave contiguous "
+    "transpose permute".split()
 }
 
 
@@ -258,15 +259,21 @@ def ungroup(program: Program, node: fx.Node) -> fx.Node:
     while packet(here) in _GROUPING and isinstance(here.args[0], fx.Node):
         here = here.args[0]
         shape = sizes(here)
-        if len(shape) != 4 or shape[1] == str(heads) or not shape[1].isdigit():
+        if len(shape) != 4 or shape[3] != str(width):
             continue
-        groups = int(shape[1])
-        if shape[3] != str(width) or heads % groups:
+        axis = 1 if shape[1].isdigit() else 2  # of the heads
+        if not shape[axis].isdigit() or shape[axis] == str(heads) or heads % int(shape[axis]):
             continue
-        x = torch.randn(2, groups, 3, width, generator=torch.Generator().manual_seed(0))
-        out = try_out(program, node, {here: x}, torch.arange(3).repeat(2, 1))
-        if close(out, x.repeat_interleave(heads // groups, dim=1), 0.0):
+        x = torch.randn(2, int(shape[axis]), 3, width, generator=torch.Generator().manual_seed(0))
+        given = {here: x if axis == 1 else x.transpose(1, 2)}
+        out = try_out(program, node, given, torch.arange(3).repeat(2, 1))
+        if not close(out, x.repeat_interleave(heads // x.shape[1], dim=1), 0.0):
+            continue
+        if axis == 1:
             return here
+        editor = Editor(program, here.graph)
+        with here.graph.inserting_after(here):
+            return editor.call(aten.transpose.int, here, 1, 2, like=here)
     return node
 
 

@@ -61,8 +61,10 @@ def classify(
     same = bool((visible == visible[:1]).all())
     mask = _named(visible[0]) if same else None
     if added is not None:
+        own = added.diagonal(dim1=-2, dim2=-1)[..., None]  # of each query's own key
+        same_in_row = bool((torch.where(visible, added - own, 0.0) == 0).all())
         added = torch.where(visible, added, 0.0)
-        if not bool(added.any()):
+        if not bool(added.any()) or (same_in_row and not sink):
             added = None
     if mask is not None and added is None:
         return Class(mask)
@@ -72,7 +74,6 @@ def classify(
             bias = _by_signed_distance(added, longest)
         else:
             bias = _by_distance(added, visible[0])
-            own = added.diagonal(dim1=-2, dim2=-1)[..., None]
             if bias is None and not sink:  # ALiBi may go by the key's position alone
                 bias = _by_distance(torch.where(visible, added - own, 0.0), visible[0])
             bias = None if bias is None else _extend(bias, longest)
