@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -20,21 +19,22 @@ def concrete(program: Program, node: fx.Node, batch: int, length: int) -> list[i
     letter = _expression(program.step.input("tokens").meta["val"].shape[0])
     found = []
     for size in map(_expression, node.meta["val"].shape):
-        symbols = size.free_symbols
-        found.append(int(size.subs({s: batch if s == letter else length for s in symbols})))
+        symbols = getattr(size, "free_symbols", ())
+        values = {s: batch if s == letter else length for s in symbols}
+        found.append(int(size.subs(values)) if symbols else int(size))
     return found
 
 
 def count_heads(program: Program, node: fx.Node) -> int:
     """How many [T,X] there are per row of the batch; 0 where that is no fixed number."""
     batch = _expression(program.step.input("tokens").meta["val"].shape[0])
-    front = math.prod(map(_expression, node.meta["val"].shape[:-2]), start=sympy.Integer(1))
-    ratio = sympy.simplify(front / batch)
-    return int(ratio) if ratio.is_Integer else 0
+    ratio = math.prod(map(_expression, node.meta["val"].shape[:-2])) / batch
+    return int(ratio) if getattr(ratio, "is_Integer", False) else 0
 
 
 def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+    """A number, or the symbols of a symbolic size."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def as_heads(program: Program, kinds: Kinds, node: fx.Node) -> fx.Node | str:
