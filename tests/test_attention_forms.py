@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accel import PassError, optimize
+from accel import AccelError, PassError, optimize
 from accel.ir.capture import capture
 from accel.ir.ops.attention import attention
 from accel.passes import run
@@ -253,7 +253,7 @@ Layers2.__name__ = "Layers"
 REFUSED = {
     "mask under the cap": (
         written(lambda m, s, a: torch.tanh(hide(s, a) / 1.5) * 1.5),
-        "no scale, soft cap, mask or bias",
+        "lets a token see later ones",
     ),
     "heads that talk": (
         written(lambda m, s, a: hide(m.talk(s.transpose(1, 3)).transpose(1, 3), a)),
@@ -292,5 +292,5 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_plain_attention_is_refused_with_the_reason(name):
     mix, why = REFUSED[name]
-    with pytest.raises(PassError, match=why):
+    with pytest.raises(AccelError, match=why):
         optimize(Form(mix), target="eager", max_context=40)
