@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.encoder import FEATURES
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.recurrence import RECURRENT
@@ -139,11 +140,14 @@ def _sites(
         return []
     if node.target is aten.scaled_dot_product_attention.default:
         return [_fused(program, kinds, node)]
-    if packet(node) not in (aten.softmax, aten._softmax) or sizes(node)[-1].isdigit():
+    if packet(node) not in (aten.softmax, aten._softmax):
+        return []
+    fixed = sizes(node)[-1].isdigit()  # a router's, say; only an encoder may have a fixed length
+    if fixed and FEATURES not in program.step.inputs:
         return []
     found = find_written(node, kinds, order)
     if isinstance(found, str):
-        return [found]
+        return [] if fixed else [found]
     return [_written(program, kinds, order, w) for w in found]
 
 
@@ -233,7 +237,11 @@ def _matrices(
     size = positions.shape[1]
     if site.written:
         added = scores_at(program, site.written, 0.0, positions).float()
-        return added > HIDDEN, added
+        if added.shape[1:] == (size, size):
+            return added > HIDDEN, added
+        if bool((added != added[0, 0, 0]).any()):
+            raise PassError(f"{site.result.name} masks some of a fixed number of keys")
+        return torch.ones(1, size, size, dtype=torch.bool), None
     values = [
         v.expand(torch.broadcast_shapes(v.shape, (1, size, size))).reshape(-1, size, size)
         for v in evaluate_mask(program, [*(n for n, _ in site.hide), *site.add], positions)

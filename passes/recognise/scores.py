@@ -117,8 +117,7 @@ def _product(scores: fx.Node, kinds: Kinds, order: dict[fx.Node, int]) -> fx.Nod
         if is_product(latest, kinds):
             if heap:
                 return f"its scores depend on {heap[0][1].name} beside {latest.name}"
-            tokens = [d for d in sizes(latest)[-2:] if not d.isdigit()]
-            return latest if len(tokens) == 2 else f"{latest.name} is not q·kᵀ over [T,S]"
+            return latest
         for parent in latest.all_input_nodes:
             if kinds[parent] == "data" and parent not in queued:
                 queued.add(parent)
