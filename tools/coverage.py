@@ -108,7 +108,6 @@ def measure(model_type: str, target: str = "onnx") -> Result:
     """Build one type and compare it."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # ends the process
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -135,6 +134,12 @@ def measure(model_type: str, target: str = "onnx") -> Result:
     return result
 
 
+def _bounded(model_type: str) -> Result:
+    """`measure` in a process that ends when it takes too long."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    return measure(model_type)
+
+
 def _line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else text[:297] + "..."
@@ -148,7 +153,7 @@ def run(types: list[str], done: dict[str, Any]) -> None:
     for index, name in enumerate(types):
         pool = pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         try:
-            result = pool.submit(measure, name).result()
+            result = pool.submit(_bounded, name).result()
         except BrokenProcessPool:
             pool = None
             result = Result(name, "crashed", f"the process died, or took more than {SECONDS} s")

@@ -18,7 +18,7 @@ def _repeated(x: Tensor, choices: int) -> Tensor:
 
 def _summed(y: Tensor, weights: Tensor) -> Tensor:
     """y [N*K,E], weights [N,K] -> [N,E]."""
-    each: Tensor = y.unflatten(0, (-1, weights.shape[1]))
+    each = y.view(*weights.shape, -1)
     return (each * weights.unsqueeze(-1)).sum(1)
 
 
@@ -42,6 +42,13 @@ def _aria(self: Any, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
     gate, up = expert_linear(x, ids.flatten(), self.fc1.weight, True).chunk(2, dim=-1)
     y = expert_linear(torch.nn.functional.silu(gate) * up, ids.flatten(), self.fc2.weight, True)
     return _summed(y, weights)
+
+
+def _aria_layer(self: Any, hidden_states: Tensor) -> Tensor:
+    """Without the views there and back, which export as a guard on the number of tokens."""
+    flat = hidden_states.flatten(0, 1)
+    y: Tensor = self.experts(flat, self.router(flat)).reshape(hidden_states.shape)
+    return y + self.shared_experts(hidden_states)
 
 
 def _afmoe(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
@@ -79,6 +86,7 @@ _POWER = ("GraniteMoe", "GraniteMoeShared", "GraniteMoeHybrid", "JetMoe")
 FORMS = {
     "AfmoeExperts": _afmoe,
     "AriaExperts": _aria,
+    "AriaTextMoELayer": _aria_layer,
     "DbrxExperts": _dbrx,
     "LongcatFlashExperts": _longcat,
     **{f"{name}TopKGating": _gating for name in _POWER},
