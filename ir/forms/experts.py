@@ -48,7 +48,8 @@ def _aria_layer(self: Any, hidden_states: Tensor) -> Tensor:
     """Without the views there and back, which export as a guard on the number of tokens."""
     flat = hidden_states.flatten(0, 1)
     y: Tensor = self.experts(flat, self.router(flat)).reshape(hidden_states.shape)
-    return y + self.shared_experts(hidden_states)
+    out: Tensor = y + self.shared_experts(hidden_states)
+    return out
 
 
 def _afmoe(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
@@ -61,7 +62,8 @@ def _afmoe(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_w
         return out
 
     y = linear("down_proj", self[0].act_fn(linear("gate_proj", x)) * linear("up_proj", x))
-    return _summed(y, routing_weights.flatten(0, 1)).reshape(hidden_states.shape)
+    out: Tensor = _summed(y, routing_weights.flatten(0, 1)).reshape(hidden_states.shape)
+    return out
 
 
 def _dbrx(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
