@@ -17,7 +17,6 @@ from accel.ir.errors import CaptureError
 from accel.ir.weights import Stored, stand_in
 from accel.runtime.config import (
     auto_class,
-    encoder_decoder_types,
     read_config,
     refuse,
     refuse_quantised,
@@ -45,8 +44,7 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
             model that brings its own code without `trust_remote_code`.
     """
     config = read_config(path)
-    two = encoder_decoder_types() if config.get("is_encoder_decoder") else {}
-    refuse(path, config, trust_remote_code, two)
+    refuse(path, config, trust_remote_code)
     refuse_quantised(path, config)
     if not any(path.glob("*.safetensors")):
         raise CaptureError(

@@ -8,7 +8,7 @@ of something else still is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.ir.adapter import Adapter, is_hugging_face, logits_of
+from accel.ir.encoder import encoder_facts, is_encoder_decoder
 from accel.ir.errors import CaptureError
 from accel.runtime.small import randomise
 
@@ -106,14 +107,36 @@ def _made(config: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
     return model
 
 
-def own_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Logits [B,T,V] of tokens [B,T] as a module gives them when nobody helps it."""
+def own_logits(model: nn.Module, tokens: Tensor, source: Tensor | None = None) -> Tensor:
+    """Logits [B,T,V] of tokens [B,T] as a module gives them when nobody helps it.
+
+    `source`: what the encoder of a model that has one takes for each row, by default `sources` of it.
+    """
     with torch.no_grad():
+        if is_encoder_decoder(model):
+            if source is None:
+                source = sources(model, [4] * len(tokens))
+            name: Any = model.main_input_name
+            return logits_of(
+                model(**{name: source}, decoder_input_ids=tokens, use_cache=False)
+            ).float()
         if is_hugging_face(model):
             return logits_of(model(input_ids=tokens, use_cache=False)).float()
         positions = torch.arange(tokens.shape[1]).repeat(tokens.shape[0], 1)
         logits: Tensor = Adapter(model)(tokens, positions)
         return logits.float()
+
+
+def sources(model: nn.Module, lengths: Sequence[int]) -> Tensor:
+    """Random inputs of an encoder-decoder's encoder: token ids [B,X], of which the first `lengths` [B]
+    count, or features [B, ...].
+    """
+    facts = encoder_facts(model, max(lengths))
+    generator = torch.Generator().manual_seed(11)
+    if facts.features:
+        return torch.randn(len(lengths), *facts.features, generator=generator)
+    shape = (len(lengths), max(lengths))
+    return torch.randint(3, facts.vocab_size, shape, generator=generator)
 
 
 def shrunk(config: Any, layers: int, kinds: Any) -> Any:

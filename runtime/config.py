@@ -5,9 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accel.ir.errors import CaptureError
@@ -48,14 +46,8 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def refuse(
-    path: Path,
-    config: dict[str, Any],
-    trust_remote_code: bool = False,
-    also: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Refuse a configuration of what is no causal language model (nor of a type in `also`, with its
-    class), or needs code that is not trusted.
+def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) -> None:
+    """Refuse a configuration of what is no language model, or needs code that is not trusted.
 
     Raises:
         CaptureError: with the field of config.json, the reason, and the nearest thing that would work.
@@ -73,13 +65,12 @@ def refuse(
             f"{path}: config.json has no model_type, so transformers cannot tell what it is; add it, "
             'as in "model_type": "llama"'
         )
-    if kind not in also:
-        check_type(kind, f"{path}: model_type of config.json", config)
+    check_type(kind, f"{path}: model_type of config.json", config)
     for name in config.get("architectures") or []:
         if _HEADLESS.search(str(name)):
             raise CaptureError(
                 f"{path}: architectures of config.json says {name}, whose head gives no logits over a "
-                f"vocabulary; the nearest that works is {({**also, **causal_types()})[kind]}: save the weights of that"
+                f"vocabulary; the nearest that works is {language_types()[kind]}: save the weights of that"
             )
 
 
@@ -100,7 +91,7 @@ def refuse_quantised(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> None:
-    """Refuse a model type that transformers does not know, or not as a causal language model.
+    """Refuse a model type that transformers does not know, or not as a language model that decodes.
 
     Raises:
         CaptureError: with the near name.
@@ -108,7 +99,7 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     causal = causal_types()
-    if kind in causal:
+    if kind in language_types():
         return
     near = _near(kind, causal)
     if kind not in CONFIG_MAPPING_NAMES:
@@ -137,6 +128,11 @@ def causal_types() -> dict[str, str]:
     from transformers.models.auto import modeling_auto
 
     return dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def language_types() -> dict[str, str]:
+    """Every model type that accel may take -> its class; a causal one where there are both."""
+    return {**encoder_decoder_types(), **causal_types()}
 
 
 def encoder_decoder_types() -> dict[str, str]:
@@ -172,7 +168,6 @@ def _what(kind: str) -> str:
     from transformers.models.auto import modeling_auto
 
     uses = {
-        "SEQ_TO_SEQ_CAUSAL_LM": "an encoder-decoder", "SPEECH_SEQ_2_SEQ": "a speech encoder-decoder",
         "IMAGE_TEXT_TO_TEXT": "a model of images and text", "MULTIMODAL_LM": "a model of several inputs",
         "MASKED_LM": "an encoder that sees both ways", "IMAGE_CLASSIFICATION": "a vision model",
         "OBJECT_DETECTION": "a vision model", "AUDIO_CLASSIFICATION": "an audio model",

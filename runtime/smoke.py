@@ -24,7 +24,7 @@ from accel.ir.errors import AccelError, Miscompiled, PassError, RecipeError, unk
 from accel.ir.recipe import Recipe, bundled
 from accel.passes import Pass
 from accel.runtime.assemble import GRADES, Plan, assemble
-from accel.runtime.clone import own_logits
+from accel.runtime.clone import own_logits, sources
 from accel.runtime.optimize import TARGETS, optimize
 from accel.runtime.source import small_model
 
@@ -197,9 +197,16 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
     ids = _tokens(model, (len(RAGGED), 2 * room))
     errors = dict.fromkeys(("prefill", "steps", "rewind", "ragged"), 0.0)
 
-    def see(part: str, got: Any, row: Any, rows: slice) -> None:
+    crossed = compiled.facts.encoder is not None
+    given = sources(model, RAGGED) if crossed else None  # of an encoder, for each row
+    counted = crossed and given is not None and not given.is_floating_point()
+
+    def see(part: str, got: Any, tokens: Any, rows: slice, row: int = 0) -> None:
         """Note the error of some rows of the logits of one whole sequence."""
-        want = own_logits(model, torch.tensor([list(map(int, row))]))[0]
+        source = None if given is None else given[row : row + 1]
+        if source is not None and counted:
+            source = source[:, : RAGGED[row]]
+        want = own_logits(model, torch.tensor([list(map(int, tokens))]), source)[0]
         scale = max(1.0, float(want.abs().max()))
         worst = float((torch.from_numpy(np.array(got)) - want[rows]).abs().max()) / scale
         errors[part] = max(errors[part], worst if worst == worst else float("inf"))
@@ -208,6 +215,8 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
     end = min(first + STEPS, room)
     kept = min(KEPT, first)
     with compiled.session(1) as session:
+        if given is not None:
+            session.encode(given[:1].numpy(), RAGGED[:1] if counted else None)
         see("prefill", session.run(ids[:1, :first])[0], ids[0, :first], slice(0, first))
         for i in range(first, end):
             see("steps", session.run(ids[:1, i : i + 1])[0], ids[0, : i + 1], slice(i, i + 1))
@@ -216,12 +225,14 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
         see("rewind", session.run(other[None, kept:])[0], other, slice(kept, room))
     lengths = [min(n, room - 1) for n in RAGGED]
     with compiled.session(len(RAGGED)) as session:
+        if given is not None:
+            session.encode(given.numpy(), RAGGED if counted else None)
         logits = session.run(ids[:, : max(lengths)], lengths)
         after = session.run(ids[:, room : room + 1])
     for row, length in enumerate(lengths):
         whole = [*ids[row, :length], ids[row, room]]
         got = np.concatenate([logits[row, :length], after[row]])
-        see("ragged", got, whole, slice(0, length + 1))
+        see("ragged", got, whole, slice(0, length + 1), row)
     return errors
 
 

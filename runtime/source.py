@@ -13,7 +13,7 @@ from torch import nn
 from accel.ir.adapter import is_hugging_face
 from accel.ir.errors import CaptureError, unknown
 from accel.runtime.clone import clone
-from accel.runtime.config import check_type, read_config, refuse
+from accel.runtime.config import auto_class, check_type, read_config, refuse
 from accel.runtime.small import randomise, small_config
 
 
@@ -76,30 +76,29 @@ def _of_path(path: Path, trust_remote_code: bool) -> Source:
 
 
 def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> Source:
-    """The clone of a configuration, by `make`, or else by the causal class of its type."""
+    """The clone of a configuration, by `make`, or else by transformers' class with an output head."""
 
-    def causal(small: Any) -> nn.Module:
-        return _causal(small, trust_remote_code)
+    def made(small: Any) -> nn.Module:
+        return _made(small, trust_remote_code)
 
-    found = clone(config, make or causal)
+    found = clone(config, make or made)
     return _source(type(found.model).__name__, found.model, found.notes)
 
 
 def _of_type(name: str) -> Source:
     """A model type of transformers in its default form."""
     check_type(name, "model type")
-    model = randomise(_causal(small_config(name)), name)
+    model = randomise(_made(small_config(name)), name)
     return _source(name, model, [])
 
 
-def _causal(config: Any, trust_remote_code: bool = False) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _made(config: Any, trust_remote_code: bool = False) -> nn.Module:
     given = {"trust_remote_code": True} if trust_remote_code else {}
+    auto = auto_class(config.to_dict())
     try:
-        model = AutoModelForCausalLM.from_config(config, **given)
+        model = auto.from_config(config, **given)
     except AttributeError:  # a configuration of several parts, of which the class takes the text's
-        model = AutoModelForCausalLM.from_config(config.get_text_config(), **given)
+        model = auto.from_config(config.get_text_config(), **given)
     assert isinstance(model, nn.Module)
     return model
 

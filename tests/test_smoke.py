@@ -156,6 +156,13 @@ def test_every_recipe_on_every_target():
     assert by["float16", "eager"].status == "approximate"
 
 
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_an_encoder_decoder_is_compared_with_its_encoders_input(name):
+    source = small_model(name)
+    found = accel.smoke(source.model, ["base"], ["eager"])
+    assert [c.status for c in found.cells] == ["right"], found.cells
+
+
 def test_a_model_that_cannot_be_compiled_is_refused_and_crashes_are_placed(monkeypatch):
     class Sums(nn.Module):
         def __init__(self):
@@ -210,7 +217,7 @@ def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
             pass
 
     class Compiled:
-        facts = type("Facts", (), {"max_context": 64})
+        facts = type("Facts", (), {"max_context": 64, "encoder": None})
         session = staticmethod(Session)
 
     errors = smoke_module.compare(model, Compiled)
