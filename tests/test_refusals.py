@@ -279,7 +279,7 @@ def test_passes_out_of_order_are_refused_before_the_model_is_touched(monkeypatch
         after = (Attention,)
 
     before = building.pipeline()
-    monkeypatch.setattr(building, "pipeline", lambda: [Early(), *before])
+    monkeypatch.setattr(building, "pipeline", lambda *_: [Early(), *before])
     refused("no/such/model", "Early runs after Attention; move it", kind=PassError)
     with pytest.raises(PassError, match="Early runs after Attention"):
         check_order([Early()])
