@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from accel.ir.adapter import Adapter, facts_of, inference_mode, vocabulary, wide
 from accel.ir.encoder import (
     INPUTS,
     EncoderDecoder,
+    as_taken,
+    counted_padding,
     encoder_example,
     encoder_facts,
     is_encoder_decoder,
@@ -85,7 +88,7 @@ def capture(
         facts = facts or facts_of(model, max_context)
         end_context(facts, limits)
         if two and facts.encoder is None:
-            facts.encoder = encoder_facts(model, max_context)
+            facts.encoder = encoder_facts(model, max_context, notes)
         tokens, positions = example(batch, length, vocabulary(model))
         given = {"tokens": alike(tokens, vocabulary(model)), "positions": positions}
         for name, value in encoder_example(facts.encoder, batch, length=width).items():
@@ -117,7 +120,7 @@ def capture(
         lies = {n: stored[t] for n, t in _named_tensors(adapter) if t in stored}
         names = _original_names(adapter)
         program = _to_program(exported, facts, names, PREFIX, lies, tuple(given))
-        _check(program, forward, type(model).__name__)
+        _check(program, forward, type(model).__name__, counted_padding(model))
     return program
 
 
@@ -152,7 +155,7 @@ def _export(
         try:
             with _silence(), flex_written_out():
                 return torch.export.export(
-                    adapter, tuple(given.values()), dynamic_shapes=_as_taken(shapes), strict=False
+                    adapter, tuple(given.values()), dynamic_shapes=as_taken(shapes), strict=False
                 )
         except Exception as error:
             found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
@@ -168,11 +171,6 @@ def _uncached() -> Any:
     """torch caches the shapes of what it traces; where sizes are symbols that costs more than it saves."""
     config: Any = dynamo
     return config.patch(fake_tensor_cache_enabled=False)
-
-
-def _as_taken(shapes: list[Any]) -> tuple[Any, ...]:
-    """Sizes as an adapter's forward takes its inputs: the encoder's as one tuple."""
-    return (*shapes[:2], tuple(shapes[2:])) if len(shapes) > 2 else tuple(shapes)
 
 
 @contextlib.contextmanager
@@ -362,13 +360,15 @@ def _needs_functions(graph: fx.Graph) -> bool:
     return False
 
 
-def _check(program: Program, reference: Any, name: str) -> None:
+def _check(program: Program, reference: Any, name: str, reserved: Iterable[int] = ()) -> None:
     """The captured program against the module, at odd sizes; mandatory, since a guard can lie."""
     for seed, (batch, length) in enumerate([(1, 1), (3, 2), (2, 17)]):
         length = min(length, program.facts.max_context)
         tokens = example(batch, length, program.facts.vocab_size, seed)
         given = dict(zip(_INPUTS, tokens, strict=True))
         given |= encoder_example(program.facts.encoder, batch, seed)
+        for number, key in itertools.product(reserved, ("tokens", INPUTS)):
+            given[key] = given[key].masked_fill(given[key] == number, number + 1)
         with torch.no_grad():
             want = reference(*given.values()).float()
         got = program.run("step", given)["logits"].float()

@@ -47,16 +47,27 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     )
 
 
-def encoder_facts(model: Any, max_context: int) -> EncoderFacts:
-    """What the encoder takes. Raises CaptureError where accel cannot tell."""
+def counted_padding(model: nn.Module) -> set[int]:
+    """Token ids that do not count as positions, in an encoder-decoder that counts them from its tokens."""
+    if not is_encoder_decoder(model):
+        return set()
+    counting = [m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids")]
+    return {int(m.padding_idx) for m in counting if isinstance(m.padding_idx, int)}
+
+
+def as_taken(shapes: list[Any]) -> tuple[Any, ...]:
+    """Sizes as an adapter's forward takes its inputs: the encoder's as one tuple."""
+    return (*shapes[:2], tuple(shapes[2:])) if len(shapes) > 2 else tuple(shapes)
+
+
+def encoder_facts(model: Any, max_context: int, notes: list[str]) -> EncoderFacts:
+    """What the encoder takes; notes say what shortens it. Raises CaptureError where accel cannot tell."""
     name = model.main_input_name
     start = _start(model)
     if name == "input_ids":
-        embeddings = model.get_encoder().get_input_embeddings()
-        limit = getattr(model.config, "max_position_embeddings", None)
-        longest = min(max_context, limit) if isinstance(limit, int) and limit > 0 else max_context
-        return EncoderFacts(int(embeddings.num_embeddings), longest, [], start)
-    frames, mel = getattr(model.config, "max_source_positions", None), None
+        longest = min([max_context, *_limits(model.config, notes)])
+        return EncoderFacts(_vocabulary(model), longest, [], start)
+    frames = getattr(model.config, "max_source_positions", None)
     mel = getattr(model.config, "num_mel_bins", None)
     strides = [m.stride[0] for m in model.get_encoder().children() if isinstance(m, nn.Conv1d)]
     if name != "input_features" or frames is None or mel is None or not strides:
@@ -65,6 +76,32 @@ def encoder_facts(model: Any, max_context: int) -> EncoderFacts:
             "encoders over token ids, and over a fixed number of audio frames as Whisper has them"
         )
     return EncoderFacts(0, frames, [mel, frames * int(torch.tensor(strides).prod())], start)
+
+
+def _vocabulary(model: Any) -> int:
+    """How many token ids the encoder takes."""
+    encoder = model.get_encoder()
+    try:
+        return int(encoder.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        table = getattr(encoder, "embed_tokens", None)
+    if not isinstance(table, nn.Embedding):
+        raise CaptureError(f"{type(model).__name__}: its encoder has no table of token embeddings")
+    return table.num_embeddings
+
+
+def _limits(config: Any, notes: list[str]) -> list[int]:
+    """Lengths that a configuration does not let the encoder's input exceed."""
+    limit = getattr(config, "max_position_embeddings", None)
+    found = [limit] if isinstance(limit, int) and limit > 0 else []
+    if getattr(config, "attention_type", None) == "block_sparse":
+        # up to here such an encoder attends to all of its input, by its own choice
+        found.append((5 + 2 * config.num_random_blocks) * config.block_size)
+        notes.append(
+            f"the encoder takes {found[-1]} tokens at most: past that its attention is block-sparse, "
+            "which accel does not compute"
+        )
+    return found
 
 
 def _start(model: Any) -> list[int]:

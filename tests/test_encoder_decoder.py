@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import accel
+from accel.ir.encoder import encoder_facts
 from accel.ir.errors import InputError
 from accel.passes.recognise.mask import classify
 from accel.runtime.compiled import CompiledModel
@@ -15,7 +16,7 @@ from accel.runtime.eager import EagerEngine
 from accel.runtime.encode import padded
 from accel.runtime.small import randomise, small_config
 
-TYPES = ["t5", "bart", "marian", "whisper"]
+TYPES = ["t5", "bart", "marian", "m2m_100", "whisper"]
 FEATURES, TEXT = "input_features", "input_ids"
 LENGTHS, NEW = (13, 4, 1), 12
 
@@ -154,9 +155,9 @@ def test_the_encoder_runs_once_and_the_step_reads_what_it_wrote(built):
 def test_weights_lie_in_the_artifact_once_and_it_loads_again(built):
     manifest = json.loads((built.folder / "accel.json").read_text())
     assert set(manifest["entries"]) == {"step", "encode"}
-    unique = {p.data_ptr(): p.numel() for p in built.model.parameters()}
-    names = [p for p in (built.folder / "weights.bin", *built.folder.glob("*.onnx"))]
-    assert names[0].stat().st_size < 4.3 * sum(unique.values()) + 4096 * 8
+    tensors = [*built.model.parameters(), *built.model.buffers()]
+    unique = {t.data_ptr(): t.numel() for t in tensors}
+    assert (built.folder / "weights.bin").stat().st_size < 4.3 * sum(unique.values()) + 4096 * 8
     sources = sources_of(built)
     with accel.load(built.folder) as loaded:
         got = loaded.generate(encoder_input=sources, max_new_tokens=6).tokens
@@ -206,3 +207,14 @@ def test_a_bias_of_both_directions_goes_by_signed_distance():
     other = table[:, place].clone()
     other[0, 3, 5] += 1  # no longer by distance: by both positions, or not at all
     assert isinstance(classify(torch.ones(1, 40, 40, dtype=torch.bool), other, 64, "bias"), str)
+
+
+def test_a_sparse_encoder_takes_what_it_attends_to_in_full():
+    from transformers import AutoModelForSeq2SeqLM
+
+    config = small_config("bigbird_pegasus", block_size=4, num_random_blocks=2)
+    model, notes = AutoModelForSeq2SeqLM.from_config(config), []
+    assert encoder_facts(model, 256, notes).max_length == (5 + 2 * 2) * 4
+    assert "block-sparse" in notes[0]
+    model.config.attention_type = "original_full"
+    assert encoder_facts(model, 128, []).max_length == 128
