@@ -33,7 +33,7 @@ from accel.ir.encoder import (
 from accel.ir.errors import CaptureError
 from accel.ir.exported import interface_of
 from accel.ir.flex import flex_uncompiled, flex_written_out
-from accel.ir.forms import forms
+from accel.ir.forms import forms, short_chunks
 from accel.ir.functional import without_writes
 from accel.ir.program import Entry, Facts, Program
 from accel.ir.steady import end_context, steady
@@ -83,7 +83,13 @@ def capture(
     two = is_encoder_decoder(model)
     kind = EncoderDecoder if two else Adapter
     held = steady(model, max_context)
-    with inference_mode(model, kind) as adapter, flex_uncompiled(), _uncached(), held as limits:
+    with (
+        inference_mode(model, kind) as adapter,
+        flex_uncompiled(),
+        _uncached(),
+        short_chunks(model),
+        held as limits,
+    ):
         batch, length, width = _example_sizes(model)
         facts = facts or facts_of(model, max_context)
         end_context(facts, limits)

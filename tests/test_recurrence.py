@@ -367,6 +367,20 @@ def test_a_model_is_itself_again_after_its_capture():
         check(program, Cache())
 
 
+def test_chunks_are_short_while_a_model_is_captured():
+    model = falcon_h1()
+    mixers = [m for m in model.modules() if hasattr(m, "chunk_size")]
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        want = model(tokens, use_cache=False).logits
+        with accel.ir.forms.short_chunks(model):
+            assert {m.chunk_size for m in mixers} == {accel.ir.forms.CHUNK}
+            torch.testing.assert_close(
+                model(tokens, use_cache=False).logits, want, atol=1e-4, rtol=1e-4
+            )
+    assert {m.chunk_size for m in mixers} == {8}
+
+
 class Running(nn.Module):
     """A mean over all tokens so far: a recurrence that accel does not know."""
 

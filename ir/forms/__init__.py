@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import nn
 
+CHUNK = 32  # tokens: more than any call of the check
+
 
 @contextlib.contextmanager
 def forms(model: nn.Module) -> Iterator[None]:
@@ -36,6 +38,24 @@ def forms(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name in changed:
             vars(module).pop(name, None)
+
+
+@contextlib.contextmanager
+def short_chunks(model: nn.Module) -> Iterator[None]:
+    """Modules whose own code works in chunks of tokens use short ones, each one call of the check.
+
+    Mamba-2 pads every call to a whole chunk and takes memory by its square; the result is the same.
+    """
+    known = _known()
+    chunked = [m for m in model.modules() if type(m).__name__ in known and hasattr(m, "chunk_size")]
+    before = [m.chunk_size for m in chunked]
+    try:
+        for module in chunked:
+            vars(module)["chunk_size"] = CHUNK
+        yield
+    finally:
+        for module, size in zip(chunked, before, strict=True):
+            vars(module)["chunk_size"] = size
 
 
 @functools.cache
