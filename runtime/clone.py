@@ -131,7 +131,7 @@ def sources(model: nn.Module, lengths: Sequence[int]) -> Tensor:
     """Random inputs of an encoder-decoder's encoder: token ids [B,X], of which the first `lengths` [B]
     count, or features [B, ...].
     """
-    facts = encoder_facts(model, max(lengths))
+    facts = encoder_facts(model, max(lengths), [])
     generator = torch.Generator().manual_seed(11)
     if facts.features:
         return torch.randn(len(lengths), *facts.features, generator=generator)
