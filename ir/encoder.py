@@ -60,10 +60,10 @@ def as_taken(shapes: list[Any]) -> tuple[Any, ...]:
     return (*shapes[:2], tuple(shapes[2:])) if len(shapes) > 2 else tuple(shapes)
 
 
-def encoder_facts(model: Any, max_context: int, notes: list[str]) -> EncoderFacts:
-    """What the encoder takes; notes say what shortens it. Raises CaptureError where accel cannot tell."""
-    name = model.main_input_name
-    start = _start(model)
+def encoder_facts(model: Any, max_context: int, notes: list[str] | None = None) -> EncoderFacts:
+    """What the encoder takes; notes get what shortens it. Raises CaptureError where accel cannot tell."""
+    name, notes = model.main_input_name, [] if notes is None else notes
+    start = _start(model, notes)
     if name == "input_ids":
         longest = min([max_context, *_limits(model.config, notes)])
         return EncoderFacts(_vocabulary(model), longest, [], start)
@@ -104,19 +104,36 @@ def _limits(config: Any, notes: list[str]) -> list[int]:
     return found
 
 
-def _start(model: Any) -> list[int]:
-    """The decoder's first tokens: its start token, then those that generation forces after it."""
-    found = []
-    for holder in (getattr(model, "generation_config", None), model.config):
-        first = getattr(holder, "decoder_start_token_id", None)
-        if isinstance(first, int):
-            found = [first]
-            forced = dict(getattr(holder, "forced_decoder_ids", None) or [])
-            bos = getattr(holder, "forced_bos_token_id", None)
-            forced |= {} if bos is None else {1: bos}
-            while isinstance(forced.get(len(found)), int):
-                found.append(forced[len(found)])
-            break
+def _start(model: Any, notes: list[str]) -> list[int]:
+    """The decoder's first tokens: its start token, or else bos, then those that generation forces after
+    it. Notes say what else the generation's configuration asks for.
+    """
+    holders = [h for h in (getattr(model, "generation_config", None), model.config) if h is not None]
+    asked = [n for n in _NOT_FOLLOWED if getattr(holders[0], n, None) not in (None, 0, 1, [])]
+    if asked:
+        notes.append(f"generate does not follow {', '.join(asked)} of the generation's configuration")
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for holder in holders:
+            first = getattr(holder, name, None)
+            if isinstance(first, int):
+                return _forced(holder, first)
+    return []
+
+
+_NOT_FOLLOWED = (
+    "num_beams", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "no_repeat_ngram_size",
+    "min_length", "forced_eos_token_id",
+)  # fmt: skip
+
+
+def _forced(holder: Any, first: int) -> list[int]:
+    """A first token and those that are forced after it."""
+    found = [first]
+    forced = dict(getattr(holder, "forced_decoder_ids", None) or [])
+    bos = getattr(holder, "forced_bos_token_id", None)
+    forced |= {} if bos is None else {1: bos}
+    while isinstance(forced.get(len(found)), int):
+        found.append(forced[len(found)])
     return found
 
 

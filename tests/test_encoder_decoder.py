@@ -218,3 +218,18 @@ def test_a_sparse_encoder_takes_what_it_attends_to_in_full():
     assert "block-sparse" in notes[0]
     model.config.attention_type = "original_full"
     assert encoder_facts(model, 128, []).max_length == 128
+
+
+def test_what_a_decoder_starts_from():
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = AutoModelForSeq2SeqLM.from_config(small_config("bart"))
+    told, notes = model.generation_config, []
+    told.decoder_start_token_id, told.forced_bos_token_id, told.num_beams = 2, 7, 4
+    assert encoder_facts(model, 64, notes).start == [2, 7]
+    assert notes == ["generate does not follow num_beams of the generation's configuration"]
+    told.forced_bos_token_id, told.forced_decoder_ids = None, [[1, 5], [2, 6], [4, 8]]
+    assert encoder_facts(model, 64, []).start == [2, 5, 6]
+    told.decoder_start_token_id = model.config.decoder_start_token_id = None
+    told.bos_token_id, told.forced_decoder_ids = 3, None
+    assert encoder_facts(model, 64, []).start == [3]
