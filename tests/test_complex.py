@@ -52,10 +52,6 @@ def stored(m, x, positions):
     return flat(pairs(x) * m.spin[: x.shape[1]][:, None])
 
 
-def looked_up(m, x, positions):
-    return flat(pairs(x) * m.spin[positions].unsqueeze(-2))
-
-
 def polar(m, x, positions):
     angle = positions[..., None] * m.speed
     return flat(pairs(x) * torch.polar(torch.ones_like(angle), angle)[:, :, None])
@@ -84,7 +80,7 @@ def quarter_more(m, x, positions):
     return flat(pairs(x) * m.spin[positions].unsqueeze(2) * 1j)
 
 
-FORMS = [stored, looked_up, polar, exponent, of_halves, conjugated, quarter_more]
+FORMS = [stored, polar, exponent, of_halves, conjugated, quarter_more]
 
 
 def program_of(turn):
