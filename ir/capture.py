@@ -36,6 +36,7 @@ from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms, short_chunks
 from accel.ir.functional import without_writes
 from accel.ir.program import Entry, Facts, Program
+from accel.ir.sdpa import causal_at_any_length
 from accel.ir.steady import end_context, steady
 from accel.ir.suits import alike, no_logits, refuse_kind, refuse_looking_ahead
 from accel.ir.weights import Stored, Weights, reading
@@ -159,7 +160,7 @@ def _export(
         wide = {**rows, 1: Dim("X", min=1)}
         shapes = [shape if n in _INPUTS else wide if v.dim() == 2 else rows for n, v in given.items()]
         try:
-            with _silence(), flex_written_out():
+            with _silence(), flex_written_out(), causal_at_any_length():
                 return torch.export.export(
                     adapter, tuple(given.values()), dynamic_shapes=as_taken(shapes), strict=False
                 )
