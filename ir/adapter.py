@@ -17,6 +17,7 @@ from accel.ir.program import Facts
 from accel.ir.steady import is_indexer
 from accel.ir.weights import Stored, stand_in
 
+_LIMIT_NAMES = ("max_position_embeddings", "max_seq_len")  # the longest sequence, in a configuration
 _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
 
 
@@ -30,6 +31,7 @@ class Adapter(nn.Module):
         self.hugging_face = is_hugging_face(model)
         self.position_name = next((n for n in _POSITION_NAMES if n in names), None)
         self.offset = 0
+        self.writes = False  # whether the module writes into the positions that it is given
 
     def settle(self, tokens: Tensor, positions: Tensor) -> None:
         """Pass positions as the module itself counts them: some start at padding_idx + 1, and some
@@ -46,12 +48,16 @@ class Adapter(nn.Module):
         for offset in (0, *(p + 1 for p in paddings if p >= 0)):
             self.position_name, self.offset = name, offset
             with contextlib.suppress(IndexError):
-                if torch.allclose(self(tokens, positions), own, rtol=1e-4, atol=1e-5):
+                given = positions.clone()
+                if torch.allclose(self(tokens, given), own, rtol=1e-4, atol=1e-5):
+                    self.writes = not torch.equal(given, positions)
                     return
         self.position_name, self.offset = None, 0
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         extra: dict[str, Any] = {}
+        if self.position_name and self.writes:
+            positions = positions.clone()
         if self.position_name:
             extra[self.position_name] = positions + self.offset if self.offset else positions
         if self.hugging_face:
@@ -90,15 +96,23 @@ def logits_of(out: Any) -> Tensor:
     return out
 
 
+def own_limit(model: nn.Module) -> int | None:
+    """The longest sequence that the configuration names."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    named = (getattr(text, name, None) for name in _LIMIT_NAMES)
+    return next((n for n in named if isinstance(n, int) and n > 0), None)
+
+
 def facts_of(model: nn.Module, max_context: int) -> Facts:
     """Name, sizes and end tokens, from the configuration where there is one."""
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = own_limit(model)
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     eos = getattr(text, "eos_token_id", None) if eos is None else eos
     facts = Facts(name=type(model).__name__, vocab_size=0, max_context=max_context)
-    if isinstance(limit, int) and 0 < limit < max_context:
+    if limit is not None and limit < max_context:
         facts.max_context = limit
         facts.notes.append(f"max_context is {limit}, the model's own limit, not {max_context}")
     facts.eos = [] if eos is None else [int(e) for e in (eos if isinstance(eos, list) else [eos])]

@@ -20,7 +20,7 @@ import torch._dynamo.config as dynamo
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
-from accel.ir.adapter import Adapter, facts_of, inference_mode, vocabulary, widened
+from accel.ir.adapter import Adapter, facts_of, inference_mode, own_limit, vocabulary, widened
 from accel.ir.encoder import (
     INPUTS,
     EncoderDecoder,
@@ -165,13 +165,21 @@ def _export(
                     adapter, tuple(given.values()), dynamic_shapes=as_taken(shapes), strict=False
                 )
         except Exception as error:
-            found = re.search(r"T = Dim\('T',[^)]*max=(\d+)", str(error))
-            if found is None or longest is not None or int(found[1]) not in _table_sizes(model):
+            found = _end_of_guard(str(error), _table_sizes(model) | {own_limit(model)})
+            if found is None or longest is not None:
                 raise CaptureError(_explain(model, error)) from error
-            longest = int(found[1])
+            longest = found
         if longest < facts.max_context:
             facts.max_context = longest
             facts.notes.append(f"max_context is {longest}: a table of the model ends there")
+
+
+def _end_of_guard(text: str, known: set[int | None]) -> int | None:
+    """The longest sequence that a guard on T allows, where it is one of the model's known sizes."""
+    suggested = re.findall(r"T = Dim\('T',[^)]*max=(\d+)", text)
+    guards = re.findall(r"generated guard ([^\n]*size\(\)\[1\][^\n]*)", text)
+    numbers = suggested or [n for g in guards for n in re.findall(r"\d{2,}", g)]
+    return next((int(n) for n in numbers if int(n) in known), None)
 
 
 def _uncached() -> Any:
@@ -192,7 +200,7 @@ def _silence() -> Iterator[None]:
         logging.disable(before)
 
 
-def _table_sizes(model: nn.Module) -> set[int]:
+def _table_sizes(model: nn.Module) -> set[int | None]:
     """Sizes of all tensors: masks and position tables, learned ones too, end at some longest sequence."""
     plain = [v for m in model.modules() for v in vars(m).values() if isinstance(v, Tensor)]
     return {size for t in (*model.parameters(), *model.buffers(), *plain) for size in t.shape}

@@ -12,6 +12,7 @@ from torch.export import Dim
 from accel import CaptureError, PassError, optimize
 from accel.ir.capture import capture, example
 from accel.ir.program import Program
+from accel.runtime.small import CONTEXT, small_model
 
 BOTH = ({0: Dim("B", min=1), 1: Dim("T", min=1)},)
 
@@ -310,3 +311,12 @@ def test_a_compiled_module_is_taken_as_the_module_it_was():
     program = capture(torch.compile(tiny()))
     same(program, tiny())
     assert program.facts.name == "PlainSdpa" and "tokens.weight" in program.params
+
+
+@pytest.mark.parametrize("kind", ["mpt", "xglm"])
+def test_the_configurations_own_limit_ends_the_context(kind):
+    """MPT computes its biases up to there; XGLM's table is two longer, and it writes into positions."""
+    model = small_model(kind)
+    program = capture(model)
+    assert program.facts.max_context == CONTEXT
+    same(program, model)
