@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
@@ -123,7 +123,19 @@ def _copy(
         new = editor.graph.call_function(operator.getitem, args)
         new.meta["val"] = args[0].meta["val"][args[1]]
         return new
+    if all(_alike(n, copied[n]) for n in node.all_input_nodes):  # its value is known: most are
+        new = editor.graph.node_copy(node, copied.__getitem__)
+        new.meta = dict(node.meta)
+        return new
     return editor.call(node.target, *args, like=node, **kwargs)  # type: ignore[arg-type]
+
+
+def _alike(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes give tensors of one dtype and the same sizes, symbols included."""
+    x, y = a.meta["val"], b.meta["val"]
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return False
+    return x.dtype == y.dtype and [str(d) for d in x.shape] == [str(d) for d in y.shape]
 
 
 def _region(
