@@ -42,10 +42,10 @@ def main(
     recipe: str = "base",
     folder: Annotated[Path | None, typer.Option(help="where the temporary folder goes")] = None,
 ) -> None:
-    """Build and measure; the last column is the time of one more layer since the row above."""
+    """Build and measure; the last column is what one more layer cost since the row above."""
     print("| layers | checkpoint | float32 | peak | of float32 | anonymous | seconds | ", end="")
-    print(" | ".join(_PARTS), "| a layer |")
-    print("|---" * (8 + len(_PARTS)) + "|")
+    print(" | ".join(_PARTS), "| CPU seconds | a layer |")
+    print("|---" * (9 + len(_PARTS)) + "|")
     before: tuple[int, float] | None = None
     for count in map(int, layers.split(",")):
         config = LlamaConfig(
@@ -56,21 +56,20 @@ def main(
             model = Path(temporary) / "model"
             wide = write(model, config, dtype, shards)
             small = sum(f.stat().st_size for f in model.glob("*.safetensors"))
-            peak, anonymous, report = build(model, Path(temporary) / "artifact", recipe)
+            peak, anonymous, cpu, report = build(model, Path(temporary) / "artifact", recipe)
         seconds = report["seconds"]
-        total = seconds["total"]
-        layer = f"{(total - before[1]) / (count - before[0]):.2f} s" if before else "-"
-        before = (count, total)
+        layer = f"{(cpu - before[1]) / (count - before[0]):.2f}" if before else "-"
+        before = (count, cpu)
         parts = " | ".join(f"{seconds.get(p, 0):.1f}" for p in _PARTS)
         print(
             f"| {count} | {small / 1e6:.0f} MB | {wide / 1e6:.0f} MB | {peak / 1e6:.0f} MB "
-            f"| {peak / wide:.2f} | {anonymous / 1e6:.0f} MB | {total:.1f} | {parts} | {layer} |",
+            f"| {peak / wide:.2f} | {anonymous / 1e6:.0f} MB | {seconds['total']:.1f} | {parts} | {cpu:.1f} | {layer} |",
             flush=True,
         )
 
 
-def build(model: Path, out: Path, recipe: str) -> tuple[int, int, Any]:
-    """Peak resident bytes, the most anonymous ones among samples, and the build's report."""
+def build(model: Path, out: Path, recipe: str) -> tuple[int, int, float, Any]:
+    """Peak resident bytes, the most anonymous ones among samples, CPU seconds, the build's report."""
     program = Path(sys.executable).with_name("accel-compile")
     command = [str(program), "build", str(model), "--out", str(out), "--recipe", recipe, "--json"]
     with tempfile.TemporaryFile() as output:
@@ -87,7 +86,8 @@ def build(model: Path, out: Path, recipe: str) -> tuple[int, int, Any]:
         if code:
             raise typer.Exit(1)
         output.seek(0)
-        return usage.ru_maxrss * 1024, anonymous, json.loads(output.read())
+        cpu = usage.ru_utime + usage.ru_stime
+        return usage.ru_maxrss * 1024, anonymous, cpu, json.loads(output.read())
 
 
 def write(folder: Path, config: LlamaConfig, dtype: str, shards: int) -> int:
