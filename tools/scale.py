@@ -63,7 +63,8 @@ def main(
         parts = " | ".join(f"{seconds.get(p, 0):.1f}" for p in _PARTS)
         print(
             f"| {count} | {small / 1e6:.0f} MB | {wide / 1e6:.0f} MB | {peak / 1e6:.0f} MB "
-            f"| {peak / wide:.2f} | {anonymous / 1e6:.0f} MB | {seconds['total']:.1f} | {parts} | {cpu:.1f} | {layer} |",
+            f"| {peak / wide:.2f} | {anonymous / 1e6:.0f} MB | {seconds['total']:.1f} | {parts} "
+            f"| {cpu:.1f} | {layer} |",
             flush=True,
         )
 
