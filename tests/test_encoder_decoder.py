@@ -6,8 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import accel
+from accel import cli
 from accel.ir.encoder import encoder_facts
 from accel.ir.errors import InputError
 from accel.passes.recognise.mask import classify
@@ -233,3 +235,14 @@ def test_what_a_decoder_starts_from():
     told.decoder_start_token_id = model.config.decoder_start_token_id = None
     told.bos_token_id, told.forced_decoder_ids = 3, None
     assert encoder_facts(model, 64, []).start == [3]
+
+
+def test_the_command_line_takes_the_encoders_input(built, tmp_path):
+    source, file = sources_of(built)[0], tmp_path / "input.npy"
+    np.save(file, source)
+    given = ["run", str(built.folder), "--input", str(file), "--max-new-tokens", "4", "--json"]
+    out = CliRunner().invoke(cli.app, given)
+    want = built.targets[0].generate(encoder_input=source, max_new_tokens=4).tokens[0]
+    assert json.loads(out.stdout)["tokens"] == want
+    missing = CliRunner().invoke(cli.app, [*given[:3], "no.npy"])
+    assert missing.exit_code == 1 and "numpy.save" in " ".join(missing.output.split())
