@@ -68,13 +68,15 @@ def as_heads(program: Program, kinds: Kinds, node: fx.Node) -> fx.Node | str:
 def _rows_in_front(program: Program, kinds: Kinds, node: fx.Node) -> bool:
     """Whether axis 0 counts the batch before the heads: changing a row changes its part alone."""
     batch = sizes(program.step.input("tokens"))[0]
-    origin = source(node, kinds, numbering(node.graph), lambda n: sizes(n)[:1] == [batch])
+    origin = source(node, kinds, numbering(node.graph), lambda n: batch in sizes(n))
     if origin is None:
         return False
+    axis = sizes(origin).index(batch)  # 1 in a model of [T,B,E]
     x = torch.randn(*concrete(program, origin, 2, 3), generator=torch.Generator().manual_seed(0))
     positions = torch.arange(3).repeat(2, 1)
     before = try_out(program, node, {origin: x}, positions)
-    other = torch.stack([x[0], x[1] + 1])
+    other = x.clone()
+    other.select(axis, 1).add_(1)
     after = try_out(program, node, {origin: other}, positions)
     changed = (before != after).reshape(2, -1).any(1)
     return bool(changed[1] and not changed[0])

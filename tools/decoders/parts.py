@@ -216,7 +216,7 @@ class Bias(nn.Module):
         if self.kind == "alibi":
             return -self.slopes[:, None, None] * (q - k).clamp(min=0)
         if self.kind == "alibi_keys":
-            return self.slopes[:, None, None] * k
+            return self.slopes[:, None, None] * (k + 0 * q)
         if self.kind not in ("t5", "clipped"):
             return None
         distance = (q - k).clamp(min=0)
