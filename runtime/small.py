@@ -48,7 +48,7 @@ _SIZES: dict[str, Any] = {
         ["sliding_window", "window_size", "attention_window_size", "attention_chunk_size"], 7),
     "rotary_dim": 8, "query_pre_attn_scalar": 11, "attention_head_size": HEAD,
     "kv_lora_rank": 18, "q_lora_rank": 22, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14,
-    "index_topk": 8, "index_head_dim": 16, "index_n_heads": 2,
+    "index_topk": 48, "index_head_dim": 16, "index_n_heads": 2,
     "linear_key_head_dim": 12, "linear_value_head_dim": 10,
     "mamba_d_head": 32, "mamba_d_state": 6, "mamba_d_ssm": 128, "mamba_chunk_size": 8, "chunk_size": 8,
     "mamba_headdim": 32, "mamba_dt_rank": 5, "time_step_rank": 5, "state_size": 6, "laurel_rank": 6,
@@ -104,10 +104,11 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4, "kv_channels": 16,
-        "n_mamba_heads": 4,
+        "n_mamba_heads": 4, "chunk_size": 256,
         "attention_head_dim": 2 * HIDDEN // HEADS, "attention_hidden_size": 2 * HIDDEN, "use_mem_rope": True,
     },
 }  # fmt: skip
+_UNFUSED = ("glm_moe_dsa",)  # its choice of keys looks ahead in transformers' fused form
 # Computed by the configuration out of other fields, which have shrunk.
 _DERIVED = {"qk_head_dim", "hybrid_layer_ids", "model_type", "architectures", "transformers_version", "dtype"}
 
@@ -192,13 +193,13 @@ def _layers(default: dict[str, Any], wanted: int) -> int:
 def small_model(model_type: str, tied: bool = False) -> nn.Module:
     """A small random-weight causal language model of a type; its text part where it has others.
 
-    Attention that caps its scores is written out: the fused form leaves the cap out.
+    Attention is written out where the fused form leaves a cap on the scores out, or is not causal.
     """
     from transformers import AutoModelForCausalLM
 
     config = small_config(model_type, tie_word_embeddings=tied)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    form = {"attn_implementation": "eager"} if capped else {}
+    form = {"attn_implementation": "eager"} if capped or model_type in _UNFUSED else {}
     try:
         model = AutoModelForCausalLM.from_config(config, **form)
     except AttributeError:  # a configuration of several parts, of which the class takes the text's
