@@ -195,8 +195,10 @@ def small_model(model_type: str, tied: bool = False) -> nn.Module:
 
     Attention is written out where the fused form leaves a cap on the scores out, or is not causal.
     """
+    import torch
     from transformers import AutoModelForCausalLM
 
+    torch.manual_seed(0)  # of what `randomise` leaves as the type's own code made it
     config = small_config(model_type, tie_word_embeddings=tied)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     form = {"attn_implementation": "eager"} if capped or model_type in _UNFUSED else {}
