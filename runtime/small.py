@@ -198,14 +198,15 @@ def small_model(model_type: str, tied: bool = False) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)  # of what `randomise` leaves as the type's own code made it
     config = small_config(model_type, tie_word_embeddings=tied)
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     form = {"attn_implementation": "eager"} if capped or model_type in _UNFUSED else {}
-    try:
-        model = AutoModelForCausalLM.from_config(config, **form)
-    except AttributeError:  # a configuration of several parts, of which the class takes the text's
-        model = AutoModelForCausalLM.from_config(config.get_text_config(), **form)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # of what `randomise` leaves as the type's own code made it
+        try:
+            model = AutoModelForCausalLM.from_config(config, **form)
+        except AttributeError:  # a configuration of several parts: the class takes the text's
+            model = AutoModelForCausalLM.from_config(config.get_text_config(), **form)
     return randomise(model, model_type)
 
 
