@@ -282,10 +282,22 @@ def slice_scatter(
 ) -> Any:
     axis = dim % b.rank(x)
     if step != 1:
-        raise LoweringError("onnx: slice_scatter with a step")
+        return _interleaved(b, x, b.cast(source, b.out.dtype), axis, slice(start, end, step))
     if same(b.shape(source)[axis], b.shape(x)[axis]):
         return b.cast(source, b.out.dtype)
     return spliced(b, x, b.cast(source, b.out.dtype), axis, start, end)
+
+
+def _interleaved(b: Builder, x: str, source: str, axis: int, places: slice) -> Any:
+    """x with every so many elements of an axis replaced: one of both is taken for each place."""
+    length = b.shape(x)[axis]
+    if not all(isinstance(v, (int, type(None))) for v in (length, places.start, places.stop)):
+        raise LoweringError("onnx: slice_scatter with a step over an axis of no fixed length")
+    taken = list(range(length))
+    for i, place in enumerate(range(*places.indices(length))):
+        taken[place] = length + i
+    both = b.node("Concat", x, source, axis=axis)
+    return b.node("Gather", both, b.ints(*taken), axis=axis)
 
 
 def spliced(

@@ -317,7 +317,7 @@ def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 

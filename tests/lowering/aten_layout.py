@@ -104,6 +104,8 @@ def shape() -> Iterator[Call]:
         for a in ((0, 3), (5, ENDLESS), (-4, -1), (2, 5))
     )
     yield Call(aten.slice_scatter.default, X, Y, 1, 0, ENDLESS)
+    yield Call(aten.slice_scatter.default, X, In(B, T, 4), 2, 1, ENDLESS, 2)
+    yield Call(aten.slice_scatter.default, X, In(B, T, 2), 2, 0, 5, 3)
     yield from (
         Call(aten.constant_pad_nd.default, x, p, v)
         for x, p, v in (
