@@ -152,7 +152,8 @@ def _export(
     model: nn.Module, adapter: nn.Module, given: dict[str, Tensor], facts: Facts
 ) -> ExportedProgram:
     """Export with B, T and X symbolic; a table made for some longest sequence lowers `max_context`."""
-    longest: int | None = None
+    longest = facts.max_context if facts.max_context > given["tokens"].shape[1] + 1 else None
+    again = False
     while True:
         # at T = longest a slice of such a table is the whole of it, which torch.export guards against
         rows = {0: Dim("B", min=1)}
@@ -166,12 +167,12 @@ def _export(
                 )
         except Exception as error:
             found = _end_of_guard(str(error), _table_sizes(model) | {own_limit(model)})
-            if found is None or longest is not None:
+            if found is None or again:
                 raise CaptureError(_explain(model, error)) from error
-            longest = found
-        if longest < facts.max_context:
-            facts.max_context = longest
-            facts.notes.append(f"max_context is {longest}: a table of the model ends there")
+        if found < facts.max_context:
+            facts.max_context = found
+            facts.notes.append(f"max_context is {found}: a table of the model ends there")
+        longest, again = found, True
 
 
 def _end_of_guard(text: str, known: set[int | None]) -> int | None:
