@@ -17,7 +17,6 @@ TYPES = {
     "deepseek_v3": "latent attention, grouped routing",
     "falcon": "one KV head, parallel residual",
     "gemma2": "soft caps",
-    "gemma3n_text": "layers that share KV, alternating updates",
     "gpt_neo": "unscaled scores, local layers",
     "gpt_oss": "attention sinks",
     "granitemoe": "experts sorted by choice",
@@ -32,6 +31,7 @@ TYPES = {
     "phi3": "fused qkv",
     "recurrent_gemma": "a gated linear recurrence and local attention",
     "roberta": "a bidirectional type as decoder, positions from 2 on",
+    "rwkv": "a recurrence with a running maximum",
     "smollm3": "some layers without rotation",
 }
 

@@ -19,7 +19,7 @@ SPECS = st.builds(
 
 
 @settings(
-    deadline=None, derandomize=True, max_examples=16, database=None, phases=[Phase.generate],
+    deadline=None, derandomize=True, max_examples=50, database=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(SPECS)

@@ -237,7 +237,7 @@ BAD_PROMPTS = [
     ([1.5], "float64"),
     ([True], "bool"),
     ([None], "prompt 0"),
-    (None, "NoneType"),
+    (None, "there is no prompt"),
     (3, "are int"),
     ({1: 2}, "dict"),
     (b"bytes", "bytes"),
