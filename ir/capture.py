@@ -34,7 +34,7 @@ from accel.ir.errors import CaptureError
 from accel.ir.exported import interface_of
 from accel.ir.flex import flex_uncompiled, flex_written_out
 from accel.ir.forms import forms, short_chunks
-from accel.ir.functional import without_writes
+from accel.ir.functional import unchanged, without_writes
 from accel.ir.program import Entry, Facts, Program
 from accel.ir.sdpa import causal_at_any_length
 from accel.ir.steady import end_context, steady
@@ -283,9 +283,10 @@ def _from_exported(exported: ExportedProgram, facts: Facts | None, max_context: 
         t.numel() for n, t in exported.state_dict.items() if canonical.get(n, n) == n
     )
     module = exported.module()
-    program = _to_program(
-        exported, facts, canonical, names=interface.inputs, output=interface.output
-    )
+    with unchanged(exported.graph):
+        program = _to_program(
+            exported, facts, canonical, names=interface.inputs, output=interface.output
+        )
     _check(program, lambda t, p: interface.call(module, t, p), facts.name)
     return program
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,17 @@ def without_writes(graph: fx.Graph) -> None:
         plain = _plain(node)
         if plain is not None and isinstance(node.args[0], fx.Node) and _is_fresh(node.args[0]):
             node.target = plain
+
+
+@contextlib.contextmanager
+def unchanged(graph: fx.Graph) -> Iterator[None]:
+    """A graph that belongs to somebody else is left as it was found."""
+    before = {node: node.target for node in graph.nodes}
+    try:
+        yield
+    finally:
+        for node, target in before.items():
+            node.target = target
 
 
 def _plain(node: fx.Node) -> Any:

@@ -113,3 +113,19 @@ def test_a_dict_without_logits_is_refused():
 
     with pytest.raises(CaptureError, match="output has shape .*, not logits"):
         capture(exported(Hidden(), TOKENS, POSITIONS))
+
+
+def test_the_users_program_is_left_as_it_was():
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = tiny()
+
+        def forward(self, tokens):
+            return (self.inner(tokens) * 2).add_(1.0)
+
+    exported = export(Writes(), (example(5, 7, VOCAB)[0],), dynamic_shapes=(SIZES,))
+    before = str(exported.graph)
+    assert "add_" in before
+    capture(exported, max_context=32)
+    assert str(exported.graph) == before
