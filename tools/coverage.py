@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import accel
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, Miscompiled
 from accel.runtime.small import CONTEXT, small_model
 
 ROOT = Path(__file__).parents[1]
@@ -126,6 +126,8 @@ def measure(model_type: str, target: str = "onnx") -> Result:
             result.errors = check(model, compiled)
         bad = [f"{p} {e:.1e}" for p, e in result.errors.items() if not e <= TOLERANCE]
         result.state, result.why = ("wrong", ", ".join(bad)) if bad else ("right", "")
+    except Miscompiled as error:
+        result.state, result.why = "wrong", _line(error)
     except AccelError as error:
         result.state, result.why = "refused", _line(error)
     except Exception as error:
