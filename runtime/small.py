@@ -131,20 +131,20 @@ def small_config(model_type: str, layers: int = 2, **own: Any) -> Any:
         raise CaptureError(unknown("model type", model_type, names))
     kind = CONFIG_MAPPING[model_type]
     try:
-        return shrink(kind(), layers, **own)
+        return _shrunk(kind(), layers, **own)
     except Exception as error:
         raise CaptureError(
             f"no small configuration of {model_type}: {type(error).__name__}: {error}"
         ) from error
 
 
-def shrink(config: Any, layers: int = 2, **own: Any) -> Any:
+def _shrunk(config: Any, layers: int = 2, **own: Any) -> Any:
     """A small configuration of the same architecture as `config`."""
     fields = _fields(config.to_dict(), layers)
     given = _OWN.get(config.model_type, {})
     for name, inner in vars(config).items():  # of a model of several parts: each part
         if hasattr(inner, "to_dict") and name not in given:
-            fields[name] = shrink(inner, layers).to_dict()
+            fields[name] = _shrunk(inner, layers).to_dict()
     fields |= given
     if "is_decoder" in config.to_dict() and not getattr(config, "is_encoder_decoder", False):
         fields["is_decoder"] = True

@@ -189,3 +189,11 @@ def test_without_a_miscompile_the_error_is_tiny(captured, architecture):
     steps = run(program, [*pipeline(), Float16(smallest=64)], NumericCheck(program))
     assert max(s.error for s in steps[:-1] if s.error is not None) < 1e-5
     assert 1e-5 < steps[-1].error < Float16.error
+
+
+def test_experts_are_narrowed_too(captured):
+    program = captured("mixtral")
+    run(program, [*pipeline(), Float16(smallest=64)], NumericCheck(program))
+    used = program.nodes(expert_linear.default)
+    assert used and all(n.args[2].target is torch.ops.aten._to_copy.default for n in used)
+    assert all(n.args[2].args[0].target.endswith(".f16") for n in used)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 import accel
 from accel.ir.errors import AccelError, Miscompiled
+from accel.runtime.clone import own_logits
 from accel.runtime.small import CONTEXT, small_model
 
 ROOT = Path(__file__).parents[1]
@@ -64,10 +65,7 @@ def causal_types() -> list[str]:
 
 def reference(model: nn.Module, tokens: list[int]) -> Tensor:
     """The module's own logits [T,V] of one sequence."""
-    with torch.no_grad():
-        out: Any = model(input_ids=torch.tensor([tokens]), use_cache=False)
-    logits: Tensor = out.logits if hasattr(out, "logits") else out[0]
-    return logits[0].float()
+    return own_logits(model, torch.tensor([tokens]))[0]
 
 
 def check(model: nn.Module, compiled: accel.CompiledModel) -> dict[str, float]:

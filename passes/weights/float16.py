@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Editor, Program
 from accel.passes import Report
 from accel.passes.clean.clean import forget_unused
@@ -17,6 +18,7 @@ _WEIGHTED = (
     aten.linear.default,
     aten.embedding.default,
     aten.matmul.default,
+    expert_linear.default,
 )  # not rotation tables, which lose much more
 _RANGE = torch.finfo(torch.float16).max
 
