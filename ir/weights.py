@@ -7,6 +7,7 @@ each reading: a bfloat16 checkpoint is widened, a float16 recipe narrows, one te
 from __future__ import annotations
 
 import mmap
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,23 @@ class Pages:
     def __init__(self) -> None:
         self._maps: list[mmap.mmap] = []
         self._read = 0
+        self._scratch: Any = None
+
+    def keep(self, tensor: Tensor) -> Stored:
+        """A tensor written to a nameless temporary file, and read from there."""
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryFile()
+        end = self._scratch.seek(0, 2)
+        self._scratch.write(b"\0" * (-end % mmap.ALLOCATIONGRANULARITY))
+        start = self._scratch.tell()
+        self._scratch.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        self._scratch.flush()
+        mapped = mmap.mmap(
+            self._scratch.fileno(), tensor.nbytes, access=mmap.ACCESS_COPY, offset=start
+        )
+        self._maps.append(mapped)
+        flat = torch.frombuffer(mapped, dtype=tensor.dtype)
+        return Stored(flat.view(tensor.shape), pages=self)
 
     def open(self, path: Path) -> Tensor:
         """The bytes of a file that is not empty, uint8 [n]."""
@@ -98,6 +116,7 @@ class Weights(MutableMapping[str, Tensor]):
 
     def __init__(self, items: Mapping[str, Tensor | Stored] | None = None):
         self._items = {name: Stored.of(item) for name, item in (items or {}).items()}
+        self._scratch = Pages()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._items[name].read()
@@ -132,6 +151,11 @@ class Weights(MutableMapping[str, Tensor]):
     def derive(self, new: str, name: str, change: Change) -> None:
         """`new` is `change(name)`, computed at each reading; the change must work on the meta device."""
         self._items[new] = self._items[name].changed(change)
+
+    def put_away(self, name: str, tensor: Tensor) -> None:
+        """A parameter that a pass made: a large one goes to a temporary file, not to memory."""
+        large = tensor.nbytes >= mmap.ALLOCATIONGRANULARITY
+        self[name] = self._scratch.keep(tensor) if large else tensor
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import accel.ir.ops as dialect
 from accel.ir.op import Op
-from accel.ir.ops import attention, experts, kv, norm, recurrence, rope, rows
+from accel.ir.ops import attention, experts, kv, norm, quantized, recurrence, rope, rows
 
 LONGEST = 24
 TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
@@ -222,6 +222,57 @@ def remember(q: int, k: int, delta: bool) -> Callable[..., list[Any]]:
     return make
 
 
+def blocks(bits: int, width: int, block: int, zeros: bool) -> list[Any]:
+    """Random codes of 9 rows of `width` numbers: q, scales, zeros."""
+    rng, count = np.random.default_rng(0), -(-width // block)
+    q = rng.integers(0, 256, (9, count, block * bits // 8), np.uint8)
+    offsets = rng.integers(0, 256, (9, -(-count * bits // 8)), np.uint8) if zeros else None
+    tensors = (q, (rng.random((9, count), np.float32) + 0.1) / 50, offsets)
+    return [None if t is None else torch.from_numpy(t) for t in tensors]
+
+
+def few_bits(bits: int, width: int, block: int, zeros: bool, bias: bool) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        x = randn(rng, b, t, width) * torch.from_numpy(rng.random((b, t, 1), np.float32))
+        x[0, 0, : min(block, width)] = 0  # a block that holds nothing
+        offset = constant(9) if bias else None
+        return [x, *blocks(bits, width, block, zeros), offset, bits, block]
+
+    return make
+
+
+def few_bits_rows(bits: int, width: int, block: int, zeros: bool) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        ids = torch.from_numpy(rng.integers(0, 9, (b, t)))
+        return [ids, *blocks(bits, width, block, zeros), bits, block, width]
+
+    return make
+
+
+def quantized_cases() -> list[Case]:
+    sizes = [(b, k, n, z) for b in (4, 8) for k, n in ((64, 32), (70, 16), (128, 128)) for z in (False, True)]
+    return [
+        *(
+            Case(
+                f"quantized_linear-{b}-{k}-{n}{'-zeros' if z else ''}",
+                quantized.quantized_linear,
+                few_bits(b, k, n, z, k == 70),
+                (1, 2, 3, 4),
+            )
+            for b, k, n, z in sizes
+        ),
+        *(
+            Case(
+                f"quantized_embedding-{b}-{k}-{n}{'-zeros' if z else ''}",
+                quantized.quantized_embedding,
+                few_bits_rows(b, k, n, z),
+                (1, 2, 3),
+            )
+            for b, k, n, z in sizes
+        ),
+    ]
+
+
 def recurrence_cases() -> list[Case]:
     heads = [(6, 6), (2, 2), (1, 1), (6, 2)]
     return [
@@ -246,6 +297,7 @@ def cases() -> list[Case]:
     return [
         *attention_cases(),
         *recurrence_cases(),
+        *quantized_cases(),
         *(
             Case(f"rope-{r}-{'pairs' if i else 'halves'}", rope.rope, turn(r, i), (2, 3))
             for r, i in itertools.product((10, 4), (False, True))

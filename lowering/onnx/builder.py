@@ -119,6 +119,22 @@ class Builder:
             self._constants[key] = name
         return self._constants[key]
 
+    def viewed(self, param: Param, shape: Sequence[int]) -> str:
+        """A parameter's own bytes under another shape."""
+        name = f"{param}.{len(shape)}d"
+        if ("weight", name) not in self._constants:
+            whole = self.weight(param)
+            proto = TensorProto()
+            proto.CopyFrom(next(i for i in self.initializers if i.name == whole))
+            proto.name = name
+            del proto.dims[:]
+            proto.dims.extend(shape)
+            self.initializers.append(proto)
+            self.meta[name] = param.stored.blank.reshape(tuple(shape))
+            self._names.setdefault(name, 1)
+            self._constants["weight", name] = name
+        return self._constants["weight", name]
+
     def constant(self, value: Any, dtype: Any = None) -> str:
         """A small constant (array, tensor, list or number); equal constants are one initializer."""
         if isinstance(dtype, torch.dtype) or isinstance(value, torch.Tensor):

@@ -1,0 +1,198 @@
+"""Weights in blocks of few bits: which weights there are, rounding to nearest, and putting the result in."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import RecipeError
+from accel.ir.ops.quantized import pack, quantized_embedding, quantized_linear
+from accel.ir.program import Editor, Program
+from accel.passes import Report
+from accel.passes.clean.clean import forget_unused, replace
+from accel.passes.weights import Base
+
+aten = torch.ops.aten
+BLOCKS = (16, 32, 64, 128)  # what the kernels take
+_CHUNK = 1 << 22  # elements of a weight that are rounded at a time
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [N,K] as the operators of `ir.ops.quantized` take it."""
+
+    q: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    block: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (self.q, self.scales, self.zeros) if t is not None)
+
+
+@dataclass
+class Site:
+    """A weight [N,K] that only products and embeddings read, and where they stand."""
+
+    name: str
+    linears: list[fx.Node] = field(default_factory=list)
+    embeddings: list[fx.Node] = field(default_factory=list)
+    layer: int | None = None  # counted from the front; none: outside the layers
+
+
+@dataclass(frozen=True)
+class Blocks(Base):
+    """weight [N,K] -> codes, and a scale (with a zero point, unless symmetric) per row and block of K.
+
+    Matrices and embeddings of at least `smallest` elements; experts and convolutions stay as they are.
+    The integer products round their input too, to 8 bits per block.
+    """
+
+    block: int = 32
+    symmetric: bool = True
+    smallest: int = 4096
+
+    grade = "approximate"
+
+    def __post_init__(self) -> None:
+        if self.block not in BLOCKS:
+            raise RecipeError(f"block = {self.block}; give one of {', '.join(map(str, BLOCKS))}")
+
+    @abstractmethod
+    def bits(self, site: Site, layers: int) -> int:
+        """4 or 8 for a weight of a model of so many layers."""
+
+    def run(self, program: Program) -> Report:
+        report = Report()
+        found, report.refused = sites(program, self.smallest)
+        layers = len(program.facts.layers)
+        for site in found:
+            weight = program.params[site.name]
+            packed = round_to_nearest(weight, self.bits(site, layers), self.block, self.symmetric)
+            del weight
+            insert(program, site, packed)
+            report.changed += 1
+        forget_unused(program)
+        return report
+
+
+def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
+    """The weights worth storing in few bits, in the order of their first use, and why others are not."""
+    found: dict[str, Site] = {}
+    other: dict[str, str] = {}
+    for layer, graph in _graphs(program):
+        for node in graph.find_nodes(op="get_attr"):
+            name = str(node.target)
+            blank = program.params.blank(name)
+            if blank.dtype != torch.float32 or blank.dim() < 2 or blank.numel() < smallest:
+                continue
+            site = found.setdefault(name, Site(name, layer=layer))
+            for user in node.users:
+                if user.target is aten.linear.default and _reads_as(user, node, 1):
+                    site.linears.append(user)
+                elif user.target is aten.embedding.default and _reads_as(user, node, 0):
+                    site.embeddings.append(user)
+                else:
+                    kind = getattr(user.target, "__name__", str(user.target))
+                    other[name] = f"{name}: read by {kind}, which takes no packed weights"
+    return [s for name, s in found.items() if name not in other], list(other.values())
+
+
+def _graphs(program: Program) -> Iterator[tuple[int | None, fx.Graph]]:
+    """Every graph with the number of the layer that it is."""
+    for entry in program.entries.values():
+        layer = 0
+        for i, graph in enumerate(program.graphs(entry)):
+            yield (None if i == 0 else layer), graph
+            layer += i > 0
+
+
+def _reads_as(user: fx.Node, node: fx.Node, index: int) -> bool:
+    """Whether it reads the value as that operand, and as no other."""
+    return user.args[index] is node and list(user.args).count(node) == 1
+
+
+def round_to_nearest(weight: Tensor, bits: int, block: int, symmetric: bool) -> Packed:
+    """Each block by itself: the step that just reaches its largest value.
+
+    Symmetric: the value of largest magnitude becomes code 0, so its sign is the scale's; codes go
+    one step less far on the other side.
+    """
+    rows = max(1, _CHUNK // weight.shape[1])
+    parts = [_round(part, bits, block, symmetric) for part in weight.split(rows)]
+    q, scales, zeros = (
+        None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)
+    )
+    assert q is not None and scales is not None
+    return Packed(q, scales, zeros, bits, block)
+
+
+def _round(
+    weight: Tensor, bits: int, block: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    blocks = in_blocks(weight, block)
+    scales, offsets = steps(blocks, bits, symmetric)
+    codes = encode(blocks, scales, offsets, bits)
+    zeros = None if symmetric else pack(offsets.squeeze(-1), bits)
+    return pack(codes, bits), scales.squeeze(-1), zeros
+
+
+def in_blocks(weight: Tensor, block: int) -> Tensor:
+    """[N,K] -> [N,blocks,block], padded with zeros."""
+    padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % block))
+    return padded.view(len(padded), -1, block)
+
+
+def steps(blocks: Tensor, bits: int, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """Scales and the codes of zero [N,blocks,1] for blocks [N,blocks,block]."""
+    middle, top = 2 ** (bits - 1), 2**bits - 1
+    if symmetric:
+        low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+        scales = torch.where(-low >= high, low, high) / -middle
+        return torch.where(scales == 0, 1, scales), torch.full_like(scales, middle)
+    low = blocks.amin(-1, keepdim=True).clamp(max=0)
+    high = blocks.amax(-1, keepdim=True).clamp(min=0)
+    scales = (high - low) / top
+    scales = torch.where(scales == 0, 1, scales)
+    return scales, (-low / scales).round().clamp(0, top)
+
+
+def encode(blocks: Tensor, scales: Tensor, offsets: Tensor, bits: int) -> Tensor:
+    """The nearest codes, uint8."""
+    return (blocks / scales + offsets).round().clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def insert(program: Program, site: Site, packed: Packed) -> None:
+    """Let a site's nodes read the packed weight; the results go to a file, not to memory."""
+    stem = f"{site.name}.int{packed.bits}"
+    names = {"q": stem, "scales": f"{stem}.scales", "zeros": f"{stem}.zeros"}
+    for part, name in names.items():
+        if (tensor := getattr(packed, part)) is not None:
+            program.params.put_away(name, tensor)
+    width = int(program.params.blank(site.name).shape[1])
+    for node in [*site.linears, *site.embeddings]:
+        editor = Editor(program, node.graph)
+        with node.graph.inserting_before(node):
+            q, scales = editor.param(names["q"]), editor.param(names["scales"])
+            zeros = None if packed.zeros is None else editor.param(names["zeros"])
+            sizes = (packed.bits, packed.block)
+            if node in site.linears:
+                bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+                new = editor.call(
+                    quantized_linear.default, node.args[0], q, scales, zeros, bias, *sizes, like=node
+                )
+            else:
+                new = editor.call(
+                    quantized_embedding.default, node.args[1], q, scales, zeros, *sizes, width,
+                    like=node,
+                )  # fmt: skip
+        replace(node, new)
+    for graph in program.graphs():
+        for unread in [n for n in graph.find_nodes(op="get_attr") if not n.users]:
+            graph.erase_node(unread)
