@@ -15,6 +15,7 @@ from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
+from accel.passes.check import rounding
 
 
 def onnx_error(
@@ -26,15 +27,14 @@ def onnx_error(
     the file's: no packing, and what is stored in half precision is not widened for good. Weights of
     few bits are packed all the same, since onnxruntime computes otherwise where they are not.
 
-    `bound`: by default 1e-3, or 0.1 where inputs of products are rounded: a difference in the last
-    place may take a value to the next step.
+    `bound`: by default 1e-3, more where products round their inputs (`passes.check.rounding`).
 
     Raises:
         LoweringError: ONNX Runtime refuses the graph, or computes something else.
     """
     session = _open(program, file)
     if bound is None:
-        bound = 0.1 if program.nodes(quantized_linear.default) else 1e-3
+        bound = max(1e-3, rounding(program))
     worst = 0.0
     for tokens, want in cases:
         got = torch.from_numpy(_logits(program, session, tokens))
