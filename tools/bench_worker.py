@@ -60,7 +60,10 @@ class Server:
             self.close()
             self.session = self.model.session(batch, tokens + new + 8)
             self.shape = (tokens, batch, new)
-            self.session.prefill(prompts)
+            warm = (
+                prompts if new else self.prompts(tokens, batch, ~seed)
+            )  # an engine may know a prompt
+            self.session.prefill(warm)
             if new:
                 self.session.decode(min(new, 4))
         if new:

@@ -32,7 +32,9 @@ def prepare(checkpoint: Path, out: Path, variant: str, context: int, batch: int)
     names = ["base"] if variant == "float32" else variant.split("+")
     command = [sys.executable, "-m", "accel.cli", "build", str(checkpoint), "--out", str(out)]
     command += [word for name in names for word in ("--recipe", name)]
-    subprocess.run([*command, "--max-context", str(context), "--max-batch", str(batch)], check=True)
+    command += ["--max-context", str(context), "--max-batch", str(batch)]
+    if code := subprocess.run(command).returncode:
+        sys.exit(code)  # it has said what is wrong
 
 
 class Session:

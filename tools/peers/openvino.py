@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,8 @@ class Session:
     def generate(self, new: int) -> Any:
         import openvino_genai as ov
 
-        return self.pipe.generate(
-            self.prompts, ov.GenerationConfig(max_new_tokens=new, ignore_eos=True)
-        )
+        options = ov.GenerationConfig(max_new_tokens=new, ignore_eos=True, eos_token_id=0)
+        return self.pipe.generate(self.prompts, options)
 
     def prefill(self, prompts: list[list[int]]) -> list[int]:
         import numpy as np
@@ -50,8 +50,8 @@ class Session:
 
     def decode(self, new: int) -> list[float]:
         """Its pipeline cannot go back, so that every call runs the prompts too, outside the steps."""
-        figures = self.generate(new + 1).perf_metrics.raw_metrics
-        return [microseconds / 1e6 for microseconds in figures.m_durations[-new:]]
+        ends = self.generate(new + 1).perf_metrics.raw_metrics.m_new_token_times  # milliseconds
+        return [(end - start) / 1e3 for start, end in pairwise(ends)]
 
     def close(self) -> None:
         self.prompts = None
