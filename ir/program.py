@@ -98,7 +98,6 @@ class LayerFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    nodes: int = 0
     state_bytes: int = 0
 
 
@@ -307,6 +306,12 @@ class Editor:
         """Read what a parameter becomes by `change`, which is done anew at each reading."""
         if name not in self.program.params:
             self.program.params.derive(name, source, change)
+        return self.param(name)
+
+    def stacked(self, name: str, parts: Sequence[str | Tensor]) -> fx.Node:
+        """Read parameters (or tensors) one below the other, put together anew at each reading."""
+        if name not in self.program.params:
+            self.program.params.stack(name, parts)
         return self.param(name)
 
     def symbol(self, letter: str, example: int) -> Any:

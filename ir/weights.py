@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,13 +87,17 @@ class Stored:
 
     def read(self) -> Tensor:
         """The parameter; a new tensor wherever a change makes one."""
-        value = self.source
         with torch.no_grad():
+            value = self._value()
             for change in self.changes:
                 value = change(value)
         if self.pages is not None:
             self.pages.used(self.source.nbytes)
         return value
+
+    def _value(self) -> Tensor:
+        """What the changes begin with."""
+        return self.source
 
     @cached_property
     def blank(self) -> Tensor:
@@ -108,7 +112,29 @@ class Stored:
 
     def changed(self, change: Change) -> Stored:
         """The same with one more change. It must also work on the meta device."""
-        return Stored(self.source, (*self.changes, change), self.pages)
+        return replace(self, changes=(*self.changes, change))
+
+
+@dataclass(frozen=True, eq=False)
+class Stacked(Stored):
+    """Parameters one below the other, put together at each reading; `source` only shows the shape."""
+
+    parts: tuple[Stored, ...] = ()
+
+    @classmethod
+    def rows(cls, parts: Sequence[Stored]) -> Stacked:
+        """[N1,...], [N2,...], … of one dtype as [N1 + N2 + …,...]."""
+        return cls(torch.cat([p.blank for p in parts]), parts=tuple(parts))
+
+    def _value(self) -> Tensor:
+        """The stack; beside it only one of its parts is held."""
+        stack = torch.empty(self.source.shape, dtype=self.source.dtype)
+        start = 0
+        for part in self.parts:
+            end = start + part.blank.shape[0]
+            stack[start:end] = part.read()
+            start = end
+        return stack
 
 
 class Weights(MutableMapping[str, Tensor]):
@@ -156,6 +182,11 @@ class Weights(MutableMapping[str, Tensor]):
         """A parameter that a pass made: a large one goes to a temporary file, not to memory."""
         large = tensor.nbytes >= mmap.ALLOCATIONGRANULARITY
         self[name] = self._scratch.keep(tensor) if large else tensor
+
+    def stack(self, new: str, parts: Sequence[str | Tensor]) -> None:
+        """`new` is these parameters (or tensors) one below the other, put together at each reading."""
+        stored = [self._items[p] if isinstance(p, str) else Stored.of(p) for p in parts]
+        self._items[new] = Stacked.rows(stored)
 
     @property
     def nbytes(self) -> int:

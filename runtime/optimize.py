@@ -20,7 +20,7 @@ from torch import Tensor
 from accel.ir.adapter import facts_of
 from accel.ir.capture import capture
 from accel.ir.errors import LoweringError, RecipeError, unknown
-from accel.ir.program import EncoderFacts, Program
+from accel.ir.program import EncoderFacts, Program, Region
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
 from accel.passes import Pass, Step, check_order, refuse, run
@@ -29,6 +29,9 @@ from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.clean.linear import Linears
 from accel.passes.clean.real import Reals
+from accel.passes.fuse.heads import Heads
+from accel.passes.fuse.pack import Pack
+from accel.passes.fuse.residual import Residual
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
@@ -61,7 +64,8 @@ def pipeline(encoder: bool = False) -> list[Pass]:
     """The passes that every model goes through, in order; a recipe's own come after."""
     return [
         Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
-        Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(), Layers(),
+        Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(), Pack(), Heads(),
+        Layers(), Residual(),
     ]  # fmt: skip
 
 
@@ -279,6 +283,8 @@ def _write(
 
 def _facts(program: Program) -> dict[str, Any]:
     f = program.facts
+    regions = [n.target for n in program.nodes(entry=program.step) if isinstance(n.target, Region)]
+    nodes = {r.name: len(r.graph.nodes) for r in regions}
     return {
         "name": f.name,
         "vocab_size": f.vocab_size,
@@ -288,7 +294,9 @@ def _facts(program: Program) -> dict[str, Any]:
         "eos": [e for e in f.eos if 0 <= e < f.vocab_size],
         "bos": f.bos if f.bos is not None and 0 <= f.bos < f.vocab_size else None,
         "parameters": f.parameters,
-        "layers": [asdict(layer) for layer in f.layers],
+        "layers": [
+            {**asdict(layer), "nodes": nodes.get(f"layer.{i}", 0)} for i, layer in enumerate(f.layers)
+        ],
         **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
     }
 

@@ -140,6 +140,13 @@ def append(*inner: int) -> Callable[..., list[Any]]:
     return make
 
 
+def add_scale(eps: float, *bias: Tensor | None) -> Callable[..., list[Any]]:
+    def make(b, t, c, rng):
+        return [randn(rng, b, t, 36), randn(rng, b, t, 36), constant(36), *bias, eps]
+
+    return make
+
+
 def scale(eps: float, *shape: int) -> Callable[..., list[Any]]:
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
         return [randn(rng, b, *shape[:-1], t, shape[-1]), constant(shape[-1]), eps]
@@ -306,6 +313,9 @@ def cases() -> list[Case]:
         Case("kv_append-positions", kv.kv_append, append()),
         Case("rms_norm", norm.rms_norm, scale(1e-5, 36), (1,)),
         Case("rms_norm-heads", norm.rms_norm, scale(0.1, 3, 9), (1,)),
+        Case("add_rms_norm", norm.add_rms_norm, add_scale(1e-5), (2,)),
+        Case("add_layer_norm", norm.add_layer_norm, add_scale(0.1, constant(36)), (2, 3)),
+        Case("add_layer_norm-plain", norm.add_layer_norm, add_scale(1e-5, None), (2,)),
         *(Case(f"gate-{act}", norm.gate, gated(act)) for act in norm.ACTIVATIONS),
         *(
             Case(

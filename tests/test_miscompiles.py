@@ -9,7 +9,7 @@ from accel import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.kv import kv_append
-from accel.ir.ops.norm import gate, rms_norm
+from accel.ir.ops.norm import add_rms_norm, gate, rms_norm
 from accel.ir.ops.rope import rope
 from accel.ir.ops.rows import lookup, take_rows
 from accel.ir.program import Editor, Region
@@ -19,6 +19,9 @@ from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.clean.linear import Linears
 from accel.passes.clean.real import Reals
+from accel.passes.fuse.heads import Heads
+from accel.passes.fuse.pack import Pack
+from accel.passes.fuse.residual import Residual
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
@@ -128,6 +131,22 @@ def exchange_heads(program):
     program.params["latent.0.value"] = program.params["latent.0.value"].flip(0)
 
 
+def exchange_parts(axis, one, other):
+    """Two parts of equal size of a split."""
+
+    def spoil(program):
+        splits = program.nodes(aten.split_with_sizes.default)
+        parts = {p.args[1]: p for p in next(n for n in splits if n.args[2] == axis).users}
+        parts[one].args, parts[other].args = parts[other].args, parts[one].args
+
+    return spoil
+
+
+def sum_without_the_layer(program):
+    node = first(program, add_rms_norm.default)
+    next(n for n in node.users if n.args[1] == 1).replace_all_uses_with(node.args[0])
+
+
 def erf_for_tanh(program):
     node = first(program, aten.gelu.default)
     node.kwargs = {}
@@ -151,6 +170,9 @@ MISCOMPILES = {
     "k and v are swapped": ("llama", Cache, swap_state),
     "empty slots are seen": ("llama", Cache, forget_positions),
     "the rows are off": ("llama", Head, other_rows),
+    "keys are taken for values": ("llama", Pack, exchange_parts(-1, 1, 2)),
+    "heads are exchanged": ("llama", Heads, exchange_parts(1, 1, 2)),
+    "a sum lacks a summand": ("llama", Residual, sum_without_the_layer),
     "arguments of a layer are swapped": ("llama", Layers, swap_arguments),
     "past and new are exchanged": ("llama", Concat, exchange_past_and_new),
     "half weights are off": ("llama", Float16, spoil_halves),

@@ -24,6 +24,22 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
+def _add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return _rms_norm(total, weight, eps), total
+
+
+def _add_layer_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
+def _two_like(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
 def _gate(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return ACTIVATIONS[act](gate) * up
 
@@ -33,6 +49,20 @@ rms_norm = Op(
     "(Tensor x, Tensor weight, float eps) -> Tensor",  # x [..., E], weight [E]
     reference=_rms_norm,
     shape=lambda x, weight, eps: x.new_empty(x.shape),
+)
+
+# x, y [B,T,E]; weight, bias [E] -> (norm(x + y), x + y)
+add_rms_norm = Op(
+    "add_rms_norm",
+    "(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)",
+    reference=_add_rms_norm,
+    shape=_two_like,
+)
+add_layer_norm = Op(
+    "add_layer_norm",
+    "(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps) -> (Tensor, Tensor)",
+    reference=_add_layer_norm,
+    shape=_two_like,
 )
 
 gate = Op(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -39,9 +39,7 @@ class Layers(Pass):
             return Report(refused=[bounds])
         start = bounds[0]
         for index, end in enumerate(bounds[1:]):
-            region, start = _outline(program, start, end, f"layer.{index}")
-            facts = program.facts.layers[index]
-            program.facts.layers[index] = replace(facts, nodes=len(region.graph.nodes))
+            start = _outline(program, start, end, f"layer.{index}")
         return Report(changed=len(bounds) - 1)
 
 
@@ -76,8 +74,8 @@ def _joins(node: fx.Node) -> bool:
     return sum(isinstance(p.meta.get("val"), Tensor) for p in parents) > 1
 
 
-def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> tuple[Region, fx.Node]:
-    """Move what lies between two values into a Region called in place; returns it and the new `end`."""
+def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> fx.Node:
+    """Move what lies between two values into a Region called in place; returns the new `end`."""
     graph = program.step.graph
     inside = _between(graph, start, end)
     members = set(inside)
@@ -116,7 +114,7 @@ def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> tuple
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
-    return region, stream
+    return stream
 
 
 def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:

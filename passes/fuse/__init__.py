@@ -1,0 +1,1 @@
+"""Fewer, larger operators: the same numbers in fewer steps."""
