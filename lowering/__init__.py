@@ -9,8 +9,10 @@ from typing import Any
 class Table:
     """Operator -> lowering function of one target; files fill it with `@table(op, …)`."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, *, bit_exact: bool = False):
+        """`bit_exact`: a token's row does not depend on how many tokens share its call."""
         self.target = target
+        self.bit_exact = bit_exact
         self.rules: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -4,10 +4,11 @@ names the field.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accel.ir.errors import ArtifactError, unknown
+from accel.lowering.onnx.variants import PORTABLE
 
 FORMAT = 1
 MANIFEST = "accel.json"
@@ -62,11 +63,22 @@ class StateValue:
 
 @dataclass(frozen=True)
 class Entry:
-    """One graph: its file, and the names that it takes and gives beside the state."""
+    """One graph: its file, and the names that it takes and gives beside the state.
+
+    variants: name -> file of another graph that does the same. probes: name -> file of a small graph
+    that tells what a variant costs; PORTABLE names that of `file`.
+    """
 
     file: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    variants: dict[str, str] = field(default_factory=dict)
+    probes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> dict[str, str]:
+        """Files of the graphs that do the entry's work, by variant."""
+        return {PORTABLE: self.file, **self.variants}
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,10 @@ class Fields:
         """Every value, each an object, with its key."""
         return [(key, Fields(v, self._name(key))) for key, v in self.value.items()]
 
+    def named_texts(self) -> dict[str, str]:
+        """Every value, each a string, with its key."""
+        return {key: self.text(key) for key in self.value}
+
     def _name(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
 
@@ -184,19 +200,17 @@ def parse(raw: Any) -> Manifest:
     if len({v.name for v in state}) < len(state):
         raise ArtifactError(f"{MANIFEST}: state has two values of one name; {_BUILD_AGAIN}")
     entries = {
-        name: Entry(f.text("file"), f.texts("inputs"), f.texts("outputs"))
-        for name, f in top.object("entries").each()
+        name: _entry(f) for name, f in top.object("entries").each()
     }
     if "step" not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {_BUILD_AGAIN}")
     if (facts.encoder is None) == ("encode" in entries):
         raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
     for name, entry in entries.items():
-        if entry.file not in files:
-            raise ArtifactError(
-                f"{MANIFEST}: entries.{name}.file: {unknown('file', entry.file, files)}; "
-                f"{_BUILD_AGAIN}"
-            )
+        _listed(f"entries.{name}.file", entry.file, files)
+        for part in ("variants", "probes"):
+            for key, file in getattr(entry, part).items():
+                _listed(f"entries.{name}.{part}.{key}", file, files)
     return Manifest(
         accel=top.text("accel"),
         target=top.text("target"),
@@ -210,6 +224,20 @@ def parse(raw: Any) -> Manifest:
         report=top.object("report").value,
         raw=top.value,
     )
+
+
+def _entry(f: Fields) -> Entry:
+    return Entry(
+        f.text("file"),
+        f.texts("inputs"),
+        f.texts("outputs"),
+        **{p: f.object(p).named_texts() for p in ("variants", "probes") if p in f.value},
+    )
+
+
+def _listed(where: str, file: str, files: dict[str, File]) -> None:
+    if file not in files:
+        raise ArtifactError(f"{MANIFEST}: {where}: {unknown('file', file, files)}; {_BUILD_AGAIN}")
 
 
 def _facts(f: Fields) -> Facts:

@@ -265,6 +265,8 @@ def _write(
     if check is not None:
         with job.part("verify", 0.9):
             job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
+            for name, file in entries["step"].get("variants", {}).items():
+                job.errors[f"onnx {name}"] = onnx_error(program, folder / file, check.cases)
             if "encode" in entries:
                 job.errors["encode"] = encode_error(program, folder / "encode.onnx")
     if "genai" in entries:

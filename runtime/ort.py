@@ -9,32 +9,21 @@ each call.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from accel.ir.errors import ArtifactError
+from accel.ir.errors import ArtifactError, unknown
+from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.ints import Ints
 from accel.runtime.manifest import StateValue
+from accel.runtime.ort_open import check_encode, check_state, open_session, physical_cores
 from accel.runtime.session import Logits
-
-_ORT_TYPES = {
-    "float32": "tensor(float)",
-    "float16": "tensor(float16)",
-    "float64": "tensor(double)",
-    "int64": "tensor(int64)",
-    "int32": "tensor(int32)",
-    "int8": "tensor(int8)",
-    "uint8": "tensor(uint8)",
-    "bool": "tensor(bool)",
-}
 
 
 class OrtEngine:
@@ -47,8 +36,15 @@ class OrtEngine:
         threads: int | None = None,
         spinning: bool = True,
         entry: str = "step",
+        attention: str = PORTABLE,
     ):
-        """`threads`: compute threads of one call, default the physical cores it may use."""
+        """`threads`: compute threads of one call, default the physical cores it may use.
+        `attention`: the variant of the step. Raises ArtifactError where there is none of that name.
+        """
+        graphs = artifact.entries[entry].graphs
+        if attention not in graphs:
+            raise ArtifactError(f"{artifact.path}: {unknown('attention', attention, graphs)}")
+        self.attention = attention
         self.artifact = artifact
         self.threads = threads or physical_cores()
         self.spinning = spinning
@@ -84,27 +80,13 @@ class OrtEngine:
             self._session = self._encoder = None
 
     def _open(self, entry: str) -> Any:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = self.threads
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
-        options.add_session_config_entry(
-            "session.intra_op.allow_spinning", "1" if self.spinning else "0"
-        )
-        path = self.artifact.path / self.artifact.entries[entry].file
-        try:
-            session = ort.InferenceSession(
-                str(path), sess_options=options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime raises a dozen classes without a common base
-            raise ArtifactError(
-                f"{path}: onnxruntime {ort.__version__} cannot open it: {error}. "
-                "Build the artifact again, or upgrade onnxruntime"
-            ) from error
+        variant = self.attention if entry == self.entry else PORTABLE
+        path = self.artifact.path / self.artifact.entries[entry].graphs[variant]
+        session = open_session(path, self.threads, self.spinning)
         if entry == "encode":
-            _check_encode(session, self.artifact, path)
+            check_encode(session, self.artifact, path)
         else:
-            _check_state(session, self.artifact.state, path)
+            check_state(session, self.artifact.state, path)
         return session
 
 
@@ -280,32 +262,6 @@ def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> np
     return array
 
 
-def physical_cores() -> int:
-    """Physical cores that this process may use: its CPU set without hyper-thread twins, within the
-    cgroup's quota.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        cpus = os.sched_getaffinity(0)
-    else:
-        cpus = set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        twins = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(_read(twins) or str(cpu))
-    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
-    limit = (
-        math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(cores)
-    )
-    return max(1, min(len(cores), limit))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _value(array: npt.NDArray[Any]) -> Any:
     """An OrtValue over the array's own memory. Empty arrays have none to share: onnxruntime copies
     them.
@@ -323,48 +279,3 @@ def _grown(
     if old is not None:
         new[tuple(slice(n) for n in old.shape)] = old
     return new
-
-
-def _check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None:
-    """The manifest's state must be what the graph takes: names, types, fixed sizes. Raises
-    ArtifactError.
-    """
-    inputs = {i.name: i for i in session.get_inputs()}
-    outputs = {o.name for o in session.get_outputs()}
-    wanted = {"tokens", "positions", "slots", "rows", *(v.name for v in state)}
-    written = {f"{v.name}.next" for v in state if not v.cross}
-    missing = sorted((wanted ^ inputs.keys()) | (written - outputs))
-    if "logits" not in outputs:
-        missing.append("logits")
-    if missing:
-        raise ArtifactError(
-            f"{path}: graph and accel.json disagree on {', '.join(missing[:4])}; build the "
-            "artifact again"
-        )
-    for value in state:
-        there = inputs[value.name]
-        sizes = [d if isinstance(d, int) else None for d in there.shape]
-        same = len(sizes) == len(value.shape) and all(
-            size is None or size == want for size, want in zip(sizes, value.shape, strict=True)
-        )
-        if not same or there.type != _ORT_TYPES[value.dtype]:
-            raise ArtifactError(
-                f"{path}: state {value.name} is {value.dtype} {list(value.shape)} in accel.json, "
-                f"{there.type} {there.shape} in the graph; build the artifact again"
-            )
-
-
-def _check_encode(session: Any, artifact: Artifact, path: Path) -> None:
-    """The encode entry must take what the manifest says, and give the cross state. Raises
-    ArtifactError.
-    """
-    facts = artifact.facts.encoder
-    wanted = {"features"} if facts is not None and facts.features else {"inputs", "inputs.pos"}
-    written = {f"{v.name}.next" for v in artifact.state if v.cross}
-    there = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
-    wrong = sorted((wanted ^ there[0]) | (written ^ there[1]))
-    if wrong:
-        raise ArtifactError(
-            f"{path}: graph and accel.json disagree on {', '.join(wrong[:4])}; build the "
-            "artifact again"
-        )

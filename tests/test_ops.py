@@ -97,11 +97,11 @@ def symbolic(mode: FakeTensorMode, node: fx.Node, value: Tensor) -> fx.Node:
     return node
 
 
-def onnx_session(case: Case, folder) -> Callable[[list[Any]], Any]:
+def onnx_session(case: Case, folder, file: str = "step.onnx") -> Callable[[list[Any]], Any]:
     export(program_of(case), folder)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(str(folder / "step.onnx"), options)
+    session = onnxruntime.InferenceSession(str(folder / file), options)
     names = [i.name for i in session.get_inputs()]
 
     def run(operands: list[Any]) -> Any:

@@ -147,7 +147,7 @@ def _side_by_side(source: Path, model: CompiledModel, prompts: list[list[int]]) 
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from accel.runtime.ort import physical_cores
+    from accel.runtime.ort_open import physical_cores
 
     torch.set_num_threads(physical_cores())
     logging.disable_progress_bar()

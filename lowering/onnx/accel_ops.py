@@ -1,4 +1,4 @@
-"""The dialect in ONNX; docs/architecture.md says why attention is grouped products over the slots."""
+"""The dialect in ONNX; attention as grouped products over the slots."""
 
 from __future__ import annotations
 
@@ -102,9 +102,8 @@ def attend(
     scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)  # [B,G,R·T,C]
     if softcap:
         scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
-    hidden = _hidden(b, q_pos, k_pos, mask, window)  # [B,1,T,C]
+    hidden = position_mask(b, q_pos, k_pos, bias, mask, window)
     if bias is not None:
-        hidden = b.node("Add", _bias(b, bias, q_pos, k_pos, mask), hidden)  # [B,H,T,C]
         if repeat > 1:
             shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
             hidden = b.node("Reshape", hidden, shape)
@@ -128,6 +127,16 @@ def _beside(b: Builder, scores: str, sink: str, q_pos: str, groups: int) -> str:
         column = b.node("Reshape", column, b.ints(0, groups, -1, 1))
     probs = b.node("Softmax", b.node("Concat", scores, column, axis=3), axis=-1)
     return str(b.node("Slice", probs, b.ints(0), b.ints(-1), b.ints(3)))
+
+
+def position_mask(
+    b: Builder, q_pos: str, k_pos: str, bias: str | None, mask: str, window: int
+) -> str:
+    """What is added to the scores: [B,1,T,C] ([B,1,1,C] under "full"), with a bias [B,H,T,C]."""
+    hidden = _hidden(b, q_pos, k_pos, mask, window)
+    if bias is None:
+        return hidden
+    return str(b.node("Add", _bias(b, bias, q_pos, k_pos, mask), hidden))
 
 
 def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:

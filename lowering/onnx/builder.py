@@ -13,8 +13,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from accel.ir.errors import LoweringError
 from accel.ir.weights import Stored
+from accel.lowering import Table
 
 OPSET = 24
+_IR_VERSION = 10
 MICROSOFT = "com.microsoft"
 DTYPES: dict[torch.dtype, int] = {
     torch.float32: TensorProto.FLOAT,
@@ -53,7 +55,12 @@ class Builder:
     several nodes use, which therefore stay in the layout that the model gave them.
     """
 
-    def __init__(self, weights: Callable[[str, Stored], TensorProto]):
+    def __init__(
+        self, weights: Callable[[str, Stored], TensorProto], variant: Table | None = None
+    ):
+        """`variant`: rules that come before the portable ones; `varied` counts the nodes they took."""
+        self.variant = variant
+        self.varied = 0
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
         self.meta: dict[str, Any] = {}
@@ -309,6 +316,18 @@ class Builder:
         if isinstance(weight, Param) and weight not in self.shared_params:
             return self.weight(weight, transpose=True), False
         return self.use(weight), True
+
+
+def finished(
+    b: Builder, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
+) -> onnx.ModelProto:
+    """The builder's graph as a model, which names the domain of every node in it."""
+    graph = helper.make_graph(b.nodes, name, inputs, outputs, initializer=b.initializers)
+    domains = sorted({MICROSOFT, *(n.domain for n in b.nodes)} - {""})
+    opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(d, 1) for d in domains)]
+    return helper.make_model(
+        graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="accel"
+    )
 
 
 def _reads(node: onnx.NodeProto) -> Iterator[str]:

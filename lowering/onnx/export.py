@@ -1,4 +1,4 @@
-"""Program -> step.onnx and weights.bin."""
+"""Program -> step.onnx, its variants, and weights.bin."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from torch.fx.node import map_arg
 
 from accel.ir.program import Entry, Program, Region
 from accel.ir.weights import Stored
+from accel.lowering import Table
 from accel.lowering import onnx as here
-from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
+from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.fallback import lower_node
+from accel.lowering.onnx.probe import probe
+from accel.lowering.onnx.variants import PORTABLE, variants
 
 WEIGHTS = "weights.bin"
 _PAGE, _LINE = 4096, 64  # large weights begin on a page, to be mapped; small ones on a cache line
-_IR_VERSION = 10
 _BLOCK = 1 << 22  # elements copied at a time
 
 
@@ -80,27 +82,52 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
             file.write(bits.flatten().view(torch.uint8).numpy().data)
 
 
-def export(program: Program, folder: Path) -> dict[str, Any]:
+def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[str, Any]:
     """Write every entry and the weights that they share; returns the manifest's `entries`.
+
+    The step has a file more for each variant that takes any of its nodes, and then small probes by
+    which the variants are compared. `bit_exact` leaves out those that do not promise it.
 
     Raises:
         LoweringError: an operator has no ONNX form.
     """
     load_rules()
-    entries = {}
+    entries: dict[str, dict[str, Any]] = {}
     with (folder / WEIGHTS).open("wb") as file:
         weights = WeightsFile(file)
         for name, entry in program.entries.items():
-            model = lower_entry(program, entry, weights)
-            onnx.save_model(model, folder / f"{name}.onnx")
+            onnx.save_model(lower_entry(program, entry, weights), folder / f"{name}.onnx")
             state = {s.name for s in program.state}
             entries[name] = {
                 "file": f"{name}.onnx",
                 "inputs": [i for i in entry.inputs if i not in state],
                 "outputs": [o for o in entry.outputs if o.removesuffix(".next") not in state],
             }
+        tables = [t for t in variants() if t.bit_exact or not bit_exact]
+        entries["step"].update(_variants(program, tables, weights, folder))
     _map_params(program, weights, folder / WEIGHTS)
     return entries
+
+
+def _variants(
+    program: Program, tables: list[Table], weights: WeightsFile, folder: Path
+) -> dict[str, dict[str, str]]:
+    """Write the step's variants and their probes; what the manifest says of them."""
+    files: dict[str, str] = {}
+    probes: dict[str, str] = {}
+    for table in tables:
+        builder = Builder(weights.add, table)
+        model = lower_entry(program, program.step, weights, builder)
+        if builder.varied:
+            files[table.target] = f"step.{table.target}.onnx"
+            onnx.save_model(model, folder / files[table.target])
+    if not files:
+        return {}
+    for variant in (None, *(t for t in tables if t.target in files)):
+        name = PORTABLE if variant is None else variant.target
+        probes[name] = f"probe.{name}.onnx"
+        onnx.save_model(probe(program, variant), folder / probes[name])
+    return {"variants": files, "probes": probes}
 
 
 def _map_params(program: Program, weights: WeightsFile, file: Path) -> None:
@@ -128,9 +155,11 @@ def _row_major(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.ModelProto:
+def lower_entry(
+    program: Program, entry: Entry, weights: WeightsFile, builder: Builder | None = None
+) -> onnx.ModelProto:
     """One entry as an ONNX model whose large weights lie in the weights file."""
-    b = Builder(weights.add)
+    b = builder or Builder(weights.add)
     b.shared_params = shared(program, entry)
     inputs = {n: n for n in entry.inputs}
     values = _graph(b, program, entry.graph, inputs)
@@ -140,16 +169,11 @@ def lower_entry(program: Program, entry: Entry, weights: WeightsFile) -> onnx.Mo
     _rename_outputs(b, outputs)
     b.prune(outputs)
     nodes = entry.output_nodes()
-    graph = helper.make_graph(
-        b.nodes,
+    return finished(
+        b,
         "step",
         [_info(program, n, entry.input(n)) for n in entry.inputs],
         [_info(program, n, nodes[n]) for n in outputs],
-        initializer=b.initializers,
-    )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid("com.microsoft", 1)]
-    return helper.make_model(
-        graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="accel"
     )
 
 

@@ -22,6 +22,10 @@ from accel.lowering.onnx.table import lower
 def lower_node(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Lower one call; `args` and `kwargs` are the node's, with names in place of nodes."""
     b.out = node.meta.get("val")
+    special = b.variant.rules.get(node.target) if b.variant is not None else None
+    if special is not None and (made := special(b, *args, **kwargs)) is not NotImplemented:
+        b.varied += 1
+        return made
     rule = lower.rules.get(node.target)
     if rule is not None:
         return rule(b, *args, **kwargs)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from accel.ir.errors import ArtifactError
 from accel.runtime.artifact import copy_artifact, open_artifact, write_manifest
 from accel.runtime.compiled import load
-from accel.runtime.ort import OrtEngine, physical_cores
+from accel.runtime.ort import OrtEngine
+from accel.runtime.ort_open import physical_cores
 
 
 def refused(path, words):

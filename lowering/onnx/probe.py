@@ -1,0 +1,71 @@
+"""A few layers' attention with nothing around it: a small graph by which variants are compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import onnx
+from onnx import helper
+from torch import fx
+from torch.fx.node import map_arg
+
+from accel.ir.ops.attention import attention
+from accel.ir.program import Program
+from accel.lowering import Table
+from accel.lowering.onnx.builder import DTYPES, Builder, finished
+from accel.lowering.onnx.fallback import lower_node
+
+_NAMES = ("q", "k", "v", "q_pos", "k_pos", "bias", "scale", "softcap", "mask", "window", "sink")
+_LETTERS = {"q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC"}
+LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does in the step
+
+
+def probe(program: Program, variant: Table | None) -> onnx.ModelProto:
+    """Attention of each form that the step has, as often as its share of the layers asks for.
+
+    Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots), and of each node its own
+    queries, keys and values. The metadata `share` is the part of the step's attention that it holds.
+    """
+    nodes = program.nodes(attention.default, entry=program.step)
+    forms = Counter(_form(node) for node in nodes)
+    kinds = {_form(node): node for node in nodes}
+    b = Builder(_no_weights, variant)
+    inputs: dict[str, onnx.ValueInfoProto] = {}
+    outputs: list[onnx.ValueInfoProto] = []
+    for form, count in forms.items():
+        for _ in range(max(1, round(count * LAYERS / len(nodes)))):
+            node = kinds[form]
+            out = lower_node(b, node, *_operands(b, inputs, node, len(outputs)))
+            outputs.append(helper.make_tensor_value_info(out, DTYPES[node.meta["val"].dtype], None))
+    model = finished(b, "probe", list(inputs.values()), outputs)
+    helper.set_model_props(model, {"share": str(len(outputs) / len(nodes))})
+    return model
+
+
+def _form(node: fx.Node) -> tuple[str, ...]:
+    """What makes attention cost what it costs: the sizes of its operands, and its options."""
+    args = [*node.args, *node.kwargs.values()]
+    return tuple(str(tuple(a.meta["val"].shape) if isinstance(a, fx.Node) else a) for a in args)
+
+
+def _operands(
+    b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
+) -> tuple[Any, Any]:
+    """The node's arguments as inputs of the probe; what the node reads twice is one input."""
+    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+    names: dict[fx.Node, str] = {}
+    for role, value in given.items():
+        if isinstance(value, fx.Node) and value not in names:
+            name = {"q_pos": "positions", "k_pos": "held"}.get(role, f"{role}.{index}")
+            names[value] = name
+            b.meta[name] = fake = value.meta["val"]
+            sizes = [
+                d if isinstance(d, int) else _LETTERS[role][i] for i, d in enumerate(fake.shape)
+            ]
+            inputs[name] = helper.make_tensor_value_info(name, DTYPES[fake.dtype], sizes)
+    return map_arg((node.args, node.kwargs), names.__getitem__)
+
+
+def _no_weights(name: str, value: object) -> Any:
+    raise ValueError(f"a probe holds no weights, yet {name} is one")
