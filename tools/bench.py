@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+QUIET = 0.25  # seconds before a turn: threads of the engine before it may spin for a while
 SHAPES: dict[str, dict[str, Any]] = {
     "l213": dict(
         model_type="llama", vocab_size=32000, hidden_size=1024, intermediate_size=2816,
@@ -260,6 +261,7 @@ class Bench:
         return float(answer["memory"]) / 1e6
 
     def speed(self, case: Case, peer: Peer, turn: int) -> float:
+        time.sleep(QUIET)
         new = self.new if case.kind == "decode" else 0
         answer = peer.turn(tokens=case.tokens, batch=case.batch, new=new, seed=turn)
         self.turns.append({"case": str(case), "round": turn, "engine": peer.name, **answer})
