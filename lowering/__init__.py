@@ -9,10 +9,15 @@ from typing import Any
 class Table:
     """Operator -> lowering function of one target; files fill it with `@table(op, …)`."""
 
-    def __init__(self, target: str, *, bit_exact: bool = False):
-        """`bit_exact`: a token's row does not depend on how many tokens share its call."""
+    def __init__(
+        self, target: str, *, bit_exact: bool = False, missing: Callable[[], str] = lambda: ""
+    ):
+        """`bit_exact`: a token's row does not depend on how many tokens share its call.
+        `missing`: why this machine cannot run it; "" where it can.
+        """
         self.target = target
         self.bit_exact = bit_exact
+        self.missing = missing
         self.rules: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 import onnxruntime as ort
 
 from accel.ir.errors import ArtifactError
+from accel.lowering.onnx.native import is_native, register
 from accel.runtime.artifact import Artifact
 from accel.runtime.manifest import StateValue
 
@@ -33,6 +34,8 @@ def open_session(path: Path, threads: int, spinning: bool = True) -> Any:
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     try:
+        if is_native(path):
+            register(options)
         return ort.InferenceSession(
             str(path), sess_options=options, providers=["CPUExecutionProvider"]
         )

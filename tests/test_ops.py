@@ -22,6 +22,7 @@ from accel.ir.ops import attention, kv, norm, rope, rows
 from accel.ir.program import Editor, Entry, Facts, Program
 from accel.ir.weights import Weights
 from accel.lowering.onnx.export import export, load_rules
+from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.table import lower
 
 from .op_cases import CASES, LONGEST, SIZES, TRACE, Case, append, constant, gated, operators, turn
@@ -101,6 +102,8 @@ def onnx_session(case: Case, folder, file: str = "step.onnx") -> Callable[[list[
     export(program_of(case), folder)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
+    if is_native(folder / file):
+        register(options)
     session = onnxruntime.InferenceSession(str(folder / file), options)
     names = [i.name for i in session.get_inputs()]
 

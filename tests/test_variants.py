@@ -4,7 +4,6 @@ import copy
 
 import models
 import numpy as np
-import onnxruntime
 import pytest
 
 import accel
@@ -15,13 +14,14 @@ from accel.lowering.onnx.variants import PORTABLE, variants
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.manifest import parse
 from accel.runtime.ort import OrtEngine
+from accel.runtime.ort_open import open_session
 from accel.runtime.session import Session
 
 from .op_cases import SIZES, attention_cases
 from .test_ops import assert_close, onnx_session, program_of
 
 CASES = {case.name: case for case in attention_cases()}
-NAMES = [table.target for table in variants()]
+NAMES = [table.target for table in variants() if not table.missing()]
 PLAIN = "attention-window4-4over2"
 
 
@@ -119,7 +119,7 @@ def test_probes_hold_attention_only_and_say_their_share(build):
     assert set(probes) == set(artifact.entries["step"].graphs)
     for file in probes.values():
         assert artifact.files[file].bytes < 8000
-        session = onnxruntime.InferenceSession(str(artifact.path / file))
+        session = open_session(artifact.path / file, threads=1)
         share = float(session.get_modelmeta().custom_metadata_map["share"])
         assert len(session.get_outputs()) == round(share * artifact.facts.num_layers) >= 1
         inputs = {i.name: i.shape for i in session.get_inputs()}

@@ -56,10 +56,17 @@ class Builder:
     """
 
     def __init__(
-        self, weights: Callable[[str, Stored], TensorProto], variant: Table | None = None
+        self,
+        weights: Callable[[str, Stored], TensorProto],
+        variant: Table | None = None,
+        *,
+        bit_exact: bool = False,
     ):
-        """`variant`: rules that come before the portable ones; `varied` counts the nodes they took."""
+        """`variant`: rules that come before the portable ones; `varied` counts the nodes they took.
+        `bit_exact`: a token's row must not depend on how many tokens share its call.
+        """
         self.variant = variant
+        self.bit_exact = bit_exact
         self.varied = 0
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []

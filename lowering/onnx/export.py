@@ -104,19 +104,23 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
                 "outputs": [o for o in entry.outputs if o.removesuffix(".next") not in state],
             }
         tables = [t for t in variants() if t.bit_exact or not bit_exact]
-        entries["step"].update(_variants(program, tables, weights, folder))
+        for table in tables:
+            if reason := table.missing():
+                program.facts.notes.append(f"without the variant '{table.target}': {reason}")
+        tables = [t for t in tables if not t.missing()]
+        entries["step"].update(_variants(program, tables, weights, folder, bit_exact))
     _map_params(program, weights, folder / WEIGHTS)
     return entries
 
 
 def _variants(
-    program: Program, tables: list[Table], weights: WeightsFile, folder: Path
+    program: Program, tables: list[Table], weights: WeightsFile, folder: Path, bit_exact: bool
 ) -> dict[str, dict[str, str]]:
     """Write the step's variants and their probes; what the manifest says of them."""
     files: dict[str, str] = {}
     probes: dict[str, str] = {}
     for table in tables:
-        builder = Builder(weights.add, table)
+        builder = Builder(weights.add, table, bit_exact=bit_exact)
         model = lower_entry(program, program.step, weights, builder)
         if builder.varied:
             files[table.target] = f"step.{table.target}.onnx"

@@ -15,6 +15,7 @@ from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
+from accel.lowering.onnx.native import is_native, register
 from accel.passes.check import rounding
 
 
@@ -73,6 +74,8 @@ def _open(program: Program, file: Path) -> ort.InferenceSession:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
         unwanted = ["ConstantFolding"]  # which the higher levels do all the same
     try:
+        if is_native(file):
+            register(options)
         return ort.InferenceSession(
             str(file), options, providers=["CPUExecutionProvider"], disabled_optimizers=unwanted
         )

@@ -1,0 +1,472 @@
+// accel::Attention: softmax(scale q k^T + mask) v over the slots of a KV cache, by positions.
+//
+// Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
+// order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
+// number of threads and the way the work is cut.
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <limits>
+#include <vector>
+
+#include "abi.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t kChunk = 128;  // slots of one partial result
+constexpr int64_t kTile = 8;     // slots that are looked at together
+constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
+constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
+constexpr int64_t kGroup = 6;    // rows that go through it together, at most
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+enum Mask { kCausal, kWindow, kChunked, kFull };
+
+struct Settings {
+  float scale, softcap;
+  int64_t mask, window, exact;
+};
+
+constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
+
+struct Range {
+  int32_t first, last;  // positions that a query sees, or that lie in some slots (none: kFar, -1)
+
+  bool misses(Range other) const { return last < other.first || first > other.last; }
+  bool within(Range other) const { return first >= other.first && last <= other.last; }
+  void add(Range other) {
+    first = std::min(first, other.first);
+    last = std::max(last, other.last);
+  }
+};
+
+// The slots of one batch row.
+struct Slots {
+  std::vector<int32_t> pos;  // padded with -1 to whole tiles
+  std::vector<Range> tiles, chunks;
+  std::vector<char> holes, full;  // whether a tile has empty slots; whether a chunk has none
+};
+
+struct Call {
+  Settings set;
+  abi::Tensor q, k, v, q_pos, k_pos, bias, sink;
+  float* out;
+  int64_t B, H, G, T, C, D, W, R, rows, chunks, blocks, splits;
+  bool turned;  // whether many rows share each key, so that it pays to turn keys first
+  std::vector<Slots> slots;    // [B]
+  std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
+};
+
+Range range(const Call& c, int64_t q) {
+  int64_t last = c.set.mask == kFull ? kFar : q;
+  int64_t first = 0;
+  if (c.set.mask == kWindow) first = std::max<int64_t>(0, q - c.set.window + 1);
+  if (c.set.mask == kChunked) first = std::max<int64_t>(q, 0) / c.set.window * c.set.window;
+  return {int32_t(first), int32_t(last)};
+}
+
+struct Row {
+  const Slots* slots;
+  const float* q;
+  int64_t head, position;
+  Range seen;
+};
+
+Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
+  int64_t head = g * c.R + r / c.T, t = r % c.T;
+  int64_t position = c.q_pos.as<int64_t>()[b * c.T + t];
+  const float* q = c.q.as<float>() + ((b * c.H + head) * c.T + t) * c.D;
+  return {&c.slots[b], q, head, position, range(c, position)};
+}
+
+bool hidden(const Row& row, int64_t tile) { return row.slots->tiles[tile].misses(row.seen); }
+
+float biased(const Call& c, const Row& row, int32_t k) {
+  const float* bias = c.bias.as<float>();
+  int64_t q = row.position;
+  if (c.bias.rank == 3) {
+    int64_t m = c.bias.size[1], n = c.bias.size[2];
+    int64_t i = std::clamp<int64_t>(q, 0, m - 1), j = std::clamp<int64_t>(k, 0, n - 1);
+    return bias[(row.head * m + i) * n + j];
+  }
+  int64_t m = c.bias.size[1], zero = c.set.mask == kFull ? m / 2 : 0;
+  return bias[row.head * m + std::clamp<int64_t>(q - k + zero, 0, m - 1)];
+}
+
+// Keys [count, D] -> [count / 8, D, 8], so that eight slots are one vector; missing ones are 0.
+void turn(const float* k, int64_t D, int64_t count, float* out) {
+  for (int64_t j = 0; j < count; j += 8, out += 8 * D) {
+    int64_t d = 0;
+    for (; j + 8 <= count && d + 8 <= D; d += 8) transpose(k + j * D + d, D, out + d * 8);
+    for (; d < D; ++d)
+      for (int64_t i = 0; i < 8; ++i) out[d * 8 + i] = j + i < count ? k[(j + i) * D + d] : 0.0f;
+  }
+}
+
+// Products of one or two rows with keys as they lie, four at a time; 0 for tiles that no row sees.
+template <int N>
+void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_t used, bool whole,
+            float* const* out) {
+  for (int64_t j = 0; j < used; j += 4) {
+    int64_t tile = from + j / kTile;
+    bool any = whole;
+    for (int n = 0; n < N && !any; ++n) any = !rows[n].slots->tiles[tile].misses(rows[n].seen);
+    v8 acc[N][4] = {};
+    int64_t d = 0;
+    const float* key[4];  // the last of them again where there are fewer
+    for (int i = 0; i < 4; ++i) key[i] = k + std::min(j + i, used - 1) * c.D;
+    for (; any && d + 8 <= c.D; d += 8) {
+      v8 x[N];
+      for (int n = 0; n < N; ++n) x[n] = load(rows[n].q + d);
+      for (int i = 0; i < 4; ++i) {
+        v8 y = load(key[i] + d);
+        for (int n = 0; n < N; ++n) acc[n][i] = fused(x[n], y, acc[n][i]);
+      }
+    }
+    for (int n = 0; n < N; ++n) {
+      v4 total = sums(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+      for (int64_t e = d; any && e < c.D; ++e)
+        for (int i = 0; i < 4; ++i) total[i] = std::fma(rows[n].q[e], key[i][e], total[i]);
+      std::memcpy(out[n] + j, &total, sizeof total);
+    }
+  }
+}
+
+// Products of N rows with V vectors of turned keys.
+template <int N, int V>
+void products(const float* const* q, const float* keys, int64_t D, float* const* out) {
+  v8 acc[N][V] = {};
+  for (int64_t d = 0; d < D; ++d) {
+    v8 key[V];
+    for (int i = 0; i < V; ++i) key[i] = load(keys + (i * D + d) * 8);
+    for (int n = 0; n < N; ++n) {
+      v8 x = all(q[n][d]);
+      for (int i = 0; i < V; ++i) acc[n][i] = fused(x, key[i], acc[n][i]);
+    }
+  }
+  for (int n = 0; n < N; ++n)
+    for (int i = 0; i < V; ++i) store(out[n] + 8 * i, acc[n][i]);
+}
+
+// tanh
+v8 bent(v8 x) {
+  v8 size = x < all(0.0f) ? -x : x;
+  v8 e = exponential(size * all(-2.0f));
+  v8 y = (all(1.0f) - e) / (all(1.0f) + e);
+  return x < all(0.0f) ? -y : y;
+}
+
+// Products of one row with `count` slots -> scores: scaled, capped, biased, and hidden where it does not see.
+void finish(const Call& c, const Row& row, int64_t from, int64_t to, int64_t count, bool whole, float* s) {
+  v8 scale = all(c.set.scale), cap = all(c.set.softcap);
+  for (int64_t j = 0; j < count; j += 8) store(s + j, load(s + j) * scale);
+  if (c.set.softcap > 0)
+    for (int64_t j = 0; j < count; j += 8) store(s + j, bent(load(s + j) / cap) * cap);
+  const int32_t* pos = row.slots->pos.data() + from * kTile;
+  if (c.bias.data)
+    for (int64_t j = 0; j < (to - from) * kTile; ++j) s[j] += biased(c, row, pos[j]);
+  for (int64_t tile = from; tile < to && !whole; ++tile) {
+    if (!row.slots->holes[tile] && row.slots->tiles[tile].within(row.seen)) continue;
+    for (int64_t j = (tile - from) * kTile; j < (tile - from + 1) * kTile; ++j)
+      if (pos[j] < row.seen.first || pos[j] > row.seen.last) s[j] = kNone;
+  }
+}
+
+// out[n][w] += sum_j p[n][j] v[j][w] over `count` slots, for V vectors of columns.
+template <int N, int V>
+void columns(const float* const* p, const float* v, int64_t W, int64_t count, float* const* out) {
+  v8 acc[N][V];
+  for (int n = 0; n < N; ++n)
+    for (int i = 0; i < V; ++i) acc[n][i] = load(out[n] + 8 * i);
+  for (int64_t j = 0; j < count; ++j, v += W) {
+    v8 value[V];
+    for (int i = 0; i < V; ++i) value[i] = load(v + 8 * i);
+    for (int n = 0; n < N; ++n) {
+      v8 x = all(p[n][j]);
+      for (int i = 0; i < V; ++i) acc[n][i] = fused(x, value[i], acc[n][i]);
+    }
+  }
+  for (int n = 0; n < N; ++n)
+    for (int i = 0; i < V; ++i) store(out[n] + 8 * i, acc[n][i]);
+}
+
+template <int N>
+void mix_run(const Call& c, const float* const* p, const float* v, int64_t count, float* const* out) {
+  constexpr int V = N == 1 ? 8 : N == 2 ? 4 : 2;  // so that the sums stay in registers
+  int64_t w = 0;
+  float* at[N];
+  auto place = [&] {
+    for (int n = 0; n < N; ++n) at[n] = out[n] + w;
+  };
+  for (; w + 8 * V <= c.W; w += 8 * V) place(), columns<N, V>(p, v + w, c.W, count, at);
+  for (; w + 8 <= c.W; w += 8) place(), columns<N, 1>(p, v + w, c.W, count, at);
+  for (; w < c.W; ++w)
+    for (int n = 0; n < N; ++n)
+      for (int64_t j = 0; j < count; ++j) out[n][w] = std::fma(p[n][j], v[j * c.W + w], out[n][w]);
+}
+
+// Values mixed by the weights p over the tiles [from, to), those that a row does not see left out.
+void mix(const Call& c, const Row& row, const float* p, const float* v, int64_t from, int64_t to, float* out) {
+  for (int64_t tile = from; tile < to;) {
+    int64_t start = tile;
+    while (tile < to && !hidden(row, tile)) ++tile;
+    int64_t count = std::min(tile * kTile, c.C) - start * kTile;
+    const float* weights = p + (start - from) * kTile;
+    if (tile > start) mix_run<1>(c, &weights, v + (start - from) * kTile * c.W, count, &out);
+    while (tile < to && hidden(row, tile)) ++tile;
+  }
+}
+
+// Ask for memory before it is needed: values are read in columns, which no processor foresees.
+void ahead(const float* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i);
+}
+
+// One chunk's partial result [largest score, sum of weights, mixed values] of N rows; `turned` keys, or
+// none: `k` as they lie.
+template <int N>
+void chunk(const Call& c, const Row* rows, const float* k, const float* turned, const float* v, int64_t index,
+           float** out) {
+  int64_t from = index * kChunk / kTile, to = (std::min((index + 1) * kChunk, c.C) + kTile - 1) / kTile;
+  int64_t used = std::min(kChunk, c.C - index * kChunk), full = (used + 7) / 8 * 8;
+  const Slots& slots = *rows[0].slots;
+  bool whole = slots.full[index];  // every row sees every slot
+  for (int n = 0; n < N; ++n) whole = whole && slots.chunks[index].within(rows[n].seen);
+  alignas(32) float s[N][kChunk];
+  const float* q[N];
+  float* at[N];
+  for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
+  if (!turned) {
+    for (int n = 0; n + 2 <= N; n += 2) direct<2>(c, rows + n, k, from, used, whole, at + n);
+    if (N % 2) direct<1>(c, rows + N - 1, k, from, used, whole, at + N - 1);
+  }
+  for (int64_t j = 0; turned && j < full; j += 16) {
+    for (int n = 0; n < N; ++n) at[n] = s[n] + j;
+    if (j + 16 <= full)
+      products<N, 2>(q, turned + j * c.D, c.D, at);
+    else
+      products<N, 1>(q, turned + j * c.D, c.D, at);
+  }
+  if (!turned) ahead(v, used * c.W);
+  const float* weights[N];
+  float* mixed[N];
+  for (int n = 0; n < N; ++n) {
+    finish(c, rows[n], from, to, full, whole, s[n]);
+    std::fill(s[n] + used, s[n] + full, kNone);
+    v8 high = all(kNone);
+    for (int64_t j = 0; j < full; j += 8) {
+      v8 x = load(s[n] + j);
+      high = x > high ? x : high;
+    }
+    float top = high[0];
+    for (int i = 1; i < 8; ++i) top = std::max(top, high[i]);
+    v8 total = {};
+    for (int64_t j = 0; j < full; j += 8) {
+      v8 p = exponential(load(s[n] + j) - all(top == kNone ? 0.0f : top));
+      store(s[n] + j, p);
+      total += p;
+    }
+    out[n][0] = top;
+    out[n][1] = sum(total);
+    weights[n] = s[n];
+    mixed[n] = out[n] + 2;
+    std::fill(mixed[n], mixed[n] + c.W, 0.0f);
+  }
+  if (whole) return mix_run<N>(c, weights, v, used, mixed);
+  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, from, to, mixed[n]);
+}
+
+// What is known so far of a row, and one more partial result.
+void merge(float* sofar, const float* part, int64_t W) {
+  if (part[0] == kNone) return;
+  float top = std::max(sofar[0], part[0]);
+  float a = sofar[0] == kNone ? 0.0f : std::exp(sofar[0] - top), b = std::exp(part[0] - top);
+  sofar[0] = top;
+  sofar[1] = std::fma(part[1], b, sofar[1] * a);
+  for (int64_t w = 0; w < W; ++w) sofar[2 + w] = std::fma(part[2 + w], b, sofar[2 + w] * a);
+}
+
+void write(const Call& c, int64_t b, const Row& row, int64_t r, float* sofar) {
+  if (c.sink.data) {  // one more key, whose value is nothing
+    float sink = c.sink.as<float>()[row.head], top = std::max(sofar[0], sink);
+    float a = sofar[0] == kNone ? 0.0f : std::exp(sofar[0] - top);
+    sofar[1] = std::fma(sofar[1], a, std::exp(sink - top));
+    for (int64_t w = 0; w < c.W; ++w) sofar[2 + w] *= a;
+  }
+  float* out = c.out + ((b * c.H + row.head) * c.T + r % c.T) * c.W;
+  float weight = sofar[1] > 0 ? 1 / sofar[1] : 0.0f;
+  for (int64_t w = 0; w < c.W; ++w) out[w] = sofar[2 + w] * weight;
+}
+
+void empty(float* sofar, int64_t W) {
+  std::fill(sofar, sofar + W + 2, 0.0f);
+  sofar[0] = kNone;
+}
+
+// How many of the rows that are left go together.
+int64_t group(int64_t left) { return left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+
+// A block of rows over a range of chunks: merged at once, or kept as partial results.
+void work(Call& c, int64_t item) {
+  int64_t split = item % c.splits, block = item / c.splits % c.blocks, pair = item / c.splits / c.blocks;
+  int64_t b = pair / c.G, g = pair % c.G, width = c.W + 2;
+  const float* k = c.k.as<float>() + pair * c.C * c.D;
+  const float* v = c.v.as<float>() + pair * c.C * c.W;
+  int64_t first = block * kRows, count = std::min(kRows, c.rows - first);
+  int64_t each = (c.chunks + c.splits - 1) / c.splits;
+  int64_t start = split * each, end = std::min(c.chunks, start + each);
+  thread_local std::vector<float> buffer, keys;
+  buffer.resize((kRows + kGroup) * width);
+  keys.resize(kChunk * c.D);
+  float* parts[kGroup];
+  for (int64_t n = 0; n < kGroup; ++n) parts[n] = buffer.data() + (kRows + n) * width;
+  Row rows[kRows];
+  Range seen = {kFar, -1};  // by any row
+  for (int64_t r = 0; r < count; ++r) {
+    rows[r] = row_of(c, b, g, first + r);
+    seen.add(rows[r].seen);
+    empty(buffer.data() + r * width, c.W);
+  }
+  auto keep = [&](int64_t r, int64_t i, float* part) {
+    if (c.splits == 1) return merge(buffer.data() + r * width, part, c.W);
+    std::copy(part, part + width, c.partial.data() + ((pair * c.rows + first + r) * c.chunks + i) * width);
+  };
+  for (int64_t i = start; i < end; ++i) {
+    if (c.slots[b].chunks[i].misses(seen)) {
+      for (int64_t r = 0; r < count && c.splits > 1; ++r) {
+        empty(parts[0], c.W);
+        keep(r, i, parts[0]);
+      }
+      continue;
+    }
+    const float* here = k + i * kChunk * c.D;
+    if (c.turned) turn(here, c.D, std::min(kChunk, c.C - i * kChunk), keys.data());
+    const float* values = v + i * kChunk * c.W;
+    for (int64_t r = 0, n; r < count; r += n) {
+      n = group(count - r);
+      auto run = n == 6 ? chunk<6> : n == 4 ? chunk<4> : n == 2 ? chunk<2> : chunk<1>;
+      run(c, rows + r, here, c.turned ? keys.data() : nullptr, values, i, parts);
+      for (int64_t j = 0; j < n; ++j) keep(r + j, i, parts[j]);
+    }
+  }
+  if (c.splits == 1)
+    for (int64_t r = 0; r < count; ++r) write(c, b, rows[r], first + r, buffer.data() + r * width);
+}
+
+void join(Call& c) {
+  int64_t width = c.W + 2;
+  std::vector<float> sofar(width);
+  for (int64_t pair = 0; pair < c.B * c.G; ++pair)
+    for (int64_t r = 0; r < c.rows; ++r) {
+      empty(sofar.data(), c.W);
+      for (int64_t i = 0; i < c.chunks; ++i)
+        merge(sofar.data(), c.partial.data() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
+      write(c, pair / c.G, row_of(c, pair / c.G, pair % c.G, r), r, sofar.data());
+    }
+}
+
+Slots slots_of(const int64_t* positions, int64_t C) {
+  Slots s;
+  int64_t tiles = (C + kTile - 1) / kTile;
+  s.pos.assign(tiles * kTile, -1);
+  for (int64_t i = 0; i < C; ++i) s.pos[i] = int32_t(positions[i]);
+  s.tiles.assign(tiles, {kFar, -1});
+  s.chunks.assign((C + kChunk - 1) / kChunk, {kFar, -1});
+  s.holes.assign(tiles, 0);
+  for (int64_t i = 0; i < tiles * kTile; ++i) {
+    int32_t p = s.pos[i];
+    if (p < 0)
+      s.holes[i / kTile] = 1;
+    else
+      s.tiles[i / kTile].add({p, p});
+  }
+  s.full.assign(s.chunks.size(), 1);
+  for (int64_t i = 0; i < tiles; ++i) {
+    s.chunks[i * kTile / kChunk].add(s.tiles[i]);
+    if (s.holes[i]) s.full[i * kTile / kChunk] = 0;
+  }
+  return s;
+}
+
+struct Kernel {
+  abi::Api api;
+  Settings set;
+};
+
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
+  const abi::Api& api = kernel.api;
+  abi::Tensor* inputs[] = {&c.q, &c.k, &c.v, &c.q_pos, &c.k_pos, &c.bias, &c.sink};
+  for (size_t i = 0; i < 7; ++i)
+    if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
+  c.set = kernel.set;
+  c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
+  c.G = c.k.size[1], c.C = c.k.size[2], c.W = c.v.size[3];
+  bool fits = c.q.rank == 4 && c.k.rank == 4 && c.v.rank == 4 && c.G > 0 && c.H % c.G == 0 &&
+              c.k.size[3] == c.D && c.v.size[2] == c.C && c.k.size[0] == c.B && c.v.size[0] == c.B &&
+              c.q_pos.size[0] == c.B && c.k_pos.size[0] == c.B && c.k_pos.size[1] == c.C;
+  if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
+  c.R = c.H / c.G, c.rows = c.R * c.T;
+  c.chunks = (c.C + kChunk - 1) / kChunk, c.blocks = (c.rows + kRows - 1) / kRows;
+  int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
+  c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
+  c.turned = !c.set.exact && c.rows >= kTurned;
+  int64_t sizes[] = {c.B, c.H, c.T, c.W};
+  abi::Value* out = nullptr;
+  if (abi::Status* s = api.output(context, 0, sizes, 4, &out)) return s;
+  void* data = nullptr;
+  if (abi::Status* s = api.data(out, &data)) return s;
+  c.out = static_cast<float*>(data);
+  for (int64_t b = 0; b < c.B; ++b) c.slots.push_back(slots_of(c.k_pos.as<int64_t>() + b * c.C, c.C));
+  if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
+  return nullptr;
+}
+
+abi::Status* compute(void* kernel, abi::Context* context) {
+  const Kernel& self = *static_cast<Kernel*>(kernel);
+  try {
+    Call c;
+    if (abi::Status* s = prepare(self, context, c)) return s;
+    size_t items = c.B * c.G * c.blocks * c.splits;
+    auto run = [](void* call, size_t i) { work(*static_cast<Call*>(call), int64_t(i)); };
+    if (items)
+      if (abi::Status* s = self.api.parallel(context, run, items, &c)) return s;
+    if (c.splits > 1) join(c);
+    return nullptr;
+  } catch (const std::exception& error) {
+    return self.api.fail(error.what());
+  }
+}
+
+abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* info, void** out) {
+  Kernel kernel{{table}, {}};
+  if (abi::Status* s = kernel.api.attribute(info, "scale", &kernel.set.scale)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "softcap", &kernel.set.softcap)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "mask", &kernel.set.mask)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "window", &kernel.set.window)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "exact", &kernel.set.exact)) return s;
+  *out = new Kernel(kernel);
+  return nullptr;
+}
+
+}  // namespace
+
+abi::Op attention_op() {
+  abi::Op op = {};
+  op.version = abi::kVersion;
+  op.name = [](const abi::Op*) { return "Attention"; };
+  op.provider = [](const abi::Op*) { return static_cast<const char*>(nullptr); };
+  op.input_count = [](const abi::Op*) { return size_t(7); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 ? abi::kInt64 : abi::kFloat); };
+  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
+  op.output_count = [](const abi::Op*) { return size_t(1); };
+  op.output_type = [](const abi::Op*, size_t) { return int(abi::kFloat); };
+  op.output_presence = [](const abi::Op*, size_t) { return int(abi::kRequired); };
+  op.memory = [](const abi::Op*, size_t) { return 0; };
+  op.first_version = [](const abi::Op*) { return 1; };
+  op.last_version = [](const abi::Op*) { return 1 << 30; };
+  op.create_v2 = create;
+  op.compute_v2 = compute;
+  op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return op;
+}

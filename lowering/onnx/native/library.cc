@@ -1,0 +1,19 @@
+// What onnxruntime calls when it loads the library: the operators of the domain "accel".
+#include "abi.h"
+
+abi::Op attention_op();
+
+extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps(
+    abi::Options* options, const abi::Base* base) {
+  const void* const* table = base->get_api(abi::kVersion);
+  if (!table) return nullptr;  // an onnxruntime before 1.17: the graph that needs the operators fails to load
+  static const abi::Op ops[] = {attention_op()};
+  static abi::Domain* domain = nullptr;
+  abi::Api api{table};
+  if (!domain) {
+    if (abi::Status* s = api.create_domain("accel", &domain)) return s;
+    for (const abi::Op& op : ops)
+      if (abi::Status* s = api.add_op(domain, &op)) return s;
+  }
+  return api.add_domain(options, domain);
+}

@@ -1,0 +1,127 @@
+"""accel's compiled operators: equal bits however the work is cut, and nothing lost where they cannot be made."""
+
+import models
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+import accel
+from accel.ir.ops import attention
+from accel.lowering.onnx import native
+from accel.lowering.onnx.export import export
+
+from .op_cases import Case, query_positions, randn
+from .test_ops import program_of
+
+needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+SHAPES = [(4, 4, 64), (4, 1, 64), (14, 2, 64), (6, 2, 24), (3, 3, 10)]
+SLOTS = 700
+
+
+def operands(heads, groups, size, tokens):
+    rng = np.random.default_rng(heads)
+    q = randn(rng, 1, heads, tokens, size)
+    k, v = randn(rng, 1, groups, SLOTS, size), randn(rng, 1, groups, SLOTS, size)
+    held = torch.arange(SLOTS)[None]
+    held = torch.where(held < SLOTS - 30, held, -1)
+    q_pos = torch.arange(SLOTS - 30 - tokens, SLOTS - 30)[None]
+    return [q, k, v, q_pos, held, None, 0.3, 0.0, "causal", 0]
+
+
+def session(shape, folder, exact, threads):
+    def make(b, t, c, rng):
+        heads, groups, size = shape
+        q = randn(rng, b, heads, t, size)
+        k, v = randn(rng, b, groups, c, size), randn(rng, b, groups, c, size)
+        held = torch.arange(c).repeat(b, 1)
+        return [q, k, v, query_positions(rng, b, t, c), held, None, 0.3, 0.0, "causal", 0]
+
+    export(program_of(Case("rows", attention.attention, make)), folder, bit_exact=exact)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    native.register(options)
+    found = onnxruntime.InferenceSession(str(folder / "step.native.onnx"), options)
+    names = [i.name for i in found.get_inputs()]
+    return lambda args: found.run(None, {n: args[int(n[1:])].numpy() for n in names})[0]
+
+
+def apart(run, args):
+    """The same rows, a token at a time."""
+    parts = []
+    for t in range(args[0].shape[2]):
+        one = [
+            args[0][:, :, t : t + 1].contiguous(),
+            *args[1:3],
+            args[3][:, t : t + 1].contiguous(),
+        ]
+        parts.append(run([*one, *args[4:]]))
+    return np.concatenate(parts, axis=2)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_are_equal_bit_for_bit(shape, threads, tmp_path):
+    run = session(shape, tmp_path, True, threads)
+    for tokens in (2, 3, 8, 33):
+        args = operands(*shape, tokens)
+        np.testing.assert_array_equal(run(args), apart(run, args))
+
+
+@needs_native
+def test_without_the_promise_some_bits_differ(tmp_path):
+    shape = SHAPES[0]
+    run = session(shape, tmp_path, False, 1)
+    args = operands(*shape, 33)
+    np.testing.assert_allclose(run(args), apart(run, args), atol=1e-5)
+    assert (run(args) != apart(run, args)).any()
+
+
+@needs_native
+def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
+    run = session(SHAPES[0], tmp_path, True, 1)
+    args = operands(*SHAPES[0], 2)
+    args[4] = args[4][:, :-1].contiguous()
+    with pytest.raises(Exception, match="do not fit"):
+        run(args)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A cache of its own, and nothing remembered, before and after."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_without_a_compiler_the_artifact_is_portable(elsewhere, monkeypatch):
+    monkeypatch.setattr(native, "_compiler", lambda: None)
+    with accel.optimize(models.tiny(), max_context=64) as compiled:
+        assert "native" not in compiled.artifact.entries["step"].variants
+        assert any("no C++ compiler" in note for note in compiled.report["notes"])
+        assert len(compiled.generate([1, 2, 3], 4).tokens[0]) == 4
+    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+        native.register(onnxruntime.SessionOptions())
+
+
+def test_a_compiler_that_fails_is_asked_once(elsewhere, monkeypatch):
+    calls = elsewhere / "calls"
+    bad = elsewhere / "c++"
+    bad.write_text(
+        f'#!/bin/sh\necho "$1" >> {calls}\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n'
+    )
+    bad.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad))
+    for _ in range(2):
+        path, reason = native.library()
+        assert path is None and "no such flag" in reason
+        native.library.cache_clear()
+    assert calls.read_text().count("-std") == 1
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(elsewhere, monkeypatch):
+    (elsewhere / "cache").write_text("a file")
+    path, reason = native.library()
+    assert path is None and reason
