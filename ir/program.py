@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicC
 from torch.fx.node import map_arg
 
 import accel.ir.ops  # noqa: F401  (registers the dialect)
+from accel.ir.calibration import Calibration
 from accel.ir.weights import Change, Weights
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
@@ -137,6 +139,7 @@ class Program:
     facts: Facts
     state: list[State] = field(default_factory=list)
     dims: dict[str, str] = field(default_factory=dict)  # symbol -> letter, for text
+    calibration: Calibration | None = None  # what passes over the weights go by
 
     @property
     def step(self) -> Entry:
@@ -168,11 +171,31 @@ class Program:
         with torch.no_grad():
             return dict(zip(e.outputs, execute(e.graph, self.params, inputs), strict=True))
 
+    def copy(self) -> Program:
+        """A program of its own over the same parameters: passes over one leave the other as it is."""
+        entries = {n: Entry(_copied(e.graph, {}), list(e.outputs)) for n, e in self.entries.items()}
+        return replace(
+            self, params=self.params.copy(), entries=entries, facts=deepcopy(self.facts),
+            state=list(self.state), dims=dict(self.dims),
+        )  # fmt: skip
+
     def text(self) -> str:
         """A stable form that people read; see accel.ir.text."""
         from accel.ir.text import program_text
 
         return program_text(self)
+
+
+def _copied(graph: fx.Graph, regions: dict[Region, Region]) -> fx.Graph:
+    """A graph and its regions again; one that is called twice is copied once."""
+    new = deepcopy(graph)
+    for node in new.nodes:
+        if isinstance(node.target, Region):
+            old = node.target
+            if old not in regions:
+                regions[old] = Region(old.name, _copied(old.graph, regions))
+            node.target = regions[old]
+    return new
 
 
 def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:

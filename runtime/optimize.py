@@ -20,7 +20,7 @@ from torch import Tensor
 from accel.ir.adapter import facts_of
 from accel.ir.capture import capture
 from accel.ir.errors import LoweringError, RecipeError, unknown
-from accel.ir.program import EncoderFacts, Program, Region
+from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
 from accel.passes import Pass, Step, check_order, refuse, run
@@ -44,11 +44,16 @@ from accel.passes.state.concat import Concat
 from accel.passes.state.cross import Cross
 from accel.passes.state.head import Head
 from accel.passes.state.latent import Latent
+from accel.passes.weights import Base as WeightsPass
+from accel.passes.weights._calibrated import Calibrated
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.assemble import Plan, assemble
+from accel.runtime.calibration import make_calibration, read_calibration
 from accel.runtime.checkpoint import load_model, tokenizer_json
 from accel.runtime.compiled import CompiledModel, from_artifact
+from accel.runtime.describe import facts_json, kv_bytes, state_json
 from accel.runtime.genai import genai_config
+from accel.runtime.loss import loss, storage
 from accel.runtime.output import peak_memory
 from accel.runtime.stage import Stage
 
@@ -57,6 +62,7 @@ if TYPE_CHECKING:
 
 TARGETS = ("onnx", "eager")
 FORMAT = 1
+_LONG = 20  # a pass that runs the model over a text takes about as long as so many others
 Progress = Callable[[str, float], None]
 
 
@@ -79,6 +85,12 @@ class _Job:
     seconds: dict[str, float] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the recipe stores weights otherwise than the model does."""
+        return any(isinstance(step, WeightsPass) for step in self.plan.passes)
 
     @contextmanager
     def part(self, name: str, done: float) -> Iterator[None]:
@@ -99,6 +111,7 @@ def optimize(
     max_batch: int = 1,
     out: str | Path | None = None,
     verify: bool = True,
+    calibration: Any = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
     dump: str | Path | None = None,
@@ -117,7 +130,11 @@ def optimize(
         max_batch: rows of one session.
         out: write the artifact here; by default it lives in a temporary folder until `close()`.
         verify: check the logits after every pass and of the written graph. The captured program is
-            always checked against the module.
+            always checked against the module. Where the recipe stores weights in fewer bits, the
+            loss that this brings is measured too.
+        calibration: what weights are rounded by (int4-awq, int4-gptq) and their loss measured on: the
+            path of a text file, or token ids [n,T]. A fifth is kept for measuring. By default a text
+            that comes with accel; random tokens where the model has no tokenizer.
         progress: called with (what is being done, share of the work done).
         trust_remote_code: let a model directory run Python code of its own.
         dump: a folder for the program's text before and after each pass.
@@ -140,6 +157,12 @@ def optimize(
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
     passes = _passes(job)
     check_order(passes)
+    if calibration is not None and not job.narrows:
+        raise RecipeError(
+            f"recipe '{job.plan.recipe.name}' has no use for calibration: it stores weights as they "
+            "are; give one with [weights], as int4-gptq"
+        )
+    given = read_calibration(calibration)
     path = Path(model) if isinstance(model, (str, Path)) else None
     text = tokenizer_json(tokenizer, path)
     stored: dict[Tensor, Stored] = {}
@@ -153,6 +176,8 @@ def optimize(
     with job.part("capture", 0.1):
         program = capture(model, max_context=max_context, stored=stored)
     program.facts.max_batch = max_batch
+    if job.narrows:
+        program.calibration = make_calibration(given, text, program.facts, _inner(job))
     check = NumericCheck(program) if verify else None
     with job.part("passes", 0.4):
         _rewrite(job, program, check, dump)
@@ -180,8 +205,30 @@ def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
     return [*pipeline(encoder), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
 
 
+def _inner(job: _Job) -> Progress:
+    """Progress within a pass, told at every twentieth of it."""
+    told = ("", -1)
+
+    def tell(name: str, share: float) -> None:
+        nonlocal told
+        now = (name.split(":")[0], int(20 * share))
+        if now != told:
+            told = now
+            job.progress(name, _passed(job, share))
+
+    return tell
+
+
+def _passed(job: _Job, share: float = 1.0) -> float:
+    """The share of a build that is done with a share of the present pass."""
+    sizes = [_LONG if isinstance(step, Calibrated) else 1 for step in _passes(job)]
+    done = len(job.steps)
+    return min(0.8, 0.4 + 0.4 * (sum(sizes[:done]) + share * sum(sizes[done : done + 1])) / sum(sizes))
+
+
 def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path | None) -> None:
     passes = _passes(job, program.facts.encoder is not None)
+    before = None
 
     def write(name: str) -> None:
         if dump:
@@ -189,14 +236,23 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
             path.write_text(program.text(), encoding="utf-8")
 
     def watch(step: Pass, line: Step, program: Program) -> None:
-        job.progress(line.name, 0.4 + 0.4 * (len(job.steps) + 1) / len(passes))
+        nonlocal before
+        job.progress(line.name, _passed(job))
         job.steps.append(line)
         write(line.name)
+        coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
+        if before is None and isinstance(coming, WeightsPass):
+            before = program.copy()
 
     write("captured")
     run(program, passes, check, watch)
     if check is not None:
         job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
+    if before is not None and program.calibration is not None:
+        job.weights = storage(before, program)
+        if check is not None:
+            job.weights |= loss(before, program, program.calibration)
+    program.calibration = None
 
 
 def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
@@ -204,7 +260,7 @@ def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
     from accel.runtime.manifest import Encoder, Facts
     from accel.runtime.text import Tokenizer
 
-    facts = _facts(program)
+    facts = facts_json(program)
 
     return CompiledModel(
         EagerEngine(program),
@@ -270,7 +326,7 @@ def _write(
             if "encode" in entries:
                 job.errors["encode"] = encode_error(program, folder / "encode.onnx")
     if "genai" in entries:
-        config = genai_config(_facts(program), _state(program))
+        config = genai_config(facts_json(program), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         if (
             tokenizer is not None
@@ -283,36 +339,6 @@ def _write(
     job.progress("done", 1.0)
 
 
-def _facts(program: Program) -> dict[str, Any]:
-    f = program.facts
-    regions = [n.target for n in program.nodes(entry=program.step) if isinstance(n.target, Region)]
-    nodes = {r.name: len(r.graph.nodes) for r in regions}
-    return {
-        "name": f.name,
-        "vocab_size": f.vocab_size,
-        "num_layers": len(f.layers),
-        "max_context": f.max_context,
-        "max_batch": f.max_batch,
-        "eos": [e for e in f.eos if 0 <= e < f.vocab_size],
-        "bos": f.bos if f.bos is not None and 0 <= f.bos < f.vocab_size else None,
-        "parameters": f.parameters,
-        "layers": [
-            {**asdict(layer), "nodes": nodes.get(f"layer.{i}", 0)} for i, layer in enumerate(f.layers)
-        ],
-        **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
-    }
-
-
-def _encoder(encoder: EncoderFacts, vocab_size: int) -> dict[str, Any]:
-    """The encoder's facts; start tokens that the vocabulary lacks are none."""
-    start = encoder.start if all(0 <= t < vocab_size for t in encoder.start) else []
-    return {**asdict(encoder), "start": start}
-
-
-def _state(program: Program) -> list[dict[str, Any]]:
-    return [{**asdict(s), "shape": list(s.shape)} for s in program.state]
-
-
 def _manifest(
     job: _Job, program: Program, entries: dict[str, Any], report: dict[str, Any]
 ) -> dict[str, Any]:
@@ -320,11 +346,11 @@ def _manifest(
         "format": FORMAT,
         "accel": report["versions"]["accel"],
         "target": job.target,
-        "model": _facts(program),
+        "model": facts_json(program),
         "numerics": "float32",
         "grade": job.plan.grade,
         "recipe": job.plan.recipe.to_json(),
-        "state": _state(program),
+        "state": state_json(program),
         "entries": entries,
         "report": report,
     }
@@ -337,35 +363,24 @@ def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any
     from accel.runtime.version import VERSION
 
     return {
-        "model": _facts(program),
+        "model": facts_json(program),
         "recipe": job.plan.recipe.to_json(),
         "target": job.target,
         "grade": job.plan.grade,
         "steps": [asdict(s) for s in job.steps],
         "seconds": {**job.seconds, "total": round(sum(job.seconds.values()), 3)},
         "errors": job.errors,
+        **({"weights": job.weights} if job.weights else {}),
         "bytes": {**sizes, "total": sum(sizes.values())},
         "entries": {
             name: len(program.nodes(entry=entry))
             for name, entry in program.entries.items()
         },
-        "state": _state(program),
-        "kv_bytes_per_token": sum(
-            _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
-            for s in program.state
-            if "C" in s.shape
-        ),
+        "state": state_json(program),
+        "kv_bytes_per_token": kv_bytes(program),
         "notes": program.facts.notes,
         "peak_memory": peak_memory(),
         "versions": {
             "accel": VERSION, "torch": torch.__version__, "onnxruntime": onnxruntime.__version__,
         },
     }  # fmt: skip
-
-
-def _product(shape: tuple[int | str, ...]) -> int:
-    """Elements per slot and row: the letters B and C count as one."""
-    total = 1
-    for size in shape:
-        total *= 1 if isinstance(size, str) else size
-    return total

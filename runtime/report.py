@@ -62,10 +62,20 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
         ("context", f"{model.get('max_context', 0):,} tokens"),
         ("artifact", bytes_text(report.get("bytes", {}).get("total", 0))),
         ("state per token", bytes_text(report.get("kv_bytes_per_token", 0))),
+        *_weights(report.get("weights", {})),
         *_encoder(model.get("encoder"), report.get("state", [])),
         ("built in", f"{report.get('seconds', {}).get('total', 0):.1f} s"),
         ("largest error", _error(max(errors, default=None))),
     ]
+
+
+def _weights(weights: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Figures of weights in fewer bits, where there are some."""
+    found = [("bits per weight", f"{weights['bits_per_weight']:.3g}")] if weights else []
+    if "kl" in weights:
+        against = f"{weights['perplexity']:.4g}, float32 {weights['perplexity_float32']:.4g}"
+        found += [("KL from float32", f"{weights['kl']:.2g}"), ("perplexity", against)]
+    return found
 
 
 def _encoder(
@@ -105,6 +115,21 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
     recurrent = any(value["role"] == "recurrent" for value in state)
     more = f", {size(fixed)} per row that do not grow" if fixed else ""
     return text + more + (" (a rewind runs some tokens again)" if recurrent else "")
+
+
+def weights_text(weights: Mapping[str, Any], size: Callable[[int], str]) -> list[tuple[str, str]]:
+    """What storing weights in fewer bits saved, and what it cost; nothing where it was not done."""
+    if not weights:
+        return []
+    stored = f"{weights['bits_per_weight']:.3g} bits per weight, {size(weights['bytes'])}"
+    if "kl" not in weights:
+        return [("weights", stored), ("loss", "not measured")]
+    text = {"given": "the text given", "bundled": "accel's own text", "random": "random tokens"}
+    lost = (
+        f"KL {weights['kl']:.2g} per token; perplexity {weights['perplexity']:.4g}, in float32 "
+        f"{weights['perplexity_float32']:.4g} ({weights['tokens']:,} tokens of {text[weights['text']]})"
+    )
+    return [("weights", stored), ("loss", lost)]
 
 
 def cross_bytes(state: Sequence[Mapping[str, Any]]) -> int:

@@ -15,6 +15,7 @@ EXAMPLES = """\b
 Examples:
   accel-compile build ./my-model --out ./artifact
   accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
+  accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
   accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
 """
 
@@ -37,9 +38,17 @@ def build(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify/--no-verify", help="Check the logits after every pass and of the artifact."
+            "--verify/--no-verify",
+            help="Check the logits after every pass and of the artifact; measure what weights lose.",
         ),
     ] = True,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A text to round weights by, and to measure their loss on; default: one that comes along.",
+        ),
+    ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     dump: Annotated[
         Path | None,
@@ -63,6 +72,7 @@ def build(
             max_batch=max_batch,
             out=out,
             verify=verify,
+            calibration=calibration,
             progress=watch,
             trust_remote_code=trust_remote_code,
             dump=dump,

@@ -12,7 +12,7 @@ from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
 from accel.commands.show import show_chain, show_steps
 from accel.runtime.chain import picture, why_not
-from accel.runtime.report import cross_bytes, state_bytes, state_text
+from accel.runtime.report import cross_bytes, state_bytes, state_text, weights_text
 
 if TYPE_CHECKING:
     from accel.runtime.artifact import Artifact
@@ -92,6 +92,7 @@ def _show(artifact: Artifact) -> None:
         ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
         *_encoder(facts.encoder, state),
         ("grade", manifest.grade),
+        *weights_text(manifest.report.get("weights", {}), size),
         ("state", f"{state_text(state, size)}, {len(state)} buffers"),
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
         *(("note", note) for note in manifest.report.get("notes", [])),

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel.commands.console import error_text, pairs, size, table
 from accel.runtime.chain import groups, links, why_not
-from accel.runtime.report import state_text
+from accel.runtime.report import state_text, weights_text
 
 
 def show_chain(
@@ -64,6 +64,7 @@ def show_report(report: dict[str, Any]) -> None:
         ("layers", model["num_layers"] or "none found: the model is one piece"),
         ("entries", entries),
         ("bytes", f"{size(total)}: {files}" if files else ""),
+        *weights_text(report.get("weights", {}), size),
         ("state", state_text(report["state"], size)),
         ("seconds", f"{report['seconds']['total']:.1f}: {seconds}"),
         ("largest error", errors),

@@ -1,0 +1,146 @@
+"""One run of a program over text, layer by layer, during which its weights may be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from accel.ir.encoder import INPUT_POSITIONS, INPUTS, encoder_example
+from accel.ir.program import Program, Region, ancestors, compute, operand
+
+Visit = Callable[[fx.Node, Tensor], None]
+
+
+def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], visit: Visit) -> None:
+    """Run tokens [n,T] from empty caches; `visit(node, input)` before each wanted node is computed.
+
+    What `visit` puts in the node's place is what later nodes are computed from. Values are freed
+    after their last use, and what no wanted node needs (the logits) is not computed.
+    """
+    for name in ("encode", "step"):
+        if name in program.entries:
+            run = _Run(program, set(wanted), visit)
+            run.graph(program.entries[name].graph, feeds(program, name, tokens), False)
+
+
+def all_values(
+    program: Program, tokens: Tensor
+) -> Iterator[tuple[fx.Graph, dict[fx.Node, Any]]]:
+    """Each graph of the program and the values of all its nodes: for a few tokens only."""
+    for name in ("encode", "step"):
+        if name in program.entries:
+            found: list[tuple[fx.Graph, dict[fx.Node, Any]]] = []
+            _keep(program.entries[name].graph, program, feeds(program, name, tokens), found)
+            yield from found
+
+
+def feeds(program: Program, entry: str, tokens: Tensor) -> dict[str, Tensor]:
+    """Inputs of an entry for tokens [n,T], from empty caches, with logits for every token."""
+    side = _encoder_inputs(program, tokens)
+    if entry == "encode":
+        return side
+    if "encode" in program.entries:
+        out = program.run("encode", side)
+        side = {name.removesuffix(".next"): value for name, value in out.items()}
+    batch, length = tokens.shape
+    places = torch.arange(length).repeat(batch, 1)
+    state = {s.name: s.allocate(B=batch, C=length) for s in program.state if not s.cross}
+    slots = torch.zeros(batch, dtype=torch.int64)
+    return {"tokens": tokens, "positions": places, "slots": slots, "rows": places, **side, **state}
+
+
+def _encoder_inputs(program: Program, tokens: Tensor) -> dict[str, Tensor]:
+    """The same text for the encoder, where it takes such tokens; otherwise random inputs."""
+    encoder = program.facts.encoder
+    given = encoder_example(encoder, len(tokens))
+    if encoder is None or INPUTS not in given or int(tokens.max()) >= encoder.vocab_size:
+        return given
+    inputs = tokens[:, : encoder.max_length].contiguous()
+    places = torch.arange(inputs.shape[1]).repeat(len(inputs), 1)
+    return {INPUTS: inputs, INPUT_POSITIONS: places}
+
+
+class _Run:
+    """The interpreter of `calibrate`, for one entry."""
+
+    def __init__(self, program: Program, wanted: set[fx.Node], visit: Visit):
+        self.params, self.wanted, self.visit = program.params, wanted, visit
+
+    def graph(self, graph: fx.Graph, inputs: Mapping[str, Any], whole: bool) -> tuple[Any, ...]:
+        """What the graph returns; nothing unless it is asked for `whole`."""
+        values: dict[fx.Node, Any] = {}
+        skipped = set() if whole else set(graph.nodes) - ancestors(self._targets(graph), set())
+        done: set[fx.Node] = set(skipped)
+        node = next(iter(graph.nodes))
+        while node.op != "output":
+            if node in self.wanted:
+                self.wanted.discard(node)
+                before = node.prev
+                self.visit(node, operand(node.args[0], self.params, values))
+                node = before.next  # what stands in its place now, or the node itself
+                continue
+            if skipped and not self._holds(node) and skipped.issuperset(node.users):
+                skipped.add(node)
+            if node.op != "get_attr" and node not in skipped:
+                values[node] = self._compute(node, inputs, values)
+            done.add(node)
+            for source in node.all_input_nodes:
+                if done.issuperset(source.users):
+                    values.pop(source, None)
+            node = node.next
+        if not whole:
+            return ()
+        returned = map_arg(node.args[0], lambda n: operand(n, self.params, values))
+        return tuple(returned)
+
+    def _targets(self, graph: fx.Graph) -> list[fx.Node]:
+        """The wanted nodes of a graph, and the regions that hold some."""
+        return [n for n in graph.nodes if n in self.wanted or self._holds(n)]
+
+    def _holds(self, node: fx.Node) -> bool:
+        target = node.target
+        return isinstance(target, Region) and bool(self._targets(target.graph))
+
+    def _compute(
+        self, node: fx.Node, inputs: Mapping[str, Any], values: Mapping[fx.Node, Any]
+    ) -> Any:
+        if not isinstance(node.target, Region):
+            with torch.no_grad():
+                return compute(node, self.params, inputs, values)
+        graph = node.target.graph
+        args = map_arg(node.args, lambda n: operand(n, self.params, values))
+        return self.graph(graph, _named(graph, args), True)
+
+
+def _named(graph: fx.Graph, args: Any) -> dict[str, Any]:
+    """Arguments of a region's call, by the names of its placeholders."""
+    names = [str(p.target) for p in graph.find_nodes(op="placeholder")]
+    return dict(zip(names, args, strict=True))
+
+
+def _keep(
+    graph: fx.Graph,
+    program: Program,
+    inputs: Mapping[str, Any],
+    found: list[tuple[fx.Graph, dict[fx.Node, Any]]],
+) -> Any:
+    """Run a graph and note every value of it, and of the regions in it."""
+    values: dict[fx.Node, Any] = {}
+    found.append((graph, values))
+    for node in graph.nodes:
+        if node.op == "output":
+            return map_arg(node.args[0], lambda n: operand(n, program.params, values))
+        if node.op == "get_attr":
+            continue
+        if isinstance(node.target, Region):
+            args = map_arg(node.args, lambda n: operand(n, program.params, values))
+            inner = node.target.graph
+            values[node] = _keep(inner, program, _named(inner, args), found)
+        else:
+            with torch.no_grad():
+                values[node] = compute(node, program.params, inputs, values)
+    raise ValueError("the graph returns nothing")

@@ -1,0 +1,35 @@
+"""Weights in 4 bits, each column's rounding error made good by the others: GPTQ (arXiv:2210.17323)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.passes.weights._blocks import Packed, Site
+from accel.passes.weights._calibrated import Calibrated
+from accel.passes.weights._feedback import feedback_of, round_with_feedback
+
+
+@dataclass(frozen=True)
+class Int4Gptq(Calibrated):
+    """As int4, with the errors fed back. `damping`: share of the mean second moment of the inputs that
+    is added to every one, which keeps the correction small where few inputs tell of it.
+    """
+
+    damping: float = 0.01
+
+    error = 1.2  # of random weights, where errors grow from layer to layer
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.damping > 0:
+            raise RecipeError(f"damping = {self.damping}; give a share above 0, as 0.01")
+
+    def bits(self, site: Site, layers: int) -> int:
+        return 4
+
+    def rounded(self, weight: Tensor, inputs: Tensor, bits: int) -> Packed:
+        order, factor = feedback_of(inputs, self.damping)
+        return round_with_feedback(weight, order, factor, bits, self.block, self.symmetric)

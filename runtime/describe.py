@@ -1,0 +1,59 @@
+"""What a manifest and a report say of a program: the model's facts and the layout of its state."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from accel.ir.program import EncoderFacts, Program, Region
+
+
+def facts_json(program: Program) -> dict[str, Any]:
+    """The model, as a manifest keeps it."""
+    f = program.facts
+    regions = [n.target for n in program.nodes(entry=program.step) if isinstance(n.target, Region)]
+    nodes = {r.name: len(r.graph.nodes) for r in regions}
+    return {
+        "name": f.name,
+        "vocab_size": f.vocab_size,
+        "num_layers": len(f.layers),
+        "max_context": f.max_context,
+        "max_batch": f.max_batch,
+        "eos": [e for e in f.eos if 0 <= e < f.vocab_size],
+        "bos": f.bos if f.bos is not None and 0 <= f.bos < f.vocab_size else None,
+        "parameters": f.parameters,
+        "layers": [
+            {**asdict(layer), "nodes": nodes.get(f"layer.{i}", 0)} for i, layer in enumerate(f.layers)
+        ],
+        **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
+    }
+
+
+def _encoder(encoder: EncoderFacts, vocab_size: int) -> dict[str, Any]:
+    """The encoder's facts; start tokens that the vocabulary lacks are none."""
+    start = encoder.start if all(0 <= t < vocab_size for t in encoder.start) else []
+    return {**asdict(encoder), "start": start}
+
+
+def state_json(program: Program) -> list[dict[str, Any]]:
+    """Each state value."""
+    return [{**asdict(s), "shape": list(s.shape)} for s in program.state]
+
+
+def kv_bytes(program: Program) -> int:
+    """Bytes of state that each token of a row takes."""
+    return sum(
+        _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
+        for s in program.state
+        if "C" in s.shape
+    )
+
+
+def _product(shape: tuple[int | str, ...]) -> int:
+    """Elements per slot and row: the letters B and C count as one."""
+    total = 1
+    for size in shape:
+        total *= 1 if isinstance(size, str) else size
+    return total
