@@ -12,6 +12,7 @@ import numpy.typing as npt
 from accel.ir.axis import Axis
 from accel.ir.errors import ArtifactError, InputError, RecipeError
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.costs import Costs, known, measured
 from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.loop import Base as Loop
@@ -22,6 +23,7 @@ from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_tex
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session import Engine, Facts, Logits, Session
 from accel.runtime.text import Tokenizer
+from accel.runtime.tune import AUTO, Tuning
 
 Sources = list[npt.NDArray[Any]] | None
 
@@ -57,6 +59,8 @@ class CompiledModel:
         self._engine: Engine | None = engine
         self._on_close = on_close
         self._loop = _loop(self.recipe)
+        self._costs: Costs | None = None
+        self._asked = False
 
     def generate(
         self,
@@ -88,7 +92,7 @@ class CompiledModel:
         options = (temperature, top_k, top_p, min_p, repetition_penalty)
         sources, prompts = self._sources(encoder_input, prompts)
         rows = self._rows(prompts, max_new_tokens, options, seed, stop, eos)
-        meter = Meter()
+        meter = Meter(self.tuning, self._known_costs())
         for _ in self._decode(rows, sources, meter):
             pass
         return Output(
@@ -128,7 +132,7 @@ class CompiledModel:
         if len(rows) != 1:
             raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
         row, script = rows[0]
-        meter = Meter()
+        meter = Meter(self.tuning, self._known_costs())
         tokens = self._decode(rows, sources, meter)
         return Stream(_pieces(tokens, script if text else None), meter, row)
 
@@ -195,6 +199,37 @@ class CompiledModel:
         items = as_prompts(prompts, self.facts, self.tokenizer, start)
         _one_each(sources, len(items))
         return sources, items
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The variant of the step that is used, and why, with what each costs here; measured when
+        first asked for, under two seconds. None for the eager target.
+        """
+        return self._engine.tuning if isinstance(self._engine, OrtEngine) else None
+
+    @property
+    def costs(self) -> Costs:
+        """What a call of 1..32 tokens costs here; measured when first asked for, in a few seconds at
+        most, and then remembered. Raises InputError where the model is closed.
+        """
+        if self._costs is None:
+            if self._engine is None:
+                raise InputError("this model is closed; load or optimize it again")
+            self._costs = self._known_costs() or measured(
+                self._engine.stepper(1), self.facts, self._cost_key
+            )
+        return self._costs
+
+    @property
+    def _cost_key(self) -> dict[str, Any] | None:
+        return self._engine.cost_key if isinstance(self._engine, OrtEngine) else None
+
+    def _known_costs(self) -> Costs | None:
+        """The costs, if they were ever measured on this machine."""
+        if not self._asked:
+            self._asked = True
+            self._costs = known(self._cost_key)
+        return self._costs
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the artifact to a folder, whole or not at all. Raises ArtifactError."""
@@ -271,22 +306,27 @@ class CompiledModel:
                     yield token
 
 
-def load(path: str | os.PathLike[str], *, threads: int | None = None) -> CompiledModel:
+def load(
+    path: str | os.PathLike[str], *, threads: int | None = None, attention: str = AUTO
+) -> CompiledModel:
     """Open an artifact after checking it. Imports neither torch nor transformers. Raises
     ArtifactError.
 
     `threads`: compute threads of one call, default the physical cores that the process may use.
+    `attention`: a variant of the step (`accel-compile inspect` lists them), or "auto": the fastest
+    on this machine, measured at first use in under two seconds and then remembered.
     """
     if threads is not None:
         as_count(threads, "threads", 1)
     artifact = open_artifact(path)
-    return from_artifact(artifact, threads=threads)
+    return from_artifact(artifact, threads=threads, attention=attention)
 
 
 def from_artifact(
     artifact: Artifact,
     *,
     threads: int | None = None,
+    attention: str = AUTO,
     program: Any = None,
     on_close: Callable[[], None] | None = None,
 ) -> CompiledModel:
@@ -299,7 +339,7 @@ def from_artifact(
         )
     named = "tokenizer.json" in artifact.files
     return CompiledModel(
-        OrtEngine(artifact, threads=threads),
+        OrtEngine(artifact, threads=threads, attention=attention),
         artifact.facts,
         tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
         recipe=artifact.recipe,

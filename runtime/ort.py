@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from accel.ir.errors import ArtifactError, unknown
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.ints import Ints
+from accel.runtime.machine import machine
 from accel.runtime.manifest import StateValue
 from accel.runtime.ort_open import check_encode, check_state, open_session, physical_cores
 from accel.runtime.session import Logits
+from accel.runtime.tune import AUTO, Tuning, choose
 
 
 class OrtEngine:
@@ -36,15 +37,12 @@ class OrtEngine:
         threads: int | None = None,
         spinning: bool = True,
         entry: str = "step",
-        attention: str = PORTABLE,
+        attention: str = AUTO,
     ):
         """`threads`: compute threads of one call, default the physical cores it may use.
-        `attention`: the variant of the step. Raises ArtifactError where there is none of that name.
+        `attention`: the variant of the step, or "auto": the fastest here.
+        Raises ArtifactError where there is none of that name.
         """
-        graphs = artifact.entries[entry].graphs
-        if attention not in graphs:
-            raise ArtifactError(f"{artifact.path}: {unknown('attention', attention, graphs)}")
-        self.attention = attention
         self.artifact = artifact
         self.threads = threads or physical_cores()
         self.spinning = spinning
@@ -52,6 +50,19 @@ class OrtEngine:
         self._lock = threading.Lock()
         self._session: Any = None
         self._encoder: Any = None
+        self._tuning = None if attention == AUTO else choose(artifact, attention, self.threads)
+
+    @property
+    def tuning(self) -> Tuning:
+        """The variant of the step that is used, and why; measured when first asked for."""
+        with self._lock:
+            return self._tuned()
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        """What the costs of a call depend on: this machine, and the graph."""
+        graph = self.artifact.entries["step"].graphs[self.tuning.attention]
+        return {**machine(self.threads), "graph": self.artifact.files[graph].sha256}
 
     @property
     def session(self) -> Any:
@@ -79,8 +90,14 @@ class OrtEngine:
         with self._lock:
             self._session = self._encoder = None
 
+    def _tuned(self) -> Tuning:
+        if self._tuning is None:
+            self._tuning = choose(self.artifact, AUTO, self.threads)
+            assert self._tuning is not None  # it was measured
+        return self._tuning
+
     def _open(self, entry: str) -> Any:
-        variant = self.attention if entry == self.entry else PORTABLE
+        variant = self._tuned().attention if entry == "step" else PORTABLE
         path = self.artifact.path / self.artifact.entries[entry].graphs[variant]
         session = open_session(path, self.threads, self.spinning)
         if entry == "encode":

@@ -26,13 +26,18 @@ _ORT_TYPES = {
 }
 
 
-def open_session(path: Path, threads: int, spinning: bool = True) -> Any:
-    """An onnxruntime.InferenceSession over a graph file, its weights packed. Raises ArtifactError."""
+def open_session(path: Path, threads: int, spinning: bool = True, resting: bool = False) -> Any:
+    """An onnxruntime.InferenceSession over a graph file, its weights packed. Raises ArtifactError.
+
+    spinning: its threads wait busily during a call, and a while after it unless it is `resting`.
+    """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
+    if resting:
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         if is_native(path):
             register(options)

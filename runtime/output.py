@@ -8,9 +8,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from accel.runtime.costs import Costs
 from accel.runtime.loop import Row
 from accel.runtime.session import Session
 from accel.runtime.text import StopMatcher, Tokenizer
+from accel.runtime.tune import Tuning
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class Transcript:
 class Meter:
     """Counts and times the calls of one `generate` or `stream`."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning | None = None, costs: Costs | None = None) -> None:
+        self.tuning = tuning
+        self.costs = costs
         self.calls = 0
         self.kv_bytes = 0
         self.prefill_seconds = 0.0
@@ -106,7 +110,9 @@ class Meter:
     def stats(self, rows: list[Row]) -> dict[str, Any]:
         """calls: of the graph; tokens: new ones; tokens_per_call: of the two; tokens_per_second:
         while decoding, without each group's first token; kv_bytes: largest state of a group;
-        peak_memory: of the process, bytes; finish: why each row ended.
+        peak_memory: of the process, bytes; attention: the variant of the step; costs: c(T)/c(1) of a
+        call of T tokens, None where `CompiledModel.costs` was never asked for on this machine;
+        finish: why each row ended.
         """
         tokens = sum(len(row.tokens) for row in rows)
         return {
@@ -119,6 +125,8 @@ class Meter:
             "tokens_per_second": self._decoded / self.decode_seconds if self._decoded else 0.0,
             "kv_bytes": self.kv_bytes,
             "peak_memory": peak_memory(),
+            "attention": self.tuning.attention if self.tuning else None,
+            "costs": self.costs.ratios if self.costs else None,
             "finish": [row.finish for row in rows],
         }
 

@@ -34,6 +34,14 @@ class Golden:
         assert text.splitlines() == want, f"{path.name} differs; if it should: GOLDEN=write pytest"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """What is measured here is not kept in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def golden() -> Golden:
     return Golden()

@@ -17,6 +17,7 @@ from accel.ir.errors import InputError
 if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
     from accel.runtime.encode import Encoder
+    from accel.runtime.ort import OrtEngine
 
 EXAMPLES = """\b
 Examples:
@@ -53,6 +54,7 @@ def bench(
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="New tokens of each run.")] = 32,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs; the median counts.")] = 3,
     threads: options.Threads = None,
+    attention: options.Attention = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Measure the speed of an artifact.
@@ -62,7 +64,7 @@ def bench(
     from accel.runtime.output import peak_memory
 
     start = time.perf_counter()
-    model, timed, used = _open(path, threads)
+    model, timed, engine = _open(path, threads, attention)
     loaded = time.perf_counter() - start
     with model:
         lengths = _lengths(context, tokens, model.facts.max_context)
@@ -73,7 +75,8 @@ def bench(
                 rows.append(_row(model, timed, length, tokens, repeat))
     result = {
         "artifact": str(path),
-        "threads": used,
+        "threads": engine.threads,
+        "attention": engine.tuning.attention,
         "new_tokens": tokens,
         "repeat": repeat,
         "load_seconds": loaded,
@@ -86,7 +89,9 @@ def bench(
         _show(result)
 
 
-def _open(path: Path, threads: int | None) -> tuple[CompiledModel, Timed, int]:
+def _open(
+    path: Path, threads: int | None, attention: str
+) -> tuple[CompiledModel, Timed, OrtEngine]:
     """The model over a session that is timed, opened and ready."""
     from accel.runtime.artifact import open_artifact
     from accel.runtime.compiled import CompiledModel
@@ -98,9 +103,9 @@ def _open(path: Path, threads: int | None) -> tuple[CompiledModel, Timed, int]:
             return Timed(opened) if entry == "step" else opened
 
     artifact = open_artifact(path)
-    engine = Engine(artifact, threads=threads)
+    engine = Engine(artifact, threads=threads, attention=attention)
     model = CompiledModel(engine, artifact.facts, recipe=artifact.recipe)
-    return model, engine.session, engine.threads
+    return model, engine.session, engine
 
 
 def _lengths(asked: list[int] | None, tokens: int, limit: int) -> list[int]:
@@ -201,5 +206,6 @@ def _show(result: dict[str, Any]) -> None:
         ("load", f"{result['load_seconds']:.2f} s"),
         ("peak memory", size(result["peak_memory"])),
         ("threads", result["threads"]),
+        ("attention", result["attention"]),
         ("measured", f"median of {result['repeat']} runs of {result['new_tokens']} new tokens"),
     ])  # fmt: skip

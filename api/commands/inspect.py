@@ -10,18 +10,21 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
-from accel.commands.show import show_chain, show_steps
+from accel.commands.show import show_chain, show_steps, show_tuning
 from accel.runtime.chain import picture, why_not
 from accel.runtime.report import cross_bytes, state_bytes, state_text, weights_text
 
 if TYPE_CHECKING:
     from accel.runtime.artifact import Artifact
+    from accel.runtime.costs import Costs
     from accel.runtime.encode import Encoder
+    from accel.runtime.tune import Tuning
 
 EXAMPLES = """\b
 Examples:
   accel-compile inspect ./artifact
   accel-compile inspect ./artifact --json
+  accel-compile inspect ./artifact --measure
   accel-compile inspect ./artifact --picture layers.svg
 """
 
@@ -34,12 +37,19 @@ def inspect(
             "--picture", metavar="FILE.svg", help="Draw the chain of layers into this file."
         ),
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Measure its attention and the costs of calls here, if not yet known."
+        ),
+    ] = False,
+    threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
     """Check an artifact and show what it holds.
 
     That is: the model, the chain of its layers with what each carries, state, entries, files,
-    passes and their errors.
+    passes and their errors; and what was measured of it on this machine.
     """
     from accel.runtime.artifact import open_artifact
 
@@ -48,10 +58,30 @@ def inspect(
         state = [asdict(value) for value in artifact.manifest.state]
         drawn = picture(artifact.facts.layers, state, why_not(artifact.manifest.report))
         chain.write_text(drawn, encoding="utf-8")
+    tuning, costs = _measured(artifact, threads, measure)
     if as_json:
-        print_json(_facts(artifact))
+        here = {"tuning": tuning and tuning.to_json(), "costs": costs and asdict(costs)}
+        print_json({**_facts(artifact), **here})
         return
     _show(artifact)
+    show_tuning(tuning, costs)
+
+
+def _measured(
+    artifact: Artifact, threads: int | None, measure: bool
+) -> tuple[Tuning | None, Costs | None]:
+    """What is known of its speed on this machine."""
+    from accel.runtime.compiled import from_artifact
+    from accel.runtime.costs import known
+    from accel.runtime.ort import OrtEngine
+    from accel.runtime.tune import AUTO, choose
+
+    if measure:
+        with from_artifact(artifact, threads=threads) as model:
+            return model.tuning, model.costs
+    engine = OrtEngine(artifact, threads=threads)
+    tuning = choose(artifact, AUTO, engine.threads, measure=False)
+    return tuning, None if tuning is None else known(engine.cost_key)
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:

@@ -32,6 +32,13 @@ Threads = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Compute threads; default: the physical cores."),
 ]
+Attention = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|NAME",
+        help="A variant of the step (inspect lists them); default: the fastest here, by measurement.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead.")]
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import error_text, pairs, size, table
 from accel.runtime.chain import groups, links, why_not
 from accel.runtime.report import state_text, weights_text
+
+if TYPE_CHECKING:
+    from accel.runtime.costs import Costs
+    from accel.runtime.tune import Tuning
 
 
 def show_chain(
@@ -45,6 +49,27 @@ def show_steps(steps: list[dict[str, Any]]) -> None:
     pairs(
         [(f"{s['name']} refused", reason) for s in steps for reason in dict.fromkeys(s["refused"])]
     )
+
+
+def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
+    """The variant of the step on this machine, what attention costs in each, and the costs of calls."""
+    if tuning is None:
+        pairs([("attention", "not measured on this machine yet: --measure, or the first use, does")])
+    else:
+        pairs([("attention", f"{tuning.attention} ({tuning.why})"), *tuning.refused.items()])
+        names = list(tuning.costs[0].seconds) if tuning.costs else []
+        rows = [[c.tokens, c.context, *(f"{c.seconds[n] * 1e3:.3g}" for n in names)] for c in tuning.costs]
+        if rows:
+            table([">tokens", ">slots", *(f">{name} ms" for name in names)], rows)
+    if costs is None:
+        pairs([("costs of a call", "not measured on this machine yet: --measure does")])
+        return
+    least = costs.seconds[0]
+    bars = [
+        [t, f"{s * 1e3:.3g}", f"{s / least:.2f}", f"{s / least / t:.2f}", "█" * round(4 * s / least)]
+        for t, s in zip(costs.tokens, costs.seconds, strict=True)
+    ]
+    table([">tokens", ">ms", ">c(T)/c(1)", ">per token", ""], bars, title="costs of a call")
 
 
 def show_report(report: dict[str, Any]) -> None:

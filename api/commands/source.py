@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
 
 
-def open_model(path: Path, *, threads: int | None = None, **build: Any) -> CompiledModel:
+def open_model(
+    path: Path, *, threads: int | None = None, attention: str = "auto", **build: Any
+) -> CompiledModel:
     """The compiled model at a path; `build` holds options of `optimize` for a model directory.
 
     Raises:
@@ -26,7 +28,7 @@ def open_model(path: Path, *, threads: int | None = None, **build: Any) -> Compi
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():
         with progress("compile") as watch:
             return accel.optimize(path, progress=watch, **build)
-    return accel.load(path, threads=threads)
+    return accel.load(path, threads=threads, attention=attention)
 
 
 def _missing(path: Path) -> str:

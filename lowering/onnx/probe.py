@@ -24,8 +24,9 @@ LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does i
 def probe(program: Program, variant: Table | None) -> onnx.ModelProto:
     """Attention of each form that the step has, as often as its share of the layers asks for.
 
-    Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots), and of each node its own
-    queries, keys and values. The metadata `share` is the part of the step's attention that it holds.
+    Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots; `held.X [B,X]` of
+    cross-attention over an encoder's fixed X), and of each node its own queries, keys and values.
+    The metadata `share` is the part of the step's attention that it holds.
     """
     nodes = program.nodes(attention.default, entry=program.step)
     forms = Counter(_form(node) for node in nodes)
@@ -57,9 +58,11 @@ def _operands(
     names: dict[fx.Node, str] = {}
     for role, value in given.items():
         if isinstance(value, fx.Node) and value not in names:
-            name = {"q_pos": "positions", "k_pos": "held"}.get(role, f"{role}.{index}")
-            names[value] = name
-            b.meta[name] = fake = value.meta["val"]
+            fake = value.meta["val"]
+            fixed = f".{fake.shape[-1]}" if isinstance(fake.shape[-1], int) else ""
+            shared = {"q_pos": "positions", "k_pos": f"held{fixed}"}
+            names[value] = name = shared.get(role, f"{role}.{index}")
+            b.meta[name] = fake
             sizes = [
                 d if isinstance(d, int) else _LETTERS[role][i] for i, d in enumerate(fake.shape)
             ]

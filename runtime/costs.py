@@ -1,0 +1,98 @@
+"""The verify-cost curve: what a call of T tokens costs, measured on the step itself on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.encode import Encoder, entry_inputs
+from accel.runtime.machine import recall, remember
+from accel.runtime.session import STEP, Facts, Stepper
+
+TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+SLOTS = 512  # of the cache that the calls read, or as many as the model has
+SECONDS = 1.0  # after a first round, at most about this
+ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class Costs:
+    """tokens: of a call, from 1 up; seconds: what it takes, logits of every token included."""
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def ratio(self, tokens: int) -> float:
+        """c(T)/c(1), between measured points by a straight line. Raises InputError beyond them."""
+        if not 1 <= tokens <= self.tokens[-1]:
+            raise InputError(
+                f"costs are known for calls of 1..{self.tokens[-1]} tokens, not {tokens}"
+            )
+        return float(np.interp(tokens, self.tokens, self.seconds)) / self.seconds[0]
+
+    @property
+    def ratios(self) -> dict[int, float]:
+        """The ratio at every measured point."""
+        return {t: s / self.seconds[0] for t, s in zip(self.tokens, self.seconds, strict=True)}
+
+
+def known(key: dict[str, Any] | None) -> Costs | None:
+    """An earlier measurement, where it is whole."""
+    value: Any = None if key is None else recall("costs", key)
+    try:
+        found = Costs(
+            tuple(int(t) for t in value["tokens"]), tuple(float(s) for s in value["seconds"])
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    rising = list(found.tokens) == sorted(set(found.tokens)) and found.tokens[:1] == (1,)
+    whole = rising and len(found.seconds) == len(found.tokens) and min(found.seconds) > 0
+    return found if whole else None
+
+
+def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Costs:
+    """Measure with a fresh stepper of one row, which is closed after; keep it under the key."""
+    try:
+        costs = _measure(stepper, facts)
+    finally:
+        stepper.close()
+    if key is not None:
+        remember("costs", key, {"tokens": costs.tokens, "seconds": costs.seconds})
+    return costs
+
+
+def _measure(stepper: Stepper, facts: Facts) -> Costs:
+    if facts.encoder is not None:
+        stepper.encode(_shortest(facts.encoder))
+    held = min(SLOTS, facts.max_context)
+    stepper.resize(-(-held // STEP) * STEP)
+    widths = [t for t in TOKENS if t <= held]
+    taken: dict[int, list[float]] = {t: [] for t in widths}
+    limit = float("inf")
+    for done in range(ROUNDS + 1):
+        if done > 1 and time.perf_counter() > limit:
+            break
+        for width in widths:
+            tokens = np.arange(width)[None] % facts.vocab_size
+            at = held - width + np.arange(width)[None]
+            rows = np.arange(width)[None]
+            start = time.perf_counter()
+            stepper.step(tokens, at, at[:, 0], rows)
+            taken[width].append(time.perf_counter() - start)
+        if not done:
+            limit = time.perf_counter() + SECONDS
+    best = [
+        min(times[1:]) for times in taken.values()
+    ]  # the first call of a shape makes its buffers
+    return Costs(tuple(widths), tuple(best))
+
+
+def _shortest(encoder: Encoder) -> Any:
+    """An input of the encoder, as short as it may be."""
+    if encoder.features:
+        return entry_inputs(np.zeros((1, *encoder.features), np.float32), None, 1, encoder)
+    return entry_inputs(np.zeros((1, 1), np.int64), None, 1, encoder)
