@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
+from accel.ir.ops.attention import attention
 from accel.ir.ops.quantized import pack, quantized_embedding, quantized_linear
+from accel.ir.ops.rope import rope
+from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
 from accel.passes import Report
 from accel.passes.clean.clean import forget_unused, replace
@@ -18,6 +21,7 @@ from accel.passes.weights import Base
 
 aten = torch.ops.aten
 BLOCKS = (16, 32, 64, 128)  # what the kernels take
+_TABLES = {rope.default, lookup.default, attention.default}  # what they read is no weight
 _CHUNK = 1 << 22  # elements of a weight that are rounded at a time
 
 
@@ -98,10 +102,12 @@ def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
                     site.linears.append(user)
                 elif user.target is aten.embedding.default and _reads_as(user, node, 0):
                     site.embeddings.append(user)
+                elif user.target in _TABLES:
+                    other[name] = ""
                 else:
                     kind = getattr(user.target, "__name__", str(user.target))
                     other[name] = f"{name}: read by {kind}, which takes no packed weights"
-    return [s for name, s in found.items() if name not in other], list(other.values())
+    return [s for name, s in found.items() if name not in other], [w for w in other.values() if w]
 
 
 def _graphs(program: Program) -> Iterator[tuple[int | None, fx.Graph]]:
