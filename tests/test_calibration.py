@@ -1,14 +1,18 @@
 """Text that weights are rounded by: where it comes from, how it runs through a program, what it costs."""
 
 import dataclasses
+import re
 from pathlib import Path
 
+import models
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import accel
 import accel.reference
+from accel import cli
 from accel.ir.calibration import Calibration
 from accel.ir.capture import capture
 from accel.ir.errors import InputError, RecipeError
@@ -273,6 +277,32 @@ def test_a_build_reports_bits_and_loss(verify, build):
     shares = [share for _, share in told]
     assert shares == sorted(shares) and 0 <= shares[0] and shares[-1] == 1
     assert any(name.startswith("rounding weights: ") for name, _ in told)
+
+
+def test_the_commands_show_bits_and_loss(tmp_path, monkeypatch):
+    """A directory without a tokenizer: `build` on random tokens, and what `inspect` says of it."""
+    monkeypatch.setattr(models, "LAYERS", 2)
+    models.llama().save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[weights]\nuse = "int4-awq"\nsmallest = 256\n', encoding="utf-8")
+
+    def call(*arguments):
+        return CliRunner().invoke(cli.app, [str(a) for a in arguments])
+
+    out = tmp_path / "out"
+    built = call("build", tmp_path / "model", "--out", out, "--recipe", recipe)
+    assert built.exit_code == 0, built.output
+    for words in ("choosing scales", "rounding weights"):
+        assert re.search(rf"^build:  \d\d% {words}: \d+ of \d+$", built.stderr, re.M)
+    for text in (built.stdout, call("inspect", out).stdout):
+        assert "bits per weight" in text and "KL " in text and "of random tokens" in text
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "KL from float32" in page and "perplexity" in page
+    (tmp_path / "mine.txt").write_text("some text", encoding="utf-8")
+    asked = ("--recipe", recipe, "--calibration", tmp_path / "mine.txt")
+    refused = call("build", tmp_path / "model", "--out", tmp_path / "other", *asked)
+    assert refused.exit_code == 1 and "no tokenizer to read a text with" in refused.stderr
+    assert not (tmp_path / "other").exists()
 
 
 def test_float16_is_measured_too(build):

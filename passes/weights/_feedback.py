@@ -7,9 +7,12 @@ so that the columns may be taken in any order: the largest inputs first.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from accel.ir.errors import PassError
 from accel.ir.ops.quantized import pack
 from accel.passes.weights._blocks import Packed, in_blocks, steps
 
@@ -36,17 +39,19 @@ def feedback_of(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     the inverse of the inputs' second moments, their diagonal raised by a share of its mean.
     """
     moments = inputs.t() @ inputs
-    diagonal = moments.diagonal()
-    order = diagonal.argsort(descending=True, stable=True)
-    moments = moments[order][:, order]
-    mean = float(diagonal.mean()) or 1.0
-    unit = torch.eye(len(order))
-    while True:  # the Cholesky factor from below, inverted, is the inverse's from above
-        flipped = (moments + damping * mean * unit).flip(0, 1)
-        lower, failed = torch.linalg.cholesky_ex(flipped)
-        if not failed:
-            break
+    mean = float(moments.diagonal().mean()) or 1.0
+    if not math.isfinite(mean):
+        raise PassError("a product's input on the calibration text is not finite: give other text")
+    order = moments.diagonal().argsort(descending=True, stable=True)
+    last = order.flip(0)  # the Cholesky factor from the end, inverted, is the inverse's from the front
+    moments = moments[last][:, last]
+    moments.diagonal().add_(damping * mean)
+    lower, failed = torch.linalg.cholesky_ex(moments)
+    while failed:
+        moments.diagonal().add_(9 * damping * mean)
         damping *= 10
+        lower, failed = torch.linalg.cholesky_ex(moments)
+    unit = torch.eye(len(order), out=moments)
     return order, torch.linalg.solve_triangular(lower, unit, upper=False).flip(0, 1)
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.ir.errors import PassError
 from accel.ir.ops.quantized import dequantize
 from accel.passes.weights import _scaling
 from accel.passes.weights._blocks import round_to_nearest
@@ -92,6 +93,20 @@ def test_inputs_that_tell_little_do_no_harm(inputs):
         round_clipped(weight, inputs, 4, 32, True),
     ):
         assert (read(packed, 40) - weight).abs().max() < 2.5
+
+
+def test_inputs_that_are_not_finite_are_refused():
+    with pytest.raises(PassError, match="not finite"):
+        feedback_of(torch.tensor([[1.0, float("inf")]]), 0.01)
+
+
+def test_the_factor_is_of_the_inverse():
+    _, inputs, _ = case(4, 60, 16, 4, True, 2)
+    order, factor = feedback_of(inputs, 0.01)
+    moments = (inputs.t() @ inputs)[order][:, order]
+    moments += 0.01 * moments.diagonal().mean() * torch.eye(60)
+    torch.testing.assert_close(factor.t() @ factor @ moments, torch.eye(60), atol=2e-3, rtol=0)
+    assert torch.equal(factor, factor.triu())
 
 
 @settings(max_examples=40, deadline=None)
