@@ -170,7 +170,12 @@ class CompiledModel:
             vocab_size=self.facts.vocab_size,
             max_context=self.facts.max_context,
             encoder=self.facts.encoder,
+            least=self._least,
         )
+
+    @property
+    def _least(self) -> int:
+        return 1 if self.artifact is None else self.artifact.manifest.least
 
     def _encoded(self, sources: Sources, start: int, batch: int) -> Session:
         """A session whose encoder, where there is one, was given the sources of rows from `start` on."""
@@ -216,7 +221,7 @@ class CompiledModel:
             if self._engine is None:
                 raise InputError("this model is closed; load or optimize it again")
             self._costs = self._known_costs() or measured(
-                self._engine.stepper(1), self.facts, self._cost_key
+                self._engine.stepper(1), self.facts, self._cost_key, self._least
             )
         return self._costs
 

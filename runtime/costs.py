@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.encode import Encoder, entry_inputs
+from accel.runtime.encode import entry_inputs, shortest
 from accel.runtime.machine import recall, remember
-from accel.runtime.session import STEP, Facts, Stepper
+from accel.runtime.session import STEP, Facts, Stepper, at_least
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SLOTS = 512  # of the cache that the calls read, or as many as the model has
@@ -54,10 +54,13 @@ def known(key: dict[str, Any] | None) -> Costs | None:
     return found if whole else None
 
 
-def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Costs:
-    """Measure with a fresh stepper of one row, which is closed after; keep it under the key."""
+def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, least: int = 1) -> Costs:
+    """Measure with a fresh stepper of one row, which is closed after; keep it under the key.
+
+    `least`: as of `Session`.
+    """
     try:
-        costs = _measure(stepper, facts)
+        costs = _measure(stepper, facts, least)
     finally:
         stepper.close()
     if key is not None:
@@ -65,11 +68,11 @@ def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Cost
     return costs
 
 
-def _measure(stepper: Stepper, facts: Facts) -> Costs:
+def _measure(stepper: Stepper, facts: Facts, least: int) -> Costs:
     if facts.encoder is not None:
-        stepper.encode(_shortest(facts.encoder))
+        stepper.encode(entry_inputs(shortest(facts.encoder), None, 1, facts.encoder))
     held = min(SLOTS, facts.max_context)
-    stepper.resize(-(-held // STEP) * STEP)
+    stepper.resize(-(-(held + least) // STEP) * STEP)
     widths = [t for t in TOKENS if t <= held]
     taken: dict[int, list[float]] = {t: [] for t in widths}
     limit = float("inf")
@@ -80,8 +83,10 @@ def _measure(stepper: Stepper, facts: Facts) -> Costs:
             tokens = np.arange(width)[None] % facts.vocab_size
             at = held - width + np.arange(width)[None]
             rows = np.arange(width)[None]
+            slots = at[:, 0]
+            tokens, at, rows = at_least(least, tokens, at, rows)
             start = time.perf_counter()
-            stepper.step(tokens, at, at[:, 0], rows)
+            stepper.step(tokens, at, slots, rows)
             taken[width].append(time.perf_counter() - start)
         if not done:
             limit = time.perf_counter() + SECONDS
@@ -89,10 +94,3 @@ def _measure(stepper: Stepper, facts: Facts) -> Costs:
         min(times[1:]) for times in taken.values()
     ]  # the first call of a shape makes its buffers
     return Costs(tuple(widths), tuple(best))
-
-
-def _shortest(encoder: Encoder) -> Any:
-    """An input of the encoder, as short as it may be."""
-    if encoder.features:
-        return entry_inputs(np.zeros((1, *encoder.features), np.float32), None, 1, encoder)
-    return entry_inputs(np.zeros((1, 1), np.int64), None, 1, encoder)

@@ -61,6 +61,11 @@ def entry_inputs(inputs: Any, lengths: Any, batch: int, facts: Encoder | None) -
     return {"inputs": ids, "inputs.pos": np.where(real, columns, -1)}
 
 
+def shortest(facts: Encoder) -> npt.NDArray[Any]:
+    """An input of one row, as short as an encoder takes."""
+    return np.zeros((1, *facts.features), np.float32) if facts.features else np.zeros((1, 1), np.int64)
+
+
 def encoder_rows(
     value: Any, facts: Encoder | None, tokenizer: Tokenizer | None
 ) -> list[npt.NDArray[Any]] | None:

@@ -12,6 +12,7 @@ from accel.lowering.onnx.variants import PORTABLE
 
 FORMAT = 1
 MANIFEST = "accel.json"
+BIT_EXACT = "bit-exact"
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 _BUILD_AGAIN = "the artifact was edited or damaged: build it again"
 
@@ -91,7 +92,10 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of `accel.json`, checked; `raw` is the JSON as read."""
+    """All of `accel.json`, checked; `raw` is the JSON as read.
+
+    numerics: "float32", or "bit-exact" where a call of T tokens must give the bits of T single ones.
+    """
 
     accel: str
     target: str
@@ -104,6 +108,11 @@ class Manifest:
     files: dict[str, File]
     report: dict[str, Any]
     raw: dict[str, Any]
+
+    @property
+    def least(self) -> int:
+        """Fewest tokens of a graph call: kernels compute a single row in another way."""
+        return 2 if self.numerics == BIT_EXACT else 1
 
 
 class Fields:

@@ -52,8 +52,10 @@ from accel.runtime.calibration import make_calibration, read_calibration
 from accel.runtime.checkpoint import load_model, tokenizer_json
 from accel.runtime.compiled import CompiledModel, from_artifact
 from accel.runtime.describe import facts_json, kv_bytes, state_json
+from accel.runtime.exact import check_rows
 from accel.runtime.genai import genai_config
 from accel.runtime.loss import loss, storage
+from accel.runtime.manifest import BIT_EXACT
 from accel.runtime.output import peak_memory
 from accel.runtime.stage import Stage
 
@@ -314,7 +316,7 @@ def _write(
     from accel.runtime.report import write_html
 
     with job.part("lower", 0.8):
-        entries = export(program, folder)
+        entries = export(program, folder, bit_exact="numerics" in job.plan.methods)
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
@@ -336,6 +338,8 @@ def _write(
     report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})
     write_html(folder / "report.html", report)
     write_manifest(folder, _manifest(job, program, entries, report))
+    if check is not None and "numerics" in job.plan.methods:
+        check_rows(open_artifact(folder, hashes=False))
     job.progress("done", 1.0)
 
 
@@ -347,7 +351,7 @@ def _manifest(
         "accel": report["versions"]["accel"],
         "target": job.target,
         "model": facts_json(program),
-        "numerics": "float32",
+        "numerics": BIT_EXACT if "numerics" in job.plan.methods else "float32",
         "grade": job.plan.grade,
         "recipe": job.plan.recipe.to_json(),
         "state": state_json(program),

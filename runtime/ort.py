@@ -83,7 +83,8 @@ class OrtEngine:
     def stepper(self, batch: int) -> OrtStepper:
         """A stepper for `batch` rows with an empty cache."""
         vocab_size = self.artifact.facts.vocab_size
-        return OrtStepper(self.session, self.artifact.state, batch, vocab_size, self.encoder)
+        least = self.artifact.manifest.least
+        return OrtStepper(self.session, self.artifact.state, batch, vocab_size, self.encoder, least)
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
@@ -108,8 +109,8 @@ class OrtEngine:
 
 
 class OrtStepper:
-    """State buffers of one session and the bindings over them: decode (T = N = 1) and every other
-    shape; where there is recurrent state, each for both directions.
+    """State buffers of one session and the bindings over them: decode (T = N = `least`) and every
+    other shape; where there is recurrent state, each for both directions.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class OrtStepper:
         batch: int,
         vocab_size: int,
         encoder: Any = None,
+        least: int = 1,
     ):
         self._session = session
+        self._least = least
         self._encoder = encoder
         self._state = state
         self._batch = batch
@@ -132,10 +135,10 @@ class OrtStepper:
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
         self._small: dict[str, npt.NDArray[Any]] = {
-            name: aligned((batch,) if name == "slots" else (batch, 1), "int64", 0)
+            name: aligned((batch,) if name == "slots" else (batch, least), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
         }
-        self._logits: Logits = aligned((batch, 1, vocab_size), "float32", 0)
+        self._logits: Logits = aligned((batch, least, vocab_size), "float32", 0)
         self._small_values = {n: _value(a) for n, a in self._small.items()}
         self._logits_value = _value(self._logits)
 
@@ -152,7 +155,7 @@ class OrtStepper:
 
     def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
         """See session.Stepper; `resize` comes first."""
-        if tokens.shape[1] == 1 and rows.shape[1] == 1:
+        if tokens.shape[1] == self._least == rows.shape[1]:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -190,7 +193,9 @@ class OrtStepper:
 
     def copy(self) -> OrtStepper:
         """An independent stepper with a copy of the state."""
-        other = OrtStepper(self._session, self._state, self._batch, self._vocab, self._encoder)
+        other = OrtStepper(
+            self._session, self._state, self._batch, self._vocab, self._encoder, self._least
+        )
         if self._buffers:
             copies = {n: aligned(a.shape, a.dtype.name) for n, a in self._buffers.items()}
             for name, array in self._buffers.items():

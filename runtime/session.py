@@ -99,8 +99,11 @@ class Session:
         vocab_size: int,
         max_context: int,
         encoder: Encoder | None = None,
+        least: int = 1,
     ):
+        """`least`: tokens of a graph call at least, and logits; padding is added to fewer."""
         self.batch = batch
+        self._least = least
         self.vocab_size = vocab_size
         self.max_context = max_context
         self._encoder = encoder
@@ -228,6 +231,7 @@ class Session:
             vocab_size=self.vocab_size,
             max_context=self.max_context,
             encoder=self._encoder,
+            least=self._least,
         )
         other._encoded = self._encoded
         other._capacity = self._capacity
@@ -307,6 +311,8 @@ class Session:
         self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int
     ) -> Logits:
         """One graph call, after making room for every slot that it writes, padding included."""
+        wanted = rows.shape[1]
+        tokens, positions, rows = at_least(self._least, tokens, positions, rows)
         need = int(slots.max()) + tokens.shape[1]
         if need > self._capacity:
             capacity = -(-need // STEP) * STEP
@@ -321,4 +327,14 @@ class Session:
         self._seconds += time.perf_counter() - start
         self._calls += 1
         self._tokens += real
-        return logits
+        return logits if wanted == rows.shape[1] else logits[:, :wanted]
+
+
+def at_least(least: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """A call's columns with padding after them, and its rows with the first again, where fewer."""
+    if short := max(0, least - tokens.shape[1]):
+        tokens = np.pad(tokens, ((0, 0), (0, short)))
+        positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
+    if short := max(0, least - rows.shape[1]):
+        rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
+    return tokens, positions, rows

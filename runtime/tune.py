@@ -13,6 +13,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from accel.ir.errors import ArtifactError, unknown
+from accel.lowering.onnx.native import library
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.machine import machine, recall, remember
@@ -73,6 +74,7 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
         return Tuning(PORTABLE, "the only one")
     key = {
         **machine(threads),
+        "native": str(library()[0]),
         "probes": {name: artifact.files[file].sha256 for name, file in entry.probes.items()},
         "cells": _cells(artifact.facts.max_context),
     }

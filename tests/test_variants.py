@@ -1,6 +1,7 @@
 """Variants of the step: each computes what the portable one computes, or is not written."""
 
 import copy
+import shutil
 
 import models
 import numpy as np
@@ -145,8 +146,7 @@ def test_the_manifest_names_files_that_are_there(build, part):
 
 def test_a_damaged_variant_is_refused_at_load(build, tmp_path):
     folder = tmp_path / "artifact"
-    build("llama").compiled.save(folder)
-    (folder / "step.fused.onnx").unlink()
+    shutil.copytree(build("llama").compiled.artifact.path, folder)  # `save` would link the files
     (folder / "step.fused.onnx").write_bytes(b"nothing")
     raw = copy.deepcopy(build("llama").compiled.artifact.manifest.raw)
     write_manifest(folder, {k: v for k, v in raw.items() if k != "digest"})

@@ -9,6 +9,7 @@ from accel.lowering.onnx.aten_nn import product
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.table import lower
 
+BLOCK = 128  # slots of a product at once where rows must not change a bit; C is a multiple of it
 _NOTHING = torch.finfo(torch.float32).min
 
 
@@ -111,11 +112,25 @@ def attend(
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     scores = str(b.node("Add", scores, hidden))
     probs = _beside(b, scores, sink, q_pos, groups) if sink else b.node("Softmax", scores, axis=-1)
-    out = b.node("MatMul", probs, v)
+    out = _in_blocks(b, probs, v) if b.bit_exact else b.node("MatMul", probs, v)
     if repeat == 1:
         return str(out)
     wide = int(b.shape(v)[3])
     return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(q_pos, 1), wide])))
+
+
+def _in_blocks(b: Builder, probs: str, v: str) -> str:
+    """probs [B,G,M,C] @ v [B,G,C,D], in an order of sums that neither M, C nor the threads change.
+
+    A product whose inner axis is longer is cut where its rows and threads suggest; one of BLOCK is not.
+    """
+    wide = int(b.shape(v)[3])
+    cut = b.node("Reshape", probs, b.ints(0, 0, 0, -1, BLOCK))  # [B,G,M,n,BLOCK]
+    rows = b.node("Transpose", cut, perm=[0, 1, 3, 2, 4])
+    groups = int(b.shape(v)[1])
+    values = b.node("Reshape", v, b.ints(0, groups, -1, BLOCK, wide))  # [B,G,n,BLOCK,D]
+    sums = b.node("CumSum", b.node("MatMul", rows, values), b.constant(2, torch.int64))
+    return str(b.node("Gather", sums, b.constant(-1, torch.int64), axis=2))
 
 
 def _beside(b: Builder, scores: str, sink: str, q_pos: str, groups: int) -> str:

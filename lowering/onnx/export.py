@@ -96,7 +96,8 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
     with (folder / WEIGHTS).open("wb") as file:
         weights = WeightsFile(file)
         for name, entry in program.entries.items():
-            onnx.save_model(lower_entry(program, entry, weights), folder / f"{name}.onnx")
+            builder = Builder(weights.add, bit_exact=bit_exact and name == "step")
+            onnx.save_model(lower_entry(program, entry, weights, builder), folder / f"{name}.onnx")
             state = {s.name for s in program.state}
             entries[name] = {
                 "file": f"{name}.onnx",
@@ -130,7 +131,7 @@ def _variants(
     for variant in (None, *(t for t in tables if t.target in files)):
         name = PORTABLE if variant is None else variant.target
         probes[name] = f"probe.{name}.onnx"
-        onnx.save_model(probe(program, variant), folder / probes[name])
+        onnx.save_model(probe(program, variant, bit_exact), folder / probes[name])
     return {"variants": files, "probes": probes}
 
 

@@ -21,7 +21,7 @@ _LETTERS = {"q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC"}
 LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does in the step
 
 
-def probe(program: Program, variant: Table | None) -> onnx.ModelProto:
+def probe(program: Program, variant: Table | None, bit_exact: bool = False) -> onnx.ModelProto:
     """Attention of each form that the step has, as often as its share of the layers asks for.
 
     Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots; `held.X [B,X]` of
@@ -31,7 +31,7 @@ def probe(program: Program, variant: Table | None) -> onnx.ModelProto:
     nodes = program.nodes(attention.default, entry=program.step)
     forms = Counter(_form(node) for node in nodes)
     kinds = {_form(node): node for node in nodes}
-    b = Builder(_no_weights, variant)
+    b = Builder(_no_weights, variant, bit_exact=bit_exact)
     inputs: dict[str, onnx.ValueInfoProto] = {}
     outputs: list[onnx.ValueInfoProto] = []
     for form, count in forms.items():

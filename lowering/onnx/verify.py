@@ -15,6 +15,7 @@ from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
+from accel.lowering.onnx.accel_ops import BLOCK
 from accel.lowering.onnx.native import is_native, register
 from accel.passes.check import rounding
 
@@ -98,7 +99,7 @@ def _held(worst: float, bound: float, file: Path, what: str) -> float:
 def _logits(program: Program, session: ort.InferenceSession, tokens: Tensor) -> npt.NDArray[Any]:
     """Logits [B,T,V] in one call; in three, the second padded, where state goes on from call to call."""
     batch, length = tokens.shape
-    letters = {"B": batch, "C": length + 3}
+    letters = {"B": batch, "C": -(-(length + 3) // BLOCK) * BLOCK}
     state = {s.name: s.allocate(**letters).numpy() for s in program.state if not s.cross}
     side = {name: value.numpy() for name, value in encoder_side(program, batch).items()}
     recurrent = any(s.role == "recurrent" for s in program.state)

@@ -1,0 +1,48 @@
+"""A token's logits have the same bits however many tokens share its call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import attention
+from accel.ir.ops.experts import expert_linear
+from accel.ir.program import Program
+from accel.passes import Report
+from accel.passes.numerics import Base
+
+WIDEST = 128  # head size whose products are never cut
+
+
+@dataclass(frozen=True)
+class BitExact(Base):
+    """A call of T tokens gives the rows of T calls of one, bit for bit.
+
+    Kernels take another way for a single row (4-bit products, attention with one query head per KV
+    head), so no call has fewer than two: the session adds a column of padding to a single token.
+    Variants of the step that do not promise equal rows are not written.
+    """
+
+    def run(self, program: Program) -> Report:
+        if any(s.role == "recurrent" for s in program.state):
+            raise PassError(
+                "bit-exact: this model has recurrent state, which is summed in another order when "
+                "several tokens share a call; build it without the bit-exact recipe"
+            )
+        if program.nodes(expert_linear.default):
+            raise PassError(
+                "bit-exact: this model has experts, whose products are grouped by how many tokens "
+                "share a call; build it without the bit-exact recipe"
+            )
+        if program.facts.encoder is not None:
+            raise PassError(
+                "bit-exact: cross-attention over an encoder's positions sums in an order that the call's "
+                "tokens change; build it without the bit-exact recipe"
+            )
+        nodes = program.nodes(attention.default, entry=program.step)
+        if any(int(node.all_input_nodes[0].meta["val"].shape[3]) > WIDEST for node in nodes):
+            raise PassError(
+                f"bit-exact: this model's heads are wider than {WIDEST}, and onnxruntime cuts products "
+                "of that length by how many tokens share a call; build it without the bit-exact recipe"
+            )
+        return Report()

@@ -1,0 +1,43 @@
+"""Does an artifact keep the promise of equal rows? Tried on the artifact itself, in every variant."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from accel.ir.errors import Miscompiled
+from accel.runtime.artifact import Artifact
+from accel.runtime.compiled import from_artifact
+from accel.runtime.session import Session
+
+
+def check_rows(artifact: Artifact) -> None:
+    """Calls of several tokens against calls of one. Raises Miscompiled where a bit differs."""
+    for variant in artifact.entries["step"].graphs:
+        with from_artifact(artifact, attention=variant) as model, model.session() as session:
+            for held, width in ((0, 9), (3, 2), (5, 4)):
+                if held + width > session.max_context:
+                    continue
+                if off := difference(session, held, width):
+                    raise Miscompiled(
+                        f"bit-exact: a call of {width} tokens differs from single ones by {off:.1e} "
+                        f"(attention {variant!r}); build without the recipe, and report the model's "
+                        "configuration"
+                    )
+
+
+def difference(session: Session, held: int, width: int, seed: int = 0) -> float:
+    """How far the rows of one call of `width` tokens, after `held` others, are from those of single
+    calls; 0 only where every bit is the same. The session is rewound to its beginning before.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, session.vocab_size, (session.batch, held + width))
+    session.rewind(0)
+    if held:
+        session.run(tokens[:, :held])
+    together = session.run(tokens[:, held:])
+    session.rewind(held)
+    alone = [session.run(tokens[:, [i]]) for i in range(held, held + width)]
+    single = np.concatenate(alone, axis=1)
+    if np.array_equal(together.view(np.int32), single.view(np.int32)):
+        return 0.0
+    return max(float(np.abs(together - single).max()), float(np.finfo(np.float32).tiny))
