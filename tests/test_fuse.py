@@ -123,7 +123,7 @@ class Mixed(nn.Module):
         return self.head(self.twice(x) + x)
 
 
-def test_biases_on_some_projections(tmp_path):
+def test_biases_on_some_projections():
     model = randomise(Mixed(), "mixed")
     program = capture(model, max_context=32)
     steps = fused(program)
@@ -138,10 +138,6 @@ def test_biases_on_some_projections(tmp_path):
     )
     assert any("twice.weight is used elsewhere too" in r for r in steps["Pack"].refused)
     assert steps["Pack"].error is not None and steps["Pack"].error < 1e-5
-    with accel.optimize(model, max_context=32, out=tmp_path / "a") as compiled:
-        tokens = torch.arange(9)[None]
-        got = torch.from_numpy(compiled.logits(tokens.numpy()))
-        torch.testing.assert_close(got, model(tokens), atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +158,7 @@ def layers(program):
     return [n.target.graph for n in program.step.graph.nodes if isinstance(n.target, Region)]
 
 
-NAMES = ["llama", "qwen3", "phi3", "gpt2", "plain_softmax"]
+NAMES = ["llama", "qwen3", "phi3", "gpt2"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,7 +169,7 @@ def test_products_of_a_layer(rewritten, name):
         assert targets.count(aten.linear.default) == 4
 
 
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", NAMES)
 def test_heads_are_laid_out_once(rewritten, name):
     for graph in layers(rewritten(name)[0]):
         targets = [n.target for n in graph.nodes]
@@ -188,11 +184,11 @@ def test_a_model_of_single_products_is_left_alone(rewritten, name):
 
 
 def test_a_router_stays_apart(captured):
-    program = captured("qwen2_moe")
-    steps = fused(program)
+    program = captured("mixtral")
+    steps = {s.name: s for s in run(program, pipeline())}
     assert any("chooses among experts" in r for r in steps["Pack"].refused)
-    routers = [n for n in linears(program) if n.endswith("mlp.gate.weight")]
-    assert routers and any("{q_proj,k_proj,v_proj}" in n for n in linears(program))
+    routers = [n for n in linears(program) if n.endswith(".gate.weight")]
+    assert len(routers) == 2 and any("{q_proj,k_proj,v_proj}" in n for n in linears(program))
 
 
 def test_half_precision_narrows_what_is_packed(captured):
