@@ -121,6 +121,13 @@ def test_a_compiler_that_fails_is_asked_once(elsewhere, monkeypatch):
     assert calls.read_text().count("-std") == 1
 
 
+def test_without_a_home_there_is_no_library(elsewhere, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    path, reason = native.library()
+    assert path is None and "no home" in reason
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(elsewhere, monkeypatch):
     (elsewhere / "cache").write_text("a file")
     path, reason = native.library()

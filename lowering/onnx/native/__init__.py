@@ -52,10 +52,10 @@ def library() -> tuple[Path | None, str]:
     compiler = _compiler()
     if compiler is None:
         return None, "no C++ compiler was found (CXX, c++, g++ or clang++)"
-    sources = sorted(Path(__file__).parent.glob("*.cc"))
-    path = cache_folder() / f"native-{_key(compiler)}.so"
-    failed = path.with_suffix(".failed")
     try:
+        sources = sorted(Path(__file__).parent.glob("*.cc"))
+        path = cache_folder() / f"native-{_key(compiler)}.so"
+        failed = path.with_suffix(".failed")
         if path.is_file():
             return path, ""
         if failed.is_file():
@@ -70,7 +70,7 @@ def library() -> tuple[Path | None, str]:
                 failed.write_text(reason, encoding="utf-8")
                 return None, reason
             os.replace(made, path)
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home: RuntimeError
         return None, f"accel's operators cannot be compiled: {error}"
     return path, ""
 
