@@ -83,7 +83,10 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
     if not measure:
         return None
     start = time.perf_counter()
-    costs, refused = _measure(artifact, threads)
+    try:
+        costs, refused = _measure(artifact, threads)
+    except Exception as error:  # onnxruntime's share no base class; a model runs without a choice
+        return Tuning(PORTABLE, f"could not be measured: {error}")
     value = {"costs": [asdict(c) for c in costs], "refused": refused}
     remember("tuning", key, value)
     return _decided(costs, refused, time.perf_counter() - start)
@@ -112,7 +115,8 @@ def _measure(artifact: Artifact, threads: int) -> tuple[list[Cost], dict[str, st
     end = time.perf_counter() + SECONDS
     for i, (tokens, context) in enumerate(cells):
         shape = _fitting(sessions[PORTABLE], tokens, context)
-        runs = {name: _binding(session, *shape) for name, session in sessions.items()}
+        last = min(shape[1], artifact.facts.max_context)
+        runs = {name: _binding(session, *shape, last) for name, session in sessions.items()}
         limit = time.perf_counter() + (end - time.perf_counter()) / (len(cells) - i)
         seconds = {n: s / share for n, s in _turns(sessions, runs, limit).items()}
         costs.append(Cost(tokens, context, seconds))
@@ -143,16 +147,16 @@ def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
     return [letters[d] if isinstance(d, str) else d for d in shape]
 
 
-def _binding(session: Any, tokens: int, context: int) -> Any:
-    """A probe's inputs: a full cache, whose last tokens ask."""
+def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
+    """A probe's inputs: a cache of `last` tokens, the last of which ask; -1 where there is none."""
     binding = session.io_binding()
     for given in session.get_inputs():
         sizes = _sizes(given.shape, tokens, context)
         array: npt.NDArray[Any] = np.full(sizes, 0.1, np.float32)
         if given.name == "positions":
-            array = np.arange(context - tokens, context)[None]
+            array = np.maximum(np.arange(last - tokens, last), -1)[None]
         elif given.name.startswith("held"):
-            array = np.arange(sizes[1])[None]
+            array = np.where(np.arange(sizes[1]) < last, np.arange(sizes[1]), -1)[None]
         binding.bind_ortvalue_input(given.name, ort.OrtValue.ortvalue_from_numpy(array))
     for made in session.get_outputs():
         binding.bind_output(made.name, "cpu")

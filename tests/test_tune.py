@@ -237,3 +237,13 @@ def test_run_and_bench_take_a_variant(artifact):
     assert json.loads(done.stdout)["stats"]["attention"] == "fused"
     done = call("bench", path, "--context", "4", "--tokens", "2", "--attention", "grouped")
     assert json.loads(done.stdout)["attention"] == "grouped"
+
+
+def test_a_model_that_cannot_be_measured_still_runs(artifact, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("Gather: indices element out of data bounds")
+
+    monkeypatch.setattr(tune, "_turns", fails)
+    with from_artifact(artifact, threads=1) as model:
+        assert len(model.generate([1, 2], 2).tokens[0]) == 2
+        assert model.tuning.attention == "grouped" and "out of data bounds" in model.tuning.why
