@@ -12,6 +12,7 @@ from typing import Any
 
 import onnxruntime
 
+from accel.lowering.onnx.native import cache_folder
 from accel.runtime.ort_open import physical_cores
 
 
@@ -55,12 +56,6 @@ def remember(kind: str, key: dict[str, Any], value: Any) -> None:
         os.replace(part, file)
     except (OSError, RuntimeError):  # RuntimeError: no home folder
         return
-
-
-def cache_folder() -> Path:
-    """Where accel keeps what it can make again. Raises RuntimeError where the user has no home."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "accel"
 
 
 def _file(kind: str, key: dict[str, Any]) -> Path:

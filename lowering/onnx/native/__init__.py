@@ -51,7 +51,7 @@ def library() -> tuple[Path | None, str]:
     """
     compiler = _compiler()
     if compiler is None:
-        return None, "no C++ compiler was found (CXX, c++, g++ or clang++)"
+        return None, "no C++ compiler was found; install c++, g++ or clang++, or name one in CXX"
     try:
         sources = sorted(Path(__file__).parent.glob("*.cc"))
         path = cache_folder() / f"native-{_key(compiler)}.so"
@@ -66,7 +66,10 @@ def library() -> tuple[Path | None, str]:
             command = [compiler, *_FLAGS, *map(str, sources), "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
             if done.returncode:
-                reason = f"{compiler} refused accel's operators: {done.stderr.strip()[:500]}"
+                reason = (
+                    f"{compiler} refused accel's operators; name another in CXX, or remove {failed} "
+                    f"to try again: {done.stderr.strip()[:500]}"
+                )
                 failed.write_text(reason, encoding="utf-8")
                 return None, reason
             os.replace(made, path)
@@ -76,9 +79,9 @@ def library() -> tuple[Path | None, str]:
 
 
 def cache_folder() -> Path:
-    """Where accel keeps what it made for this machine."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "accel"
+    """Where accel keeps what it can make again. Raises RuntimeError where the user has no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "accel"
 
 
 def _compiler() -> str | None:

@@ -21,7 +21,7 @@ struct Base {
   const char* (*get_version)();
 };
 
-enum Type { kFloat = 1, kUint8 = 2, kInt64 = 7 };
+enum Type { kFloat = 1, kInt64 = 7 };
 enum Presence { kRequired = 0, kOptional = 1 };
 
 struct Api {

@@ -18,11 +18,6 @@ static inline v8 load(const float* p) {
   std::memcpy(&x, p, sizeof x);
   return x;
 }
-static inline i8 load(const int32_t* p) {
-  i8 x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
 static inline void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
 static inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
 static inline i8 all(int32_t x) { return i8{x, x, x, x, x, x, x, x}; }
