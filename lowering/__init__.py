@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -10,14 +10,21 @@ class Table:
     """Operator -> lowering function of one target; files fill it with `@table(op, …)`."""
 
     def __init__(
-        self, target: str, *, bit_exact: bool = False, missing: Callable[[], str] = lambda: ""
+        self,
+        target: str,
+        *,
+        bit_exact: bool = False,
+        missing: Callable[[], str] = lambda: "",
+        join: Callable[[Any, Collection[str]], None] = lambda builder, outputs: None,
     ):
         """`bit_exact`: a token's row does not depend on how many tokens share its call.
         `missing`: why this machine cannot run it; "" where it can.
+        `join(builder, outputs)`: puts the nodes of a finished graph together, `outputs` kept.
         """
         self.target = target
         self.bit_exact = bit_exact
         self.missing = missing
+        self.join = join
         self.rules: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, *ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -111,7 +111,7 @@ def test_the_weights_are_written_once(build):
     assert len(graphs) > 1
     assert [n for n in sizes if n.endswith(".bin")] == ["weights.bin"]
     spread = [sizes[g] for g in graphs]
-    assert max(spread) < 1.3 * min(spread)
+    assert max(spread) < 2 * min(spread)  # fewer nodes, and the same weights
 
 
 def test_probes_hold_attention_only_and_say_their_share(build):

@@ -172,6 +172,8 @@ def lower_entry(
     for name, value in outputs.items():
         b.nodes.append(helper.make_node("Identity", [b.use(value)], [name], name=f"output.{name}"))
     _rename_outputs(b, outputs)
+    if b.variant is not None:
+        b.variant.join(b, outputs)
     b.prune(outputs)
     nodes = entry.output_nodes()
     return finished(

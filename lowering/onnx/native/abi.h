@@ -21,7 +21,7 @@ struct Base {
   const char* (*get_version)();
 };
 
-enum Type { kFloat = 1, kInt64 = 7 };
+enum Type { kFloat = 1, kUint8 = 2, kInt64 = 7 };
 enum Presence { kRequired = 0, kOptional = 1 };
 
 struct Api {
@@ -49,7 +49,7 @@ struct Api {
   Status* sizes(const Shape* s, int64_t* out, size_t rank) const { return call(62, s, out, rank); }
   void release(Shape* s) const { call(99, s); }
   Status* parallel(const Context* c, void (*run)(void*, size_t), size_t total, void* with) const {
-    return call(274, c, run, total, size_t(0), with);
+    return call(274, c, run, total, total < 16 ? total : size_t(16), with);
   }
 };
 
@@ -77,6 +77,20 @@ struct Op {
   int (*first_version)(const Op*);
   int (*last_version)(const Op*);
 };
+
+// An operator on the CPU with one output of floats; the rest is to be filled in.
+inline Op pure_op() {
+  Op op = {};
+  op.version = kVersion;
+  op.provider = [](const Op*) { return static_cast<const char*>(nullptr); };
+  op.output_count = [](const Op*) { return size_t(1); };
+  op.output_type = [](const Op*, size_t) { return int(kFloat); };
+  op.output_presence = [](const Op*, size_t) { return int(kRequired); };
+  op.memory = [](const Op*, size_t) { return 0; };
+  op.first_version = [](const Op*) { return 1; };
+  op.last_version = [](const Op*) { return 1 << 30; };
+  return op;
+}
 
 // A tensor of a call: its sizes (up to four) and its memory; data is null where it was not given.
 struct Tensor {

@@ -18,6 +18,7 @@ constexpr int64_t kChunk = 128;  // slots of one partial result
 constexpr int64_t kTile = 8;     // slots that are looked at together
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
+constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
 constexpr int64_t kGroup = 6;    // rows that go through it together, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
@@ -25,7 +26,7 @@ enum Mask { kCausal, kWindow, kChunked, kFull };
 
 struct Settings {
   float scale, softcap;
-  int64_t mask, window, exact;
+  int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
 };
 
 constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
@@ -73,10 +74,15 @@ struct Row {
   Range seen;
 };
 
+// Where a row of queries and of results lies, among rows.
+int64_t place(const Call& c, int64_t b, int64_t head, int64_t t) {
+  return c.set.packed ? (b * c.T + t) * c.H + head : (b * c.H + head) * c.T + t;
+}
+
 Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
   int64_t head = g * c.R + r / c.T, t = r % c.T;
   int64_t position = c.q_pos.as<int64_t>()[b * c.T + t];
-  const float* q = c.q.as<float>() + ((b * c.H + head) * c.T + t) * c.D;
+  const float* q = c.q.as<float>() + place(c, b, head, t) * c.D;
   return {&c.slots[b], q, head, position, range(c, position)};
 }
 
@@ -104,11 +110,11 @@ void turn(const float* k, int64_t D, int64_t count, float* out) {
   }
 }
 
-// Products of one or two rows with keys as they lie, four at a time; 0 for tiles that no row sees.
+// Products of one or two rows with kNear keys as they lie, four at a time; 0 for tiles that no row sees.
 template <int N>
-void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_t used, bool whole,
+void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
             float* const* out) {
-  for (int64_t j = 0; j < used; j += 4) {
+  for (int64_t j = start; j < std::min(start + kNear, used); j += 4) {
     int64_t tile = from + j / kTile;
     bool any = whole;
     for (int n = 0; n < N && !any; ++n) any = !rows[n].slots->tiles[tile].misses(rows[n].seen);
@@ -118,9 +124,9 @@ void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_
     for (int i = 0; i < 4; ++i) key[i] = k + std::min(j + i, used - 1) * c.D;
     for (; any && d + 8 <= c.D; d += 8) {
       v8 x[N];
-      for (int n = 0; n < N; ++n) x[n] = load(rows[n].q + d);
+      for (int n = 0; n < N; ++n) x[n] = held(rows[n].q + d);
       for (int i = 0; i < 4; ++i) {
-        v8 y = load(key[i] + d);
+        v8 y = held(key[i] + d);
         for (int n = 0; n < N; ++n) acc[n][i] = fused(x[n], y, acc[n][i]);
       }
     }
@@ -139,7 +145,7 @@ void products(const float* const* q, const float* keys, int64_t D, float* const*
   v8 acc[N][V] = {};
   for (int64_t d = 0; d < D; ++d) {
     v8 key[V];
-    for (int i = 0; i < V; ++i) key[i] = load(keys + (i * D + d) * 8);
+    for (int i = 0; i < V; ++i) key[i] = held(keys + (i * D + d) * 8);
     for (int n = 0; n < N; ++n) {
       v8 x = all(q[n][d]);
       for (int i = 0; i < V; ++i) acc[n][i] = fused(x, key[i], acc[n][i]);
@@ -149,20 +155,12 @@ void products(const float* const* q, const float* keys, int64_t D, float* const*
     for (int i = 0; i < V; ++i) store(out[n] + 8 * i, acc[n][i]);
 }
 
-// tanh
-v8 bent(v8 x) {
-  v8 size = x < all(0.0f) ? -x : x;
-  v8 e = exponential(size * all(-2.0f));
-  v8 y = (all(1.0f) - e) / (all(1.0f) + e);
-  return x < all(0.0f) ? -y : y;
-}
-
 // Products of one row with `count` slots -> scores: scaled, capped, biased, and hidden where it does not see.
 void finish(const Call& c, const Row& row, int64_t from, int64_t to, int64_t count, bool whole, float* s) {
   v8 scale = all(c.set.scale), cap = all(c.set.softcap);
   for (int64_t j = 0; j < count; j += 8) store(s + j, load(s + j) * scale);
   if (c.set.softcap > 0)
-    for (int64_t j = 0; j < count; j += 8) store(s + j, bent(load(s + j) / cap) * cap);
+    for (int64_t j = 0; j < count; j += 8) store(s + j, hyperbolic(load(s + j) / cap) * cap);
   const int32_t* pos = row.slots->pos.data() + from * kTile;
   if (c.bias.data)
     for (int64_t j = 0; j < (to - from) * kTile; ++j) s[j] += biased(c, row, pos[j]);
@@ -181,7 +179,7 @@ void columns(const float* const* p, const float* v, int64_t W, int64_t count, fl
     for (int i = 0; i < V; ++i) acc[n][i] = load(out[n] + 8 * i);
   for (int64_t j = 0; j < count; ++j, v += W) {
     v8 value[V];
-    for (int i = 0; i < V; ++i) value[i] = load(v + 8 * i);
+    for (int i = 0; i < V; ++i) value[i] = held(v + 8 * i);
     for (int n = 0; n < N; ++n) {
       v8 x = all(p[n][j]);
       for (int i = 0; i < V; ++i) acc[n][i] = fused(x, value[i], acc[n][i]);
@@ -191,19 +189,24 @@ void columns(const float* const* p, const float* v, int64_t W, int64_t count, fl
     for (int i = 0; i < V; ++i) store(out[n] + 8 * i, acc[n][i]);
 }
 
+// The same for all columns, kNear slots after another, so that memory is read as it lies.
 template <int N>
 void mix_run(const Call& c, const float* const* p, const float* v, int64_t count, float* const* out) {
   constexpr int V = N == 1 ? 8 : N == 2 ? 4 : 2;  // so that the sums stay in registers
-  int64_t w = 0;
+  const float *weights[N], *values = v;
   float* at[N];
-  auto place = [&] {
-    for (int n = 0; n < N; ++n) at[n] = out[n] + w;
-  };
-  for (; w + 8 * V <= c.W; w += 8 * V) place(), columns<N, V>(p, v + w, c.W, count, at);
-  for (; w + 8 <= c.W; w += 8) place(), columns<N, 1>(p, v + w, c.W, count, at);
-  for (; w < c.W; ++w)
-    for (int n = 0; n < N; ++n)
-      for (int64_t j = 0; j < count; ++j) out[n][w] = std::fma(p[n][j], v[j * c.W + w], out[n][w]);
+  for (int64_t j = 0, some; j < count; j += some, values += some * c.W) {
+    some = c.turned ? count : std::min(kNear, count - j);
+    int64_t w = 0;
+    auto place = [&] {
+      for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
+    };
+    for (; w + 8 * V <= c.W; w += 8 * V) place(), columns<N, V>(weights, values + w, c.W, some, at);
+    for (; w + 8 <= c.W; w += 8) place(), columns<N, 1>(weights, values + w, c.W, some, at);
+    for (; w < c.W; ++w)
+      for (int n = 0; n < N; ++n)
+        for (int64_t i = 0; i < some; ++i) out[n][w] = std::fma(p[n][j + i], values[i * c.W + w], out[n][w]);
+  }
 }
 
 // Values mixed by the weights p over the tiles [from, to), those that a row does not see left out.
@@ -218,7 +221,7 @@ void mix(const Call& c, const Row& row, const float* p, const float* v, int64_t 
   }
 }
 
-// Ask for memory before it is needed: values are read in columns, which no processor foresees.
+// Ask for memory before it is needed: a processor by itself looks ahead too late here.
 void ahead(const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i);
 }
@@ -237,9 +240,11 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
   const float* q[N];
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
-  if (!turned) {
-    for (int n = 0; n + 2 <= N; n += 2) direct<2>(c, rows + n, k, from, used, whole, at + n);
-    if (N % 2) direct<1>(c, rows + N - 1, k, from, used, whole, at + N - 1);
+  for (int64_t j = 0; !turned && j < used; j += kNear) {
+    ahead(k + (j + 2 * kNear) * c.D, kNear * c.D);
+    ahead(v + j * c.W, kNear * c.W);
+    for (int n = 0; n + 2 <= N; n += 2) direct<2>(c, rows + n, k, from, j, used, whole, at + n);
+    if (N % 2) direct<1>(c, rows + N - 1, k, from, j, used, whole, at + N - 1);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -248,7 +253,6 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
     else
       products<N, 1>(q, turned + j * c.D, c.D, at);
   }
-  if (!turned) ahead(v, used * c.W);
   const float* weights[N];
   float* mixed[N];
   for (int n = 0; n < N; ++n) {
@@ -259,8 +263,7 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
       v8 x = load(s[n] + j);
       high = x > high ? x : high;
     }
-    float top = high[0];
-    for (int i = 1; i < 8; ++i) top = std::max(top, high[i]);
+    float top = largest(high);
     v8 total = {};
     for (int64_t j = 0; j < full; j += 8) {
       v8 p = exponential(load(s[n] + j) - all(top == kNone ? 0.0f : top));
@@ -294,7 +297,7 @@ void write(const Call& c, int64_t b, const Row& row, int64_t r, float* sofar) {
     sofar[1] = std::fma(sofar[1], a, std::exp(sink - top));
     for (int64_t w = 0; w < c.W; ++w) sofar[2 + w] *= a;
   }
-  float* out = c.out + ((b * c.H + row.head) * c.T + r % c.T) * c.W;
+  float* out = c.out + place(c, b, row.head, r % c.T) * c.W;
   float weight = sofar[1] > 0 ? 1 / sofar[1] : 0.0f;
   for (int64_t w = 0; w < c.W; ++w) out[w] = sofar[2 + w] * weight;
 }
@@ -401,6 +404,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
+  if (c.set.packed) std::swap(c.H, c.T);
   c.G = c.k.size[1], c.C = c.k.size[2], c.W = c.v.size[3];
   bool fits = c.q.rank == 4 && c.k.rank == 4 && c.v.rank == 4 && c.G > 0 && c.H % c.G == 0 &&
               c.k.size[3] == c.D && c.v.size[2] == c.C && c.k.size[0] == c.B && c.v.size[0] == c.B &&
@@ -411,9 +415,10 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
   c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
   c.turned = !c.set.exact && c.rows >= kTurned;
-  int64_t sizes[] = {c.B, c.H, c.T, c.W};
+  int64_t by_head[] = {c.B, c.H, c.T, c.W}, by_token[] = {c.B, c.T, c.H * c.W};
+  const int64_t* sizes = c.set.packed ? by_token : by_head;
   abi::Value* out = nullptr;
-  if (abi::Status* s = api.output(context, 0, sizes, 4, &out)) return s;
+  if (abi::Status* s = api.output(context, 0, sizes, c.set.packed ? 3 : 4, &out)) return s;
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
@@ -445,6 +450,7 @@ abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* i
   if (abi::Status* s = kernel.api.attribute(info, "mask", &kernel.set.mask)) return s;
   if (abi::Status* s = kernel.api.attribute(info, "window", &kernel.set.window)) return s;
   if (abi::Status* s = kernel.api.attribute(info, "exact", &kernel.set.exact)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "packed", &kernel.set.packed)) return s;
   *out = new Kernel(kernel);
   return nullptr;
 }
@@ -452,19 +458,11 @@ abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* i
 }  // namespace
 
 abi::Op attention_op() {
-  abi::Op op = {};
-  op.version = abi::kVersion;
+  abi::Op op = abi::pure_op();
   op.name = [](const abi::Op*) { return "Attention"; };
-  op.provider = [](const abi::Op*) { return static_cast<const char*>(nullptr); };
   op.input_count = [](const abi::Op*) { return size_t(7); };
   op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 ? abi::kInt64 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
-  op.output_count = [](const abi::Op*) { return size_t(1); };
-  op.output_type = [](const abi::Op*, size_t) { return int(abi::kFloat); };
-  op.output_presence = [](const abi::Op*, size_t) { return int(abi::kRequired); };
-  op.memory = [](const abi::Op*, size_t) { return 0; };
-  op.first_version = [](const abi::Op*) { return 1; };
-  op.last_version = [](const abi::Op*) { return 1 << 30; };
   op.create_v2 = create;
   op.compute_v2 = compute;
   op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };

@@ -2,12 +2,14 @@
 #include "abi.h"
 
 abi::Op attention_op();
+abi::Op linear_op();
+abi::Op place_op();
 
 extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps(
     abi::Options* options, const abi::Base* base) {
   const void* const* table = base->get_api(abi::kVersion);
   if (!table) return nullptr;  // an onnxruntime before 1.17: the graph that needs the operators fails to load
-  static const abi::Op ops[] = {attention_op()};
+  static const abi::Op ops[] = {attention_op(), linear_op(), place_op()};
   static abi::Domain* domain = nullptr;
   abi::Api api{table};
   if (!domain) {

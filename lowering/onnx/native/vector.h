@@ -18,6 +18,14 @@ static inline v8 load(const float* p) {
   std::memcpy(&x, p, sizeof x);
   return x;
 }
+// The same, into a register: compilers may else read memory anew for each use.
+static inline v8 held(const float* p) {
+  v8 x = load(p);
+#if defined(__AVX2__)
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
 static inline void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
 static inline v8 all(float x) { return v8{x, x, x, x, x, x, x, x}; }
 static inline i8 all(int32_t x) { return i8{x, x, x, x, x, x, x, x}; }
@@ -55,6 +63,12 @@ static inline float sum(v8 x) {
   return (h[0] + h[2]) + (h[1] + h[3]);
 }
 
+static inline float largest(v8 x) {
+  float most = x[0];
+  for (int i = 1; i < 8; ++i) most = most < x[i] ? x[i] : most;
+  return most;
+}
+
 // exp(x) for x <= 0, within 2 units in the last place; below -87 it is 0.
 static inline v8 exponential(v8 x) {
   i8 gone = x < all(-87.0f);
@@ -72,6 +86,29 @@ static inline v8 exponential(v8 x) {
   std::memcpy(&scale, &power, sizeof scale);
   v8 zero = {};
   return gone ? zero : y * scale;
+}
+
+// tanh
+static inline v8 hyperbolic(v8 x) {
+  v8 size = x < all(0.0f) ? -x : x;
+  v8 e = exponential(size * all(-2.0f));
+  v8 y = (all(1.0f) - e) / (all(1.0f) + e);
+  return x < all(0.0f) ? -y : y;
+}
+
+static inline v8 silu(v8 x) {
+  v8 e = exponential(x < all(0.0f) ? x : -x), one = all(1.0f);
+  return x * (x < all(0.0f) ? e : one) / (one + e);
+}
+
+static inline v8 gelu(v8 x) {
+  for (int i = 0; i < 8; ++i) x[i] = 0.5f * x[i] * (1 + std::erf(x[i] * 0.70710678f));
+  return x;
+}
+
+static inline v8 gelu_tanh(v8 x) {
+  v8 half = all(0.5f) * x, inner = fused(x * x * x, all(0.044715f), x) * all(0.7978845608f);
+  return fused(half, hyperbolic(inner), half);
 }
 
 // Eight rows of eight, `stride` apart, become eight columns one after another.

@@ -1,13 +1,18 @@
-"""Attention as accel's own compiled operator: it reads each key and value once, at the memory's speed."""
+"""accel's own compiled operators: keys, values and weights of few bits are read once, at the memory's speed."""
 
 from __future__ import annotations
 
-from accel.ir.ops import attention
+from typing import Any
+
+import torch
+
+from accel.ir.ops import attention, quantized
 from accel.lowering import Table
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.native import DOMAIN, library
+from accel.lowering.onnx.native.join import join
 
-lower = Table("native", bit_exact=True, missing=lambda: library()[1])
+lower = Table("native", bit_exact=True, missing=lambda: library()[1], join=join)
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/attention.cc
 
 
@@ -31,6 +36,24 @@ def attend(
     return str(
         b.node(
             "Attention", *operands, domain=DOMAIN, scale=float(scale), softcap=float(softcap),
-            mask=_MASKS.index(mask), window=window, exact=int(b.bit_exact),
+            mask=_MASKS.index(mask), window=window, exact=int(b.bit_exact), packed=0,
         )
     )  # fmt: skip
+
+
+@lower(quantized.quantized_linear.default)
+def quantized_linear(
+    b: Builder,
+    x: str,
+    q: str,
+    scales: str,
+    zeros: str | None,
+    bias: str | None,
+    bits: int,
+    block: int,
+) -> Any:
+    """The weights as they lie in the file: onnxruntime keeps no copy of its own."""
+    if b.dtype(x) != torch.float32 or bits not in (4, 8) or (bits == 8 and zeros is not None):
+        return NotImplemented
+    operands = (x, q, scales, zeros, bias)
+    return b.node("Linear", *operands, domain=DOMAIN, bits=bits, block=block, gate=0, epsilon=0.0)

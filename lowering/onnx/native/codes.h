@@ -1,0 +1,113 @@
+// Numbers of 4 or 8 bits, and the products of weights with rounded inputs in whole numbers.
+//
+// A group is 32 bytes of a weight row: 64 numbers of 4 bits, or 32 of 8. Each of its eight sums belongs to
+// one block of the weight, so that blocks of 16 numbers and more keep scales of their own.
+#pragma once
+#include <algorithm>
+
+#include "vector.h"
+
+namespace codes {
+
+constexpr int64_t kBytes = 32;
+
+// One group of an input row, rounded: with 4 bits the even numbers come before the odd, as they lie in a
+// byte's halves.
+template <int bits>
+struct alignas(32) Group {
+  static constexpr int64_t kSize = kBytes * 8 / bits;
+  int8_t code[kSize];
+};
+
+#if defined(__AVX2__)
+
+inline __m256i bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+
+inline i8 fours(__m256i twos) { return (i8)_mm256_madd_epi16(twos, _mm256_set1_epi16(1)); }
+
+inline i8 multiply(const uint8_t* weight, const Group<4>& x) {
+  __m256i both = bytes(weight), low = _mm256_set1_epi8(15);
+  __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(both, low), bytes(x.code));
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+  return fours(_mm256_add_epi16(even, _mm256_maddubs_epi16(odd, bytes(x.code + 32))));
+}
+
+inline i8 multiply(const uint8_t* weight, const Group<8>& x) {  // 8-bit weights lie 128 higher than they are
+  __m256i w = _mm256_xor_si256(bytes(weight), _mm256_set1_epi8(-128));
+  return fours(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(bytes(x.code), w)));
+}
+
+#else
+
+inline i8 multiply(const uint8_t* weight, const Group<4>& x) {
+  int32_t total[8] = {};
+  for (int i = 0; i < 32; ++i) total[i / 4] += (weight[i] & 15) * x.code[i] + (weight[i] >> 4) * x.code[32 + i];
+  i8 out;
+  std::memcpy(&out, total, sizeof out);
+  return out;
+}
+
+inline i8 multiply(const uint8_t* weight, const Group<8>& x) {
+  int32_t total[8] = {};
+  for (int i = 0; i < 32; ++i) total[i / 4] += (int32_t(weight[i]) - 128) * x.code[i];
+  i8 out;
+  std::memcpy(&out, total, sizeof out);
+  return out;
+}
+
+#endif
+
+// How blocks lie among groups: one in one, several in one, or one over several.
+enum Spread { kOne, kSeveral, kOver };
+
+// What belongs to the blocks, spread over the eight sums of a group.
+template <int bits, Spread spread>
+struct Lanes {
+  i8 index = {};
+  int64_t shift = 0, each;  // blocks of a group, where there are several; else 2^shift groups have one
+
+  explicit Lanes(int64_t block) : each(std::max<int64_t>(1, Group<bits>::kSize / block)) {
+    for (int lane = 0; lane < 8; ++lane) index[lane] = int32_t(lane * each / 8);
+    while ((Group<bits>::kSize << shift) < block) ++shift;
+  }
+
+  // by_block: readable for eight numbers beyond the group's first
+  v8 at(const float* by_block, int64_t group) const {
+    if (spread == kOne) return all(by_block[group]);
+    if (spread == kOver) return all(by_block[group >> shift]);
+    v8 x = load(by_block + group * each);
+#if defined(__AVX2__)
+    return (v8)_mm256_permutevar8x32_ps((__m256)x, (__m256i)index);
+#else
+    v8 out;
+    for (int lane = 0; lane < 8; ++lane) out[lane] = x[index[lane]];
+    return out;
+#endif
+  }
+};
+
+// x [blocks * block] -> whole numbers of 127 steps up to a block's largest; steps and totals [blocks].
+template <int bits>
+void round_row(const float* x, int64_t block, int64_t blocks, float* steps, float* totals, Group<bits>* out) {
+  constexpr int64_t size = Group<bits>::kSize;
+  for (int64_t b = 0; b < blocks; ++b, x += block) {
+    v8 high = {};
+    for (int64_t i = 0; i < block; i += 8) {
+      v8 v = load(x + i), size_of = v < all(0.0f) ? -v : v;
+      high = size_of > high ? size_of : high;
+    }
+    steps[b] = largest(high) / 127;
+    v8 by = all(steps[b] == 0 ? 1.0f : steps[b]), total = {};
+    for (int64_t i = 0; i < block; i += 8) {
+      int64_t at = b * block + i, place = at % size;
+      v8 whole = load(x + i) / by + all(12582912.0f) - all(12582912.0f);  // 1.5 * 2^23 rounds to whole
+      total += whole;
+      i8 code = __builtin_convertvector(whole, i8);
+      for (int lane = 0; lane < 8; ++lane)
+        out[at / size].code[bits == 8 ? place + lane : lane % 2 * 32 + (place + lane) / 2] = int8_t(code[lane]);
+    }
+    totals[b] = sum(total);
+  }
+}
+
+}  // namespace codes

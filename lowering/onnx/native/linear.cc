@@ -1,0 +1,278 @@
+// accel::Linear: x @ weight.T with weights in blocks of 4 or 8 bits, read as they lie in the file, and what
+// stands around it in a layer: a norm of the input before; a gate, and a sum with another tensor, after.
+//
+// The input is rounded to 8 bits per block. Products are summed in whole numbers by groups, and groups in
+// order: a row's result is the same bit for bit whatever the other rows and the way the work is cut.
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <vector>
+
+#include "abi.h"
+#include "codes.h"
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t kTile = 128;    // weight rows of a piece of work, at most
+constexpr int64_t kPieces = 8;    // as many there are at least, so that threads find something to do
+constexpr int64_t kAhead = 4096;  // bytes that memory is asked for ahead of a single row's products
+
+enum Gate { kNone, kSilu, kGelu, kGeluTanh };
+
+struct Settings {
+  int64_t bits, block, gate;
+  float epsilon;
+};
+
+struct Call {
+  Settings set;
+  abi::Tensor x, q, scales, zeros, bias, norm, more;
+  float* out;
+  int64_t rows, K, N, wide, tile;         // wide: columns of the result; tile: of a piece of work
+  int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
+  std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
+  std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]
+
+  template <int bits>
+  codes::Group<bits>* input(int64_t row) const {
+    auto at = (reinterpret_cast<uintptr_t>(inputs.data()) + 31) / 32 * 32;
+    return reinterpret_cast<codes::Group<bits>*>(at) + row * groups;
+  }
+};
+
+v8 activated(int64_t gate, v8 x) {
+  if (gate == kSilu) return silu(x);
+  return gate == kGelu ? gelu(x) : gelu_tanh(x);
+}
+
+// x / sqrt(mean(x^2) + epsilon) * weight -> out
+void normalise(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
+  v8 squares[4] = {};
+  int64_t k = 0;
+  for (; k + 32 <= size; k += 32)
+    for (int i = 0; i < 4; ++i) squares[i] = fused(load(x + k + 8 * i), load(x + k + 8 * i), squares[i]);
+  float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+  for (; k < size; ++k) total = std::fma(x[k], x[k], total);
+  float by = 1 / std::sqrt(total / float(size) + epsilon);
+  for (k = 0; k < size; ++k) out[k] = x[k] * by * weight[k];
+}
+
+template <int bits>
+void round_row(Call& c, int64_t row) {
+  thread_local std::vector<float> buffer;
+  const float* x = c.x.as<float>() + row * c.K;
+  if (c.norm.data || c.K % c.set.block) {
+    buffer.assign(c.blocks * c.set.block, 0.0f);
+    if (c.norm.data)
+      normalise(x, c.norm.as<float>(), c.K, c.set.epsilon, buffer.data());
+    else
+      std::copy(x, x + c.K, buffer.data());
+    x = buffer.data();
+  }
+  int64_t at = row * c.padded;
+  codes::round_row<bits>(x, c.set.block, c.blocks, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
+}
+
+// What a thread needs beside the call: by blocks, and a copy of the last weight row, to read beyond its end.
+struct Scratch {
+  std::vector<float> scales, zeros, last_scales;  // [4, padded], [padded], [padded]
+  std::vector<uint8_t> last;
+};
+
+struct Weight {
+  const uint8_t* codes;
+  const float *scales, *zeros;
+};
+
+Weight weight_of(const Call& c, Scratch& s, int64_t n) {
+  Weight w = {c.q.as<uint8_t>() + n * c.bytes, c.scales.as<float>() + n * c.blocks, s.zeros.data()};
+  if (c.zeros.data) {
+    const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
+    for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
+  }
+  if (n < c.N - 1) return w;
+  s.last.assign(c.groups * codes::kBytes, 0);
+  s.last_scales.assign(c.padded, 0.0f);
+  std::copy(w.codes, w.codes + c.bytes, s.last.begin());
+  std::copy(w.scales, w.scales + c.blocks, s.last_scales.begin());
+  return {s.last.data(), s.last_scales.data(), w.zeros};
+}
+
+// The sums of one weight row with N input rows. What the zero points add is taken off at the end.
+template <int N, int bits, codes::Spread spread>
+inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>& lanes, int64_t row, int64_t n,
+                     v8* out) {
+  Weight w = weight_of(c, s, n);
+  const codes::Group<bits>* x[N];
+  float* scales[N];
+  v8 less[N], total[N][2];
+  for (int i = 0; i < N; ++i) {
+    const float *steps = c.steps.data() + (row + i) * c.padded, *totals = c.totals.data() + (row + i) * c.padded;
+    x[i] = c.input<bits>(row + i);
+    scales[i] = s.scales.data() + i * c.padded;
+    less[i] = total[i][0] = total[i][1] = all(0.0f);
+    for (int64_t b = 0; b < c.blocks; b += 8) {
+      v8 scale = load(w.scales + b) * load(steps + b);
+      store(scales[i] + b, scale);
+      if (bits == 4) less[i] = fused(scale * load(totals + b), c.zeros.data ? load(w.zeros + b) : all(8.0f), less[i]);
+    }
+  }
+  auto add = [&](int64_t g, int turn) {
+    const uint8_t* at = w.codes + g * codes::kBytes;
+    for (int i = 0; i < N; ++i) {
+      v8 products = __builtin_convertvector(codes::multiply(at, x[i][g]), v8);
+      total[i][turn] = fused(products, lanes.at(scales[i], g), total[i][turn]);
+    }
+  };
+  int64_t g = 0;
+  for (; g + 2 <= c.groups; g += 2) {
+    if (N == 1) __builtin_prefetch(w.codes + g * codes::kBytes + kAhead);
+    add(g, 0), add(g + 1, 1);
+  }
+  if (g < c.groups) add(g, 0);
+  for (int i = 0; i < N; ++i) out[i] = total[i][0] + total[i][1] - less[i];
+}
+
+// N input rows times `count` weight rows from `first` -> out[i * kTile + j].
+template <int N, int bits, codes::Spread spread>
+void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t count, float* out) {
+  constexpr int64_t M = 4 / N;  // weight rows whose sums are added up together
+  const codes::Lanes<bits, spread> lanes(c.set.block);
+  for (int64_t j = 0; j < count; j += M) {
+    v8 total[4];
+    for (int64_t m = 0; m < M; ++m)
+      row_sums<N, bits, spread>(c, s, lanes, row, first + std::min(j + m, count - 1), total + m * N);
+    v4 four = sums(total[0], total[1], total[2], total[3]);
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t i = 0; i < N; ++i) out[i * kTile + j + m] = four[m * N + i];
+  }
+}
+
+typedef void (*Products)(const Call&, Scratch&, int64_t, int64_t, int64_t, float*);
+
+template <int N, int bits>
+Products products_of(const Call& c) {
+  int64_t size = codes::Group<bits>::kSize;
+  if (c.set.block == size) return products<N, bits, codes::kOne>;
+  return c.set.block < size ? products<N, bits, codes::kSeveral> : products<N, bits, codes::kOver>;
+}
+
+// A tile of weight rows (and of those that they gate) times all input rows.
+void work(const Call& c, int64_t item) {
+  thread_local Scratch scratch;
+  scratch.scales.resize(4 * c.padded);
+  scratch.zeros.resize(c.padded);
+  Products four[] = {products_of<1, 4>(c), products_of<2, 4>(c), products_of<4, 4>(c)};
+  Products eight[] = {products_of<1, 8>(c), products_of<2, 8>(c), products_of<4, 8>(c)};
+  Products* run = c.set.bits == 4 ? four : eight;
+  const float* bias = c.bias.as<float>();
+  int64_t first = item * c.tile, count = std::min(c.tile, c.wide - first);
+  alignas(32) float own[4 * kTile], other[4 * kTile];
+  for (int64_t row = 0, n; row < c.rows; row += n) {
+    n = c.rows - row >= 4 ? 4 : c.rows - row >= 2 ? 2 : 1;
+    auto multiply = [&](int64_t from, float* out) {
+      run[n / 2](c, scratch, row, from, count, out);
+      for (int64_t i = 0; i < n && bias; ++i)
+        for (int64_t j = 0; j < count; ++j) out[i * kTile + j] += bias[from + j];
+    };
+    multiply(first, own);
+    if (c.set.gate) {
+      multiply(first + c.wide, other);
+      for (int64_t j = 0; j < n * kTile; j += 8) store(own + j, activated(c.set.gate, load(own + j)) * load(other + j));
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t at = (row + i) * c.wide + first;
+      const float* more = c.more.data ? c.more.as<float>() + at : nullptr;
+      for (int64_t j = 0; j < count; ++j) c.out[at + j] = more ? more[j] + own[i * kTile + j] : own[i * kTile + j];
+    }
+  }
+}
+
+struct Kernel {
+  abi::Api api;
+  Settings set;
+};
+
+bool fits(const Call& c) {
+  bool whole = c.set.bits == 8 ? !c.zeros.data : c.set.bits == 4;
+  bool power = c.set.block >= 16 && (c.set.block & (c.set.block - 1)) == 0;
+  bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 && c.scales.size[0] == c.N &&
+                c.scales.size[1] == c.blocks && (c.K + c.set.block - 1) / c.set.block == c.blocks;
+  return whole && power && weight && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
+}
+
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
+  const abi::Api& api = kernel.api;
+  abi::Tensor* inputs[] = {&c.x, &c.q, &c.scales, &c.zeros, &c.bias, &c.norm, &c.more};
+  for (size_t i = 0; i < 7; ++i)
+    if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
+  c.set = kernel.set;
+  if (c.x.rank < 1) return api.fail("Linear: the input is a single number");
+  c.K = c.x.size[c.x.rank - 1], c.N = c.q.size[0], c.wide = c.set.gate ? c.N / 2 : c.N;
+  c.blocks = c.q.size[1], c.bytes = c.q.size[1] * c.q.size[2];
+  c.groups = (c.bytes + codes::kBytes - 1) / codes::kBytes, c.padded = (c.blocks + 15) / 8 * 8;
+  c.tile = std::clamp<int64_t>(c.wide / kPieces / 32 * 32, 32, kTile);
+  c.rows = 1;
+  for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
+  if (!fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit");
+  int64_t sizes[4];
+  std::copy(c.x.size, c.x.size + 4, sizes);
+  sizes[c.x.rank - 1] = c.wide;
+  abi::Value* out = nullptr;
+  if (abi::Status* s = api.output(context, 0, sizes, c.x.rank, &out)) return s;
+  void* data = nullptr;
+  if (abi::Status* s = api.data(out, &data)) return s;
+  c.out = static_cast<float*>(data);
+  size_t group = c.set.bits == 8 ? sizeof(codes::Group<8>) : sizeof(codes::Group<4>);
+  c.inputs.resize(c.rows * c.groups * group + 32);
+  c.steps.resize(c.rows * c.padded);
+  c.totals.resize(c.rows * c.padded);
+  return nullptr;
+}
+
+void round_one(void* call, size_t row) {
+  Call& c = *static_cast<Call*>(call);
+  c.set.bits == 8 ? round_row<8>(c, int64_t(row)) : round_row<4>(c, int64_t(row));
+}
+
+abi::Status* compute(void* kernel, abi::Context* context) {
+  const Kernel& self = *static_cast<Kernel*>(kernel);
+  try {
+    Call c;
+    if (abi::Status* s = prepare(self, context, c)) return s;
+    if (!c.rows) return nullptr;
+    if (c.rows < 8)
+      for (int64_t row = 0; row < c.rows; ++row) round_one(&c, row);
+    else if (abi::Status* s = self.api.parallel(context, round_one, c.rows, &c))
+      return s;
+    auto run = [](void* call, size_t i) { work(*static_cast<const Call*>(call), int64_t(i)); };
+    return self.api.parallel(context, run, (c.wide + c.tile - 1) / c.tile, &c);
+  } catch (const std::exception& error) {
+    return self.api.fail(error.what());
+  }
+}
+
+abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* info, void** out) {
+  Kernel kernel{{table}, {}};
+  if (abi::Status* s = kernel.api.attribute(info, "bits", &kernel.set.bits)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "block", &kernel.set.block)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "gate", &kernel.set.gate)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "epsilon", &kernel.set.epsilon)) return s;
+  *out = new Kernel(kernel);
+  return nullptr;
+}
+
+}  // namespace
+
+abi::Op linear_op() {
+  abi::Op op = abi::pure_op();
+  op.name = [](const abi::Op*) { return "Linear"; };
+  op.input_count = [](const abi::Op*) { return size_t(7); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 3 ? abi::kUint8 : abi::kFloat); };
+  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 2 ? abi::kOptional : abi::kRequired); };
+  op.create_v2 = create;
+  op.compute_v2 = compute;
+  op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return op;
+}

@@ -1,0 +1,142 @@
+// accel::Place: what lies between a layer's packed product and its attention. Queries, keys and values are
+// taken apart, queries and keys normed (where the model does that) and turned by their positions, and keys
+// and values written into their slots.
+#include <algorithm>
+#include <cmath>
+#include <exception>
+
+#include "abi.h"
+#include "vector.h"
+
+namespace {
+
+struct Settings {
+  int64_t heads, interleaved, turned;  // turned: the part of a head that rotates; 0: all of it
+  float q_epsilon, k_epsilon;
+};
+
+struct Call {
+  Settings set;
+  abi::Tensor x, cos, sin, positions, slots, k, v, q_norm, k_norm;
+  float *q_out, *k_out, *v_out;
+  int64_t B, T, H, G, C, D, W, half;
+};
+
+// One head: normed where there is a weight, then turned -> out.
+void turn(const Call& c, const float* x, const float* norm, float epsilon, const float* cos, const float* sin,
+          float* out) {
+  float by = 1;
+  if (norm) {
+    float squares = 0;
+    for (int64_t d = 0; d < c.D; ++d) squares = std::fma(x[d], x[d], squares);
+    by = 1 / std::sqrt(squares / float(c.D) + epsilon);
+  }
+  auto at = [&](int64_t d) { return norm ? x[d] * by * norm[d] : x[d]; };
+  auto pair = [&](int64_t i, int64_t first, int64_t second) {
+    float a = at(first), b = at(second);
+    out[first] = a * cos[i] - b * sin[i];
+    out[second] = a * sin[i] + b * cos[i];
+  };
+  for (int64_t i = 0; i < c.half && c.set.interleaved; ++i) pair(i, 2 * i, 2 * i + 1);
+  for (int64_t i = 0; i < c.half && !c.set.interleaved; ++i) pair(i, i, i + c.half);
+  for (int64_t d = 2 * c.half; d < c.D; ++d) out[d] = at(d);
+}
+
+void work(const Call& c, int64_t token) {
+  int64_t b = token / c.T, t = token % c.T, width = (c.H + c.G) * c.D + c.G * c.W;
+  const float* x = c.x.as<float>() + token * width;
+  int64_t rows = c.cos.size[0];
+  int64_t position = std::clamp<int64_t>(c.positions.as<int64_t>()[token], 0, rows - 1);
+  const float* cos = c.cos.as<float>() + position * c.half;
+  const float* sin = c.sin.as<float>() + position * c.half;
+  for (int64_t h = 0; h < c.H; ++h, x += c.D)
+    turn(c, x, c.q_norm.as<float>(), c.set.q_epsilon, cos, sin, c.q_out + (token * c.H + h) * c.D);
+  int64_t slot = c.slots.as<int64_t>()[b] + t;
+  for (int64_t g = 0; g < c.G; ++g, x += c.D)
+    turn(c, x, c.k_norm.as<float>(), c.set.k_epsilon, cos, sin, c.k_out + ((b * c.G + g) * c.C + slot) * c.D);
+  for (int64_t g = 0; g < c.G; ++g, x += c.W)
+    std::copy(x, x + c.W, c.v_out + ((b * c.G + g) * c.C + slot) * c.W);
+}
+
+struct Kernel {
+  abi::Api api;
+  Settings set;
+};
+
+const char* unfit(const Call& c) {
+  bool sizes = c.x.rank == 3 && c.k.rank == 4 && c.v.rank == 4 && c.k.size[0] == c.B && c.v.size[0] == c.B &&
+               c.v.size[1] == c.G && c.v.size[2] == c.C && c.x.size[2] == (c.H + c.G) * c.D + c.G * c.W;
+  bool tables = c.cos.rank == 2 && c.sin.rank == 2 && c.cos.size[1] == c.half && c.sin.size[1] == c.half &&
+                c.cos.size[0] == c.sin.size[0] && c.cos.size[0] > 0 && 2 * c.half <= c.D;
+  bool norms = (!c.q_norm.data || c.q_norm.size[0] == c.D) && (!c.k_norm.data || c.k_norm.size[0] == c.D);
+  bool places = c.positions.size[0] == c.B && c.positions.size[1] == c.T && c.slots.size[0] == c.B;
+  if (!sizes || !tables || !norms || !places) return "Place: the sizes of the product and the cache do not fit";
+  for (int64_t b = 0; b < c.B; ++b) {
+    int64_t slot = c.slots.as<int64_t>()[b];
+    if (slot < 0 || slot + c.T > c.C) return "Place: the tokens do not fit into the cache's slots";
+  }
+  return nullptr;
+}
+
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
+  const abi::Api& api = kernel.api;
+  abi::Tensor* inputs[] = {&c.x, &c.cos, &c.sin, &c.positions, &c.slots, &c.k, &c.v, &c.q_norm, &c.k_norm};
+  for (size_t i = 0; i < 9; ++i)
+    if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
+  c.set = kernel.set;
+  c.B = c.x.size[0], c.T = c.x.size[1], c.H = c.set.heads;
+  c.G = c.k.size[1], c.C = c.k.size[2], c.D = c.k.size[3], c.W = c.v.size[3];
+  c.half = (c.set.turned ? c.set.turned : c.D) / 2;
+  if (const char* why = unfit(c)) return api.fail(why);
+  int64_t q_sizes[] = {c.B, c.T, c.H, c.D};
+  const int64_t* sizes[] = {q_sizes, c.k.size, c.v.size};
+  float** data[] = {&c.q_out, &c.k_out, &c.v_out};
+  for (size_t i = 0; i < 3; ++i) {
+    abi::Value* out = nullptr;
+    if (abi::Status* s = api.output(context, i, sizes[i], 4, &out)) return s;
+    if (abi::Status* s = api.data(out, reinterpret_cast<void**>(data[i]))) return s;
+  }
+  return nullptr;
+}
+
+abi::Status* compute(void* kernel, abi::Context* context) {
+  const Kernel& self = *static_cast<Kernel*>(kernel);
+  try {
+    Call c;
+    if (abi::Status* s = prepare(self, context, c)) return s;
+    if (c.k_out != c.k.data) std::copy_n(c.k.as<float>(), c.B * c.G * c.C * c.D, c.k_out);
+    if (c.v_out != c.v.data) std::copy_n(c.v.as<float>(), c.B * c.G * c.C * c.W, c.v_out);
+    auto run = [](void* call, size_t i) { work(*static_cast<const Call*>(call), int64_t(i)); };
+    if (c.B * c.T >= 8) return self.api.parallel(context, run, c.B * c.T, &c);
+    for (int64_t i = 0; i < c.B * c.T; ++i) run(&c, i);
+    return nullptr;
+  } catch (const std::exception& error) {
+    return self.api.fail(error.what());
+  }
+}
+
+abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* info, void** out) {
+  Kernel kernel{{table}, {}};
+  if (abi::Status* s = kernel.api.attribute(info, "heads", &kernel.set.heads)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "interleaved", &kernel.set.interleaved)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "turned", &kernel.set.turned)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "q_epsilon", &kernel.set.q_epsilon)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "k_epsilon", &kernel.set.k_epsilon)) return s;
+  *out = new Kernel(kernel);
+  return nullptr;
+}
+
+}  // namespace
+
+abi::Op place_op() {
+  abi::Op op = abi::pure_op();
+  op.name = [](const abi::Op*) { return "Place"; };
+  op.input_count = [](const abi::Op*) { return size_t(9); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 ? abi::kInt64 : abi::kFloat); };
+  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 6 ? abi::kOptional : abi::kRequired); };
+  op.output_count = [](const abi::Op*) { return size_t(3); };
+  op.create_v2 = create;
+  op.compute_v2 = compute;
+  op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return op;
+}
