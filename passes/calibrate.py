@@ -21,6 +21,7 @@ def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], vis
     What `visit` puts in the node's place is what later nodes are computed from. Values are freed
     after their last use, and what no wanted node needs (the logits) is not computed.
     """
+    tokens = tokens[:, : program.facts.max_context]  # a pass may have found the model's own end
     for name in ("encode", "step"):
         if name in program.entries:
             run = _Run(program, set(wanted), visit)

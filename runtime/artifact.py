@@ -88,7 +88,7 @@ def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artif
         for name, file in manifest.files.items():
             _check_file(folder, name, file)
         for entry in manifest.entries.values():
-            for graph in (*entry.graphs.values(), *entry.probes.values()):
+            for graph in entry.files:
                 _check_external_data(folder, graph, manifest.files)
         if hashes:
             _check_hashes(folder, manifest)

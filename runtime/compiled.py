@@ -312,26 +312,26 @@ class CompiledModel:
 
 
 def load(
-    path: str | os.PathLike[str], *, threads: int | None = None, attention: str = AUTO
+    path: str | os.PathLike[str], *, threads: int | None = None, kernels: str = AUTO
 ) -> CompiledModel:
     """Open an artifact after checking it. Imports neither torch nor transformers. Raises
     ArtifactError.
 
     `threads`: compute threads of one call, default the physical cores that the process may use.
-    `attention`: a variant of the step (`accel-compile inspect` lists them), or "auto": the fastest
+    `kernels`: a variant of the step (`accel-compile inspect` lists them), or "auto": the fastest
     on this machine, measured at first use in under two seconds and then remembered.
     """
     if threads is not None:
         as_count(threads, "threads", 1)
     artifact = open_artifact(path)
-    return from_artifact(artifact, threads=threads, attention=attention)
+    return from_artifact(artifact, threads=threads, kernels=kernels)
 
 
 def from_artifact(
     artifact: Artifact,
     *,
     threads: int | None = None,
-    attention: str = AUTO,
+    kernels: str = AUTO,
     program: Any = None,
     on_close: Callable[[], None] | None = None,
 ) -> CompiledModel:
@@ -344,7 +344,7 @@ def from_artifact(
         )
     named = "tokenizer.json" in artifact.files
     return CompiledModel(
-        OrtEngine(artifact, threads=threads, attention=attention),
+        OrtEngine(artifact, threads=threads, kernels=kernels),
         artifact.facts,
         tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
         recipe=artifact.recipe,

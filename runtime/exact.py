@@ -13,14 +13,14 @@ from accel.runtime.session import Session
 def check_rows(artifact: Artifact) -> None:
     """Calls of several tokens against calls of one. Raises Miscompiled where a bit differs."""
     for variant in artifact.entries["step"].graphs:
-        with from_artifact(artifact, attention=variant) as model, model.session() as session:
+        with from_artifact(artifact, kernels=variant) as model, model.session() as session:
             for held, width in ((0, 9), (3, 2), (5, 4)):
                 if held + width > session.max_context:
                     continue
                 if off := difference(session, held, width):
                     raise Miscompiled(
                         f"bit-exact: a call of {width} tokens differs from single ones by {off:.1e} "
-                        f"(attention {variant!r}); build without the recipe, and report the model's "
+                        f"(kernels {variant!r}); build without the recipe, and report the model's "
                         "configuration"
                     )
 

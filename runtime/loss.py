@@ -42,7 +42,7 @@ def loss(before: Program, after: Program, text: Calibration) -> dict[str, Any]:
 
     Both programs run by the reference of each operator, which rounds what the kernels round.
     """
-    rows = text.held_out[:, : _MOST]
+    rows = text.held_out[:, : min(_MOST, after.facts.max_context)]
     wanted = min(_MOST, max(_FEWEST, _WORK // max(1, before.facts.parameters)))
     rows = rows[: max(1, wanted // rows.shape[1])]
     together = max(1, _LOGITS // (rows.shape[1] * before.facts.vocab_size))

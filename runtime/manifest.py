@@ -62,12 +62,16 @@ class StateValue:
         return self.role.startswith("cross.")
 
 
+PARTS = ("variants", "probes", "products")  # of an entry: name -> file
+
+
 @dataclass(frozen=True)
 class Entry:
     """One graph: its file, and the names that it takes and gives beside the state.
 
-    variants: name -> file of another graph that does the same. probes: name -> file of a small graph
-    that tells what a variant costs; PORTABLE names that of `file`.
+    variants: name -> file of another graph that does the same. probes, products: name -> file of a
+    small graph that tells what attention, and what products with weights of few bits, cost in a
+    variant; PORTABLE names that of `file`.
     """
 
     file: str
@@ -75,11 +79,17 @@ class Entry:
     outputs: tuple[str, ...]
     variants: dict[str, str] = field(default_factory=dict)
     probes: dict[str, str] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
 
     @property
     def graphs(self) -> dict[str, str]:
         """Files of the graphs that do the entry's work, by variant."""
         return {PORTABLE: self.file, **self.variants}
+
+    @property
+    def files(self) -> list[str]:
+        """All that are graphs."""
+        return [self.file, *(file for part in PARTS for file in getattr(self, part).values())]
 
 
 @dataclass(frozen=True)
@@ -217,7 +227,7 @@ def parse(raw: Any) -> Manifest:
         raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
     for name, entry in entries.items():
         _listed(f"entries.{name}.file", entry.file, files)
-        for part in ("variants", "probes"):
+        for part in PARTS:
             for key, file in getattr(entry, part).items():
                 _listed(f"entries.{name}.{part}.{key}", file, files)
     return Manifest(
@@ -240,7 +250,7 @@ def _entry(f: Fields) -> Entry:
         f.text("file"),
         f.texts("inputs"),
         f.texts("outputs"),
-        **{p: f.object(p).named_texts() for p in ("variants", "probes") if p in f.value},
+        **{p: f.object(p).named_texts() for p in PARTS if p in f.value},
     )
 
 

@@ -37,10 +37,10 @@ class OrtEngine:
         threads: int | None = None,
         spinning: bool = True,
         entry: str = "step",
-        attention: str = AUTO,
+        kernels: str = AUTO,
     ):
         """`threads`: compute threads of one call, default the physical cores it may use.
-        `attention`: the variant of the step, or "auto": the fastest here.
+        `kernels`: the variant of the step, or "auto": the fastest here.
         Raises ArtifactError where there is none of that name.
         """
         self.artifact = artifact
@@ -50,7 +50,7 @@ class OrtEngine:
         self._lock = threading.Lock()
         self._session: Any = None
         self._encoder: Any = None
-        self._tuning = None if attention == AUTO else choose(artifact, attention, self.threads)
+        self._tuning = None if kernels == AUTO else choose(artifact, kernels, self.threads)
 
     @property
     def tuning(self) -> Tuning:
@@ -61,7 +61,7 @@ class OrtEngine:
     @property
     def cost_key(self) -> dict[str, Any]:
         """What the costs of a call depend on: this machine, and the graph."""
-        graph = self.artifact.entries["step"].graphs[self.tuning.attention]
+        graph = self.artifact.entries["step"].graphs[self.tuning.kernels]
         return {**machine(self.threads), "graph": self.artifact.files[graph].sha256}
 
     @property
@@ -98,7 +98,7 @@ class OrtEngine:
         return self._tuning
 
     def _open(self, entry: str) -> Any:
-        variant = self._tuned().attention if entry == "step" else PORTABLE
+        variant = self._tuned().kernels if entry == "step" else PORTABLE
         path = self.artifact.path / self.artifact.entries[entry].graphs[variant]
         session = open_session(path, self.threads, self.spinning)
         if entry == "encode":

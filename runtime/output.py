@@ -110,7 +110,7 @@ class Meter:
     def stats(self, rows: list[Row]) -> dict[str, Any]:
         """calls: of the graph; tokens: new ones; tokens_per_call: of the two; tokens_per_second:
         while decoding, without each group's first token; kv_bytes: largest state of a group;
-        peak_memory: of the process, bytes; attention: the variant of the step; costs: c(T)/c(1) of a
+        peak_memory: of the process, bytes; kernels: the variant of the step; costs: c(T)/c(1) of a
         call of T tokens, None where `CompiledModel.costs` was never asked for on this machine;
         finish: why each row ended.
         """
@@ -125,7 +125,7 @@ class Meter:
             "tokens_per_second": self._decoded / self.decode_seconds if self._decoded else 0.0,
             "kv_bytes": self.kv_bytes,
             "peak_memory": peak_memory(),
-            "attention": self.tuning.attention if self.tuning else None,
+            "kernels": self.tuning.kernels if self.tuning else None,
             "costs": self.costs.ratios if self.costs else None,
             "finish": [row.finish for row in rows],
         }

@@ -1,10 +1,10 @@
-"""Which variant of the step is used: what attention costs in each, measured on this machine."""
+"""Which variant of the step is used: what its kernels cost in each, measured on this machine."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ WORK = {(1, 512): 64, (1, 2048): 64, (8, 512): 0, (128, 512): 4}
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that the attention of all layers takes in one call, by variant."""
+    """Seconds that attention and products with weights of few bits take in one call, by variant."""
 
     tokens: int
     context: int
@@ -48,7 +48,7 @@ class Tuning:
     now; 0 where an earlier measurement was found.
     """
 
-    attention: str
+    kernels: str
     why: str
     costs: tuple[Cost, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
@@ -68,23 +68,24 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
     if asked != AUTO:
         if asked not in entry.graphs:
             names = [AUTO, *entry.graphs]
-            raise ArtifactError(f"{artifact.path}: {unknown('attention', asked, names)}")
+            raise ArtifactError(f"{artifact.path}: {unknown('kernels', asked, names)}")
         return Tuning(asked, "asked for")
-    if set(entry.probes) != set(entry.graphs) or len(entry.graphs) == 1:
+    kinds = [kind for kind in (entry.probes, entry.products) if kind]
+    if len(entry.graphs) == 1 or not kinds or any(PORTABLE not in kind for kind in kinds):
         return Tuning(PORTABLE, "the only one")
     key = {
         **machine(threads),
         "native": str(library()[0]),
-        "probes": {name: artifact.files[file].sha256 for name, file in entry.probes.items()},
+        "probes": [{n: artifact.files[f].sha256 for n, f in kind.items()} for kind in kinds],
         "cells": _cells(artifact.facts.max_context),
     }
-    if (kept := _kept(recall("tuning", key), entry.probes)) is not None:
+    if (kept := _kept(recall("tuning", key), entry.graphs)) is not None:
         return kept
     if not measure:
         return None
     start = time.perf_counter()
     try:
-        costs, refused = _measure(artifact, threads)
+        costs, refused = _measure(artifact, kinds, threads)
     except Exception as error:  # onnxruntime's share no base class; a model runs without a choice
         return Tuning(PORTABLE, f"could not be measured: {error}")
     value = {"costs": [asdict(c) for c in costs], "refused": refused}
@@ -99,28 +100,46 @@ def _cells(max_context: int) -> list[list[int]]:
     return [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
 
 
-def _measure(artifact: Artifact, threads: int) -> tuple[list[Cost], dict[str, str]]:
-    """Each probe at each shape, in turns."""
-    sessions, refused = {}, {}
-    for name, file in artifact.entries["step"].probes.items():
+def _measure(
+    artifact: Artifact, kinds: list[dict[str, str]], threads: int
+) -> tuple[list[Cost], dict[str, str]]:
+    """Each kind's probes at each shape, in turns; who has none of a kind costs what PORTABLE does."""
+    names = artifact.entries["step"].graphs
+    refused: dict[str, str] = {}
+    cells = _cells(artifact.facts.max_context)
+    costs = [Cost(tokens, context, dict.fromkeys(names, 0.0)) for tokens, context in cells]
+    end = time.perf_counter() + SECONDS
+    for left, kind in zip(range(len(kinds), 0, -1), kinds, strict=True):
+        sessions = _opened(artifact, kind, threads, refused)
+        share = float(sessions[PORTABLE].get_modelmeta().custom_metadata_map["share"])
+        limit = time.perf_counter() + (end - time.perf_counter()) / left
+        for i, cost in enumerate(costs):
+            shape = _fitting(sessions[PORTABLE], cost.tokens, cost.context)
+            last = min(shape[1], artifact.facts.max_context)
+            runs = {name: _binding(session, *shape, last) for name, session in sessions.items()}
+            until = time.perf_counter() + (limit - time.perf_counter()) / (len(costs) - i)
+            seconds = _turns(sessions, runs, until)
+            for name in names:
+                cost.seconds[name] += seconds.get(name, seconds[PORTABLE]) / share
+    for cost in costs:
+        for name in refused:
+            cost.seconds.pop(name, None)
+    return costs, refused
+
+
+def _opened(
+    artifact: Artifact, probes: Mapping[str, str], threads: int, refused: dict[str, str]
+) -> dict[str, Any]:
+    """The probes' sessions; notes who is refused, and why."""
+    sessions = {}
+    for name, file in probes.items():
         try:
             sessions[name] = open_session(artifact.path / file, threads, resting=True)
         except ArtifactError as error:
             if name == PORTABLE:
                 raise
             refused[name] = str(error)
-    share = float(sessions[PORTABLE].get_modelmeta().custom_metadata_map["share"])
-    costs = []
-    cells = _cells(artifact.facts.max_context)
-    end = time.perf_counter() + SECONDS
-    for i, (tokens, context) in enumerate(cells):
-        shape = _fitting(sessions[PORTABLE], tokens, context)
-        last = min(shape[1], artifact.facts.max_context)
-        runs = {name: _binding(session, *shape, last) for name, session in sessions.items()}
-        limit = time.perf_counter() + (end - time.perf_counter()) / (len(cells) - i)
-        seconds = {n: s / share for n, s in _turns(sessions, runs, limit).items()}
-        costs.append(Cost(tokens, context, seconds))
-    return costs, refused
+    return sessions
 
 
 def _turns(sessions: dict[str, Any], runs: dict[str, Any], limit: float) -> dict[str, float]:
@@ -176,7 +195,7 @@ def _decided(costs: list[Cost], refused: dict[str, str], seconds: float = 0.0) -
     return Tuning(chosen, "measured", tuple(costs), refused, seconds)
 
 
-def _kept(value: Any, probes: Mapping[str, str]) -> Tuning | None:
+def _kept(value: Any, names: Collection[str]) -> Tuning | None:
     """An earlier measurement, where it is whole."""
     try:
         costs = [
@@ -186,7 +205,7 @@ def _kept(value: Any, probes: Mapping[str, str]) -> Tuning | None:
             for c in value["costs"]
         ]
         refused = {str(name): str(reason) for name, reason in value["refused"].items()}
-        whole = all(c.seconds.keys() | refused.keys() == probes.keys() for c in costs)
+        whole = all(c.seconds.keys() | refused.keys() == set(names) for c in costs)
         return _decided(costs, refused) if whole and PORTABLE not in refused else None
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -59,7 +59,7 @@ def exactly():
 
 
 def session(artifact, variant, threads, least=None) -> Session:
-    facts, engine = artifact.facts, OrtEngine(artifact, threads=threads, attention=variant)
+    facts, engine = artifact.facts, OrtEngine(artifact, threads=threads, kernels=variant)
     return Session(
         engine.stepper(1),
         1,

@@ -362,3 +362,10 @@ def test_calibrated_methods_lose_less_than_rounding(bundled):
         assert better["perplexity"] < plain["perplexity"]
     random = lost(bundled, Int4Gptq(tokens=1024), tokens(bundled, 4, 256))
     assert feedback["kl"] < random["kl"]
+
+
+def test_text_ends_where_the_model_does():
+    """A pass finds that positions end at 200; the text was made for 256."""
+    with accel.optimize(models.ARCHITECTURES["plain_sdpa"](), "int4-gptq", max_context=256) as compiled:
+        assert compiled.facts.max_context == 200
+        assert compiled.report["weights"]["kl"] > 0

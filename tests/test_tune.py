@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.ir.errors import ArtifactError, InputError
+from accel.lowering.onnx import native
 from accel.runtime import machine, ort, tune
+from accel.runtime.artifact import open_artifact
 from accel.runtime.compiled import from_artifact
 from accel.runtime.costs import TOKENS, Costs, known
 from accel.runtime.ort import OrtEngine
@@ -52,7 +54,7 @@ def test_every_variant_is_measured_at_every_shape_and_remembered(artifact, opene
     first = choose(artifact, AUTO, 1)
     assert time.perf_counter() - start < 10  # two, but for what else the machine does
     graphs = set(artifact.entries["step"].graphs)
-    assert first.why == "measured" and first.attention in graphs and first.seconds > 0
+    assert first.why == "measured" and first.kernels in graphs and first.seconds > 0
     assert [(c.tokens, c.context) for c in first.costs] == [(1, 256), (8, 256), (128, 256)]
     for cost in first.costs:
         assert set(cost.seconds) == graphs - set(first.refused)
@@ -80,7 +82,7 @@ def test_the_table_decides_and_the_portable_one_wins_near_ties(artifact, tmp_pat
             cost["seconds"] = dict.fromkeys(cost["seconds"], 1.0) | {"fused": factor}
 
     rewrite(kept(tmp_path), change)
-    assert choose(artifact, AUTO, 1, measure=False).attention == want
+    assert choose(artifact, AUTO, 1, measure=False).kernels == want
 
 
 def test_decode_weighs_more_than_a_call_that_nobody_makes():
@@ -140,35 +142,35 @@ def test_a_variant_that_does_not_open_is_left_out_with_its_reason(artifact, monk
 
     monkeypatch.setattr(tune, "open_session", some)
     found = choose(artifact, AUTO, 1)
-    assert found.refused == {"fused": "no such operator here"} and found.attention != "fused"
+    assert found.refused == {"fused": "no such operator here"} and found.kernels != "fused"
     assert choose(artifact, AUTO, 1, measure=False).refused == found.refused
 
 
 def test_one_graph_alone_is_opened_for_the_step(artifact, opened):
-    with from_artifact(artifact, threads=1, attention="fused") as model:
+    with from_artifact(artifact, threads=1, kernels="fused") as model:
         model.logits([[1, 2, 3]])
         assert opened == ["step.fused.onnx"]
-        assert (model.tuning.attention, model.tuning.why) == ("fused", "asked for")
+        assert (model.tuning.kernels, model.tuning.why) == ("fused", "asked for")
     opened.clear()
     with from_artifact(artifact, threads=1) as model:
         model.logits([[1, 2, 3]])
         steps = [name for name in opened if not name.startswith("probe.")]
-        assert steps == [artifact.entries["step"].graphs[model.tuning.attention]]
+        assert steps == [artifact.entries["step"].graphs[model.tuning.kernels]]
 
 
 def test_an_unknown_variant_is_refused_before_anything_is_opened(artifact, opened):
     with pytest.raises(ArtifactError, match="did you mean 'grouped'"):
-        accel.load(artifact.path, attention="groupd")
+        accel.load(artifact.path, kernels="groupd")
     assert not opened
 
 
 def test_generation_says_which_variant_ran_and_what_calls_cost(artifact):
-    with from_artifact(artifact, threads=1, attention="grouped") as model:
+    with from_artifact(artifact, threads=1, kernels="grouped") as model:
         stats = model.generate([1, 2], 3).stats
-        assert stats["attention"] == "grouped" and stats["costs"] is None
+        assert stats["kernels"] == "grouped" and stats["costs"] is None
         ratios = model.costs.ratios
         assert model.generate([1, 2], 3).stats["costs"] == ratios
-    with from_artifact(artifact, threads=1, attention="grouped") as model:  # remembered
+    with from_artifact(artifact, threads=1, kernels="grouped") as model:  # remembered
         assert model.generate([1, 2], 3).stats["costs"] == ratios
 
 
@@ -176,13 +178,13 @@ def test_generation_says_which_variant_ran_and_what_calls_cost(artifact):
 
 
 def test_costs_are_measured_on_the_step_and_remembered(artifact, monkeypatch, tmp_path):
-    with from_artifact(artifact, threads=1, attention="grouped") as model:
+    with from_artifact(artifact, threads=1, kernels="grouped") as model:
         found = model.costs
     assert found.tokens == TOKENS and all(0 < s < 1 for s in found.seconds)
     assert found.ratio(1) == 1 and found.ratio(32) > 1.2  # 32 tokens are more work than one
-    engine = OrtEngine(artifact, threads=1, attention="grouped")
+    engine = OrtEngine(artifact, threads=1, kernels="grouped")
     assert known(engine.cost_key) == found
-    assert known(OrtEngine(artifact, threads=1, attention="fused").cost_key) is None
+    assert known(OrtEngine(artifact, threads=1, kernels="fused").cost_key) is None
 
     def broken(value):
         value["value"]["seconds"].pop()
@@ -202,7 +204,7 @@ def test_ratios_between_the_points_and_none_beyond():
 def test_a_short_context_and_the_eager_target_have_costs_too():
     with accel.optimize(models.tiny(), target="eager", max_context=6, verify=False) as model:
         assert model.costs.tokens == (1, 2, 3, 4, 6) and model.tuning is None
-        assert model.generate([1], 2).stats["attention"] is None
+        assert model.generate([1], 2).stats["kernels"] is None
 
 
 def test_a_closed_model_has_no_costs(artifact):
@@ -233,10 +235,10 @@ def test_run_and_bench_take_a_variant(artifact):
         return CliRunner().invoke(cli.app, [*words, "--threads", "1", "--json"])
 
     path = str(artifact.path)
-    done = call("run", path, "--tokens", "1,2", "--max-new-tokens", "2", "--attention", "fused")
-    assert json.loads(done.stdout)["stats"]["attention"] == "fused"
-    done = call("bench", path, "--context", "4", "--tokens", "2", "--attention", "grouped")
-    assert json.loads(done.stdout)["attention"] == "grouped"
+    done = call("run", path, "--tokens", "1,2", "--max-new-tokens", "2", "--kernels", "fused")
+    assert json.loads(done.stdout)["stats"]["kernels"] == "fused"
+    done = call("bench", path, "--context", "4", "--tokens", "2", "--kernels", "grouped")
+    assert json.loads(done.stdout)["kernels"] == "grouped"
 
 
 def test_a_model_that_cannot_be_measured_still_runs(artifact, monkeypatch):
@@ -246,4 +248,36 @@ def test_a_model_that_cannot_be_measured_still_runs(artifact, monkeypatch):
     monkeypatch.setattr(tune, "_turns", fails)
     with from_artifact(artifact, threads=1) as model:
         assert len(model.generate([1, 2], 2).tokens[0]) == 2
-        assert model.tuning.attention == "grouped" and "out of data bounds" in model.tuning.why
+        assert model.tuning.kernels == "grouped" and "out of data bounds" in model.tuning.why
+
+
+@pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+def test_products_of_few_bits_are_measured_too(monkeypatch, tmp_path, opened):
+    """Without attention's probes beside them, and where one of them is refused."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native.library.cache_clear()
+    accel.optimize(models.qwen3(), "int4", max_context=64, out=tmp_path / "artifact").close()
+    artifact = open_artifact(tmp_path / "artifact")
+    entry = artifact.entries["step"]
+    assert set(entry.products) == {"grouped", "native"} and set(entry.probes) == set(entry.graphs)
+    for file in entry.products.values():
+        session = ort.open_session(artifact.path / file, threads=1)
+        assert 0.5 < float(session.get_modelmeta().custom_metadata_map["share"]) * 3 < 1.01
+        assert {i.name.split(".")[0] for i in session.get_inputs()} == {"x"}
+    del opened[:]
+    found = choose(artifact, AUTO, 1)
+    assert found.why == "measured" and set(opened) == {*entry.probes.values(), *entry.products.values()}
+    assert all(set(c.seconds) == set(entry.graphs) for c in found.costs)
+    real = tune.open_session
+
+    def refuse(path, *args, **kwargs):
+        if path.name == "products.native.onnx":
+            raise ArtifactError("no such operator here")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(tune, "recall", lambda *_: None)
+    monkeypatch.setattr(tune, "open_session", refuse)
+    found = choose(artifact, AUTO, 1)
+    assert found.refused == {"native": "no such operator here"} and found.kernels != "native"
+    assert all(set(c.seconds) == {"grouped", "fused"} for c in found.costs)
+    native.library.cache_clear()

@@ -78,7 +78,7 @@ def test_only_what_keeps_the_promise_of_equal_rows(tmp_path):
 
 def engines(compiled) -> dict[str, OrtEngine]:
     names = compiled.artifact.entries["step"].graphs
-    return {n: OrtEngine(compiled.artifact, threads=1, attention=n) for n in names}
+    return {n: OrtEngine(compiled.artifact, threads=1, kernels=n) for n in names}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -130,7 +130,7 @@ def test_probes_hold_attention_only_and_say_their_share(build):
 
 def test_an_unknown_variant_is_refused_with_the_near_name(build):
     with pytest.raises(ArtifactError, match="did you mean 'fused'"):
-        OrtEngine(build("llama").compiled.artifact, attention="fuse")
+        OrtEngine(build("llama").compiled.artifact, kernels="fuse")
 
 
 @pytest.mark.parametrize("part", ["variants", "probes"])

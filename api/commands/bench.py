@@ -54,7 +54,7 @@ def bench(
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="New tokens of each run.")] = 32,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs; the median counts.")] = 3,
     threads: options.Threads = None,
-    attention: options.Attention = "auto",
+    kernels: options.Kernels = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Measure the speed of an artifact.
@@ -64,7 +64,7 @@ def bench(
     from accel.runtime.output import peak_memory
 
     start = time.perf_counter()
-    model, timed, engine = _open(path, threads, attention)
+    model, timed, engine = _open(path, threads, kernels)
     loaded = time.perf_counter() - start
     with model:
         lengths = _lengths(context, tokens, model.facts.max_context)
@@ -76,7 +76,7 @@ def bench(
     result = {
         "artifact": str(path),
         "threads": engine.threads,
-        "attention": engine.tuning.attention,
+        "kernels": engine.tuning.kernels,
         "new_tokens": tokens,
         "repeat": repeat,
         "load_seconds": loaded,
@@ -90,7 +90,7 @@ def bench(
 
 
 def _open(
-    path: Path, threads: int | None, attention: str
+    path: Path, threads: int | None, kernels: str
 ) -> tuple[CompiledModel, Timed, OrtEngine]:
     """The model over a session that is timed, opened and ready."""
     from accel.runtime.artifact import open_artifact
@@ -103,7 +103,7 @@ def _open(
             return Timed(opened) if entry == "step" else opened
 
     artifact = open_artifact(path)
-    engine = Engine(artifact, threads=threads, attention=attention)
+    engine = Engine(artifact, threads=threads, kernels=kernels)
     model = CompiledModel(engine, artifact.facts, recipe=artifact.recipe)
     return model, engine.session, engine
 
@@ -206,6 +206,6 @@ def _show(result: dict[str, Any]) -> None:
         ("load", f"{result['load_seconds']:.2f} s"),
         ("peak memory", size(result["peak_memory"])),
         ("threads", result["threads"]),
-        ("attention", result["attention"]),
+        ("kernels", result["kernels"]),
         ("measured", f"median of {result['repeat']} runs of {result['new_tokens']} new tokens"),
     ])  # fmt: skip

@@ -40,7 +40,7 @@ def inspect(
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Measure its attention and the costs of calls here, if not yet known."
+            "--measure", help="Measure its kernels and the costs of calls here, if not yet known."
         ),
     ] = False,
     threads: options.Threads = None,

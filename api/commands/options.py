@@ -32,7 +32,7 @@ Threads = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Compute threads; default: the physical cores."),
 ]
-Attention = Annotated[
+Kernels = Annotated[
     str,
     typer.Option(
         metavar="auto|NAME",

@@ -75,7 +75,7 @@ def run(
         bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")
     ] = False,
     threads: options.Threads = None,
-    attention: options.Attention = "auto",
+    kernels: options.Kernels = "auto",
     recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
@@ -106,7 +106,7 @@ def run(
         "max_context": max_context,
         "trust_remote_code": trust_remote_code,
     }
-    with open_model(path, threads=threads, attention=attention, **build) as model:
+    with open_model(path, threads=threads, kernels=kernels, **build) as model:
         if as_json:
             out = model.generate(given, **settings)
             text = out.text[0] if out.text is not None else None

@@ -52,11 +52,11 @@ def show_steps(steps: list[dict[str, Any]]) -> None:
 
 
 def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
-    """The variant of the step on this machine, what attention costs in each, and the costs of calls."""
+    """The variant of the step on this machine, what its kernels cost in each, and the costs of calls."""
     if tuning is None:
-        pairs([("attention", "not measured on this machine yet: --measure, or the first use, does")])
+        pairs([("kernels", "not measured on this machine yet: --measure, or the first use, does")])
     else:
-        pairs([("attention", f"{tuning.attention} ({tuning.why})"), *tuning.refused.items()])
+        pairs([("kernels", f"{tuning.kernels} ({tuning.why})"), *tuning.refused.items()])
         names = list(tuning.costs[0].seconds) if tuning.costs else []
         rows = [[c.tokens, c.context, *(f"{c.seconds[n] * 1e3:.3g}" for n in names)] for c in tuning.costs]
         if rows:

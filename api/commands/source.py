@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def open_model(
-    path: Path, *, threads: int | None = None, attention: str = "auto", **build: Any
+    path: Path, *, threads: int | None = None, kernels: str = "auto", **build: Any
 ) -> CompiledModel:
     """The compiled model at a path; `build` holds options of `optimize` for a model directory.
 
@@ -28,7 +28,7 @@ def open_model(
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():
         with progress("compile") as watch:
             return accel.optimize(path, progress=watch, **build)
-    return accel.load(path, threads=threads, attention=attention)
+    return accel.load(path, threads=threads, kernels=kernels)
 
 
 def _missing(path: Path) -> str:

@@ -17,13 +17,15 @@ from onnx import TensorProto, helper
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from accel.ir.ops.attention import attention
+from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Entry, Program, Region
 from accel.ir.weights import Stored
 from accel.lowering import Table
 from accel.lowering import onnx as here
 from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.fallback import lower_node
-from accel.lowering.onnx.probe import probe
+from accel.lowering.onnx.probe import attention_probe, products_probe
 from accel.lowering.onnx.variants import PORTABLE, variants
 
 WEIGHTS = "weights.bin"
@@ -119,7 +121,6 @@ def _variants(
 ) -> dict[str, dict[str, str]]:
     """Write the step's variants and their probes; what the manifest says of them."""
     files: dict[str, str] = {}
-    probes: dict[str, str] = {}
     for table in tables:
         builder = Builder(weights.add, table, bit_exact=bit_exact)
         model = lower_entry(program, program.step, weights, builder)
@@ -128,11 +129,19 @@ def _variants(
             onnx.save_model(model, folder / files[table.target])
     if not files:
         return {}
+    found: dict[str, dict[str, str]] = {"variants": files, "probes": {}, "products": {}}
     for variant in (None, *(t for t in tables if t.target in files)):
         name = PORTABLE if variant is None else variant.target
-        probes[name] = f"probe.{name}.onnx"
-        onnx.save_model(probe(program, variant, bit_exact), folder / probes[name])
-    return {"variants": files, "probes": probes}
+        if program.nodes(attention.default, entry=program.step):
+            found["probes"][name] = f"probe.{name}.onnx"
+            probe = attention_probe(program, variant, bit_exact)
+            onnx.save_model(probe, folder / found["probes"][name])
+        own = variant is None or quantized_linear.default in variant.rules
+        if own and program.nodes(quantized_linear.default, entry=program.step):
+            found["products"][name] = f"products.{name}.onnx"
+            probe = products_probe(program, variant, weights.add)
+            onnx.save_model(probe, folder / found["products"][name])
+    return found
 
 
 def _map_params(program: Program, weights: WeightsFile, file: Path) -> None:

@@ -1,8 +1,11 @@
-"""A few layers' attention with nothing around it: a small graph by which variants are compared."""
+"""A few layers' attention, or the products of one, with nothing around it: small graphs by which variants
+are compared.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import onnx
@@ -11,9 +14,11 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from accel.ir.ops.attention import attention
+from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
+from accel.ir.weights import Stored
 from accel.lowering import Table
-from accel.lowering.onnx.builder import DTYPES, Builder, finished
+from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.fallback import lower_node
 
 _NAMES = ("q", "k", "v", "q_pos", "k_pos", "bias", "scale", "softcap", "mask", "window", "sink")
@@ -21,7 +26,7 @@ _LETTERS = {"q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC"}
 LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does in the step
 
 
-def probe(program: Program, variant: Table | None, bit_exact: bool = False) -> onnx.ModelProto:
+def attention_probe(program: Program, variant: Table | None, bit_exact: bool = False) -> onnx.ModelProto:
     """Attention of each form that the step has, as often as its share of the layers asks for.
 
     Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots; `held.X [B,X]` of
@@ -42,6 +47,47 @@ def probe(program: Program, variant: Table | None, bit_exact: bool = False) -> o
     model = finished(b, "probe", list(inputs.values()), outputs)
     helper.set_model_props(model, {"share": str(len(outputs) / len(nodes))})
     return model
+
+
+def products_probe(
+    program: Program, variant: Table | None, weights: Callable[[str, Stored], onnx.TensorProto]
+) -> onnx.ModelProto:
+    """A product with weights of few bits for each form that layers repeat, or else for each there is.
+
+    Inputs: `x.K [B,T,K]`. The weights are the first of their form, where the step has them. The
+    metadata `share` is the part of the bytes of all such weights that it holds.
+    """
+    nodes = program.nodes(quantized_linear.default, entry=program.step)
+    forms: dict[tuple[str, ...], list[fx.Node]] = {}
+    for node in nodes:
+        forms.setdefault(_form(node), []).append(node)
+    chosen = [same[0] for same in forms.values() if len(same) > 1] or [n[0] for n in forms.values()]
+    b = Builder(weights, variant)
+    inputs: dict[str, onnx.ValueInfoProto] = {}
+    outputs: list[onnx.ValueInfoProto] = []
+
+    def operand(node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return Param(str(node.target), program.params.stored(str(node.target)))
+        fake = node.meta["val"]
+        name = f"x.{fake.shape[-1]}"
+        b.meta[name] = fake
+        sizes = ["B", "T", int(fake.shape[-1])]
+        inputs[name] = helper.make_tensor_value_info(name, DTYPES[fake.dtype], sizes)
+        return name
+
+    for node in chosen:
+        args: Any = map_arg((node.args, node.kwargs), operand)
+        made = lower_node(b, node, *args)
+        outputs.append(helper.make_tensor_value_info(made, DTYPES[node.meta["val"].dtype], None))
+    model = finished(b, "products", list(inputs.values()), outputs)
+    helper.set_model_props(model, {"share": str(_bytes(chosen) / _bytes(nodes))})
+    return model
+
+
+def _bytes(products: list[fx.Node]) -> int:
+    """Of their weights."""
+    return sum(int(n.args[1].meta["val"].numel()) for n in products if isinstance(n.args[1], fx.Node))
 
 
 def _form(node: fx.Node) -> tuple[str, ...]:

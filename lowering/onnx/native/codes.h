@@ -23,18 +23,31 @@ struct alignas(32) Group {
 
 inline __m256i bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-inline i8 fours(__m256i twos) { return (i8)_mm256_madd_epi16(twos, _mm256_set1_epi16(1)); }
+// sums + the products of unsigned and signed bytes, four by four.
+inline __m256i fours(__m256i sums, __m256i x, __m256i y) {
+#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
+  return _mm256_dpbusd_epi32(sums, x, y);
+#elif defined(__AVXVNNI__)
+  return _mm256_dpbusd_avx_epi32(sums, x, y);
+#else
+  return _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(x, y), _mm256_set1_epi16(1)));
+#endif
+}
 
 inline i8 multiply(const uint8_t* weight, const Group<4>& x) {
   __m256i both = bytes(weight), low = _mm256_set1_epi8(15);
-  __m256i even = _mm256_maddubs_epi16(_mm256_and_si256(both, low), bytes(x.code));
-  __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-  return fours(_mm256_add_epi16(even, _mm256_maddubs_epi16(odd, bytes(x.code + 32))));
+  __m256i even = _mm256_and_si256(both, low), odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+  return (i8)fours(fours(_mm256_setzero_si256(), even, bytes(x.code)), odd, bytes(x.code + 32));
+#else  // two by two they stay below 2^15
+  __m256i twos = _mm256_add_epi16(_mm256_maddubs_epi16(even, bytes(x.code)), _mm256_maddubs_epi16(odd, bytes(x.code + 32)));
+  return (i8)_mm256_madd_epi16(twos, _mm256_set1_epi16(1));
+#endif
 }
 
 inline i8 multiply(const uint8_t* weight, const Group<8>& x) {  // 8-bit weights lie 128 higher than they are
   __m256i w = _mm256_xor_si256(bytes(weight), _mm256_set1_epi8(-128));
-  return fours(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(bytes(x.code), w)));
+  return (i8)fours(_mm256_setzero_si256(), _mm256_abs_epi8(w), _mm256_sign_epi8(bytes(x.code), w));
 }
 
 #else

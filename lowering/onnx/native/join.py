@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -54,6 +55,12 @@ class _Graph:
         lonely = len(found) == 1 and value not in self.kept
         return found[0] if lonely and found[0].op_type == op else None
 
+    def rank(self, name: str) -> int | None:
+        """Number of axes of a value, where it is known."""
+        if isinstance(self.b.meta.get(name), torch.Tensor):
+            return self.b.rank(name)
+        return next((len(i.dims) for i in self.b.initializers if i.name == name), None)
+
     def ints(self, name: str) -> list[int]:
         """A constant's numbers; none where the value is not constant."""
         for initializer in self.b.initializers:
@@ -78,8 +85,8 @@ def _norms(g: _Graph) -> None:
     for norm in g.of("RMSNormalization"):
         readers = g.readers[norm.output[0]]
         x, weight = norm.input[0], norm.input[1]
-        last = attributes(norm).get("axis", -1) in (-1, g.b.rank(x) - 1)
-        if not last or norm.output[0] in g.kept or g.b.rank(weight) != 1:
+        last = attributes(norm).get("axis", -1) in (-1, (g.rank(x) or 0) - 1)
+        if not last or norm.output[0] in g.kept or g.rank(weight) != 1:
             continue
         if all(_is_linear(n) and list(n.input).count(norm.output[0]) == 1 for n in readers):
             for linear in readers:
@@ -105,7 +112,7 @@ def _gates(g: _Graph) -> None:
             if linear is None or not kind or not halves or given.get("alpha", 1.0) != 1.0:
                 continue
             axis = attributes(split).get("axis", 0)
-            if attributes(linear)["gate"] or axis not in (-1, g.b.rank(split.input[0]) - 1):
+            if attributes(linear)["gate"] or axis not in (-1, (g.rank(split.input[0]) or 0) - 1):
                 continue
             linear.output[0] = product.output[0]
             _set(linear, gate=kind)
@@ -130,87 +137,86 @@ def _places(g: _Graph) -> None:
     """Packed product -> heads -> norms and rope -> cache and attention -> rows: Place, then Attention."""
     for attention in g.of("Attention", DOMAIN):
         k, v = (g.maker(i, "TensorScatter") for i in attention.input[1:3])
-        q_rope = g.only(attention.input[0], "RotaryEmbedding")
-        k_rope = g.only(k.input[1], "RotaryEmbedding") if k is not None else None
         back = g.reader(attention.output[0], "Transpose")
         rows = g.reader(back.output[0], "Reshape") if back is not None else None
-        if k is None or v is None or q_rope is None or k_rope is None or rows is None:
+        if k is None or v is None or back is None or rows is None:
             continue
-        q_norm = g.only(q_rope.input[0], "RMSNormalization")
-        k_norm = g.only(k_rope.input[0], "RMSNormalization")
-        parts = [
-            norm.input[0] if norm is not None else rope.input[0]
-            for norm, rope in ((q_norm, q_rope), (k_norm, k_rope))
-        ] + [v.input[1]]
+        q_side, k_side = _side(g, attention.input[0]), _side(g, k.input[1])
+        parts = [q_side.start, k_side.start, v.input[1]]
         split = g.maker(parts[0], "Split")
         heads = g.only(split.input[0], "Transpose") if split is not None else None
         packed = g.only(heads.input[0], "Reshape") if heads is not None else None
         if split is None or heads is None or packed is None or list(split.output) != parts:
             continue
-        if not _placeable(g, split, heads, k, v, q_rope, k_rope, back, rows):
+        if not (_placed_alike(g, q_side, k_side) and _cached(g, split, k, v)):
             continue
-        norms = [n.input[1] if n is not None else "" for n in (q_norm, k_norm)]
-        while norms and not norms[-1]:
-            norms.pop()
-        epsilons = [
-            attributes(n)["epsilon"] if n is not None else 0.0 for n in (q_norm, k_norm)
-        ]
-        if any(g.b.rank(n) != 1 for n in norms if n):
+        perms = [attributes(n).get("perm") for n in (heads, back)]
+        if perms != [[0, 2, 1, 3]] * 2 or g.rank(rows.output[0]) != 3:
             continue
-        rope = attributes(q_rope)
+        tables = list(q_side.rope.input[1:]) if q_side.rope is not None else [""] * 3
+        turn = attributes(q_side.rope) if q_side.rope is not None else {}
         place = helper.make_node(
             "Place",
-            [packed.input[0], *q_rope.input[1:], k.input[2], k.input[0], v.input[0], *norms],
-            [q_rope.output[0], k.output[0], v.output[0]],
-            name=q_rope.name, domain=DOMAIN, heads=g.ints(split.input[1])[0],
-            interleaved=rope.get("interleaved", 0), turned=rope.get("rotary_embedding_dim", 0),
-            q_epsilon=epsilons[0], k_epsilon=epsilons[1],
+            [packed.input[0], k.input[2], k.input[0], v.input[0], *tables, q_side.norm, k_side.norm],
+            [attention.input[0], k.output[0], v.output[0]],
+            name=f"{attention.name}.place", domain=DOMAIN, heads=g.ints(split.input[1])[0],
+            interleaved=turn.get("interleaved", 0), turned=turn.get("rotary_embedding_dim", 0),
+            q_epsilon=q_side.epsilon, k_epsilon=k_side.epsilon,
         )  # fmt: skip
+        while not place.input[-1]:
+            place.input.pop()
         attention.output[0] = rows.output[0]
         _set(attention, packed=1)
-        gone = [k, v, q_rope, k_rope, q_norm, k_norm, split, heads, packed, back, rows]
-        g.replace((n for n in gone if n is not None), attention, place, attention)
+        gone = [k, v, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows]
+        g.replace(gone, attention, place, attention)
 
 
-def _placeable(
-    g: _Graph,
-    split: onnx.NodeProto,
-    heads: onnx.NodeProto,
-    k: onnx.NodeProto,
-    v: onnx.NodeProto,
-    q_rope: onnx.NodeProto,
-    k_rope: onnx.NodeProto,
-    back: Any,
-    rows: onnx.NodeProto,
-) -> bool:
-    """Whether sizes, axes and tables are those that Place and Attention know."""
+@dataclass
+class _Side:
+    """What lies between the split and the attention: a norm's weight, a rope."""
+
+    start: str
+    rope: onnx.NodeProto | None
+    norm: str
+    epsilon: float
+    nodes: list[onnx.NodeProto]
+
+
+def _side(g: _Graph, value: str) -> _Side:
+    rope = g.only(value, "RotaryEmbedding")
+    value = rope.input[0] if rope is not None else value
+    norm = g.only(value, "RMSNormalization")
+    nodes = [n for n in (rope, norm) if n is not None]
+    if norm is None:
+        return _Side(value, rope, "", 0.0, nodes)
+    return _Side(norm.input[0], rope, norm.input[1], attributes(norm)["epsilon"], nodes)
+
+
+def _placed_alike(g: _Graph, q: _Side, k: _Side) -> bool:
+    """Whether queries and keys turn by the same tables, if at all."""
+    if any(g.rank(side.norm) != 1 for side in (q, k) if side.norm):
+        return False
+    if q.rope is None or k.rope is None:
+        return q.rope is k.rope
+    tables = list(q.rope.input[1:]) == list(k.rope.input[1:]) and len(q.rope.input) == 4
+    return tables and attributes(q.rope) == attributes(k.rope)
+
+
+def _cached(g: _Graph, split: onnx.NodeProto, k: onnx.NodeProto, v: onnx.NodeProto) -> bool:
+    """Whether keys and values go, as they are split, into the slots of a plain cache."""
     sizes = g.ints(split.input[1]) if len(split.input) > 1 else []
-    axes = attributes(heads).get("perm"), attributes(back).get("perm")
-    whole = [0, 2, 1, 3], [0, 2, 1, 3]
-    same_rope = (
-        list(q_rope.input[1:]) == list(k_rope.input[1:])
-        and len(q_rope.input) == 4
-        and attributes(q_rope) == attributes(k_rope)
-    )
-    scatters = k.input[2] == v.input[2] and all(
-        attributes(n).get("axis") == 2 and attributes(n).get("mode", b"linear") == b"linear"
-        for n in (k, v)
-    )
     caches = [k.input[0], v.input[0]]
-    floats = all(g.b.dtype(i) == torch.float32 for i in caches)
-    apart = all(len(g.readers[n]) == 1 for n in (*split.output, *caches))
-    cache = g.b.shape(caches[0])
+    shapes = [g.b.shape(name) for name in caches]
+    along = [attributes(n).get("axis") == 2 and len(n.attribute) == 1 for n in (k, v)]
     return (
-        axes == whole
-        and attributes(split).get("axis", 0) == 1
+        attributes(split).get("axis", 0) == 1
         and len(sizes) == 3
-        and sizes[1] == sizes[2] == cache[1]
-        and cache[3] == g.b.shape(caches[1])[3]
-        and g.b.rank(rows.output[0]) == 3
-        and same_rope
-        and scatters
-        and floats
-        and apart
+        and sizes[1:] == [shapes[0][1], shapes[1][1]]
+        and shapes[0][3] == shapes[1][3]
+        and all(along)
+        and k.input[2] == v.input[2]
+        and all(g.b.dtype(name) == torch.float32 for name in caches)
+        and all(len(g.readers[name]) == 1 for name in (*split.output, *caches))
     )
 
 

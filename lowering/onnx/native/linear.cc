@@ -74,7 +74,8 @@ void round_row(Call& c, int64_t row) {
   codes::round_row<bits>(x, c.set.block, c.blocks, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
 }
 
-// What a thread needs beside the call: by blocks, and a copy of the last weight row, to read beyond its end.
+// What a thread needs beside the call: by blocks, and a copy of one of the last weight rows, to read beyond
+// the end of the weight.
 struct Scratch {
   std::vector<float> scales, zeros, last_scales;  // [4, padded], [padded], [padded]
   std::vector<uint8_t> last;
@@ -91,7 +92,9 @@ Weight weight_of(const Call& c, Scratch& s, int64_t n) {
     const uint8_t* packed = c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2);
     for (int64_t b = 0; b < c.blocks; ++b) s.zeros[b] = float(packed[b / 2] >> b % 2 * 4 & 15);
   }
-  if (n < c.N - 1) return w;
+  bool inside = n * c.bytes + c.groups * codes::kBytes <= c.N * c.bytes &&
+                n * c.blocks + (c.blocks + 7) / 8 * 8 <= c.N * c.blocks;
+  if (inside) return w;
   s.last.assign(c.groups * codes::kBytes, 0);
   s.last_scales.assign(c.padded, 0.0f);
   std::copy(w.codes, w.codes + c.bytes, s.last.begin());

@@ -45,8 +45,7 @@ void turn(const Call& c, const float* x, const float* norm, float epsilon, const
 void work(const Call& c, int64_t token) {
   int64_t b = token / c.T, t = token % c.T, width = (c.H + c.G) * c.D + c.G * c.W;
   const float* x = c.x.as<float>() + token * width;
-  int64_t rows = c.cos.size[0];
-  int64_t position = std::clamp<int64_t>(c.positions.as<int64_t>()[token], 0, rows - 1);
+  int64_t position = c.half ? std::clamp<int64_t>(c.positions.as<int64_t>()[token], 0, c.cos.size[0] - 1) : 0;
   const float* cos = c.cos.as<float>() + position * c.half;
   const float* sin = c.sin.as<float>() + position * c.half;
   for (int64_t h = 0; h < c.H; ++h, x += c.D)
@@ -66,11 +65,11 @@ struct Kernel {
 const char* unfit(const Call& c) {
   bool sizes = c.x.rank == 3 && c.k.rank == 4 && c.v.rank == 4 && c.k.size[0] == c.B && c.v.size[0] == c.B &&
                c.v.size[1] == c.G && c.v.size[2] == c.C && c.x.size[2] == (c.H + c.G) * c.D + c.G * c.W;
-  bool tables = c.cos.rank == 2 && c.sin.rank == 2 && c.cos.size[1] == c.half && c.sin.size[1] == c.half &&
-                c.cos.size[0] == c.sin.size[0] && c.cos.size[0] > 0 && 2 * c.half <= c.D;
+  bool tables = !c.half || (c.cos.rank == 2 && c.sin.rank == 2 && c.cos.size[1] == c.half &&
+                            c.sin.size[1] == c.half && c.cos.size[0] == c.sin.size[0] && c.cos.size[0] > 0 &&
+                            2 * c.half <= c.D && c.positions.size[0] == c.B && c.positions.size[1] == c.T);
   bool norms = (!c.q_norm.data || c.q_norm.size[0] == c.D) && (!c.k_norm.data || c.k_norm.size[0] == c.D);
-  bool places = c.positions.size[0] == c.B && c.positions.size[1] == c.T && c.slots.size[0] == c.B;
-  if (!sizes || !tables || !norms || !places) return "Place: the sizes of the product and the cache do not fit";
+  if (!sizes || !tables || !norms || c.slots.size[0] != c.B) return "Place: the sizes of the product and the cache do not fit";
   for (int64_t b = 0; b < c.B; ++b) {
     int64_t slot = c.slots.as<int64_t>()[b];
     if (slot < 0 || slot + c.T > c.C) return "Place: the tokens do not fit into the cache's slots";
@@ -80,13 +79,13 @@ const char* unfit(const Call& c) {
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   const abi::Api& api = kernel.api;
-  abi::Tensor* inputs[] = {&c.x, &c.cos, &c.sin, &c.positions, &c.slots, &c.k, &c.v, &c.q_norm, &c.k_norm};
+  abi::Tensor* inputs[] = {&c.x, &c.slots, &c.k, &c.v, &c.cos, &c.sin, &c.positions, &c.q_norm, &c.k_norm};
   for (size_t i = 0; i < 9; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.B = c.x.size[0], c.T = c.x.size[1], c.H = c.set.heads;
   c.G = c.k.size[1], c.C = c.k.size[2], c.D = c.k.size[3], c.W = c.v.size[3];
-  c.half = (c.set.turned ? c.set.turned : c.D) / 2;
+  c.half = !c.cos.data ? 0 : (c.set.turned ? c.set.turned : c.D) / 2;
   if (const char* why = unfit(c)) return api.fail(why);
   int64_t q_sizes[] = {c.B, c.T, c.H, c.D};
   const int64_t* sizes[] = {q_sizes, c.k.size, c.v.size};
@@ -132,8 +131,8 @@ abi::Op place_op() {
   abi::Op op = abi::pure_op();
   op.name = [](const abi::Op*) { return "Place"; };
   op.input_count = [](const abi::Op*) { return size_t(9); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 ? abi::kInt64 : abi::kFloat); };
-  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 6 ? abi::kOptional : abi::kRequired); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 6 ? abi::kInt64 : abi::kFloat); };
+  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 3 ? abi::kOptional : abi::kRequired); };
   op.output_count = [](const abi::Op*) { return size_t(3); };
   op.create_v2 = create;
   op.compute_v2 = compute;

@@ -1,0 +1,225 @@
+"""accel::Linear: products of few bits with what stands around them, as the reference has them, row by row."""
+
+import itertools
+
+import models
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+import accel
+from accel.ir.ops.quantized import dequantize, pack, round_activations
+from accel.lowering.onnx import native
+from accel.lowering.onnx.native import join
+from accel.runtime.ort import OrtEngine
+from accel.runtime.session import Session
+
+pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+SIZES = [(1024, 96), (80, 33), (16, 3), (2816, 40), (200, 130)]
+
+
+def weight(bits, block, k, n, zeros=False, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    blocks = -(-k // block)
+    codes = torch.randint(0, 2**bits, (n, blocks, block), generator=rng)
+    scales = torch.rand(n, blocks, generator=rng) * 0.02
+    points = pack(torch.randint(0, 16, (n, blocks), generator=rng), 4) if zeros else None
+    return pack(codes, bits), scales, points
+
+
+def external(name, array, folder):
+    """An initializer in a file of its own, followed there by what is not a number."""
+    path = folder / f"{name}.bin"
+    path.write_bytes(array.tobytes() + np.full(64, np.nan, np.float32).tobytes())
+    kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+    made = TensorProto(name=name, data_type=kind, dims=array.shape)
+    made.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", path.name), ("offset", "0"), ("length", str(array.nbytes))):
+        made.external_data.add(key=key, value=value)
+    return made
+
+
+def linear(folder, given, threads=1, **settings):
+    """run(x, …) of one node; `given`: by place, an array that is a parameter, or an input's name."""
+    inputs = [i or "" if isinstance(i, str) or i is None else f"p{n}" for n, i in enumerate(given)]
+    while not inputs[-1]:
+        inputs.pop()
+    node = helper.make_node(
+        "Linear", inputs, ["y"], domain=native.DOMAIN, **{"gate": 0, "epsilon": 0.0} | settings
+    )
+    graph = helper.make_graph(
+        [node],
+        "linear",
+        [helper.make_tensor_value_info(i, TensorProto.FLOAT, None) for i in inputs if i in ("x", "more")],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
+        [external(f"p{n}", a.numpy(), folder) for n, a in enumerate(given) if torch.is_tensor(a)],
+    )
+    opsets = [helper.make_opsetid("", 24), helper.make_opsetid(native.DOMAIN, 1)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "linear.onnx")
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    native.register(options)
+    session = onnxruntime.InferenceSession(str(folder / "linear.onnx"), options)
+    return lambda **feeds: torch.from_numpy(session.run(None, {k: v.numpy() for k, v in feeds.items()})[0])
+
+
+def reference(x, q, scales, zeros, bits, block):
+    """In float64, from the rounded input on."""
+    rows = dequantize(q, scales, zeros, bits)[:, : x.shape[-1]].double()
+    return round_activations(x, block).double() @ rows.T
+
+
+FORMS = [
+    (bits, block, zeros)
+    for bits, block, zeros in itertools.product((4, 8), (16, 32, 64, 128), (False, True))
+    if bits == 4 or not zeros
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_equals_the_reference(form, tmp_path):
+    bits, block, zeros = form
+    for k, n in SIZES:
+        q, scales, points = weight(bits, block, k, n, zeros)
+        run = linear(tmp_path, ["x", q, scales, points], bits=bits, block=block)
+        for rows in (1, 2, 3, 4, 7, 9):
+            x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))
+            want = reference(x, q, scales, points, bits, block)
+            torch.testing.assert_close(run(x=x).double(), want, atol=2e-6 * float(want.abs().max()), rtol=0)
+
+
+def test_an_input_that_is_not_rounded_is_another_result(tmp_path):
+    q, scales, _ = weight(4, 64, 1024, 96)
+    x = torch.randn(1, 2, 1024)
+    got = linear(tmp_path, ["x", q, scales], bits=4, block=64)(x=x).double()
+    exact = x.double() @ dequantize(q, scales, None, 4).double().T
+    assert (got - exact).abs().max() > 1e-3 * exact.abs().max()
+
+
+@pytest.mark.parametrize("form", [(4, 64), (4, 16), (8, 128)], ids=str)
+def test_rows_are_equal_bit_for_bit(form, tmp_path):
+    """However many rows and threads there are."""
+    bits, block = form
+    q, scales, _ = weight(bits, block, 704, 300)
+    more, norm = torch.randn(1, 33, 300), torch.rand(704)
+    given = ["x", q, scales, None, None, norm, "more"]
+    runs = [linear(tmp_path, given, threads, bits=bits, block=block, epsilon=1e-5) for threads in (1, 2)]
+    x = torch.randn(1, 33, 704)
+    whole = runs[0](x=x, more=more)
+    for run, rows in itertools.product(runs, (1, 2, 3, 5, 33)):
+        for start in range(0, 33 - rows + 1, rows):
+            part = slice(start, start + rows)
+            assert torch.equal(run(x=x[:, part], more=more[:, part]), whole[:, part])
+
+
+GATES = {
+    1: torch.nn.functional.silu,
+    2: torch.nn.functional.gelu,
+    3: lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@pytest.mark.parametrize("gate", [0, *GATES])
+def test_what_stands_around_it(gate, tmp_path):
+    """Norm, bias, gate and sum, as PyTorch has them. An infinite, a huge and a zero input stay theirs."""
+    k, n = 96, 2 * 37
+    q, scales, _ = weight(4, 32, k, n)
+    bias, norm = torch.randn(n), torch.rand(k)
+    given = ["x", q, scales, None, bias, norm, "more"]
+    run = linear(tmp_path, given, bits=4, block=32, gate=gate, epsilon=1e-3)
+    x = torch.randn(2, 5, k) * torch.tensor([1e-20, 1.0, 1e4, 0.0, 30.0])[:, None]
+    normed = torch.nn.functional.rms_norm(x, (k,), norm, 1e-3)
+    want = reference(normed, q, scales, None, 4, 32) + bias
+    if gate:
+        want = GATES[gate](want[..., : n // 2]) * want[..., n // 2 :]
+    more = torch.randn(want.shape)
+    torch.testing.assert_close(run(x=x, more=more).double(), want + more, atol=2e-4, rtol=1e-4)
+
+
+def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
+    q, scales, _ = weight(4, 32, 64, 8)
+    run = linear(tmp_path, ["x", q, scales], bits=4, block=32)
+    for x in (torch.zeros(1, 2, 63 + 32), torch.zeros(())):
+        with pytest.raises(Exception, match="Linear: "):
+            run(x=x)
+    assert run(x=torch.zeros(1, 0, 64)).shape == (1, 0, 8)
+
+
+# Whole steps: with the nodes around put inside, and without.
+
+
+def logits(compiled):
+    engine = OrtEngine(compiled.artifact, threads=1, kernels="native")
+    facts = compiled.facts
+    with Session(engine.stepper(2), 2, vocab_size=facts.vocab_size, max_context=facts.max_context) as session:
+        rng = np.random.default_rng(0)
+        parts = [session.run(rng.integers(0, 90, (2, w)), n) for w, n in [(9, [9, 4]), (1, None), (5, [5, 2])]]
+        session.rewind([3, 2])
+        parts.append(session.run(rng.integers(0, 90, (2, 2))))
+    return np.concatenate([p.ravel() for p in parts])
+
+
+def ops(compiled):
+    graph = onnx.load(compiled.artifact.path / "step.native.onnx", load_external_data=False).graph
+    return [node.op_type for node in graph.node]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gpt2"])
+def test_heads_are_placed_by_one_node(build, name):
+    """With and without norms, biases and rope; the build has compared each with the model."""
+    found = ops(build(name).compiled)
+    assert found.count("Place") == 3 and found.count("TensorScatter") == 1
+    assert not {"Transpose", "Reshape", "RotaryEmbedding"} & set(found)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
+def test_joined_steps_compute_the_same(name, monkeypatch):
+    build = lambda: accel.optimize(models.ARCHITECTURES[name](), "int4", max_context=64, max_batch=4)  # noqa: E731
+    with build() as compiled:
+        got, few = logits(compiled), ops(compiled)
+    monkeypatch.setattr(native_table(), "join", lambda *_: None)
+    with build() as compiled:
+        want, many = logits(compiled), ops(compiled)
+    assert np.abs(got - want).max() < 0.05 * np.abs(want).max()  # an input may round the other way
+    assert np.median(np.abs(got - want)) < 1e-4 * np.abs(want).max()
+    assert len(few) < len(many)
+
+
+def native_table():
+    from accel.lowering.onnx.variants.native import lower
+
+    return lower
+
+
+def test_a_llama_layer_is_six_nodes():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with accel.optimize(model, "int4", max_context=64) as compiled:
+        layer = ["Linear", "Place", "Attention", "Linear", "Linear", "Linear"]
+        found = [op for op in ops(compiled) if op in layer]
+        assert found == 2 * layer + ["Linear"]
+        assert not {"RMSNormalization", "Add", "Mul", "Split", "Reshape"} & set(ops(compiled))
+
+
+def test_a_wrong_join_is_refused(monkeypatch):
+    """A build compares every variant with the model."""
+    monkeypatch.setattr(join, "_placed_alike", lambda *_: True)
+    right = join._side
+    monkeypatch.setattr(join, "_side", lambda g, value: swapped(right(g, value)))
+    with pytest.raises(accel.ir.errors.Miscompiled, match=r"step\.native\.onnx"):
+        accel.optimize(models.llama(), "base", max_context=64)
+
+
+def swapped(side):
+    """Sine for cosine."""
+    if side.rope is not None:
+        side.rope.input[1], side.rope.input[2] = side.rope.input[2], side.rope.input[1]
+    return side
