@@ -7,8 +7,9 @@ BIN := .venv/bin
 demo: .venv/installed
 	$(BIN)/accel-compile demo
 
+# a worker for each core, of 1 GB at most; whole files where that goes, for what a file's tests share
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
 
 check: .venv/installed
 	$(BIN)/ruff check .

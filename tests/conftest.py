@@ -1,21 +1,58 @@
-"""Fixtures of all tests. One compute thread: the models are tiny, and idle threads would spin."""
+"""Fixtures of all tests. One compute thread: the models are tiny, idle threads would spin, and the
+other cores have tests of their own.
+"""
 
 import copy
 import os
+import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import models
+import onnxruntime
 import pytest
 import torch
 
 import accel
 from accel.ir.capture import capture
 from accel.ir.program import Entry, Program
+from accel.lowering.onnx import native
+from accel.runtime import ort
 from accel.runtime.small import small_model
 
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 torch.set_num_threads(1)
+ort.physical_cores = lambda: 1  # a model's threads where a test does not say
+
+
+class OneThread(onnxruntime.SessionOptions):
+    """The same of every other session."""
+
+    def __init__(self):
+        super().__init__()
+        self.intra_op_num_threads = 1
+
+
+onnxruntime.SessionOptions = OneThread
+
+
+def pytest_configure(config):
+    """What is measured here is not kept in the user's cache, but in one of this run, which all
+    workers inherit. Only the compiled operators outlive it: their name says what they are of.
+    """
+    if hasattr(config, "workerinput"):
+        return
+    run, patch = Path(tempfile.mkdtemp(prefix="accel-tests-")), pytest.MonkeyPatch()
+    config.add_cleanup(lambda: shutil.rmtree(run, ignore_errors=True))
+    config.add_cleanup(patch.undo)
+    patch.setenv("XDG_CACHE_HOME", str(Path(__file__).parents[1] / "build" / "tests"))
+    library, _ = native.library()
+    patch.setenv("XDG_CACHE_HOME", str(run))
+    if library:
+        native.cache_folder().mkdir()
+        (native.cache_folder() / library.name).symlink_to(library)
 
 
 class Golden:
@@ -32,14 +69,6 @@ class Golden:
         want = path.read_text(encoding="utf-8").splitlines()
         # lists of lines: pytest shows which ones differ
         assert text.splitlines() == want, f"{path.name} differs; if it should: GOLDEN=write pytest"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """What is measured here is not kept in the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import models
 import pytest
@@ -201,9 +200,10 @@ def test_light_commands_import_neither_torch_nor_transformers(artifact):
 
 
 def test_help_has_examples_and_answers_at_once():
-    start = time.perf_counter()
-    result = fresh("--help")
-    assert time.perf_counter() - start < 3, "measured: 0.3 s on an idle machine"
+    start = os.times()  # of the processor, which other tests use at the same time
+    result, end = fresh("--help"), os.times()
+    spent = sum(end[2:4]) - sum(start[2:4])
+    assert 0 < spent < 1.5, "measured: 0.25 s"
     assert all(name in result.stdout for name in COMMANDS)
     for command in COMMANDS:
         text = call(command, "--help").stdout

@@ -1,5 +1,7 @@
 """Random small decoders, each compiled and held to its own module; more by tools/random_decoders.py."""
 
+from functools import cache
+
 import pytest
 import random_decoders
 from decoders.model import build
@@ -18,15 +20,34 @@ SPECS = st.builds(
 )
 
 
-@settings(
-    deadline=None, derandomize=True, max_examples=50, database=None, phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(SPECS)
-def test_a_random_decoder_is_right_or_refused(spec):
-    with flex_uncompiled():
-        result = random_decoders.attempt(spec)
-    assert result.verdict in ("right", "refused"), result.about
+PARTS = 10  # tests of their own, which run at the same time
+
+
+@cache
+def drawn() -> list[Spec]:
+    """Fifty, the same each time."""
+    specs = []
+
+    @settings(
+        deadline=None, derandomize=True, max_examples=50, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(SPECS)
+    def draw(spec):
+        specs.append(spec)
+
+    draw()
+    assert len(specs) == 50
+    return specs
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_random_decoder_is_right_or_refused(part):
+    for spec in drawn()[part::PARTS]:
+        with flex_uncompiled():
+            result = random_decoders.attempt(spec)
+        about = f"{result.about}: {random_decoders.differences(spec)}"
+        assert result.verdict in ("right", "refused"), about
 
 
 @pytest.mark.parametrize("case", [0, 10])
