@@ -12,11 +12,11 @@ from torch.fx.node import map_arg
 from accel.ir.encoder import INPUT_POSITIONS, INPUTS, encoder_example
 from accel.ir.program import Program, Region, ancestors, compute, operand
 
-Visit = Callable[[fx.Node, Tensor], None]
+Visit = Callable[..., None]  # (node, *its operands that are no parameters)
 
 
 def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], visit: Visit) -> None:
-    """Run tokens [n,T] from empty caches; `visit(node, input)` before each wanted node is computed.
+    """Run tokens [n,T] from empty caches; `visit(node, *inputs)` before each wanted node is computed.
 
     What `visit` puts in the node's place is what later nodes are computed from. Values are freed
     after their last use, and what no wanted node needs (the logits) is not computed.
@@ -81,7 +81,8 @@ class _Run:
             if node in self.wanted:
                 self.wanted.discard(node)
                 before = node.prev
-                self.visit(node, operand(node.args[0], self.params, values))
+                given = (a for a in node.args if isinstance(a, fx.Node) and a.op != "get_attr")
+                self.visit(node, *(operand(a, self.params, values) for a in given))
                 node = before.next  # what stands in its place now, or the node itself
                 continue
             if skipped and not self._holds(node) and skipped.issuperset(node.users):

@@ -229,9 +229,9 @@ def remember(q: int, k: int, delta: bool) -> Callable[..., list[Any]]:
     return make
 
 
-def blocks(bits: int, width: int, block: int, zeros: bool) -> list[Any]:
+def blocks(bits: int, width: int, block: int, zeros: bool, seed: int = 0) -> list[Any]:
     """Random codes of 9 rows of `width` numbers: q, scales, zeros."""
-    rng, count = np.random.default_rng(0), -(-width // block)
+    rng, count = np.random.default_rng(seed), -(-width // block)
     q = rng.integers(0, 256, (9, count, block * bits // 8), np.uint8)
     offsets = rng.integers(0, 256, (9, -(-count * bits // 8)), np.uint8) if zeros else None
     tensors = (q, (rng.random((9, count), np.float32) + 0.1) / 50, offsets)
@@ -256,6 +256,18 @@ def few_bits_rows(bits: int, width: int, block: int, zeros: bool) -> Callable[..
     return make
 
 
+def few_bits_routed(bits: int, width: int, block: int, zeros: bool) -> Callable[..., list[Any]]:
+    """Five experts of 9 rows; some chosen by no row, one by several."""
+    made = [blocks(bits, width, block, zeros, seed) for seed in range(5)]
+    weights = [None if c[0] is None else torch.stack(c) for c in zip(*made, strict=True)]
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        ids = torch.from_numpy(rng.integers(0, 5, t))
+        return [randn(rng, t, width), ids, *weights, bits, block]
+
+    return make
+
+
 def quantized_cases() -> list[Case]:
     sizes = [(b, k, n, z) for b in (4, 8) for k, n in ((64, 32), (70, 16), (128, 128)) for z in (False, True)]
     return [
@@ -274,6 +286,15 @@ def quantized_cases() -> list[Case]:
                 quantized.quantized_embedding,
                 few_bits_rows(b, k, n, z),
                 (1, 2, 3),
+            )
+            for b, k, n, z in sizes
+        ),
+        *(
+            Case(
+                f"quantized_expert_linear-{b}-{k}-{n}{'-zeros' if z else ''}",
+                quantized.quantized_expert_linear,
+                few_bits_routed(b, k, n, z),
+                (2, 3, 4),
             )
             for b, k, n, z in sizes
         ),

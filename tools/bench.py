@@ -43,6 +43,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         max_position_embeddings=32768, tie_word_embeddings=True, rope_theta=1000000.0,
         bos_token_id=151643, eos_token_id=151645,
     ),
+    "moe175": dict(
+        model_type="qwen3_moe", vocab_size=32000, hidden_size=512, intermediate_size=384,
+        moe_intermediate_size=384, num_experts=32, num_experts_per_tok=4, norm_topk_prob=True,
+        num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
 }  # fmt: skip
 
 
@@ -50,7 +56,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 def shape(
     name: Annotated[str, typer.Argument(help=" or ".join(SHAPES))], out: Path, seed: int = 0
 ) -> None:
-    """Write a checkpoint of random weights: l213, a Llama of 213M, or qwen05, of Qwen2.5-0.5B's shape."""
+    """Write a checkpoint of random weights: l213, a Llama of 213M, qwen05, of Qwen2.5-0.5B's shape, or
+    moe175, 175M in mixtures of 32 experts of which a token chooses 4.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -68,6 +68,17 @@ def _quantized_linear(
     return F.linear(round_activations(x, block), weight, bias)
 
 
+def _quantized_expert_linear(
+    x: Tensor, ids: Tensor, q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, block: int
+) -> Tensor:
+    out = x.new_zeros(x.shape[0], q.shape[1])
+    for expert in ids.unique().tolist():
+        rows = (ids == expert).nonzero().flatten()
+        offsets = None if zeros is None else zeros[expert]
+        out[rows] = _quantized_linear(x[rows], q[expert], scales[expert], offsets, None, bits, block)
+    return out
+
+
 def _quantized_embedding(
     ids: Tensor, q: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, block: int, width: int
 ) -> Tensor:
@@ -85,6 +96,18 @@ quantized_linear = Op(
     reference=_quantized_linear,
     shape=lambda x, q, *rest: x.new_empty((*x.shape[:-1], q.shape[0])),
 )
+
+# x [N,K], ids [N] (below X), and for each of X experts what a linear has: q [X, F, K/block,
+# block*bits/8] uint8, scales [X, F, K/block], zeros [X, F, K/block*bits/8] or none -> [N,F]
+quantized_expert_linear = Op(
+    "quantized_expert_linear",
+    "(Tensor x, Tensor ids, Tensor q, Tensor scales, Tensor? zeros, int bits, int block) -> Tensor",
+    reference=_quantized_expert_linear,
+    shape=lambda x, ids, q, *rest: x.new_empty((x.shape[0], q.shape[1])),
+)
+
+# Products that round their input: a difference in its last place may take it to the next step.
+PRODUCTS = (quantized_linear.default, quantized_expert_linear.default)
 
 # ids [...], the rest as above, width the K of a row -> [..., K]
 quantized_embedding = Op(

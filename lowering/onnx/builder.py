@@ -149,6 +149,24 @@ class Builder:
             self._constants["weight", name] = name
         return self._constants["weight", name]
 
+    def entries(self, param: Param, names: Sequence[str]) -> list[TensorProto]:
+        """A parameter's own bytes as one initializer per entry of its first axis, for graphs inside."""
+        if param.stored.blank.numel() <= _INLINE:
+            values = param.stored.read()
+            return [_proto(name, part) for name, part in zip(names, values, strict=True)]
+        whole = self._weights(str(param), param.stored)
+        place = {e.key: e.value for e in whole.external_data}
+        size = int(place["length"]) // len(names)
+        made = []
+        for i, name in enumerate(names):
+            part = TensorProto(name=name, data_type=whole.data_type, data_location=whole.data_location)
+            part.dims.extend(whole.dims[1:])
+            where = {**place, "offset": int(place["offset"]) + i * size, "length": size}
+            for key, value in where.items():
+                part.external_data.add(key=key, value=str(value))
+            made.append(part)
+        return made
+
     def constant(self, value: Any, dtype: Any = None) -> str:
         """A small constant (array, tensor, list or number); equal constants are one initializer."""
         if isinstance(dtype, torch.dtype) or isinstance(value, torch.Tensor):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
-from accel.ir.ops.quantized import quantized_linear
+from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.lowering.onnx.accel_ops import BLOCK
 from accel.lowering.onnx.native import is_native, register
@@ -68,7 +68,7 @@ def _open(program: Program, file: Path) -> ort.InferenceSession:
     options.log_severity_level = 4
     options.enable_cpu_mem_arena = False
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # or it would cast all weights first
-    if not program.nodes(quantized_linear.default):  # which computes otherwise when it is not packed
+    if not program.nodes(*PRODUCTS):  # which computes otherwise when it is not packed
         options.add_session_config_entry("session.disable_prepacking", "1")
     unwanted = []
     if any(program.params.blank(n).dtype is torch.float16 for n in program.params):

@@ -13,10 +13,10 @@ from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.clean.linear import Linears
+from accel.passes.recognise.experts import routes
 from accel.passes.state.head import Head
 
 aten = torch.ops.aten
-_NEAR = 8  # operators between a router's scores and the choice of the best
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _apart(node: fx.Node, uses: Counter[str]) -> str:
         bias.op != "get_attr" or bias.meta["val"].shape != weight.meta["val"].shape[:1]
     ):
         return "its bias is computed"
-    if _routes(node):
+    if routes(node):
         return "it chooses among experts"
     return ""
 
@@ -75,17 +75,6 @@ def _apart(node: fx.Node, uses: Counter[str]) -> str:
 def _owner(name: str) -> str:
     """The module that a projection belongs to, out of its weight's name."""
     return name.split(".weight")[0].rpartition(".")[0]
-
-
-def _routes(node: fx.Node) -> bool:
-    """Whether the result goes into a choice of the largest."""
-    edge = [node]
-    for _ in range(_NEAR):
-        edge = [u for n in edge for u in n.users if u.op == "call_function"]
-        if any(n.target is aten.topk.default for n in edge):
-            return True
-        edge = [n for n in edge if n.target is not aten.linear.default]
-    return False
 
 
 def _pack(program: Program, graph: fx.Graph, group: list[fx.Node]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
+from accel.ir.ops.quantized import quantized_expert_linear
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.numerics import Base
@@ -29,7 +30,7 @@ class BitExact(Base):
                 "bit-exact: this model has recurrent state, which is summed in another order when "
                 "several tokens share a call; build it without the bit-exact recipe"
             )
-        if program.nodes(expert_linear.default):
+        if program.nodes(expert_linear.default, quantized_expert_linear.default):
             raise PassError(
                 "bit-exact: this model has experts, whose products are grouped by how many tokens "
                 "share a call; build it without the bit-exact recipe"

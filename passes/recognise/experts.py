@@ -15,6 +15,7 @@ from accel.passes.clean.fold import Fold
 from accel.passes.recognise.region import Kinds, packet, sizes
 
 aten = torch.ops.aten
+_NEAR = 8  # operators between a router's scores and the choice of the best
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,17 @@ class Experts(Pass):
         if report.changed:
             Clean().run(program)
         return report
+
+
+def routes(node: fx.Node) -> bool:
+    """Whether the result of a product goes into a choice of the largest."""
+    edge = [node]
+    for _ in range(_NEAR):
+        edge = [u for n in edge for u in n.users if u.op == "call_function"]
+        if any(n.target is aten.topk.default for n in edge):
+            return True
+        edge = [n for n in edge if n.target is not aten.linear.default]
+    return False
 
 
 def _chosen(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,12 +11,19 @@ from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import attention
-from accel.ir.ops.quantized import pack, quantized_embedding, quantized_linear
+from accel.ir.ops.experts import expert_linear
+from accel.ir.ops.quantized import (
+    pack,
+    quantized_embedding,
+    quantized_expert_linear,
+    quantized_linear,
+)
 from accel.ir.ops.rope import rope
 from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
 from accel.passes import Report
 from accel.passes.clean.clean import forget_unused, replace
+from accel.passes.recognise.experts import routes
 from accel.passes.weights import Base
 
 aten = torch.ops.aten
@@ -27,7 +34,7 @@ _CHUNK = 1 << 22  # elements of a weight that are rounded at a time
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight [N,K] as the operators of `ir.ops.quantized` take it."""
+    """A weight [N,K], or of experts [X,N,K], as the operators of `ir.ops.quantized` take it."""
 
     q: Tensor
     scales: Tensor
@@ -42,19 +49,29 @@ class Packed:
 
 @dataclass
 class Site:
-    """A weight [N,K] that only products and embeddings read, and where they stand."""
+    """A weight [N,K], or of experts [X,N,K], that only products and embeddings read, and where they stand."""
 
     name: str
     linears: list[fx.Node] = field(default_factory=list)
     embeddings: list[fx.Node] = field(default_factory=list)
+    experts: list[fx.Node] = field(default_factory=list)
+    transposed: bool = False  # the experts' weights lie as [X,K,N]
     layer: int | None = None  # counted from the front; none: outside the layers
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [*self.linears, *self.embeddings, *self.experts]
+
+    def matrices(self, weight: Tensor) -> Sequence[Tensor]:
+        """The experts' weights, [N,K] each."""
+        return (weight.mT if self.transposed else weight).unbind()
 
 
 @dataclass(frozen=True)
 class Blocks(Base):
     """weight [N,K] -> codes, and a scale (with a zero point, unless symmetric) per row and block of K.
 
-    Matrices and embeddings of at least `smallest` elements; experts and convolutions stay as they are.
+    Matrices, embeddings and experts of at least `smallest` elements; convolutions stay as they are.
     The integer products round their input too, to 8 bits per block.
     """
 
@@ -77,13 +94,17 @@ class Blocks(Base):
         found, report.refused = sites(program, self.smallest)
         layers = len(program.facts.layers)
         for site in found:
-            weight = program.params[site.name]
-            packed = round_to_nearest(weight, self.bits(site, layers), self.block, self.symmetric)
-            del weight
-            insert(program, site, packed)
+            insert(program, site, self.nearest(program, site, self.bits(site, layers)))
             report.changed += 1
         forget_unused(program)
         return report
+
+    def nearest(self, program: Program, site: Site, bits: int) -> Packed:
+        """A site's weight, each block by itself."""
+        weight, how = program.params[site.name], (bits, self.block, self.symmetric)
+        if not site.experts:
+            return round_to_nearest(weight, *how)
+        return stacked([round_to_nearest(expert, *how) for expert in site.matrices(weight)])
 
 
 def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
@@ -100,8 +121,13 @@ def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
             for user in node.users:
                 if user.target is aten.linear.default and _reads_as(user, node, 1):
                     site.linears.append(user)
+                    if routes(user):  # a few rows, of which an error gives other experts
+                        other[name] = f"{name}: it chooses among experts"
                 elif user.target is aten.embedding.default and _reads_as(user, node, 0):
                     site.embeddings.append(user)
+                elif user.target is expert_linear.default and _reads_as(user, node, 2):
+                    site.experts.append(user)
+                    site.transposed = bool(user.args[3])
                 elif user.target in _TABLES:
                     other[name] = ""
                 else:
@@ -137,6 +163,14 @@ def round_to_nearest(weight: Tensor, bits: int, block: int, symmetric: bool) -> 
     )
     assert q is not None and scales is not None
     return Packed(q, scales, zeros, bits, block)
+
+
+def stacked(parts: Sequence[Packed]) -> Packed:
+    """Experts [N,K] as one weight [X,N,K]."""
+    columns = zip(*((p.q, p.scales, p.zeros) for p in parts), strict=True)
+    q, scales, zeros = (None if column[0] is None else torch.stack(column) for column in columns)
+    assert q is not None and scales is not None
+    return Packed(q, scales, zeros, parts[0].bits, parts[0].block)
 
 
 def _round(
@@ -182,7 +216,7 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
         if (tensor := getattr(packed, part)) is not None:
             program.params.put_away(name, tensor)
     width = int(program.params.blank(site.name).shape[1])
-    for node in [*site.linears, *site.embeddings]:
+    for node in site.nodes:
         editor = Editor(program, node.graph)
         with node.graph.inserting_before(node):
             q, scales = editor.param(names["q"]), editor.param(names["scales"])
@@ -192,6 +226,10 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
                 bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
                 new = editor.call(
                     quantized_linear.default, node.args[0], q, scales, zeros, bias, *sizes, like=node
+                )
+            elif node in site.experts:
+                new = editor.call(
+                    quantized_expert_linear.default, *node.args[:2], q, scales, zeros, *sizes, like=node
                 )
             else:
                 new = editor.call(

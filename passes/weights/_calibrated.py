@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +15,22 @@ from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.calibrate import calibrate
 from accel.passes.clean.clean import forget_unused
-from accel.passes.weights._blocks import Blocks, Packed, Site, insert, round_to_nearest, sites
+from accel.passes.weights._blocks import (
+    Blocks,
+    Packed,
+    Site,
+    insert,
+    round_to_nearest,
+    sites,
+    stacked,
+)
 
 
 @dataclass(frozen=True)
 class Calibrated(Blocks):
     """Weights are rounded in the order in which `tokens` of text reach them, so that later ones see
-    what rounded ones make of it. Embeddings, and a head that shares their table, go to the nearest.
+    what rounded ones make of it. Embeddings, and a head that shares their table, go to the nearest;
+    so does an expert that no token chose. The others are rounded by the tokens that chose them.
     """
 
     tokens: int = 8192
@@ -56,28 +66,41 @@ class Calibrated(Blocks):
             report.changed += 1
 
         def nearest(site: Site) -> None:
-            weight, bits = program.params[site.name], self.bits(site, layers)
-            put(site, round_to_nearest(weight, bits, self.block, self.symmetric))
+            put(site, self.nearest(program, site, self.bits(site, layers)))
 
-        def visit(node: fx.Node, inputs: Tensor) -> None:
+        def visit(node: fx.Node, inputs: Tensor, *ids: Tensor) -> None:
             site = wanted[node]
             share = start + (1 - start) * report.changed / len(found)
             text.progress(f"rounding weights: {report.changed + 1} of {len(found)}", share)
             with torch.no_grad():
                 flat = inputs.flatten(0, -2).float()
-                bits = self.bits(site, layers)
-                packed = self.rounded(program.params[site.name], flat, bits)
+                bits, weight = self.bits(site, layers), program.params[site.name]
+                if site.experts:
+                    packed = self._experts(site.matrices(weight), flat, ids[0], bits)
+                else:
+                    packed = self.rounded(weight, flat, bits)
             put(site, packed)
 
         for site in found:
             if site.embeddings:
                 nearest(site)
-        wanted = {node: site for site in todo.values() for node in site.linears}
+        wanted = {node: site for site in todo.values() for node in [*site.linears, *site.experts]}
         calibrate(program, tokens, wanted, visit)
         for site in list(todo.values()):  # which no text reaches
             nearest(site)
         forget_unused(program)
         return report
+
+    def _experts(self, weights: Sequence[Tensor], inputs: Tensor, ids: Tensor, bits: int) -> Packed:
+        """Experts [N,K], for rows [n,K] of which ids [n] say whose they are."""
+        parts = []
+        for expert, weight in enumerate(weights):
+            own = inputs[ids == expert]
+            if len(own):
+                parts.append(self.rounded(weight, own, bits))
+            else:
+                parts.append(round_to_nearest(weight, bits, self.block, self.symmetric))
+        return stacked(parts)
 
 
 def calibration_of(program: Program) -> Calibration:

@@ -37,7 +37,7 @@ class Int4Awq(Calibrated):
         first = {fold.readers[0]: fold for fold in places}
         scales: list[tuple[Fold, Tensor]] = []
 
-        def visit(node: fx.Node, inputs: Tensor) -> None:
+        def visit(node: fx.Node, inputs: Tensor, *rest: Tensor) -> None:
             fold = first[node]
             what = f"choosing scales: {len(scales) + 1} of {len(first)}"
             calibration_of(program).progress(what, 0.5 * len(scales) / len(first))
