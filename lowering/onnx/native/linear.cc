@@ -2,7 +2,8 @@
 // stands around it in a layer: a norm of the input before; a gate, and a sum with another tensor, after.
 //
 // The input is rounded to 8 bits per block. Products are summed in whole numbers by groups, and groups in
-// order: a row's result is the same bit for bit whatever the other rows and the way the work is cut.
+// order: where `exact` is set, a row's result is the same bit for bit whatever the other rows and the way the
+// work is cut.
 #include <algorithm>
 #include <cmath>
 #include <exception>
@@ -10,18 +11,22 @@
 
 #include "abi.h"
 #include "codes.h"
+#include "strips.h"
 #include "vector.h"
 
 namespace {
 
 constexpr int64_t kTile = 128;    // weight rows of a piece of work, at most
 constexpr int64_t kPieces = 8;    // as many there are at least, so that threads find something to do
+constexpr int64_t kTurned = 24;   // rows from which on 4-bit weights are turned, unless results are to be exact
+constexpr int64_t kNear = 1 << 17; // bytes of turned weights that input rows go through together
+constexpr int64_t kTogether = 16;  // those rows
 constexpr int64_t kAhead = 4096;  // bytes that memory is asked for ahead of a single row's products
 
 enum Gate { kNone, kSilu, kGelu, kGeluTanh };
 
 struct Settings {
-  int64_t bits, block, gate;
+  int64_t bits, block, gate, exact;
   float epsilon;
 };
 
@@ -31,6 +36,7 @@ struct Call {
   float* out;
   int64_t rows, K, N, wide, tile;         // wide: columns of the result; tile: of a piece of work
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
+  bool turned;                            // whether many rows share each weight, so that it pays to turn them
   std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
   std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]
 
@@ -152,6 +158,13 @@ void products(const Call& c, Scratch& s, int64_t row, int64_t first, int64_t cou
   }
 }
 
+// Of a strip; 0 where there are none.
+v8 biases(const Call& c, int64_t first, int64_t count) {
+  alignas(32) float out[8] = {};
+  if (c.bias.data) std::copy_n(c.bias.as<float>() + first, count, out);
+  return load(out);
+}
+
 typedef void (*Products)(const Call&, Scratch&, int64_t, int64_t, int64_t, float*);
 
 template <int N, int bits>
@@ -161,8 +174,97 @@ Products products_of(const Call& c) {
   return c.set.block < size ? products<N, bits, codes::kSeveral> : products<N, bits, codes::kOver>;
 }
 
+#if defined(__AVX2__)
+
+// Weight rows [first, first + 8), the last one again where there are fewer, turned.
+void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
+  strip.reserve(c.groups, c.blocks);
+  const uint8_t* rows[codes::kWide];
+  s.last.resize(codes::kWide * c.groups * codes::kBytes);
+  for (int64_t i = 0; i < codes::kWide; ++i) {
+    int64_t n = std::min(first + i, c.N - 1);
+    rows[i] = c.q.as<uint8_t>() + n * c.bytes;
+    if (n * c.bytes + c.groups * codes::kBytes > c.N * c.bytes) {
+      uint8_t* copy = s.last.data() + i * c.groups * codes::kBytes;
+      std::copy(rows[i], rows[i] + c.bytes, copy);
+      rows[i] = copy;
+    }
+    const float* scales = c.scales.as<float>() + n * c.blocks;
+    const uint8_t* zeros = c.zeros.data ? c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2) : nullptr;
+    for (int64_t b = 0; b < c.blocks; ++b) {
+      strip.scales[b * codes::kWide + i] = scales[b];
+      strip.zeros[b * codes::kWide + i] = zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 8.0f;
+    }
+  }
+  for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);
+}
+
+template <int N>
+void multiply(const Call& c, const codes::Strip& strip, int64_t row, v8* out) {
+  const codes::Group<4>* x[N];
+  const float *steps[N], *totals[N];
+  for (int i = 0; i < N; ++i) {
+    x[i] = c.input<4>(row + i);
+    steps[i] = c.steps.data() + (row + i) * c.padded;
+    totals[i] = c.totals.data() + (row + i) * c.padded;
+  }
+  int64_t shift = 0;
+  while ((64 << shift) < c.set.block) ++shift;
+  auto run = c.set.block > 64    ? codes::multiply<N, 0>
+             : c.set.block == 64 ? codes::multiply<N, 1>
+             : c.set.block == 32 ? codes::multiply<N, 2>
+                                 : codes::multiply<N, 4>;
+  run(strip, x, steps, totals, c.groups, c.blocks, shift, out);
+}
+
+// Eight columns of a block of input rows.
+void finish(const Call& c, const codes::Strip& strip, const codes::Strip* gated, int64_t row, int64_t end, int64_t j) {
+  static constexpr void (*run[])(const Call&, const codes::Strip&, int64_t, v8*) = {multiply<1>, multiply<2>,
+                                                                                    multiply<4>};
+  int64_t count = std::min(codes::kWide, c.wide - j);
+  v8 bias = biases(c, j, count), other = biases(c, c.wide + j, gated ? count : 0), own[4], up[4];
+  for (int64_t n; row < end; row += n) {
+    n = end - row >= 4 ? 4 : end - row >= 2 ? 2 : 1;
+    run[n / 2](c, strip, row, own);
+    if (gated) run[n / 2](c, *gated, row, up);
+    for (int64_t i = 0; i < n; ++i) {
+      alignas(32) float y[codes::kWide];
+      store(y, gated ? activated(c.set.gate, own[i] + bias) * (up[i] + other) : own[i] + bias);
+      int64_t at = (row + i) * c.wide + j;
+      const float* more = c.more.data ? c.more.as<float>() + at : nullptr;
+      for (int64_t k = 0; k < count; ++k) c.out[at + k] = more ? more[k] + y[k] : y[k];
+    }
+  }
+}
+
+// A tile of weight rows, eight by eight, times all input rows: as many strips at once as a near cache holds,
+// and as many input rows.
+void work_turned(const Call& c, int64_t item) {
+  thread_local Scratch scratch;
+  thread_local std::vector<codes::Strip> strips, gated;
+  int64_t first = item * c.tile, end = std::min(first + c.tile, c.wide);
+  size_t most = std::max<int64_t>(1, kNear / (c.groups * 64 * codes::kWide));
+  if (strips.size() < most) strips.resize(most), gated.resize(most);
+  for (int64_t j = first; j < end; j += most * codes::kWide) {
+    size_t count = std::min<size_t>(most, (end - j + codes::kWide - 1) / codes::kWide);
+    for (size_t i = 0; i < count; ++i) {
+      turn(c, scratch, j + i * codes::kWide, strips[i]);
+      if (c.set.gate) turn(c, scratch, c.wide + j + i * codes::kWide, gated[i]);
+    }
+    for (int64_t row = 0; row < c.rows; row += kTogether)
+      for (size_t i = 0; i < count; ++i)
+        finish(c, strips[i], c.set.gate ? &gated[i] : nullptr, row, std::min(row + kTogether, c.rows),
+               j + i * codes::kWide);
+  }
+}
+
+#endif
+
 // A tile of weight rows (and of those that they gate) times all input rows.
 void work(const Call& c, int64_t item) {
+#if defined(__AVX2__)
+  if (c.turned) return work_turned(c, item);
+#endif
   thread_local Scratch scratch;
   scratch.scales.resize(4 * c.padded);
   scratch.zeros.resize(c.padded);
@@ -218,6 +320,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   c.tile = std::clamp<int64_t>(c.wide / kPieces / 32 * 32, 32, kTile);
   c.rows = 1;
   for (size_t i = 0; i + 1 < c.x.rank; ++i) c.rows *= c.x.size[i];
+  c.turned = c.set.bits == 4 && !c.set.exact && c.rows >= kTurned;
   if (!fits(c)) return api.fail("Linear: the sizes of the input and the weight do not fit");
   int64_t sizes[4];
   std::copy(c.x.size, c.x.size + 4, sizes);
@@ -261,6 +364,7 @@ abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* i
   if (abi::Status* s = kernel.api.attribute(info, "bits", &kernel.set.bits)) return s;
   if (abi::Status* s = kernel.api.attribute(info, "block", &kernel.set.block)) return s;
   if (abi::Status* s = kernel.api.attribute(info, "gate", &kernel.set.gate)) return s;
+  if (abi::Status* s = kernel.api.attribute(info, "exact", &kernel.set.exact)) return s;
   if (abi::Status* s = kernel.api.attribute(info, "epsilon", &kernel.set.epsilon)) return s;
   *out = new Kernel(kernel);
   return nullptr;

@@ -56,4 +56,7 @@ def quantized_linear(
     if b.dtype(x) != torch.float32 or bits not in (4, 8) or (bits == 8 and zeros is not None):
         return NotImplemented
     operands = (x, q, scales, zeros, bias)
-    return b.node("Linear", *operands, domain=DOMAIN, bits=bits, block=block, gate=0, epsilon=0.0)
+    return b.node(
+        "Linear", *operands, domain=DOMAIN, bits=bits, block=block, gate=0, epsilon=0.0,
+        exact=int(b.bit_exact),
+    )  # fmt: skip
