@@ -275,6 +275,9 @@ class Session:
     def _whole(self, stepper: Stepper, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""
         width = ids.shape[1]
+        if width == 1:  # a token: little else should be done besides the graph
+            first = np.zeros((self.batch, 1), np.int64)
+            return self._step(stepper, ids, self._lengths[:, None], self._lengths, first, ids.size)
         positions = self._lengths[:, None] + np.arange(width)
         rows = np.arange(width - 1 if last_only else 0, width)
         rows = np.broadcast_to(rows, (self.batch, rows.size))
@@ -312,7 +315,8 @@ class Session:
     ) -> Logits:
         """One graph call, after making room for every slot that it writes, padding included."""
         wanted = rows.shape[1]
-        tokens, positions, rows = at_least(self._least, tokens, positions, rows)
+        if self._least > 1:
+            tokens, positions, rows = at_least(self._least, tokens, positions, rows)
         need = int(slots.max()) + tokens.shape[1]
         if need > self._capacity:
             capacity = -(-need // STEP) * STEP
