@@ -1,6 +1,7 @@
 // The part of onnxruntime's C interface that the kernels use. Its table of functions only ever grows
 // at the end, so places in it are constants; 17 is the first version with ParallelFor.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -118,6 +119,26 @@ inline Status* read(const Api& api, const Context* c, size_t i, Tensor* out) {
   if (!s) s = api.sizes(shape, out->size, out->rank);
   api.release(shape);
   return s ? s : api.data(const_cast<Value*>(value), &out->data);
+}
+
+// run(call, i) for every i below `total`, in onnxruntime's threads; there nobody would catch what is thrown.
+template <auto run, typename C>
+Status* parallel(const Api& api, const Context* context, size_t total, C& call) {
+  struct Work {
+    C& call;
+    std::atomic<bool> failed{false};
+  } work{call};
+  auto one = [](void* with, size_t i) {
+    Work& work = *static_cast<Work*>(with);
+    try {
+      run(work.call, int64_t(i));
+    } catch (...) {
+      work.failed = true;
+    }
+  };
+  if (total)
+    if (Status* s = api.parallel(context, one, total, &work)) return s;
+  return work.failed ? api.fail("no memory is left for a thread's own") : nullptr;
 }
 
 }  // namespace abi

@@ -55,7 +55,7 @@ struct Call {
   float* out;
   int64_t B, H, G, T, C, D, W, R, rows, chunks, blocks, splits;
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
-  std::vector<Slots> slots;    // [B]
+  const std::vector<Slots>* slots;  // [B]
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
 };
 
@@ -83,7 +83,7 @@ Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
   int64_t head = g * c.R + r / c.T, t = r % c.T;
   int64_t position = c.q_pos.as<int64_t>()[b * c.T + t];
   const float* q = c.q.as<float>() + place(c, b, head, t) * c.D;
-  return {&c.slots[b], q, head, position, range(c, position)};
+  return {&(*c.slots)[b], q, head, position, range(c, position)};
 }
 
 bool hidden(const Row& row, int64_t tile) { return row.slots->tiles[tile].misses(row.seen); }
@@ -336,7 +336,7 @@ void work(Call& c, int64_t item) {
     std::copy(part, part + width, c.partial.data() + ((pair * c.rows + first + r) * c.chunks + i) * width);
   };
   for (int64_t i = start; i < end; ++i) {
-    if (c.slots[b].chunks[i].misses(seen)) {
+    if ((*c.slots)[b].chunks[i].misses(seen)) {
       for (int64_t r = 0; r < count && c.splits > 1; ++r) {
         empty(parts[0], c.W);
         keep(r, i, parts[0]);
@@ -369,7 +369,7 @@ void join(Call& c) {
     }
 }
 
-Slots slots_of(const int64_t* positions, int64_t C) {
+Slots sorted(const int64_t* positions, int64_t C) {
   Slots s;
   int64_t tiles = (C + kTile - 1) / kTile;
   s.pos.assign(tiles * kTile, -1);
@@ -390,6 +390,20 @@ Slots slots_of(const int64_t* positions, int64_t C) {
     if (s.holes[i]) s.full[i * kTile / kChunk] = 0;
   }
   return s;
+}
+
+// The slots of a call. Layers ask one after another, mostly for the same.
+const std::vector<Slots>* slots_of(const int64_t* positions, int64_t B, int64_t C) {
+  thread_local std::vector<int64_t> asked;
+  thread_local std::vector<Slots> found;
+  bool same = int64_t(found.size()) == B && int64_t(asked.size()) == B * C &&
+              std::equal(asked.begin(), asked.end(), positions);
+  if (!same) {
+    found.clear();
+    for (int64_t b = 0; b < B; ++b) found.push_back(sorted(positions + b * C, C));
+    asked.assign(positions, positions + B * C);
+  }
+  return &found;
 }
 
 struct Kernel {
@@ -422,7 +436,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
-  for (int64_t b = 0; b < c.B; ++b) c.slots.push_back(slots_of(c.k_pos.as<int64_t>() + b * c.C, c.C));
+  c.slots = slots_of(c.k_pos.as<int64_t>(), c.B, c.C);
   if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
   return nullptr;
 }
@@ -433,9 +447,7 @@ abi::Status* compute(void* kernel, abi::Context* context) {
     Call c;
     if (abi::Status* s = prepare(self, context, c)) return s;
     size_t items = c.B * c.G * c.blocks * c.splits;
-    auto run = [](void* call, size_t i) { work(*static_cast<Call*>(call), int64_t(i)); };
-    if (items)
-      if (abi::Status* s = self.api.parallel(context, run, items, &c)) return s;
+    if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
     if (c.splits > 1) join(c);
     return nullptr;
   } catch (const std::exception& error) {

@@ -99,6 +99,14 @@ struct Lanes {
   }
 };
 
+inline v8 whole(v8 x) { return x + all(12582912.0f) - all(12582912.0f); }  // 1.5 * 2^23 leaves no fraction
+
+inline void put(v8 x, int8_t* to) {
+  typedef int8_t b8 __attribute__((vector_size(8)));
+  b8 code = __builtin_convertvector(__builtin_convertvector(x, i8), b8);
+  std::memcpy(to, &code, sizeof code);
+}
+
 // x [blocks * block] -> whole numbers of 127 steps up to a block's largest; steps and totals [blocks].
 template <int bits>
 void round_row(const float* x, int64_t block, int64_t blocks, float* steps, float* totals, Group<bits>* out) {
@@ -111,13 +119,18 @@ void round_row(const float* x, int64_t block, int64_t blocks, float* steps, floa
     }
     steps[b] = largest(high) / 127;
     v8 by = all(steps[b] == 0 ? 1.0f : steps[b]), total = {};
-    for (int64_t i = 0; i < block; i += 8) {
+    for (int64_t i = 0; i < block; i += 16) {
       int64_t at = b * block + i, place = at % size;
-      v8 whole = load(x + i) / by + all(12582912.0f) - all(12582912.0f);  // 1.5 * 2^23 rounds to whole
-      total += whole;
-      i8 code = __builtin_convertvector(whole, i8);
-      for (int lane = 0; lane < 8; ++lane)
-        out[at / size].code[bits == 8 ? place + lane : lane % 2 * 32 + (place + lane) / 2] = int8_t(code[lane]);
+      v8 first = whole(load(x + i) / by), second = whole(load(x + i + 8) / by);
+      total += first + second;
+      int8_t* code = out[at / size].code;
+      if (bits == 8) {
+        put(first, code + place);
+        put(second, code + place + 8);
+      } else {
+        put(__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14), code + place / 2);
+        put(__builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15), code + 32 + place / 2);
+      }
     }
     totals[b] = sum(total);
   }

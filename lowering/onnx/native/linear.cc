@@ -337,10 +337,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   return nullptr;
 }
 
-void round_one(void* call, size_t row) {
-  Call& c = *static_cast<Call*>(call);
-  c.set.bits == 8 ? round_row<8>(c, int64_t(row)) : round_row<4>(c, int64_t(row));
-}
+void round_one(Call& c, int64_t row) { c.set.bits == 8 ? round_row<8>(c, row) : round_row<4>(c, row); }
 
 abi::Status* compute(void* kernel, abi::Context* context) {
   const Kernel& self = *static_cast<Kernel*>(kernel);
@@ -349,11 +346,10 @@ abi::Status* compute(void* kernel, abi::Context* context) {
     if (abi::Status* s = prepare(self, context, c)) return s;
     if (!c.rows) return nullptr;
     if (c.rows < 8)
-      for (int64_t row = 0; row < c.rows; ++row) round_one(&c, row);
-    else if (abi::Status* s = self.api.parallel(context, round_one, c.rows, &c))
+      for (int64_t row = 0; row < c.rows; ++row) round_one(c, row);
+    else if (abi::Status* s = abi::parallel<round_one>(self.api, context, c.rows, c))
       return s;
-    auto run = [](void* call, size_t i) { work(*static_cast<const Call*>(call), int64_t(i)); };
-    return self.api.parallel(context, run, (c.wide + c.tile - 1) / c.tile, &c);
+    return abi::parallel<work>(self.api, context, (c.wide + c.tile - 1) / c.tile, c);
   } catch (const std::exception& error) {
     return self.api.fail(error.what());
   }

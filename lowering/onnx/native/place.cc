@@ -105,9 +105,8 @@ abi::Status* compute(void* kernel, abi::Context* context) {
     if (abi::Status* s = prepare(self, context, c)) return s;
     if (c.k_out != c.k.data) std::copy_n(c.k.as<float>(), c.B * c.G * c.C * c.D, c.k_out);
     if (c.v_out != c.v.data) std::copy_n(c.v.as<float>(), c.B * c.G * c.C * c.W, c.v_out);
-    auto run = [](void* call, size_t i) { work(*static_cast<const Call*>(call), int64_t(i)); };
-    if (c.B * c.T >= 8) return self.api.parallel(context, run, c.B * c.T, &c);
-    for (int64_t i = 0; i < c.B * c.T; ++i) run(&c, i);
+    if (c.B * c.T >= 8) return abi::parallel<work>(self.api, context, c.B * c.T, c);
+    for (int64_t i = 0; i < c.B * c.T; ++i) work(c, i);
     return nullptr;
   } catch (const std::exception& error) {
     return self.api.fail(error.what());
