@@ -4,6 +4,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <iterator>
 
 namespace abi {
 
@@ -79,20 +81,6 @@ struct Op {
   int (*last_version)(const Op*);
 };
 
-// An operator on the CPU with one output of floats; the rest is to be filled in.
-inline Op pure_op() {
-  Op op = {};
-  op.version = kVersion;
-  op.provider = [](const Op*) { return static_cast<const char*>(nullptr); };
-  op.output_count = [](const Op*) { return size_t(1); };
-  op.output_type = [](const Op*, size_t) { return int(kFloat); };
-  op.output_presence = [](const Op*, size_t) { return int(kRequired); };
-  op.memory = [](const Op*, size_t) { return 0; };
-  op.first_version = [](const Op*) { return 1; };
-  op.last_version = [](const Op*) { return 1 << 30; };
-  return op;
-}
-
 // A tensor of a call: its sizes (up to four) and its memory; data is null where it was not given.
 struct Tensor {
   int64_t size[4] = {1, 1, 1, 1};
@@ -139,6 +127,59 @@ Status* parallel(const Api& api, const Context* context, size_t total, C& call) 
   if (total)
     if (Status* s = api.parallel(context, one, total, &work)) return s;
   return work.failed ? api.fail("no memory is left for a thread's own") : nullptr;
+}
+
+// An operator's settings as its node gives them.
+template <typename S>
+struct Attribute {
+  const char* name;
+  int64_t S::*whole;
+  float S::*real;
+};
+
+template <typename S>
+struct Kernel {
+  Api api;
+  S set;
+};
+
+template <typename S>
+Status* created(const Attribute<S>* attributes, size_t count, const void* const* table, const Info* info, void** out) {
+  Kernel<S> kernel{{table}, {}};
+  for (const Attribute<S>* a = attributes; a < attributes + count; ++a) {
+    Status* s = a->whole ? kernel.api.attribute(info, a->name, &(kernel.set.*a->whole))
+                         : kernel.api.attribute(info, a->name, &(kernel.set.*a->real));
+    if (s) return s;
+  }
+  *out = new Kernel<S>(kernel);
+  return nullptr;
+}
+
+// An operator on the CPU with outputs of floats, whose `run` may throw; its inputs are to be filled in.
+template <typename S, const auto& attributes, Status* (*run)(const Kernel<S>&, Context*)>
+Op op_of() {
+  Op op = {};
+  op.version = kVersion;
+  op.provider = [](const Op*) { return static_cast<const char*>(nullptr); };
+  op.output_count = [](const Op*) { return size_t(1); };
+  op.output_type = [](const Op*, size_t) { return int(kFloat); };
+  op.output_presence = [](const Op*, size_t) { return int(kRequired); };
+  op.memory = [](const Op*, size_t) { return 0; };
+  op.first_version = [](const Op*) { return 1; };
+  op.last_version = [](const Op*) { return 1 << 30; };
+  op.create_v2 = [](const Op*, const void* const* table, const Info* info, void** out) {
+    return created<S>(attributes, std::size(attributes), table, info, out);
+  };
+  op.compute_v2 = [](void* kernel, Context* context) -> Status* {
+    const Kernel<S>& self = *static_cast<Kernel<S>*>(kernel);
+    try {
+      return run(self, context);
+    } catch (const std::exception& error) {
+      return self.api.fail(error.what());
+    }
+  };
+  op.destroy = [](void* kernel) { delete static_cast<Kernel<S>*>(kernel); };
+  return op;
 }
 
 }  // namespace abi

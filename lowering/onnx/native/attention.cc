@@ -5,17 +5,17 @@
 // number of threads and the way the work is cut.
 #include <algorithm>
 #include <cmath>
-#include <exception>
 #include <limits>
 #include <vector>
 
 #include "abi.h"
+#include "slots.h"
 #include "vector.h"
 
 namespace {
 
-constexpr int64_t kChunk = 128;  // slots of one partial result
-constexpr int64_t kTile = 8;     // slots that are looked at together
+using slots::kChunk, slots::kFar, slots::kTile, slots::Range, slots::Slots;
+
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
@@ -27,26 +27,6 @@ enum Mask { kCausal, kWindow, kChunked, kFull };
 struct Settings {
   float scale, softcap;
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
-};
-
-constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
-
-struct Range {
-  int32_t first, last;  // positions that a query sees, or that lie in some slots (none: kFar, -1)
-
-  bool misses(Range other) const { return last < other.first || first > other.last; }
-  bool within(Range other) const { return first >= other.first && last <= other.last; }
-  void add(Range other) {
-    first = std::min(first, other.first);
-    last = std::max(last, other.last);
-  }
-};
-
-// The slots of one batch row.
-struct Slots {
-  std::vector<int32_t> pos;  // padded with -1 to whole tiles
-  std::vector<Range> tiles, chunks;
-  std::vector<char> holes, full;  // whether a tile has empty slots; whether a chunk has none
 };
 
 struct Call {
@@ -369,47 +349,7 @@ void join(Call& c) {
     }
 }
 
-Slots sorted(const int64_t* positions, int64_t C) {
-  Slots s;
-  int64_t tiles = (C + kTile - 1) / kTile;
-  s.pos.assign(tiles * kTile, -1);
-  for (int64_t i = 0; i < C; ++i) s.pos[i] = int32_t(positions[i]);
-  s.tiles.assign(tiles, {kFar, -1});
-  s.chunks.assign((C + kChunk - 1) / kChunk, {kFar, -1});
-  s.holes.assign(tiles, 0);
-  for (int64_t i = 0; i < tiles * kTile; ++i) {
-    int32_t p = s.pos[i];
-    if (p < 0)
-      s.holes[i / kTile] = 1;
-    else
-      s.tiles[i / kTile].add({p, p});
-  }
-  s.full.assign(s.chunks.size(), 1);
-  for (int64_t i = 0; i < tiles; ++i) {
-    s.chunks[i * kTile / kChunk].add(s.tiles[i]);
-    if (s.holes[i]) s.full[i * kTile / kChunk] = 0;
-  }
-  return s;
-}
-
-// The slots of a call. Layers ask one after another, mostly for the same.
-const std::vector<Slots>* slots_of(const int64_t* positions, int64_t B, int64_t C) {
-  thread_local std::vector<int64_t> asked;
-  thread_local std::vector<Slots> found;
-  bool same = int64_t(found.size()) == B && int64_t(asked.size()) == B * C &&
-              std::equal(asked.begin(), asked.end(), positions);
-  if (!same) {
-    found.clear();
-    for (int64_t b = 0; b < B; ++b) found.push_back(sorted(positions + b * C, C));
-    asked.assign(positions, positions + B * C);
-  }
-  return &found;
-}
-
-struct Kernel {
-  abi::Api api;
-  Settings set;
-};
+typedef abi::Kernel<Settings> Kernel;
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   const abi::Api& api = kernel.api;
@@ -436,47 +376,36 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
-  c.slots = slots_of(c.k_pos.as<int64_t>(), c.B, c.C);
+  c.slots = slots::of(c.k_pos.as<int64_t>(), c.B, c.C);
   if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
   return nullptr;
 }
 
-abi::Status* compute(void* kernel, abi::Context* context) {
-  const Kernel& self = *static_cast<Kernel*>(kernel);
-  try {
-    Call c;
-    if (abi::Status* s = prepare(self, context, c)) return s;
-    size_t items = c.B * c.G * c.blocks * c.splits;
-    if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
-    if (c.splits > 1) join(c);
-    return nullptr;
-  } catch (const std::exception& error) {
-    return self.api.fail(error.what());
-  }
-}
-
-abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* info, void** out) {
-  Kernel kernel{{table}, {}};
-  if (abi::Status* s = kernel.api.attribute(info, "scale", &kernel.set.scale)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "softcap", &kernel.set.softcap)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "mask", &kernel.set.mask)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "window", &kernel.set.window)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "exact", &kernel.set.exact)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "packed", &kernel.set.packed)) return s;
-  *out = new Kernel(kernel);
+abi::Status* run(const Kernel& self, abi::Context* context) {
+  Call c;
+  if (abi::Status* s = prepare(self, context, c)) return s;
+  size_t items = c.B * c.G * c.blocks * c.splits;
+  if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
+  if (c.splits > 1) join(c);
   return nullptr;
 }
+
+constexpr abi::Attribute<Settings> kAttributes[] = {
+    {"scale", nullptr, &Settings::scale},
+    {"softcap", nullptr, &Settings::softcap},
+    {"mask", &Settings::mask, nullptr},
+    {"window", &Settings::window, nullptr},
+    {"exact", &Settings::exact, nullptr},
+    {"packed", &Settings::packed, nullptr},
+};
 
 }  // namespace
 
 abi::Op attention_op() {
-  abi::Op op = abi::pure_op();
+  abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Attention"; };
   op.input_count = [](const abi::Op*) { return size_t(7); };
   op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 ? abi::kInt64 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
-  op.create_v2 = create;
-  op.compute_v2 = compute;
-  op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   return op;
 }

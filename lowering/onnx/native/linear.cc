@@ -6,7 +6,6 @@
 // work is cut.
 #include <algorithm>
 #include <cmath>
-#include <exception>
 #include <vector>
 
 #include "abi.h"
@@ -294,10 +293,7 @@ void work(const Call& c, int64_t item) {
   }
 }
 
-struct Kernel {
-  abi::Api api;
-  Settings set;
-};
+typedef abi::Kernel<Settings> Kernel;
 
 bool fits(const Call& c) {
   bool whole = c.set.bits == 8 ? !c.zeros.data : c.set.bits == 4;
@@ -339,43 +335,32 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
 
 void round_one(Call& c, int64_t row) { c.set.bits == 8 ? round_row<8>(c, row) : round_row<4>(c, row); }
 
-abi::Status* compute(void* kernel, abi::Context* context) {
-  const Kernel& self = *static_cast<Kernel*>(kernel);
-  try {
-    Call c;
-    if (abi::Status* s = prepare(self, context, c)) return s;
-    if (!c.rows) return nullptr;
-    if (c.rows < 8)
-      for (int64_t row = 0; row < c.rows; ++row) round_one(c, row);
-    else if (abi::Status* s = abi::parallel<round_one>(self.api, context, c.rows, c))
-      return s;
-    return abi::parallel<work>(self.api, context, (c.wide + c.tile - 1) / c.tile, c);
-  } catch (const std::exception& error) {
-    return self.api.fail(error.what());
-  }
+abi::Status* run(const Kernel& self, abi::Context* context) {
+  Call c;
+  if (abi::Status* s = prepare(self, context, c)) return s;
+  if (!c.rows) return nullptr;
+  if (c.rows < 8)
+    for (int64_t row = 0; row < c.rows; ++row) round_one(c, row);
+  else if (abi::Status* s = abi::parallel<round_one>(self.api, context, c.rows, c))
+    return s;
+  return abi::parallel<work>(self.api, context, (c.wide + c.tile - 1) / c.tile, c);
 }
 
-abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* info, void** out) {
-  Kernel kernel{{table}, {}};
-  if (abi::Status* s = kernel.api.attribute(info, "bits", &kernel.set.bits)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "block", &kernel.set.block)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "gate", &kernel.set.gate)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "exact", &kernel.set.exact)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "epsilon", &kernel.set.epsilon)) return s;
-  *out = new Kernel(kernel);
-  return nullptr;
-}
+constexpr abi::Attribute<Settings> kAttributes[] = {
+    {"bits", &Settings::bits, nullptr},
+    {"block", &Settings::block, nullptr},
+    {"gate", &Settings::gate, nullptr},
+    {"exact", &Settings::exact, nullptr},
+    {"epsilon", nullptr, &Settings::epsilon},
+};
 
 }  // namespace
 
 abi::Op linear_op() {
-  abi::Op op = abi::pure_op();
+  abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Linear"; };
   op.input_count = [](const abi::Op*) { return size_t(7); };
   op.input_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 3 ? abi::kUint8 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 2 ? abi::kOptional : abi::kRequired); };
-  op.create_v2 = create;
-  op.compute_v2 = compute;
-  op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   return op;
 }

@@ -3,7 +3,6 @@
 // and values written into their slots.
 #include <algorithm>
 #include <cmath>
-#include <exception>
 
 #include "abi.h"
 #include "vector.h"
@@ -57,10 +56,7 @@ void work(const Call& c, int64_t token) {
     std::copy(x, x + c.W, c.v_out + ((b * c.G + g) * c.C + slot) * c.W);
 }
 
-struct Kernel {
-  abi::Api api;
-  Settings set;
-};
+typedef abi::Kernel<Settings> Kernel;
 
 const char* unfit(const Call& c) {
   bool sizes = c.x.rank == 3 && c.k.rank == 4 && c.v.rank == 4 && c.k.size[0] == c.B && c.v.size[0] == c.B &&
@@ -98,43 +94,32 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   return nullptr;
 }
 
-abi::Status* compute(void* kernel, abi::Context* context) {
-  const Kernel& self = *static_cast<Kernel*>(kernel);
-  try {
-    Call c;
-    if (abi::Status* s = prepare(self, context, c)) return s;
-    if (c.k_out != c.k.data) std::copy_n(c.k.as<float>(), c.B * c.G * c.C * c.D, c.k_out);
-    if (c.v_out != c.v.data) std::copy_n(c.v.as<float>(), c.B * c.G * c.C * c.W, c.v_out);
-    if (c.B * c.T >= 8) return abi::parallel<work>(self.api, context, c.B * c.T, c);
-    for (int64_t i = 0; i < c.B * c.T; ++i) work(c, i);
-    return nullptr;
-  } catch (const std::exception& error) {
-    return self.api.fail(error.what());
-  }
-}
-
-abi::Status* create(const abi::Op*, const void* const* table, const abi::Info* info, void** out) {
-  Kernel kernel{{table}, {}};
-  if (abi::Status* s = kernel.api.attribute(info, "heads", &kernel.set.heads)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "interleaved", &kernel.set.interleaved)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "turned", &kernel.set.turned)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "q_epsilon", &kernel.set.q_epsilon)) return s;
-  if (abi::Status* s = kernel.api.attribute(info, "k_epsilon", &kernel.set.k_epsilon)) return s;
-  *out = new Kernel(kernel);
+abi::Status* run(const Kernel& self, abi::Context* context) {
+  Call c;
+  if (abi::Status* s = prepare(self, context, c)) return s;
+  if (c.k_out != c.k.data) std::copy_n(c.k.as<float>(), c.B * c.G * c.C * c.D, c.k_out);
+  if (c.v_out != c.v.data) std::copy_n(c.v.as<float>(), c.B * c.G * c.C * c.W, c.v_out);
+  if (c.B * c.T >= 8) return abi::parallel<work>(self.api, context, c.B * c.T, c);
+  for (int64_t i = 0; i < c.B * c.T; ++i) work(c, i);
   return nullptr;
 }
+
+constexpr abi::Attribute<Settings> kAttributes[] = {
+    {"heads", &Settings::heads, nullptr},
+    {"interleaved", &Settings::interleaved, nullptr},
+    {"turned", &Settings::turned, nullptr},
+    {"q_epsilon", nullptr, &Settings::q_epsilon},
+    {"k_epsilon", nullptr, &Settings::k_epsilon},
+};
 
 }  // namespace
 
 abi::Op place_op() {
-  abi::Op op = abi::pure_op();
+  abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Place"; };
   op.input_count = [](const abi::Op*) { return size_t(9); };
   op.input_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 6 ? abi::kInt64 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 3 ? abi::kOptional : abi::kRequired); };
   op.output_count = [](const abi::Op*) { return size_t(3); };
-  op.create_v2 = create;
-  op.compute_v2 = compute;
-  op.destroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   return op;
 }

@@ -1,0 +1,69 @@
+// The positions that lie in the slots of a KV cache, by tiles and chunks, so that whole ones are passed over.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace slots {
+
+constexpr int64_t kChunk = 128;  // slots of one partial result
+constexpr int64_t kTile = 8;     // slots that are looked at together
+constexpr int32_t kFar = std::numeric_limits<int32_t>::max();
+
+struct Range {
+  int32_t first, last;  // positions that a query sees, or that lie in some slots (none: kFar, -1)
+
+  bool misses(Range other) const { return last < other.first || first > other.last; }
+  bool within(Range other) const { return first >= other.first && last <= other.last; }
+  void add(Range other) {
+    first = std::min(first, other.first);
+    last = std::max(last, other.last);
+  }
+};
+
+// The slots of one batch row.
+struct Slots {
+  std::vector<int32_t> pos;  // padded with -1 to whole tiles
+  std::vector<Range> tiles, chunks;
+  std::vector<char> holes, full;  // whether a tile has empty slots; whether a chunk has none
+};
+
+inline Slots sorted(const int64_t* positions, int64_t C) {
+  Slots s;
+  int64_t tiles = (C + kTile - 1) / kTile;
+  s.pos.assign(tiles * kTile, -1);
+  for (int64_t i = 0; i < C; ++i) s.pos[i] = int32_t(positions[i]);
+  s.tiles.assign(tiles, {kFar, -1});
+  s.chunks.assign((C + kChunk - 1) / kChunk, {kFar, -1});
+  s.holes.assign(tiles, 0);
+  for (int64_t i = 0; i < tiles * kTile; ++i) {
+    int32_t p = s.pos[i];
+    if (p < 0)
+      s.holes[i / kTile] = 1;
+    else
+      s.tiles[i / kTile].add({p, p});
+  }
+  s.full.assign(s.chunks.size(), 1);
+  for (int64_t i = 0; i < tiles; ++i) {
+    s.chunks[i * kTile / kChunk].add(s.tiles[i]);
+    if (s.holes[i]) s.full[i * kTile / kChunk] = 0;
+  }
+  return s;
+}
+
+// The slots of a call. Layers ask one after another, mostly for the same.
+inline const std::vector<Slots>* of(const int64_t* positions, int64_t B, int64_t C) {
+  thread_local std::vector<int64_t> asked;
+  thread_local std::vector<Slots> found;
+  bool same = int64_t(found.size()) == B && int64_t(asked.size()) == B * C &&
+              std::equal(asked.begin(), asked.end(), positions);
+  if (!same) {
+    found.clear();
+    for (int64_t b = 0; b < B; ++b) found.push_back(sorted(positions + b * C, C));
+    asked.assign(positions, positions + B * C);
+  }
+  return &found;
+}
+
+}  // namespace slots
