@@ -162,6 +162,14 @@ def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
         with pytest.raises(Exception, match="Linear: "):
             run(x=x)
     assert run(x=torch.zeros(1, 0, 64)).shape == (1, 0, 8)
+    short = [(torch.zeros(8, 1, dtype=torch.uint8)[:7], None), (None, torch.zeros(7))]
+    for zeros, bias in short:
+        run = linear(tmp_path, ["x", q, scales, zeros, bias], bits=4, block=32)
+        with pytest.raises(Exception, match="Linear: "):
+            run(x=torch.zeros(1, 2, 64))
+    run = linear(tmp_path, ["x", q, scales, None, None, None, "more"], bits=4, block=32)
+    with pytest.raises(Exception, match="Linear: "):
+        run(x=torch.zeros(1, 2, 64), more=torch.zeros(1, 1, 8))
 
 
 # Whole steps: with the nodes around put inside, and without.

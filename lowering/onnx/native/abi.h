@@ -87,6 +87,8 @@ struct Tensor {
   size_t rank = 0;
   void* data = nullptr;
 
+  int64_t count() const { return size[0] * size[1] * size[2] * size[3]; }
+
   template <typename T>
   T* as() const {
     return static_cast<T*>(data);

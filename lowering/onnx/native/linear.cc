@@ -300,7 +300,9 @@ bool fits(const Call& c) {
   bool power = c.set.block >= 16 && (c.set.block & (c.set.block - 1)) == 0;
   bool weight = c.q.rank == 3 && c.q.size[2] == c.set.block * c.set.bits / 8 && c.scales.size[0] == c.N &&
                 c.scales.size[1] == c.blocks && (c.K + c.set.block - 1) / c.set.block == c.blocks;
-  return whole && power && weight && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
+  bool around = (!c.zeros.data || (c.zeros.size[0] == c.N && c.zeros.size[1] == (c.blocks + 1) / 2)) &&
+                (!c.bias.data || c.bias.size[0] == c.N) && (!c.more.data || c.more.count() == c.rows * c.wide);
+  return whole && power && weight && around && (!c.norm.data || c.norm.size[0] == c.K) && (!c.set.gate || c.N % 2 == 0);
 }
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
