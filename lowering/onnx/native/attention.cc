@@ -19,7 +19,7 @@ using slots::kChunk, slots::kFar, slots::kTile, slots::Range, slots::Slots;
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
-constexpr int64_t kGroup = 6;    // rows that go through it together, at most
+constexpr int64_t kGroup = 8;    // rows that go through it together, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 enum Mask { kCausal, kWindow, kChunked, kFull };
@@ -117,6 +117,15 @@ void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_
       std::memcpy(out[n] + j, &total, sizeof total);
     }
   }
+}
+
+// The same of any number of rows, by twos and threes.
+template <int N>
+void direct_all(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
+                float* const* out) {
+  constexpr int some = N % 3 == 1 && N > 1 ? 2 : std::min(N, 3);
+  direct<some>(c, rows, k, from, start, used, whole, out);
+  if constexpr (N > some) direct_all<N - some>(c, rows + some, k, from, start, used, whole, out + some);
 }
 
 // Products of N rows with V vectors of turned keys.
@@ -223,8 +232,7 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
   for (int64_t j = 0; !turned && j < used; j += kNear) {
     ahead(k + (j + 2 * kNear) * c.D, kNear * c.D);
     ahead(v + j * c.W, kNear * c.W);
-    for (int n = 0; n + 2 <= N; n += 2) direct<2>(c, rows + n, k, from, j, used, whole, at + n);
-    if (N % 2) direct<1>(c, rows + N - 1, k, from, j, used, whole, at + N - 1);
+    direct_all<N>(c, rows, k, from, j, used, whole, at);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -256,7 +264,12 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
     mixed[n] = out[n] + 2;
     std::fill(mixed[n], mixed[n] + c.W, 0.0f);
   }
-  if (whole) return mix_run<N>(c, weights, v, used, mixed);
+  if (whole) {
+    constexpr int some = N == 5 ? 3 : N > 6 ? 4 : N;
+    mix_run<some>(c, weights, v, used, mixed);
+    if constexpr (N > some) mix_run<N - some>(c, weights + some, v, used, mixed + some);
+    return;
+  }
   for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, from, to, mixed[n]);
 }
 
@@ -288,7 +301,7 @@ void empty(float* sofar, int64_t W) {
 }
 
 // How many of the rows that are left go together.
-int64_t group(int64_t left) { return left >= 6 && left != 8 ? 6 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
+int64_t group(int64_t left) { return left > kGroup ? 6 : left; }
 
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
 void work(Call& c, int64_t item) {
@@ -328,8 +341,9 @@ void work(Call& c, int64_t item) {
     const float* values = v + i * kChunk * c.W;
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
-      auto run = n == 6 ? chunk<6> : n == 4 ? chunk<4> : n == 2 ? chunk<2> : chunk<1>;
-      run(c, rows + r, here, c.turned ? keys.data() : nullptr, values, i, parts);
+      static constexpr decltype(&chunk<1>) run[] = {chunk<1>, chunk<2>, chunk<3>, chunk<4>,
+                                                    chunk<5>, chunk<6>, chunk<7>, chunk<8>};
+      run[n - 1](c, rows + r, here, c.turned ? keys.data() : nullptr, values, i, parts);
       for (int64_t j = 0; j < n; ++j) keep(r + j, i, parts[j]);
     }
   }

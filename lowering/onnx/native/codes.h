@@ -107,9 +107,11 @@ inline void put(v8 x, int8_t* to) {
   std::memcpy(to, &code, sizeof code);
 }
 
-// x [blocks * block] -> whole numbers of 127 steps up to a block's largest; steps and totals [blocks].
+// x [blocks * block] -> whole numbers of 127 steps up to a block's largest; steps [blocks], and totals
+// [blocks]: what a zero point of `zero` (more than 0) adds where the weight's scale is 1.
 template <int bits>
-void round_row(const float* x, int64_t block, int64_t blocks, float* steps, float* totals, Group<bits>* out) {
+void round_row(const float* x, int64_t block, int64_t blocks, float zero, float* steps, float* totals,
+               Group<bits>* out) {
   constexpr int64_t size = Group<bits>::kSize;
   for (int64_t b = 0; b < blocks; ++b, x += block) {
     v8 high = {};
@@ -132,7 +134,7 @@ void round_row(const float* x, int64_t block, int64_t blocks, float* steps, floa
         put(__builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15), code + 32 + place / 2);
       }
     }
-    totals[b] = sum(total);
+    totals[b] = sum(total) * steps[b] * zero;
   }
 }
 

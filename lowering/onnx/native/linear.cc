@@ -37,7 +37,7 @@ struct Call {
   int64_t blocks, groups, bytes, padded;  // of a row; padded: floats of a row by blocks
   bool turned;                            // whether many rows share each weight, so that it pays to turn them
   std::vector<char> inputs;               // Group<bits> [rows, groups], aligned within
-  std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]
+  std::vector<float> steps, totals;       // of the inputs' blocks: [rows, padded]; totals: what zero points add
 
   template <int bits>
   codes::Group<bits>* input(int64_t row) const {
@@ -76,7 +76,8 @@ void round_row(Call& c, int64_t row) {
     x = buffer.data();
   }
   int64_t at = row * c.padded;
-  codes::round_row<bits>(x, c.set.block, c.blocks, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
+  float zero = c.zeros.data ? 1.0f : 8.0f;
+  codes::round_row<bits>(x, c.set.block, c.blocks, zero, c.steps.data() + at, c.totals.data() + at, c.input<bits>(row));
 }
 
 // What a thread needs beside the call: by blocks, and a copy of one of the last weight rows, to read beyond
@@ -121,9 +122,9 @@ inline void row_sums(const Call& c, Scratch& s, const codes::Lanes<bits, spread>
     scales[i] = s.scales.data() + i * c.padded;
     less[i] = total[i][0] = total[i][1] = all(0.0f);
     for (int64_t b = 0; b < c.blocks; b += 8) {
-      v8 scale = load(w.scales + b) * load(steps + b);
-      store(scales[i] + b, scale);
-      if (bits == 4) less[i] = fused(scale * load(totals + b), c.zeros.data ? load(w.zeros + b) : all(8.0f), less[i]);
+      v8 scale = load(w.scales + b);
+      store(scales[i] + b, scale * load(steps + b));
+      if (bits == 4) less[i] = fused(c.zeros.data ? scale * load(w.zeros + b) : scale, load(totals + b), less[i]);
     }
   }
   auto add = [&](int64_t g, int turn) {
@@ -192,7 +193,7 @@ void turn(const Call& c, Scratch& s, int64_t first, codes::Strip& strip) {
     const uint8_t* zeros = c.zeros.data ? c.zeros.as<uint8_t>() + n * ((c.blocks + 1) / 2) : nullptr;
     for (int64_t b = 0; b < c.blocks; ++b) {
       strip.scales[b * codes::kWide + i] = scales[b];
-      strip.zeros[b * codes::kWide + i] = zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 8.0f;
+      strip.zeros[b * codes::kWide + i] = scales[b] * (zeros ? float(zeros[b / 2] >> b % 2 * 4 & 15) : 1.0f);
     }
   }
   for (int64_t g = 0; g < c.groups; ++g) codes::turn(rows, g * codes::kBytes, strip.numbers + 16 * g);

@@ -10,7 +10,7 @@ constexpr int64_t kWide = 8;  // weight rows of a strip
 
 struct Strip {
   std::vector<char> room;
-  std::vector<float> scales, zeros;  // [blocks, 8]
+  std::vector<float> scales, zeros;  // [blocks, 8]; zeros: times the scales
   __m256i* numbers;                  // [groups, 16]: the even ones of a group, then the odd
 
   void reserve(int64_t groups, int64_t blocks) {
@@ -85,9 +85,8 @@ void multiply(const Strip& strip, const Group<4>* const* x, const float* const* 
       bool last = EACH || g + 1 == groups || (g + 1) >> shift != b;  // what is taken off is of the whole block
       v8 scale = load(strip.scales.data() + b * kWide), zero = load(strip.zeros.data() + b * kWide);
       for (int n = 0; n < N; ++n) {
-        v8 dot = (v8)_mm256_cvtepi32_ps(sums[n]);
-        if (last) dot = fused(zero, all(-totals[n][b]), dot);
-        total[n] = fused(dot, scale * all(steps[n][b]), total[n]);
+        total[n] = fused((v8)_mm256_cvtepi32_ps(sums[n]), scale * all(steps[n][b]), total[n]);
+        if (last) total[n] = fused(zero, all(-totals[n][b]), total[n]);
       }
     }
   }
