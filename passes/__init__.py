@@ -28,6 +28,7 @@ class Pass(ABC):
     must_change: ClassVar[bool] = False  # finding nothing is an error, not a shrug
     error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
     entry: ClassVar[str] = "step"  # the entry that it rewrites, which the numeric check runs
+    flat: ClassVar[bool] = False  # it works on the state, and runs before layers become regions
     grade: ClassVar[str] = "bit-exact"  # how its tokens compare: see accel.runtime.assemble.GRADES
 
     def refuse(self, facts: Facts) -> str | None:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -68,12 +68,13 @@ _LONG = 20  # a pass that runs the model over a text takes about as long as so m
 Progress = Callable[[str, float], None]
 
 
-def pipeline(encoder: bool = False) -> list[Pass]:
-    """The passes that every model goes through, in order; a recipe's own come after."""
+def pipeline(encoder: bool = False, own: Sequence[Pass] = ()) -> list[Pass]:
+    """The passes that every model goes through, in order, and a recipe's own among or after them."""
     return [
         Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
-        Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(), Pack(), Heads(),
-        Layers(), Residual(),
+        Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(),
+        *(step for step in own if step.flat), Pack(), Heads(), Layers(), Residual(),
+        *(step for step in own if not step.flat),
     ]  # fmt: skip
 
 
@@ -204,7 +205,8 @@ def _folder(path: str | Path) -> Path:
 
 def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
     """All passes of a build, in order."""
-    return [*pipeline(encoder), *job.plan.passes, *([Concat()] if job.target == "onnx" else [])]
+    own = pipeline(encoder, job.plan.passes)
+    return [*own, *([Concat()] if job.target == "onnx" else [])]
 
 
 def _inner(job: _Job) -> Progress:
