@@ -21,9 +21,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int
 
 @dataclass(frozen=True)
 class State:
-    """One value that lives from call to call. `shape` mixes numbers and the letters B, C and X.
+    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, and P<layer>.
 
-    A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it.
+    A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it;
+    a role `kept.…` the same of the entry `compress`, each time that it runs.
     """
 
     name: str
@@ -37,9 +38,13 @@ class State:
     def cross(self) -> bool:
         return self.role.startswith("cross.")
 
+    @property
+    def kept(self) -> bool:
+        return self.role.startswith("kept.")
+
     def allocate(self, **letters: int) -> Tensor:
-        """A new buffer, filled as an empty cache is."""
-        shape = [letters[d] if isinstance(d, str) else d for d in self.shape]
+        """A new buffer, filled as an empty cache is; letters that are not given are 0."""
+        shape = [letters.get(d, 0) if isinstance(d, str) else d for d in self.shape]
         return torch.full(shape, self.fill, dtype=DTYPES[self.dtype])
 
 
@@ -114,6 +119,16 @@ class EncoderFacts:
 
 
 @dataclass
+class KvFacts:
+    """What a recipe does with the KV cache beyond appending to it.
+
+    observe: the last queries of a row that the entry `compress` takes, per layer.
+    """
+
+    observe: int = 0
+
+
+@dataclass
 class Facts:
     """What is known of the model; grows as passes recognise more."""
 
@@ -128,6 +143,7 @@ class Facts:
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     encoder: EncoderFacts | None = None
+    kv: KvFacts | None = None  # None: every token stays as it is
 
 
 @dataclass

@@ -61,9 +61,10 @@ def _state_rules(program: Program) -> list[str]:
     outputs = step.output_nodes()
     for state in program.state:
         name = state.name
-        if state.cross:
-            if name not in step.inputs or f"{name}.next" not in program.entries["encode"].outputs:
-                broken.append(f"state '{name}' is not an output of encode and an input of step")
+        if state.cross or state.kept:
+            writer = "encode" if state.cross else "compress"
+            if name not in step.inputs or f"{name}.next" not in program.entries[writer].outputs:
+                broken.append(f"state '{name}' is not an output of {writer} and an input of step")
             continue
         if name not in step.inputs or f"{name}.next" not in outputs:
             broken.append(f"state '{name}' is not both an input and an output '{name}.next'")

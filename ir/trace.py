@@ -43,12 +43,11 @@ def trace(
         else:
             args: Any = map_arg(node.args, env.__getitem__)
             kwargs: Any = map_arg(node.kwargs, env.__getitem__)
-            env[node] = _call(editor, node.target, args, kwargs, like)
+            if node.target is operator.getitem and isinstance(args[0], (tuple, list)):
+                env[node] = args[0][args[1]]
+                continue
+            env[node] = made = editor.graph.call_function(node.target, args, kwargs)
+            made.meta["val"] = node.meta["val"]
+            if like is not None and "layer" in like.meta:
+                made.meta["layer"] = like.meta["layer"]
     raise ValueError(f"{name} returns nothing")
-
-
-def _call(editor: Editor, target: Any, args: Any, kwargs: Any, like: fx.Node | None) -> Any:
-    """Sizes are nodes too, whose value is a symbol."""
-    if target is operator.getitem and isinstance(args[0], (tuple, list)):
-        return args[0][args[1]]
-    return editor.call(target, *args, like=like, **kwargs)

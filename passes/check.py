@@ -94,7 +94,36 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
         buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
         for start, end in zip(cuts, cuts[1:], strict=False):
             found.append((_call(program, side, buffers, tokens, start, end), slice(start, end)))
+    if "compress" in program.entries and length > 1:  # where every token stays, nothing changes
+        buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
+        base = 0
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            found.append((_call(program, side, buffers, tokens, start, end, base), slice(start, end)))
+            keep_all(program, buffers, end)
+            base = end
     return found
+
+
+def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
+    """Run the entry `compress` so that every token of rows that have `seen` so many stays."""
+    batch, slots = buffers["kv.pos"].shape
+    given: dict[str, Tensor] = {"seen": torch.full((batch,), seen)}
+    holders = {h.target: h for h in program.entries["compress"].graph.find_nodes(op="placeholder")}
+    for name, holder in holders.items():
+        kind, _, layer = str(name).partition(".")
+        if kind == "keep":
+            given[name] = torch.full((batch,), seen)
+        elif kind == "ranks":
+            given[name] = torch.arange(slots + buffers[f"kept.{layer}.pos"].shape[2])
+        elif kind in ("queries", "query_positions"):  # none: what scores say does not matter here
+            tail = holder.meta["val"].shape[2:]
+            given[name] = torch.zeros(batch, 1, *tail) if tail else torch.full((batch, 1), -1)
+    out = program.run("compress", {**given, **buffers})
+    for name, value in out.items():
+        buffers[name.removesuffix(".next")] = value
+    for state in program.state:
+        if "C" in state.shape:
+            buffers[state.name] = state.allocate(B=batch, C=slots)
 
 
 def run_concatenated(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
@@ -138,22 +167,25 @@ def _call(
     tokens: Tensor,
     start: int,
     end: int,
+    base: int = 0,
 ) -> Tensor:
-    """Run tokens start..end-1, with one column of padding where the buffer has room for it."""
+    """Run tokens start..end-1, with one column of padding where the buffer has room for it; those
+    before `base` lie in no slot of the buffers that the step writes.
+    """
     batch = tokens.shape[0]
     pad = 1 if start > 0 else 0
     positions = torch.arange(start, end).repeat(batch, 1)
     inputs = {
         "tokens": torch.nn.functional.pad(tokens[:, start:end], (0, pad)),
         "positions": torch.nn.functional.pad(positions, (0, pad), value=-1),
-        "slots": torch.full((batch,), start),
+        "slots": torch.full((batch,), start - base),
         "rows": torch.arange(end - start).repeat(batch, 1),
         **side,
         **buffers,
     }
     out = program.run("step", inputs)
     for name in buffers:
-        buffers[name] = out[f"{name}.next"]
+        buffers[name] = out.get(f"{name}.next", buffers[name])
     logits = out["logits"]
     assert isinstance(logits, Tensor)
     return logits[:, : end - start].float()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
+from accel.passes.kv.compress import Compress
 
+EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
 
@@ -47,7 +49,28 @@ def assemble(recipe: Recipe) -> Plan:
         plan.methods[name] = method
         if isinstance(method, Pass):
             plan.passes.append(method)
+    if eviction := [axis for axis in plan.methods if axis in EVICTION]:
+        plan.passes.append(_compress(plan, axes, eviction))
     return plan
+
+
+def _compress(plan: Plan, axes: dict[str, Axis], named: list[str]) -> Pass:
+    """The pass that evicts, out of its axes; those that the recipe leaves out get their default, which
+    an artifact's recipe then says.
+    """
+    if "kv.score" not in plan.methods:
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': {', '.join(named)} says how tokens are dropped, but no kv.score "
+            f"says which; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
+        )
+    score = plan.methods["kv.score"]
+    tables = dict(plan.recipe.tables)
+    for axis, use in (("kv.budget", "uniform"), ("kv.keep", "drop"), ("kv.when", score.when)):
+        if axis not in plan.methods:
+            tables[axis] = {"use": use}
+            plan.methods[axis] = axes[axis].build(use)
+    plan.recipe = replace(plan.recipe, tables=tables)
+    return Compress(score, plan.methods["kv.budget"], plan.methods["kv.keep"])
 
 
 def _axis(axes: dict[str, Axis], recipe: Recipe, name: str) -> Axis:

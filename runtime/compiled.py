@@ -15,6 +15,7 @@ from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.costs import Costs, known, measured
 from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
+from accel.runtime.keeper import kv_plan
 from accel.runtime.loop import Base as Loop
 from accel.runtime.loop import Row
 from accel.runtime.ort import OrtEngine
@@ -59,6 +60,8 @@ class CompiledModel:
         self._engine: Engine | None = engine
         self._on_close = on_close
         self._loop = _loop(self.recipe)
+        state = artifact.state if artifact is not None else getattr(program, "state", ())
+        self._kv = kv_plan(self.recipe.get("tables", {}), facts.kv, state)
         self._costs: Costs | None = None
         self._asked = False
 
@@ -171,6 +174,7 @@ class CompiledModel:
             max_context=self.facts.max_context,
             encoder=self.facts.encoder,
             least=self._least,
+            kv=self._kv,
         )
 
     @property

@@ -28,6 +28,7 @@ def facts_json(program: Program) -> dict[str, Any]:
             {**asdict(layer), "nodes": nodes.get(f"layer.{i}", 0)} for i, layer in enumerate(f.layers)
         ],
         **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
+        **({} if f.kv is None else {"kv": asdict(f.kv)}),
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accel.runtime.ints import Ints
+from accel.runtime.keeper import Keeper, trimmed
 from accel.runtime.session import Logits
 
 
@@ -46,6 +47,7 @@ class EagerStepper:
     def __init__(self, program: Steppable, batch: int):
         self._program = program
         self._batch = batch
+        self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}
 
     def resize(self, capacity: int) -> None:
@@ -57,21 +59,25 @@ class EagerStepper:
             old = state.get(value.name)
             if old is not None and "C" not in value.shape:
                 continue
-            letters = {"B": self._batch, "C": capacity}
-            shape = [letters[d] if isinstance(d, str) else d for d in value.shape]
+            letters = {"B": self._batch, "C": capacity}  # nothing is kept yet
+            shape = [letters.get(d, 0) if isinstance(d, str) else d for d in value.shape]
             new = torch.full(shape, value.fill, dtype=getattr(torch, value.dtype))
             if old is not None:
                 new[tuple(slice(n) for n in old.shape)] = old
             state[value.name] = new
         self._state = state
 
-    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
+    def step(
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+    ) -> Logits:
         """One run of the step entry; the state changes only where it succeeds."""
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         inputs = {n: torch.from_numpy(np.array(a)) for n, a in given.items()}
         with torch.no_grad():
             out = self._program.run("step", {**inputs, **self._state})
         self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
+        if observe:
+            self.observed = {n: out[n].numpy() for n in out if n.startswith("queries.")}
         logits: Logits = out["logits"].float().numpy().copy()
         return logits
 
@@ -81,6 +87,28 @@ class EagerStepper:
         with torch.no_grad():
             out = self._program.run("encode", given)
         self._state = {**self._state, **{n.removesuffix(".next"): v for n, v in out.items()}}
+
+    def compress(self, keeper: Keeper, seen: Ints) -> None:
+        """One run of the compress entry."""
+        recent = int(self._state["kv.pos"].shape[1])
+        kept = {v.layer: v.name for v in self._program.state if v.role == "kept.pos"}
+        slots = {layer: recent + self._state[name].shape[2] for layer, name in kept.items()}
+        given = {n: torch.from_numpy(np.array(a)) for n, a in keeper.given(seen, slots).items()}
+        with torch.no_grad():
+            out = self._program.run("compress", {**given, **self._state})
+        found = trimmed({n.removesuffix(".next"): v.numpy() for n, v in out.items()})
+        held = {v.name for v in self._program.state if "C" not in v.shape}
+        state = {n: v for n, v in self._state.items() if n in held}
+        self._state = state | {n: torch.from_numpy(a.copy()) for n, a in found.items()}
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """See session.Stepper."""
+        mask = torch.from_numpy(rows)
+        for value in self._program.state:
+            if (value.kept or value.role == "mass") and value.name in self._state:
+                now = self._state[value.name].clone()
+                now[mask] = value.fill
+                self._state[value.name] = now
 
     def copy(self) -> EagerStepper:
         """An independent stepper with a copy of the state."""

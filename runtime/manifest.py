@@ -4,6 +4,7 @@ names the field.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +44,19 @@ class Facts:
     parameters: int = 0
     layers: tuple[dict[str, Any], ...] = ()
     encoder: Encoder | None = None
+    kv: Kv | None = None
+
+
+@dataclass(frozen=True)
+class Kv:
+    """What a recipe does with the cache: `observe` queries of each row go into the entry `compress`."""
+
+    observe: int = 0
 
 
 @dataclass(frozen=True)
 class StateValue:
-    """One value that lives from call to call; `shape` mixes numbers and the letters B, C and X."""
+    """One value that lives from call to call; `shape` mixes numbers and the letters B, C, X, P<layer>."""
 
     name: str
     role: str
@@ -60,6 +69,11 @@ class StateValue:
     def cross(self) -> bool:
         """Whether the encode entry writes it, and the step only reads it."""
         return self.role.startswith("cross.")
+
+    @property
+    def kept(self) -> bool:
+        """Whether the compress entry writes it, and the step only reads it."""
+        return self.role.startswith("kept.")
 
 
 PARTS = ("variants", "probes", "products")  # of an entry: name -> file
@@ -223,6 +237,8 @@ def parse(raw: Any) -> Manifest:
     }
     if "step" not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {_BUILD_AGAIN}")
+    if (facts.kv is None) == ("compress" in entries):
+        raise ArtifactError(f"{MANIFEST}: model.kv and entries.compress go together; {_BUILD_AGAIN}")
     if (facts.encoder is None) == ("encode" in entries):
         raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
     for name, entry in entries.items():
@@ -277,6 +293,7 @@ def _facts(f: Fields) -> Facts:
         parameters=f.integer("parameters"),
         layers=tuple(layer.value for layer in f.objects("layers")),
         encoder=_encoder(f.object("encoder")) if f.value.get("encoder") is not None else None,
+        kv=Kv(f.object("kv").integer("observe")) if f.value.get("kv") is not None else None,
     )
 
 
@@ -290,8 +307,9 @@ def _state(f: Fields) -> StateValue:
     shape: list[int | str] = []
     for i, size in enumerate(f.array("shape")):
         whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        if not whole and size not in ("B", "C", "X"):
-            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C' or 'X'")
+        letter = isinstance(size, str) and re.fullmatch(r"[BCX]|P\d+", size)
+        if not whole and not letter:
+            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'X' or 'P0'")
         shape.append(size)
     dtype = f.text("dtype")
     if dtype not in DTYPES:

@@ -261,7 +261,7 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
 
 def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
     from accel.runtime.eager import EagerEngine
-    from accel.runtime.manifest import Encoder, Facts
+    from accel.runtime.manifest import Encoder, Facts, Kv
     from accel.runtime.text import Tokenizer
 
     facts = facts_json(program)
@@ -274,6 +274,7 @@ def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
                 "eos": tuple(facts["eos"]),
                 "layers": tuple(facts["layers"]),
                 "encoder": Encoder(**facts["encoder"]) if "encoder" in facts else None,
+                "kv": Kv(**facts["kv"]) if "kv" in facts else None,
             }
         ),
         tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,

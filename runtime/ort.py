@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import onnxruntime as ort
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.ints import Ints
+from accel.runtime.keeper import Keeper, trimmed
 from accel.runtime.machine import machine
 from accel.runtime.manifest import StateValue
 from accel.runtime.ort_open import check_encode, check_state, open_session, physical_cores
@@ -50,6 +51,7 @@ class OrtEngine:
         self._lock = threading.Lock()
         self._session: Any = None
         self._encoder: Any = None
+        self._compressor: Any = None
         self._tuning = None if kernels == AUTO else choose(artifact, kernels, self.threads)
 
     @property
@@ -80,16 +82,27 @@ class OrtEngine:
                 self._encoder = self._open("encode")
             return self._encoder
 
+    @property
+    def compressor(self) -> Any:
+        """The InferenceSession of the compress entry, opened when first asked for."""
+        with self._lock:
+            if self._compressor is None:
+                self._compressor = self._open("compress")
+            return self._compressor
+
     def stepper(self, batch: int) -> OrtStepper:
         """A stepper for `batch` rows with an empty cache."""
         vocab_size = self.artifact.facts.vocab_size
         least = self.artifact.manifest.least
-        return OrtStepper(self.session, self.artifact.state, batch, vocab_size, self.encoder, least)
+        return OrtStepper(
+            self.session, self.artifact.state, batch, vocab_size, self.encoder, least,
+            lambda: self.compressor,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
         with self._lock:
-            self._session = self._encoder = None
+            self._session = self._encoder = self._compressor = None
 
     def _tuned(self) -> Tuning:
         if self._tuning is None:
@@ -103,7 +116,7 @@ class OrtEngine:
         session = open_session(path, self.threads, self.spinning)
         if entry == "encode":
             check_encode(session, self.artifact, path)
-        else:
+        elif entry == "step":
             check_state(session, self.artifact.state, path)
         return session
 
@@ -121,19 +134,26 @@ class OrtStepper:
         vocab_size: int,
         encoder: Any = None,
         least: int = 1,
+        compressor: Callable[[], Any] | None = None,
     ):
         self._session = session
+        self._compressor = compressor
+        self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._least = least
         self._encoder = encoder
         self._state = state
         self._batch = batch
         self._vocab = vocab_size
         self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._queries = {
+            o.name: tuple(o.shape[2:]) for o in session.get_outputs() if o.name.startswith("queries.")
+        }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._kv_bytes = 0
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
+        self._observing: list[Any] = []  # other shapes, giving queries too
         self._small: dict[str, npt.NDArray[Any]] = {
             name: aligned((batch,) if name == "slots" else (batch, least), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
@@ -153,9 +173,11 @@ class OrtStepper:
                 buffers[value.name] = _grown(old, value, self._batch, capacity)
         self._bind(buffers)
 
-    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
+    def step(
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+    ) -> Logits:
         """See session.Stepper; `resize` comes first."""
-        if tokens.shape[1] == self._least == rows.shape[1]:
+        if tokens.shape[1] == self._least == rows.shape[1] and not observe:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -167,11 +189,16 @@ class OrtStepper:
         logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         held = [_value(np.ascontiguousarray(array)) for array in given.values()]
-        binding = self._other[0]
+        binding = (self._observing if observe else self._other)[0]
         for name, value in zip(given, held, strict=True):
             binding.bind_ortvalue_input(name, value)
         out = _value(logits)
         binding.bind_ortvalue_output("logits", out)
+        if observe:
+            sizes = (self._batch, tokens.shape[1])
+            self.observed = {n: aligned((*sizes, *s), "float32") for n, s in self._queries.items()}
+            for name, array in self.observed.items():
+                binding.bind_ortvalue_output(name, _value(array))
         self._session.run_with_iobinding(binding)
         self._swap()
         return logits
@@ -191,15 +218,53 @@ class OrtStepper:
         else:
             self._buffers = buffers  # bound by the first resize
 
+    def compress(self, keeper: Keeper, seen: Ints) -> None:
+        """See session.Stepper."""
+        assert self._compressor is not None
+        recent = self._buffers["kv.pos"].shape[1]
+        kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
+        slots = {layer: recent + self._buffers[name].shape[2] for layer, name in kept.items()}
+        given = {**self._buffers, **keeper.given(seen, slots)}
+        session = self._compressor()
+        names = [o.name for o in session.get_outputs()]
+        wanted = {i.name: given[i.name] for i in session.get_inputs()}
+        out = dict(zip(names, session.run(names, wanted), strict=True))
+        found = trimmed({n.removesuffix(".next"): a for n, a in out.items()})
+        held = {v.name for v in self._state if "C" not in v.shape}
+        buffers = {n: a for n, a in self._buffers.items() if n in held}
+        for name, array in found.items():
+            buffers[name] = aligned(array.shape, array.dtype.name)
+            np.copyto(buffers[name], array)
+        self._buffers = buffers  # bound by the next resize
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """See session.Stepper. Of what forks may share, a copy is changed."""
+        values = [v for v in self._state if v.kept or v.role == "mass"]
+        if not rows.any() or not all(v.name in self._buffers for v in values):
+            return
+        buffers = dict(self._buffers)
+        for value in values:
+            old = buffers[value.name]
+            buffers[value.name] = aligned(old.shape, old.dtype.name)
+            np.copyto(buffers[value.name], old)
+            buffers[value.name][rows] = value.fill
+        self._bind(buffers)
+
     def copy(self) -> OrtStepper:
         """An independent stepper with a copy of the state."""
         other = OrtStepper(
-            self._session, self._state, self._batch, self._vocab, self._encoder, self._least
-        )
+            self._session, self._state, self._batch, self._vocab, self._encoder, self._least,
+            self._compressor,
+        )  # fmt: skip
         if self._buffers:
-            copies = {n: aligned(a.shape, a.dtype.name) for n, a in self._buffers.items()}
+            shared = {v.name for v in self._state if v.kept}  # never written in place
+            copies = {
+                n: a if n in shared else aligned(a.shape, a.dtype.name)
+                for n, a in self._buffers.items()
+            }
             for name, array in self._buffers.items():
-                np.copyto(copies[name], array)
+                if name not in shared:
+                    np.copyto(copies[name], array)
             if len(copies) == len(self._state):
                 other._bind(copies)
             else:
@@ -229,7 +294,7 @@ class OrtStepper:
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
-        self._decode, self._other = [], []
+        self._decode, self._other, self._observing = [], [], []
         self._values = []
         self._buffers, self._spare = {}, {}
         self._kv_bytes = 0
@@ -239,15 +304,16 @@ class OrtStepper:
         went well.
         """
         recurrent = {v.name for v in self._state if v.role == "recurrent"}
-        read_only = {v.name for v in self._state if v.cross}
+        read_only = {v.name for v in self._state if v.cross or v.kept}
         spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
         here = {name: _value(array) for name, array in buffers.items()}
         there = here | {name: _value(array) for name, array in spare.items()}
         pairs = [(here, there), (there, here)] if spare else [(here, here)]
         decode: list[Any] = []
         other: list[Any] = []
+        observing: list[Any] = []
         for before, after in pairs:
-            for bindings in (decode, other):
+            for bindings in (decode, other, observing):
                 binding = self._session.io_binding()
                 for name, value in before.items():
                     binding.bind_ortvalue_input(name, value)
@@ -257,15 +323,15 @@ class OrtStepper:
             for name, value in self._small_values.items():
                 decode[-1].bind_ortvalue_input(name, value)
             decode[-1].bind_ortvalue_output("logits", self._logits_value)
-        self._decode, self._other = decode, other
+        self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
         self._kv_bytes = sum(a.nbytes for held in (buffers, spare) for a in held.values())
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""
         if self._spare:
-            self._decode.reverse()
-            self._other.reverse()
+            for bindings in (self._decode, self._other, self._observing):
+                bindings.reverse()
             for name, array in self._spare.items():
                 self._buffers[name], self._spare[name] = array, self._buffers[name]
 
@@ -295,8 +361,8 @@ def _grown(
     old: npt.NDArray[Any] | None, value: StateValue, batch: int, capacity: int
 ) -> npt.NDArray[Any]:
     """A state buffer of `capacity` slots that starts as `old` and goes on with the value's fill."""
-    letters = {"B": batch, "C": capacity}
-    shape = tuple(letters[d] if isinstance(d, str) else d for d in value.shape)
+    letters = {"B": batch, "C": capacity}  # nothing is kept at first
+    shape = tuple(letters.get(d, 0) if isinstance(d, str) else d for d in value.shape)
     new = aligned(shape, value.dtype, value.fill)
     if old is not None:
         new[tuple(slice(n) for n in old.shape)] = old

@@ -84,7 +84,7 @@ def check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None
     inputs = {i.name: i for i in session.get_inputs()}
     outputs = {o.name for o in session.get_outputs()}
     wanted = {"tokens", "positions", "slots", "rows", *(v.name for v in state)}
-    written = {f"{v.name}.next" for v in state if not v.cross}
+    written = {f"{v.name}.next" for v in state if not v.cross and not v.kept}
     missing = sorted((wanted ^ inputs.keys()) | (written - outputs))
     if "logits" not in outputs:
         missing.append("logits")

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.keeper import Keeper, KvPlan
 from accel.runtime.past import Past
 
 Logits = npt.NDArray[np.float32]
@@ -26,13 +27,27 @@ class Stepper(Protocol):
     def resize(self, capacity: int) -> None:
         """Give every state buffer `capacity` slots, keeping what it holds; never fewer."""
 
-    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints) -> Logits:
+    def step(
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+    ) -> Logits:
         """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
         caller's own.
         """
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One call of the encode entry; every later step reads the cross state that it gives."""
+
+    def compress(self, keeper: Keeper, seen: Ints) -> None:
+        """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
+        what it gives, the recent part is gone until `resize`.
+        """
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Empty the kept part of the state of these rows (a bool mask [B])."""
+
+    @property
+    def observed(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
 
     def copy(self) -> Stepper:
         """An independent stepper with a copy of the state."""
@@ -78,6 +93,8 @@ class Facts(Protocol):
     def eos(self) -> Sequence[int]: ...
     @property
     def encoder(self) -> Encoder | None: ...
+    @property
+    def kv(self) -> Any: ...
 
 
 class Session:
@@ -100,8 +117,11 @@ class Session:
         max_context: int,
         encoder: Encoder | None = None,
         least: int = 1,
+        kv: KvPlan | None = None,
     ):
-        """`least`: tokens of a graph call at least, and logits; padding is added to fewer."""
+        """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how
+        the cache is compressed.
+        """
         self.batch = batch
         self._least = least
         self.vocab_size = vocab_size
@@ -112,6 +132,7 @@ class Session:
         self._capacity = 0
         self._lengths: Ints = np.zeros(batch, np.int64)
         self._past = Past(batch) if stepper.recurrent else None
+        self._keeper = None if kv is None else Keeper(kv, batch)
         self._calls = 0
         self._tokens = 0
         self._seconds = 0.0
@@ -173,7 +194,18 @@ class Session:
             full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
             logits = self._chunks(stepper, ids, full, self._lengths, last_only)
         self._lengths = after
+        self._compress("call", after)
         return logits
+
+    def end_prompt(self) -> None:
+        """Say that a prompt is whole: what the recipe does then, as dropping tokens, is done now."""
+        self._open()
+        self._compress("prompt", self._lengths)
+
+    @property
+    def held_from(self) -> Ints:
+        """The position of each row [B] up to which it can be rewound; 0 where nothing was compressed."""
+        return np.zeros_like(self._lengths) if self._keeper is None else self._keeper.base.copy()
 
     def rewind(self, length: Any) -> None:
         """Forget every token from `length` on: an int, or one per row [B]. Forward is an
@@ -192,6 +224,8 @@ class Session:
                 f"cannot rewind row {row} to {wanted[row]}: it holds {self._lengths[row]} tokens; "
                 f"give 0..{self._lengths[row]}"
             )
+        if self._keeper is not None:
+            self._rewind_kept(self._open(), self._keeper, wanted)
         self._lengths = wanted
 
     @property
@@ -233,6 +267,7 @@ class Session:
             encoder=self._encoder,
             least=self._least,
         )
+        other._keeper = self._keeper and self._keeper.copy()
         other._encoded = self._encoded
         other._capacity = self._capacity
         other._lengths = self._lengths.copy()
@@ -277,11 +312,11 @@ class Session:
         width = ids.shape[1]
         if width == 1:  # a token: little else should be done besides the graph
             first = np.zeros((self.batch, 1), np.int64)
-            return self._step(stepper, ids, self._lengths[:, None], self._lengths, first, ids.size)
+            return self._step(stepper, ids, self._lengths[:, None], self._slots(), first, ids.size)
         positions = self._lengths[:, None] + np.arange(width)
         rows = np.arange(width - 1 if last_only else 0, width)
         rows = np.broadcast_to(rows, (self.batch, rows.size))
-        return self._step(stepper, ids, positions, self._lengths, rows, ids.size)
+        return self._step(stepper, ids, positions, self._slots(), rows, ids.size)
 
     def _chunks(
         self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool
@@ -295,9 +330,12 @@ class Session:
             part = ids[:, start : min(start + CHUNK, int(counts.max()))]
             columns = np.arange(part.shape[1])
             left = counts - start
-            slots = first + np.minimum(counts, start)
+            held = first + np.minimum(counts, start)
+            if start and self._keeper is not None:
+                self._compress("part", held)
+            slots = held if self._keeper is None else held - self._keeper.base
             real = columns < left[:, None]
-            positions = np.where(real, slots[:, None] + columns, -1)
+            positions = np.where(real, held[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
             if last_only:
                 rows = np.where(ends, left - 1, 0)[:, None]
@@ -325,13 +363,50 @@ class Session:
         start = time.perf_counter()
         if self._past is not None:
             self._past.before(stepper, tokens.shape[1])
-        logits = stepper.step(tokens, positions, slots, rows)
+        observe = self._keeper is not None and self._keeper.observes(tokens.shape[1])
+        logits = stepper.step(tokens, positions, slots, rows, observe)
+        if observe and self._keeper is not None:
+            self._keeper.observe(stepper.observed, positions)
         if self._past is not None:
             self._past.after(tokens, positions)
         self._seconds += time.perf_counter() - start
         self._calls += 1
         self._tokens += real
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
+
+
+    def _slots(self) -> Ints:
+        """The first free slot of each row [B]."""
+        return self._lengths if self._keeper is None else self._lengths - self._keeper.base
+
+    def _compress(self, moment: str, lengths: Ints) -> None:
+        """Compress the cache where the recipe says so; rows hold `lengths` [B] tokens."""
+        keeper = self._keeper
+        if keeper is None or not keeper.due(moment, lengths):
+            return
+        start = time.perf_counter()
+        self._open().compress(keeper, lengths)
+        keeper.compressed(lengths)
+        self._capacity = 0
+        self._calls += 1
+        self._seconds += time.perf_counter() - start
+
+    def _rewind_kept(self, stepper: Stepper, keeper: Keeper, wanted: Ints) -> None:
+        """Rows that start anew drop what was kept; others go back to where they were compressed."""
+        anew = wanted == 0
+        short = (wanted < keeper.base) & ~anew
+        if keeper.plan.counts:
+            short |= (wanted < self._lengths) & ~anew
+        if short.any():
+            row = int(short.argmax())
+            low = self._lengths[row] if keeper.plan.counts else keeper.base[row]
+            why = "the recipe counts what each token drew" if keeper.plan.counts else "older tokens were compressed"
+            raise InputError(
+                f"cannot rewind row {row} to {wanted[row]}: {why}; give {low}..{self._lengths[row]}, or 0"
+            )
+        stepper.forget(anew)
+        keeper.forget(anew)
+        keeper.rewound(wanted)
 
 
 def at_least(least: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:

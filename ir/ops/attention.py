@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +39,20 @@ class Mask:
 
 
 def position_bias(bias: Tensor, q: Tensor, k: Tensor, mask: str = "causal") -> Tensor:
-    """What is added to the scores [B,H,T,S]; q [B,1,T,1], k [B,1,1,S].
+    """What is added to the scores [B,H,T,S]; q [B,1,T,1], k [B,1 or H,1,S].
 
     bias [H,M] goes by distance q - k (outside 0..M-1: the nearest end), under the mask "full"
     [H,2M-1] by q - k + M - 1; [H,M,M] goes by both positions.
     """
+    heads = torch.arange(bias.shape[0], device=bias.device)[:, None, None]
     if bias.dim() == 3:
-        return bias[:, q[:, 0].clamp(min=0), k[:, 0].clamp(min=0)].transpose(0, 1)
+        return bias[heads, q.clamp(min=0), k.clamp(min=0)]
     zero = bias.shape[1] // 2 if mask == "full" else 0
-    distance = (q - k + zero).clamp(0, bias.shape[1] - 1)  # [B,1,T,S]
-    return bias[:, distance[:, 0]].transpose(0, 1)
+    distance = (q - k + zero).clamp(0, bias.shape[1] - 1)  # [B,1 or H,T,S]
+    return bias[heads, distance]
 
 
-def _attention(
+def weights(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -62,30 +64,46 @@ def _attention(
     mask: str,
     window: int,
     sink: Tensor | None = None,
-) -> Tensor:
+    kept_k: Tensor | None = None,
+    kept_v: Tensor | None = None,
+    kept_pos: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + mask) [B,H,T,S], and the values [B,H,S,Dv] that it mixes."""
     repeat = q.shape[1] // k.shape[1]
+    where = k_pos[:, None]  # [B,1,S]
+    if kept_k is not None and kept_v is not None and kept_pos is not None:
+        k, v = torch.cat((kept_k, k), dim=2), torch.cat((kept_v, v), dim=2)
+        where = torch.cat((kept_pos, where.expand(-1, k.shape[1], -1)), dim=2)
+        where = where.repeat_interleave(repeat, dim=1)  # [B,H,P+S]
     keys = k.repeat_interleave(repeat, dim=1)
     values = v.repeat_interleave(repeat, dim=1)
     scores = (q @ keys.transpose(-1, -2)) * scale  # [B,H,T,S]
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    qp, kp = q_pos[:, None, :, None], k_pos[:, None, None, :]
+    qp, kp = q_pos[:, None, :, None], where[:, :, None, :]
     if bias is not None:
         scores = scores + position_bias(bias, qp, kp, mask)
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~Mask(mask, window).visible(qp, kp), torch.finfo(scores.dtype).min)
     if sink is not None:  # one more key of that score, whose value is nothing
         scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    return scores.softmax(-1)[..., : k.shape[2]] @ values
+    return scores.softmax(-1)[..., : k.shape[2]], values
+
+
+def _attention(*operands: Any, **more: Any) -> Tensor:
+    probs, values = weights(*operands, **more)
+    return probs @ values
 
 
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
 # bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none; sink [H] or none.
+# kept_k, kept_v [B,G,P,D], kept_pos [B,G,P]: slots before those of k and v, each head's its own; or none.
 # -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
-    "float softcap, str mask, int window, Tensor? sink=None) -> Tensor",
+    "float softcap, str mask, int window, Tensor? sink=None, Tensor? kept_k=None, Tensor? kept_v=None, "
+    "Tensor? kept_pos=None) -> Tensor",
     reference=_attention,
-    shape=lambda q, k, v, *rest: q.new_empty((*q.shape[:3], v.shape[3])),
+    shape=lambda q, k, v, *rest, **more: q.new_empty((*q.shape[:3], v.shape[3])),
 )

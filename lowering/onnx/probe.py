@@ -100,7 +100,7 @@ def _operands(
     b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
 ) -> tuple[Any, Any]:
     """The node's arguments as inputs of the probe; what the node reads twice is one input."""
-    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False))
     names: dict[fx.Node, str] = {}
     for role, value in given.items():
         if isinstance(value, fx.Node) and value not in names:
@@ -113,7 +113,8 @@ def _operands(
                 d if isinstance(d, int) else _LETTERS[role][i] for i, d in enumerate(fake.shape)
             ]
             inputs[name] = helper.make_tensor_value_info(name, DTYPES[fake.dtype], sizes)
-    return map_arg((node.args, node.kwargs), names.__getitem__)
+    options = {n: v for n, v in node.kwargs.items() if not n.startswith("kept_")}
+    return map_arg((node.args, options), names.__getitem__)
 
 
 def _no_weights(name: str, value: object) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
@@ -48,7 +48,7 @@ class Heads(Pass):
 def _share_out(program: Program, whole: fx.Node) -> bool:
     """Slices that together are all of [B,T,N] become one split."""
     slices = [n for n in whole.users if n.target is aten.slice.Tensor]
-    if whole.op != "call_function" or len(slices) < 2 or len(sizes(whole)) != 3:
+    if whole.op != "call_function" or len(slices) < 2 or not _is_rows(whole):
         return False
     last, axes = int(sizes(whole)[2]) if sizes(whole)[2].isdigit() else 0, (2, -1)
     found = []
@@ -150,3 +150,9 @@ def _replace(editor: Editor, split: fx.Node, old: Sequence[fx.Node]) -> None:
     """The parts of a split in place of other values."""
     for i, node in enumerate(old):
         node.replace_all_uses_with(editor.call(operator.getitem, split, i, like=node))
+
+
+def _is_rows(node: fx.Node) -> bool:
+    """Whether its value is a tensor [B,T,E]."""
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dim() == 3

@@ -26,6 +26,7 @@ class Autoregressive(Base):
         for row, ids in zip(rows, tokens, strict=True):
             ids[: row.prompt.size] = row.prompt[: ids.size]
         logits = session.run(tokens, lengths, last_only=True)
+        session.end_prompt()
         while True:
             column = np.zeros((len(rows), 1), np.int64)
             for i in np.flatnonzero(live):

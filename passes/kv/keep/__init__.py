@@ -1,0 +1,23 @@
+"""Axis: what becomes of the tokens that do not stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["Base"]
+
+
+class Base:
+    """A pure function of tensors, traced into the graph: the values that are kept.
+
+    Given `keys`, `values` [B,G,S,D] of all slots, `positions` [B,G,S] (-1: nothing there), and of those
+    that stay `chosen` [B,G,N] (slots; which of them are real: `real` [B,G,N]), it gives the values
+    [B,G,N,D] that are stored with the keys of the chosen slots.
+    """
+
+    grade: ClassVar[str] = "approximate"
+
+    __call__: Callable[..., Tensor]

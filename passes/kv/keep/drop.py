@@ -1,0 +1,17 @@
+"""What does not stay is gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.passes.kv.keep import Base
+
+
+@dataclass(frozen=True)
+class Drop(Base):
+    """The values as they were."""
+
+    def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
+        return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))

@@ -1,0 +1,35 @@
+"""Axis: what a cached token is worth. The entry `compress` keeps those of the highest scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+
+__all__ = ["Base"]
+
+
+class Base:
+    """A pure function of tensors, traced into the graph; only what its parameters name is computed.
+
+    | parameter | |
+    |---|---|
+    | `keys`, `values` [B,G,S,D] | as they are cached, keys after RoPE; slots go by position |
+    | `positions` [B,G,S] | of each slot; -1: nothing there |
+    | `seen` [B] | tokens of each row so far |
+    | `queries` [B,H,W,D], `query_positions` [B,W] | the last `observe` queries; -1: fewer |
+    | `mass` [B,G,S] | attention that every query so far gave to the slot, summed |
+    | `scale` | what attention multiplies q k^T by |
+
+    It gives [B,G,S], higher is kept; what it says of empty slots does not matter. The first `sinks`
+    and the last `recent` tokens stay whatever it says.
+    """
+
+    when: ClassVar[str] = "prompt"  # what a recipe without [kv.when] means
+    observe: int = 0
+    sinks: int = 0
+    recent: int = 0
+    grade: ClassVar[str] = "approximate"
+
+    __call__: Callable[..., Tensor]

@@ -1,0 +1,52 @@
+"""SnapKV (arXiv:2404.14469): the last queries of a prompt show which of its tokens will be looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.passes.kv.score import Base
+from accel.passes.kv.score._window import observed, pooled
+
+
+@dataclass(frozen=True)
+class SnapKV(Base):
+    """`window`: last queries, whose tokens stay too; `kernel`: odd, neighbours that share a score."""
+
+    window: int = 32
+    kernel: int = 5
+    pooling: str = "mean"
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
+            raise RecipeError(
+                f"kv.score.snapkv: window is {self.window} and kernel {self.kernel}; give a window of at "
+                "least 1 and an odd kernel"
+            )
+        if self.pooling not in ("mean", "max"):
+            raise RecipeError(f"kv.score.snapkv: pooling is {self.pooling!r}; give 'mean' or 'max'")
+
+    @property
+    def observe(self) -> int:  # type: ignore[override]
+        return self.window
+
+    @property
+    def recent(self) -> int:  # type: ignore[override]
+        return self.window
+
+    def __call__(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        scale: float,
+    ) -> Tensor:
+        probs = observed(queries, query_positions, keys, positions, scale)  # [B,G,R,W,S]
+        prefix = positions < (seen - self.window)[:, None, None]
+        count = (query_positions >= 0).sum(1).clamp(min=1)[:, None, None, None]
+        scores = probs.sum(3) / count * prefix[:, :, None]
+        return pooled(scores, self.kernel, self.pooling).mean(2)

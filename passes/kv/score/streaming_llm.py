@@ -1,0 +1,24 @@
+"""StreamingLLM (arXiv:2309.17453): the first few tokens draw attention whatever they say; then the newest count.
+
+Positions stay those of the text, so this is the paper's set of tokens without its re-numbering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from accel.passes.kv.score import Base
+
+
+@dataclass(frozen=True)
+class StreamingLlm(Base):
+    """`sinks`: first tokens that stay; the window is what the budget leaves beside them."""
+
+    sinks: int = 4
+    when: ClassVar[str] = "every"
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        return positions.float()

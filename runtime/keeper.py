@@ -1,0 +1,152 @@
+"""What a session does about a recipe that evicts: when, how many tokens of each layer, what the graph gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.axis import Axis
+from accel.ir.errors import RecipeError
+from accel.runtime.ints import Ints
+from accel.runtime.kv.budget import Base as Budget
+from accel.runtime.kv.when import Base as When
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """How the cache is compressed: out of a recipe, by `kv_plan`.
+
+    heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
+    queries leave a mark that cannot be taken back.
+    """
+
+    budget: Budget
+    when: When
+    heads: dict[int, int]
+    observe: int
+    counts: bool
+
+
+def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan | None:
+    """None where the recipe keeps everything. `kv`: the facts that the build left, `state` its layout."""
+    if kv is None:
+        return None
+    return KvPlan(
+        _method(tables, "kv.budget", "uniform"),
+        _method(tables, "kv.when", "prompt"),
+        {s.layer: s.shape[1] for s in state if s.role == "kept.pos"},
+        kv.observe,
+        any(s.role == "mass" for s in state),
+    )
+
+
+def _method(tables: Mapping[str, Any], name: str, default: str) -> Any:
+    table = tables.get(name, {"use": default})
+    if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
+        raise RecipeError(f"recipe: tables.{name} is not a table with `use`")
+    options = {str(k): v for k, v in table.items() if k != "use"}
+    return Axis(name, f"accel.runtime.{name}").build(table["use"], **options)
+
+
+class Keeper:
+    """The compressed part of one session's cache, in numbers.
+
+    `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
+    """
+
+    def __init__(self, plan: KvPlan, batch: int):
+        self.plan = plan
+        self.base: Ints = np.zeros(batch, np.int64)
+        self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
+        self._queries: Arrays = {}
+        self._query_positions: Ints = np.full((batch, plan.observe), -1, np.int64)
+
+    def copy(self) -> Keeper:
+        """Of its own: what it holds is replaced, never written."""
+        return copy(self)
+
+    def observes(self, tokens: int) -> bool:
+        """Whether the queries of a call of so many tokens are needed."""
+        return self.plan.observe > 0 and (tokens > 1 or self.plan.when.single)
+
+    def due(self, moment: str, lengths: Ints) -> bool:
+        """Whether to compress now, and there is something to drop."""
+        recent = lengths - self.base
+        if not self.plan.when.due(moment, int(recent.max())):
+            return False
+        return bool((self._tokens(lengths) < self._kept + recent).any())
+
+    def given(self, lengths: Ints, slots: Mapping[int, int]) -> Arrays:
+        """Inputs of the entry, beside the state; `slots`: those of each layer, kept and recent."""
+        given: Arrays = {"seen": lengths.copy()}
+        tokens = self._tokens(lengths)
+        for (layer, heads), keep in zip(self.plan.heads.items(), tokens, strict=True):
+            most = self.plan.budget.most(int(keep.max()), heads)
+            given[f"keep.{layer}"] = keep
+            given[f"ranks.{layer}"] = np.arange(max(1, min(most, slots[layer])))
+        if self.plan.observe:
+            given["query_positions"] = self._query_positions
+            given |= {f"queries.{layer}": self._queries[f"queries.{layer}"] for layer in self.plan.heads}
+        return given
+
+    def compressed(self, lengths: Ints) -> None:
+        """All tokens so far were looked at."""
+        self._kept = np.minimum(self._tokens(lengths), self._kept + lengths - self.base)
+        self.base = lengths.copy()
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Rows start anew."""
+        self.base = np.where(rows, 0, self.base)
+        self._kept = np.where(rows, 0, self._kept)
+        self._query_positions = np.where(rows[:, None], -1, self._query_positions)
+
+    def rewound(self, lengths: Ints) -> None:
+        """Queries of tokens from `lengths` [B] on are forgotten."""
+        gone = self._query_positions >= lengths[:, None]
+        self._query_positions = np.where(gone, -1, self._query_positions)
+
+    def observe(self, queries: Arrays, positions: Ints) -> None:
+        """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding)."""
+        both = np.concatenate([self._query_positions, positions], axis=1)
+        last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
+        for name, new in queries.items():
+            old = self._queries.get(name)
+            if old is None:
+                shape = (new.shape[0], self.plan.observe, *new.shape[2:])
+                old = np.zeros(shape, new.dtype)
+            joined = np.concatenate([old, new], axis=1)
+            self._queries[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
+        self._query_positions = np.take_along_axis(both, last, axis=1)
+
+    def _tokens(self, lengths: Ints) -> Ints:
+        """What each layer's heads keep of each row [L,B], on average."""
+        layers = len(self.plan.heads)
+        found = [
+            [self.plan.budget.tokens(int(seen), i, layers) for seen in lengths] for i in range(layers)
+        ]
+        return np.array(found, np.int64)
+
+
+def trimmed(found: Arrays) -> Arrays:
+    """What the entry gave, by state name, without the slots behind the last one that is used."""
+    used = {}
+    for name, array in found.items():
+        if name.endswith(".pos"):
+            layer = _layer(name)
+            filled = np.flatnonzero((array >= 0).any(axis=(0, 1)))
+            used[layer] = int(filled[-1]) + 1 if filled.size else 0
+    return {name: array[:, :, : used[_layer(name)]] for name, array in found.items()}
+
+
+def _layer(name: str) -> int:
+    found = re.match(r"\w+\.(\d+)\.", name)
+    assert found is not None, name
+    return int(found[1])

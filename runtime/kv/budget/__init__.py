@@ -1,0 +1,24 @@
+"""Axis: how many tokens of a row each layer and head keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+__all__ = ["Base"]
+
+
+class Base(ABC):
+    """`tokens` is asked by a session before each compression; `heads` is traced into the graph."""
+
+    @abstractmethod
+    def tokens(self, seen: int, layer: int, layers: int) -> int:
+        """Tokens that a head of the layer keeps, on average, of a row that has seen so many; 1 or more."""
+
+    def most(self, tokens: int, heads: int) -> int:
+        """The most that one of the layer's KV heads may keep where they keep so many on average."""
+        return tokens
+
+    def heads(self, scores: Any, keep: Any) -> Any:
+        """What each head keeps [B,G], out of scores [B,G,S] and the average `keep` [B] (tensors)."""
+        return keep[:, None].expand(-1, scores.shape[1])

@@ -1,0 +1,34 @@
+"""The two ways in which a budget is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Share:
+    """`tokens_kept`: tokens of a row; or, where it is set, `compression_ratio`: the share of the tokens
+    seen that goes (kvpress' meaning), at least one token stays.
+    """
+
+    tokens_kept: int = 1024
+    compression_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tokens_kept < 1:
+            raise RecipeError(
+                f"kv.budget: tokens_kept is {self.tokens_kept}; give at least 1"
+            )
+        if not 0 <= self.compression_ratio < 1:
+            raise RecipeError(
+                f"kv.budget: compression_ratio is {self.compression_ratio}; give a share of at least 0 "
+                "and below 1 (the part that goes)"
+            )
+
+    def average(self, seen: int) -> int:
+        """Tokens per head, over all layers."""
+        if self.compression_ratio:
+            return max(1, int(seen * (1 - self.compression_ratio)))
+        return self.tokens_kept

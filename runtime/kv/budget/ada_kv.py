@@ -1,0 +1,50 @@
+"""Ada-KV (arXiv:2407.11550): a layer's heads share its budget by what their tokens are worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accel.ir.errors import RecipeError
+from accel.runtime.kv.budget import Base
+from accel.runtime.kv.budget._share import Share
+
+
+@dataclass(frozen=True)
+class AdaKV(Share, Base):
+    """`safeguard`: the part of the mean that every head keeps. As kvpress' AdaKVPress: those tokens count
+    as the best, then the best of all heads together stay. Scores must compare across heads, as
+    attention does and norms do not.
+    """
+
+    safeguard: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.safeguard <= 1:
+            raise RecipeError(
+                f"kv.budget.ada-kv: safeguard is {self.safeguard}; give a share from 0 to 1"
+            )
+
+    def tokens(self, seen: int, layer: int, layers: int) -> int:
+        return self.average(seen)
+
+    def most(self, tokens: int, heads: int) -> int:
+        return heads * tokens - (heads - 1) * self._safe(tokens)
+
+    def heads(self, scores: Any, keep: Any) -> Any:
+        safe = (keep * self.safeguard).long().clamp(min=1)
+        ranks = _ranks(scores)  # [B,G,S]
+        forced = scores.masked_fill(ranks < safe[:, None, None], float("inf"))
+        among = _ranks(forced.flatten(1))  # [B,G S]
+        stays = among < (keep * scores.shape[1])[:, None]
+        return stays.unflatten(1, (scores.shape[1], scores.shape[2])).sum(2)
+
+    def _safe(self, tokens: int) -> int:
+        return max(1, int(tokens * self.safeguard))
+
+
+def _ranks(scores: Any) -> Any:
+    """The place of each along the last axis, the highest first."""
+    order = scores.sort(-1, True).indices
+    return order.sort(-1).indices

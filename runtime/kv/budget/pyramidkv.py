@@ -1,0 +1,42 @@
+"""PyramidKV (arXiv:2406.02069): attention narrows from layer to layer, so lower layers keep more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import RecipeError
+from accel.runtime.kv.budget import Base
+from accel.runtime.kv.budget._share import Share
+
+
+@dataclass(frozen=True)
+class PyramidKV(Share, Base):
+    """`beta`: how steep; `window`: tokens that every layer keeps beside its share, as the score's.
+
+    As kvpress' PyramidKVPress: where the least layer would get fewer than `window` tokens, all get the
+    same.
+    """
+
+    beta: float = 20.0
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta < 1 or self.window < 0:
+            raise RecipeError(
+                f"kv.budget.pyramidkv: beta is {self.beta} and window {self.window}; give a beta of at "
+                "least 1 and a window of at least 0"
+            )
+
+    def tokens(self, seen: int, layer: int, layers: int) -> int:
+        mean = self.average(seen)
+        if mean >= seen or layers == 1:
+            return mean
+        least = mean / self.beta
+        most = 2 * mean - least
+        if most >= seen - self.window:
+            most = seen - self.window
+            least = 2 * mean - most
+        if not seen >= most >= least >= self.window:
+            return mean
+        return max(1, round(most - layer * (most - least) / (layers - 1)))

@@ -1,0 +1,22 @@
+"""Axis: when a session compresses its cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+__all__ = ["MOMENTS", "Base"]
+
+MOMENTS = ("part", "call", "prompt")  # between the parts of a long call; after a call; a prompt is whole
+
+
+class Base(ABC):
+    """Asked at each moment; a budget that keeps everything makes it a no-op."""
+
+    @abstractmethod
+    def due(self, moment: str, recent: int) -> bool:
+        """Whether to compress now: `recent` tokens (of the longest row) came since the last time."""
+
+    @property
+    def single(self) -> bool:
+        """Whether it may be due after a call of one token."""
+        return self.due("call", 1 << 40)

@@ -1,0 +1,22 @@
+"""Whenever so many tokens have come, in the prompt and after it: the cache never grows beyond that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import RecipeError
+from accel.runtime.kv.when import Base
+
+
+@dataclass(frozen=True)
+class Every(Base):
+    """`tokens` beyond the budget are held at most, after a call."""
+
+    tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise RecipeError(f"kv.when.every: tokens is {self.tokens}; give at least 1")
+
+    def due(self, moment: str, recent: int) -> bool:
+        return moment != "prompt" and recent >= self.tokens
