@@ -236,6 +236,7 @@ class OrtStepper:
             buffers[name] = aligned(array.shape, array.dtype.name)
             np.copyto(buffers[name], array)
         self._buffers = buffers  # bound by the next resize
+        self._kv_bytes = sum(a.nbytes for a in (*buffers.values(), *self._spare.values()))
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See session.Stepper. Of what forks may share, a copy is changed."""

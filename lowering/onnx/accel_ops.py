@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from accel.ir.ops import attention, kv, norm, rope, rows
+from accel.ir.ops import attention, kv, mass, norm, rope, rows
 from accel.lowering.onnx.aten_nn import product
-from accel.lowering.onnx.builder import Builder
+from accel.lowering.onnx.builder import DTYPES, Builder
 from accel.lowering.onnx.table import lower
 
 BLOCK = 128  # slots of a product at once where rows must not change a bit; C is a multiple of it
@@ -94,16 +94,81 @@ def attend(
     mask: str,
     window: int,
     sink: str | None = None,
+    kept_k: str | None = None,
+    kept_v: str | None = None,
+    kept_pos: str | None = None,
 ) -> str:
     """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
+    heads, repeat = int(b.shape(q)[1]), int(b.shape(q)[1]) // int(b.shape(k)[1])
+    wide = int(b.shape(v)[3])
+    shared = v == k and kept_v == kept_k
+    probs, keys = _weights(
+        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos
+    )
+    if kept_v is not None:
+        v = keys if shared else b.node("Concat", kept_v, v, axis=2)
+    out = _in_blocks(b, probs, v) if b.bit_exact else b.node("MatMul", probs, v)
+    if repeat == 1:
+        return str(out)
+    return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(q_pos, 1), wide])))
+
+
+@lower(mass.attention_mass.default)
+def attention_mass(
+    b: Builder,
+    q: str,
+    k: str,
+    v: str,
+    q_pos: str,
+    k_pos: str,
+    bias: str | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    sink: str | None = None,
+    kept_k: str | None = None,
+    kept_v: str | None = None,
+    kept_pos: str | None = None,
+) -> str:
+    """The weights again (equal nodes are one node), those of padding left out, summed."""
+    repeat = int(b.shape(q)[1]) // int(b.shape(k)[1])
+    probs, _ = _weights(
+        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos
+    )
+    real = b.node("GreaterOrEqual", b.node("Unsqueeze", q_pos, b.ints(1, 3)), b.constant(0, torch.int64))
+    real = b.node("Cast", real, to=DTYPES[torch.float32])  # [B,1,T,1]
+    if repeat > 1:
+        real = b.node("Tile", real, b.ints(1, 1, repeat, 1))
+    return str(b.node("ReduceSum", b.node("Mul", probs, real), b.ints(2), keepdims=0))
+
+
+def _weights(
+    b: Builder,
+    q: str,
+    k: str,
+    q_pos: str,
+    k_pos: str,
+    bias: str | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    sink: str | None,
+    kept_k: str | None,
+    kept_pos: str | None,
+) -> tuple[str, str]:
+    """softmax(scale · q kᵀ + mask) [B,G,R·T,S], and the keys [B,G,S,D] with those that were kept."""
     heads, groups = int(b.shape(q)[1]), int(b.shape(k)[1])
     width, repeat = int(b.shape(q)[3]), heads // groups
+    if kept_k is not None:
+        k = str(b.node("Concat", kept_k, k, axis=2))
     rows = q if repeat == 1 else b.node("Reshape", q, b.ints(0, groups, -1, width))  # [B,G,R·T,D]
     inner = 1.0 / softcap if softcap else 1.0
     scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)  # [B,G,R·T,C]
     if softcap:
         scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
-    hidden = position_mask(b, q_pos, k_pos, bias, mask, window)
+    hidden = position_mask(b, q_pos, k_pos, bias, mask, window, kept_pos)
     if bias is not None:
         if repeat > 1:
             shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
@@ -112,11 +177,7 @@ def attend(
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     scores = str(b.node("Add", scores, hidden))
     probs = _beside(b, scores, sink, q_pos, groups) if sink else b.node("Softmax", scores, axis=-1)
-    out = _in_blocks(b, probs, v) if b.bit_exact else b.node("MatMul", probs, v)
-    if repeat == 1:
-        return str(out)
-    wide = int(b.shape(v)[3])
-    return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(q_pos, 1), wide])))
+    return str(probs), k
 
 
 def _in_blocks(b: Builder, probs: str, v: str) -> str:
@@ -145,22 +206,35 @@ def _beside(b: Builder, scores: str, sink: str, q_pos: str, groups: int) -> str:
 
 
 def position_mask(
-    b: Builder, q_pos: str, k_pos: str, bias: str | None, mask: str, window: int
+    b: Builder,
+    q_pos: str,
+    k_pos: str,
+    bias: str | None,
+    mask: str,
+    window: int,
+    kept_pos: str | None = None,
 ) -> str:
-    """What is added to the scores: [B,1,T,C] ([B,1,1,C] under "full"), with a bias [B,H,T,C]."""
+    """What is added to the scores: [B,1,T,C] ([B,1,1,C] under "full"), with a bias [B,H,T,C], before
+    kept slots' [B,G,T,P+C].
+    """
     hidden = _hidden(b, q_pos, k_pos, mask, window)
+    if kept_pos is not None:
+        groups = int(b.shape(kept_pos)[1])
+        hidden = b.node("Expand", hidden, b.ints(1, groups, 1, 1))
+        return str(b.node("Concat", _hidden(b, q_pos, kept_pos, mask, window), hidden, axis=3))
     if bias is None:
         return hidden
     return str(b.node("Add", _bias(b, bias, q_pos, k_pos, mask), hidden))
 
 
 def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:
-    """[B,1,T,C]: 0 where the query may look, the lowest finite number elsewhere.
+    """[B,1,T,C] ([B,G,T,P] for positions [B,G,P]): 0 where the query may look, the lowest finite
+    number elsewhere.
 
     Written once per mask class, not once per layer: equal nodes are one node.
     """
     q = b.node("Unsqueeze", q_pos, b.ints(1, 3))  # [B,1,T,1]
-    k = b.node("Unsqueeze", k_pos, b.ints(1, 2))  # [B,1,1,C]
+    k = b.node("Unsqueeze", k_pos, b.ints(*((1, 2) if b.rank(k_pos) == 2 else (2,))))  # [B,1 or G,1,C]
     zero = b.constant(0, torch.int64)
     seen = b.node("GreaterOrEqual", k, zero)
     if mask != "full":

@@ -1,4 +1,5 @@
-// accel::Attention: softmax(scale q k^T + mask) v over the slots of a KV cache, by positions.
+// accel::Attention: softmax(scale q k^T + mask) v over the slots of a KV cache, by positions: those that every
+// step writes, and before them those that were kept, if any, of which each head has its own.
 //
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
@@ -29,13 +30,21 @@ struct Settings {
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
 };
 
+// Slots that lie one after another: what was kept, each head's own, and what came since.
+struct Segment {
+  abi::Tensor k, v;
+  int64_t C, first, last;           // slots; the chunks of the call that they are
+  bool by_head;                     // whether heads have slots of their own
+  std::shared_ptr<const std::vector<Slots>> slots;  // [B], or [B G]
+};
+
 struct Call {
   Settings set;
-  abi::Tensor q, k, v, q_pos, k_pos, bias, sink;
+  abi::Tensor q, q_pos, bias, sink;
+  Segment segments[2];
   float* out;
-  int64_t B, H, G, T, C, D, W, R, rows, chunks, blocks, splits;
+  int64_t B, H, G, T, D, W, R, rows, chunks, blocks, splits;
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
-  const std::vector<Slots>* slots;  // [B]
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
 };
 
@@ -63,7 +72,7 @@ Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
   int64_t head = g * c.R + r / c.T, t = r % c.T;
   int64_t position = c.q_pos.as<int64_t>()[b * c.T + t];
   const float* q = c.q.as<float>() + place(c, b, head, t) * c.D;
-  return {&(*c.slots)[b], q, head, position, range(c, position)};
+  return {nullptr, q, head, position, range(c, position)};
 }
 
 bool hidden(const Row& row, int64_t tile) { return row.slots->tiles[tile].misses(row.seen); }
@@ -199,11 +208,12 @@ void mix_run(const Call& c, const float* const* p, const float* v, int64_t count
 }
 
 // Values mixed by the weights p over the tiles [from, to), those that a row does not see left out.
-void mix(const Call& c, const Row& row, const float* p, const float* v, int64_t from, int64_t to, float* out) {
+void mix(const Call& c, const Row& row, const float* p, const float* v, int64_t C, int64_t from, int64_t to,
+         float* out) {
   for (int64_t tile = from; tile < to;) {
     int64_t start = tile;
     while (tile < to && !hidden(row, tile)) ++tile;
-    int64_t count = std::min(tile * kTile, c.C) - start * kTile;
+    int64_t count = std::min(tile * kTile, C) - start * kTile;
     const float* weights = p + (start - from) * kTile;
     if (tile > start) mix_run<1>(c, &weights, v + (start - from) * kTile * c.W, count, &out);
     while (tile < to && hidden(row, tile)) ++tile;
@@ -215,13 +225,13 @@ void ahead(const float* from, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i);
 }
 
-// One chunk's partial result [largest score, sum of weights, mixed values] of N rows; `turned` keys, or
-// none: `k` as they lie.
+// One chunk's partial result [largest score, sum of weights, mixed values] of N rows, the chunk `index` of C
+// slots; `turned` keys, or none: `k` as they lie.
 template <int N>
-void chunk(const Call& c, const Row* rows, const float* k, const float* turned, const float* v, int64_t index,
-           float** out) {
-  int64_t from = index * kChunk / kTile, to = (std::min((index + 1) * kChunk, c.C) + kTile - 1) / kTile;
-  int64_t used = std::min(kChunk, c.C - index * kChunk), full = (used + 7) / 8 * 8;
+void chunk(const Call& c, const Row* rows, const float* k, const float* turned, const float* v, int64_t C,
+           int64_t index, float** out) {
+  int64_t from = index * kChunk / kTile, to = (std::min((index + 1) * kChunk, C) + kTile - 1) / kTile;
+  int64_t used = std::min(kChunk, C - index * kChunk), full = (used + 7) / 8 * 8;
   const Slots& slots = *rows[0].slots;
   bool whole = slots.full[index];  // every row sees every slot
   for (int n = 0; n < N; ++n) whole = whole && slots.chunks[index].within(rows[n].seen);
@@ -270,7 +280,7 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
     if constexpr (N > some) mix_run<N - some>(c, weights + some, v, used, mixed + some);
     return;
   }
-  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, from, to, mixed[n]);
+  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, C, from, to, mixed[n]);
 }
 
 // What is known so far of a row, and one more partial result.
@@ -307,8 +317,6 @@ int64_t group(int64_t left) { return left > kGroup ? 6 : left; }
 void work(Call& c, int64_t item) {
   int64_t split = item % c.splits, block = item / c.splits % c.blocks, pair = item / c.splits / c.blocks;
   int64_t b = pair / c.G, g = pair % c.G, width = c.W + 2;
-  const float* k = c.k.as<float>() + pair * c.C * c.D;
-  const float* v = c.v.as<float>() + pair * c.C * c.W;
   int64_t first = block * kRows, count = std::min(kRows, c.rows - first);
   int64_t each = (c.chunks + c.splits - 1) / c.splits;
   int64_t start = split * each, end = std::min(c.chunks, start + each);
@@ -329,21 +337,25 @@ void work(Call& c, int64_t item) {
     std::copy(part, part + width, c.partial.data() + ((pair * c.rows + first + r) * c.chunks + i) * width);
   };
   for (int64_t i = start; i < end; ++i) {
-    if ((*c.slots)[b].chunks[i].misses(seen)) {
+    const Segment& s = c.segments[i >= c.segments[0].last];
+    const Slots* slots = &(*s.slots)[s.by_head ? pair : b];
+    int64_t index = i - s.first, C = s.C;
+    if (slots->chunks[index].misses(seen)) {
       for (int64_t r = 0; r < count && c.splits > 1; ++r) {
         empty(parts[0], c.W);
         keep(r, i, parts[0]);
       }
       continue;
     }
-    const float* here = k + i * kChunk * c.D;
-    if (c.turned) turn(here, c.D, std::min(kChunk, c.C - i * kChunk), keys.data());
-    const float* values = v + i * kChunk * c.W;
+    const float* here = s.k.as<float>() + (pair * C + index * kChunk) * c.D;
+    if (c.turned) turn(here, c.D, std::min(kChunk, C - index * kChunk), keys.data());
+    const float* values = s.v.as<float>() + (pair * C + index * kChunk) * c.W;
+    for (int64_t r = 0; r < count; ++r) rows[r].slots = slots;
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
       static constexpr decltype(&chunk<1>) run[] = {chunk<1>, chunk<2>, chunk<3>, chunk<4>,
                                                     chunk<5>, chunk<6>, chunk<7>, chunk<8>};
-      run[n - 1](c, rows + r, here, c.turned ? keys.data() : nullptr, values, i, parts);
+      run[n - 1](c, rows + r, here, c.turned ? keys.data() : nullptr, values, C, index, parts);
       for (int64_t j = 0; j < n; ++j) keep(r + j, i, parts[j]);
     }
   }
@@ -365,21 +377,34 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
+// Whether keys and values of a segment are of the call's sizes.
+bool same(const Call& c, const Segment& s) {
+  return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == c.G &&
+         s.v.size[1] == c.G && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
+}
+
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   const abi::Api& api = kernel.api;
-  abi::Tensor* inputs[] = {&c.q, &c.k, &c.v, &c.q_pos, &c.k_pos, &c.bias, &c.sink};
-  for (size_t i = 0; i < 7; ++i)
+  Segment &kept = c.segments[0], &recent = c.segments[1];
+  abi::Tensor k_pos, kept_pos;
+  abi::Tensor* inputs[] = {&c.q,    &recent.k, &recent.v, &c.q_pos, &k_pos,
+                           &c.bias, &c.sink,   &kept.k,   &kept.v,  &kept_pos};
+  for (size_t i = 0; i < 10; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
-  c.G = c.k.size[1], c.C = c.k.size[2], c.W = c.v.size[3];
-  bool fits = c.q.rank == 4 && c.k.rank == 4 && c.v.rank == 4 && c.G > 0 && c.H % c.G == 0 &&
-              c.k.size[3] == c.D && c.v.size[2] == c.C && c.k.size[0] == c.B && c.v.size[0] == c.B &&
-              c.q_pos.size[0] == c.B && c.k_pos.size[0] == c.B && c.k_pos.size[1] == c.C;
+  c.G = recent.k.size[1], c.W = recent.v.size[3];
+  bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
+  recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
+  bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
+              k_pos.size[1] == recent.C && same(c, recent) &&
+              (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == c.G && same(c, kept)));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
-  c.chunks = (c.C + kChunk - 1) / kChunk, c.blocks = (c.rows + kRows - 1) / kRows;
+  kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
+  c.chunks = recent.last = recent.first + (recent.C + kChunk - 1) / kChunk;
+  c.blocks = (c.rows + kRows - 1) / kRows;
   int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
   c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
   c.turned = !c.set.exact && c.rows >= kTurned;
@@ -390,7 +415,9 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
-  c.slots = slots::of(c.k_pos.as<int64_t>(), c.B, c.C);
+  recent.by_head = false, recent.slots = slots::of(k_pos.as<int64_t>(), c.B, recent.C);
+  kept.by_head = true;
+  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), c.B * c.G, kept.C);
   if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
   return nullptr;
 }
@@ -418,8 +445,8 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
 abi::Op attention_op() {
   abi::Op op = abi::op_of<Settings, kAttributes, run>();
   op.name = [](const abi::Op*) { return "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(7); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 ? abi::kInt64 : abi::kFloat); };
+  op.input_count = [](const abi::Op*) { return size_t(10); };
+  op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 || i == 9 ? abi::kInt64 : abi::kFloat); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;
 }

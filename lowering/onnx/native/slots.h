@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <unordered_map>
 #include <vector>
 
 namespace slots {
@@ -52,18 +54,26 @@ inline Slots sorted(const int64_t* positions, int64_t C) {
   return s;
 }
 
-// The slots of a call. Layers ask one after another, mostly for the same.
-inline const std::vector<Slots>* of(const int64_t* positions, int64_t B, int64_t C) {
-  thread_local std::vector<int64_t> asked;
-  thread_local std::vector<Slots> found;
-  bool same = int64_t(found.size()) == B && int64_t(asked.size()) == B * C &&
-              std::equal(asked.begin(), asked.end(), positions);
+// The slots of a call. Layers ask one after another, mostly for the same; what was kept, each for its own,
+// which does not change for long. So an answer is held by where the question lies, while that says the same.
+inline std::shared_ptr<const std::vector<Slots>> of(const int64_t* positions, int64_t B, int64_t C) {
+  struct Known {
+    std::vector<int64_t> asked;
+    std::shared_ptr<const std::vector<Slots>> found;
+  };
+  constexpr size_t kMost = 256;
+  thread_local std::unordered_map<const int64_t*, Known> all;
+  if (all.size() > kMost && !all.count(positions)) all.clear();
+  Known& known = all[positions];
+  bool same = known.found && int64_t(known.found->size()) == B && int64_t(known.asked.size()) == B * C &&
+              std::equal(known.asked.begin(), known.asked.end(), positions);
   if (!same) {
-    found.clear();
-    for (int64_t b = 0; b < B; ++b) found.push_back(sorted(positions + b * C, C));
-    asked.assign(positions, positions + B * C);
+    auto made = std::make_shared<std::vector<Slots>>();
+    for (int64_t b = 0; b < B; ++b) made->push_back(sorted(positions + b * C, C));
+    known.asked.assign(positions, positions + B * C);
+    known.found = made;
   }
-  return &found;
+  return known.found;
 }
 
 }  // namespace slots

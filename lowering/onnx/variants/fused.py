@@ -26,9 +26,12 @@ def attend(
     mask: str,
     window: int,
     sink: str | None = None,
+    **kept: str | None,
 ) -> Any:
-    """A sink has no place in the node, and a soft cap would come after the mask, not before it."""
-    if sink is not None or softcap:
+    """A sink has no place in the node, and a soft cap would come after the mask, not before it; slots
+    of each head's own have no mask there.
+    """
+    if sink is not None or softcap or kept:
         return NotImplemented
     hidden = position_mask(b, q_pos, k_pos, bias, mask, window)  # [B,1 or H,T,C]
     if mask == "full" and bias is None:  # which is [B,1,1,C]

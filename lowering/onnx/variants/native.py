@@ -30,9 +30,12 @@ def attend(
     mask: str,
     window: int,
     sink: str | None = None,
+    kept_k: str | None = None,
+    kept_v: str | None = None,
+    kept_pos: str | None = None,
 ) -> str:
     """Every form has one; `exact` keeps a row's bits the same however many rows a call has."""
-    operands = (q, k, v, q_pos, k_pos, bias, sink)
+    operands = (q, k, v, q_pos, k_pos, bias, sink, kept_k, kept_v, kept_pos)
     return str(
         b.node(
             "Attention", *operands, domain=DOMAIN, scale=float(scale), softcap=float(softcap),
