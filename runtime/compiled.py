@@ -22,7 +22,8 @@ from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Meter, Output, Stream, Transcript
 from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_text
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session import Engine, Facts, Logits, Session
+from accel.runtime.session import Session
+from accel.runtime.stepper import Engine, Facts, Logits
 from accel.runtime.text import Tokenizer
 from accel.runtime.tune import AUTO, Tuning
 

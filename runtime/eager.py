@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import Keeper, trimmed
-from accel.runtime.session import Logits
+from accel.runtime.stepper import Logits
 
 
 class Steppable(Protocol):
@@ -42,7 +42,7 @@ class EagerEngine:
 
 
 class EagerStepper:
-    """See session.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
+    """See stepper.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
 
     def __init__(self, program: Steppable, batch: int):
         self._program = program
@@ -102,7 +102,7 @@ class EagerStepper:
         self._state = state | {n: torch.from_numpy(a.copy()) for n, a in found.items()}
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """See session.Stepper."""
+        """See stepper.Stepper."""
         mask = torch.from_numpy(rows)
         for value in self._program.state:
             if (value.kept or value.role == "mass") and value.name in self._state:
@@ -126,7 +126,7 @@ class EagerStepper:
         return {v.name: self._state[v.name] for v in self._program.state if v.role == "recurrent"}
 
     def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
-        """See session.Stepper."""
+        """See stepper.Stepper."""
         for value in self._program.state:
             if value.role == "recurrent":
                 now = self._state[value.name].clone()

@@ -24,7 +24,7 @@ from accel.runtime.keeper import Keeper, trimmed
 from accel.runtime.machine import machine
 from accel.runtime.manifest import StateValue
 from accel.runtime.ort_open import check_encode, check_state, open_session, physical_cores
-from accel.runtime.session import Logits
+from accel.runtime.stepper import Logits
 from accel.runtime.tune import AUTO, Tuning, choose
 
 
@@ -176,7 +176,7 @@ class OrtStepper:
     def step(
         self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
     ) -> Logits:
-        """See session.Stepper; `resize` comes first."""
+        """See stepper.Stepper; `resize` comes first."""
         if tokens.shape[1] == self._least == rows.shape[1] and not observe:
             small = self._small
             small["tokens"][:] = tokens
@@ -204,7 +204,7 @@ class OrtStepper:
         return logits
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See session.Stepper. The cross state is bound as the encoder gave it."""
+        """See stepper.Stepper. The cross state is bound as the encoder gave it."""
         names = [f"{value.name}.next" for value in self._state if value.cross]
         given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
         found = dict(zip(names, self._encoder.run(names, given), strict=True))
@@ -219,7 +219,7 @@ class OrtStepper:
             self._buffers = buffers  # bound by the first resize
 
     def compress(self, keeper: Keeper, seen: Ints) -> None:
-        """See session.Stepper."""
+        """See stepper.Stepper."""
         assert self._compressor is not None
         recent = self._buffers["kv.pos"].shape[1]
         kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
@@ -239,7 +239,7 @@ class OrtStepper:
         self._kv_bytes = sum(a.nbytes for a in (*buffers.values(), *self._spare.values()))
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """See session.Stepper. Of what forks may share, a copy is changed."""
+        """See stepper.Stepper. Of what forks may share, a copy is changed."""
         values = [v for v in self._state if v.kept or v.role == "mass"]
         if not rows.any() or not all(v.name in self._buffers for v in values):
             return
@@ -278,11 +278,11 @@ class OrtStepper:
         return any(value.role == "recurrent" for value in self._state)
 
     def snapshot(self) -> dict[str, npt.NDArray[Any]]:
-        """See session.Stepper."""
+        """See stepper.Stepper."""
         return {name: self._buffers[name].copy() for name in self._spare}
 
     def restore(self, snapshot: dict[str, npt.NDArray[Any]] | None, rows: Any) -> None:
-        """See session.Stepper."""
+        """See stepper.Stepper."""
         for value in self._state:
             if value.name in self._spare:
                 now = self._buffers[value.name]

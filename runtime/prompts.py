@@ -13,7 +13,7 @@ from accel.runtime.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.text import Tokenizer
 
 if TYPE_CHECKING:
-    from accel.runtime.session import Facts
+    from accel.runtime.stepper import Facts
 
 
 def as_prompts(

@@ -3,98 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.keeper import Keeper, KvPlan
 from accel.runtime.past import Past
-
-Logits = npt.NDArray[np.float32]
+from accel.runtime.stepper import Logits, Stepper
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
 STEP = 256  # the KV buffers grow by this many slots
-
-
-class Stepper(Protocol):
-    """What a target supplies for one session: the step entry with its state buffers, for B rows."""
-
-    def resize(self, capacity: int) -> None:
-        """Give every state buffer `capacity` slots, keeping what it holds; never fewer."""
-
-    def step(
-        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
-    ) -> Logits:
-        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
-        caller's own.
-        """
-
-    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """One call of the encode entry; every later step reads the cross state that it gives."""
-
-    def compress(self, keeper: Keeper, seen: Ints) -> None:
-        """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
-        what it gives, the recent part is gone until `resize`.
-        """
-
-    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Empty the kept part of the state of these rows (a bool mask [B])."""
-
-    @property
-    def observed(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
-
-    def copy(self) -> Stepper:
-        """An independent stepper with a copy of the state."""
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether part of the state only goes forward: rewinding it takes the two below."""
-
-    def snapshot(self) -> Any:
-        """A copy of the recurrent state, which later steps leave alone."""
-
-    def restore(self, snapshot: Any, rows: Any) -> None:
-        """Put `rows` (a bool mask [B]) back to a snapshot, or to the empty state (None)."""
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes that the state buffers hold now."""
-
-    def close(self) -> None:
-        """Free the buffers."""
-
-
-class Engine(Protocol):
-    """What a target supplies for one model: steppers, each for one session of `batch` rows."""
-
-    def stepper(self, batch: int) -> Stepper:
-        """A stepper with an empty cache."""
-
-    def close(self) -> None:
-        """Free the weights."""
-
-
-class Facts(Protocol):
-    """What the runtime needs to know of a model, as `ir.program.Facts` or `manifest.Facts`."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-    @property
-    def max_batch(self) -> int: ...
-    @property
-    def eos(self) -> Sequence[int]: ...
-    @property
-    def encoder(self) -> Encoder | None: ...
-    @property
-    def kv(self) -> Any: ...
 
 
 class Session:

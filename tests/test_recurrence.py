@@ -299,12 +299,12 @@ class NeverGoesBack(Broken):
 
 
 class PaddingIsReal(Broken):
-    def step(self, tokens, positions, slots, rows):
+    def step(self, tokens, positions, slots, rows, observe=False):
         return self.inner.step(tokens, np.abs(positions), slots, rows)
 
 
 class TakesNoTurns(Broken):
-    def step(self, tokens, positions, slots, rows):
+    def step(self, tokens, positions, slots, rows, observe=False):
         out = self.inner.step(tokens, positions, slots, rows)
         self.inner._swap()
         return out
