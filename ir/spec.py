@@ -52,7 +52,21 @@ def _attention_rules(node: fx.Node) -> list[str]:
         broken.append(f"{node.name}: positions must have axes [B,T] and [B,S]")
     if node.args[8] not in MASKS:
         broken.append(f"{node.name}: mask {node.args[8]!r} is none of {MASKS}")
-    return broken
+    return broken + _tree_rules(node)
+
+
+def _tree_rules(node: fx.Node) -> list[str]:
+    """`tree` [B,T,T] and `first` [B] come together."""
+    names = [a.name for a in attention.default._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    tree, first = given.get("tree"), given.get("first")
+    if tree is None and first is None:
+        return []
+    if not isinstance(tree, fx.Node) or not isinstance(first, fx.Node):
+        return [f"{node.name}: a tree needs the slot of the call's first key, and that a tree"]
+    if tree.meta["val"].dtype is not torch.bool or tree.meta["val"].dim() != 3:
+        return [f"{node.name}: a tree must be bool [B,T,T]"]
+    return []
 
 
 def _state_rules(program: Program) -> list[str]:

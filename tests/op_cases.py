@@ -87,6 +87,24 @@ def attend(
     return make
 
 
+def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
+    """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one."""
+    plain = attend(mask, size, heads, groups, bias)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = plain(b, t, c, rng)
+        first = torch.from_numpy(rng.integers(0, c - t + 1, b))
+        tree = torch.zeros(b, t, t, dtype=torch.bool)
+        for row, i in itertools.product(range(b), range(t)):
+            if i:
+                tree[row, i] = tree[row, rng.integers(0, i)]
+            tree[row, i, i] = True
+            operands[4][row, first[row] + i] = operands[3][row, i]
+        return [*operands, None, None, None, None, tree, first]
+
+    return make
+
+
 def attention_cases() -> list[Case]:
     masks = [("causal", 0), ("window", 1), ("window", 4), ("chunk", 3), ("full", 0)]
     made = [
@@ -113,6 +131,11 @@ def attention_cases() -> list[Case]:
     ]:
         make = attend(mask, 4, 4, groups, bias, cap, (constant(4),))
         made.append(Case(f"attention-{name}", attention.attention, make, (5, 10)))
+    for mask, groups, bias in [
+        ("causal", 2, None), ("window", 4, constant(4, LONGEST)), ("full", 1, None), ("full", 4, None),
+    ]:  # fmt: skip
+        make = in_tree(mask, 4, 4, groups, bias)
+        made.append(Case(f"attention-tree-{mask}-{groups}", attention.attention, make, (5,)))
     return made
 
 

@@ -164,12 +164,26 @@ def sees(mask: str, size: int, q: int, k: int) -> bool:
     }[mask]
 
 
-def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None) -> Tensor:
+def in_sight(tree: Tensor | None, first: Tensor | None, b: int, t: int, slot: int) -> bool:
+    """Whether a tree lets token t see a slot."""
+    if tree is None or first is None:
+        return True
+    own = slot - int(first[b])
+    return not 0 <= own < tree.shape[2] or bool(tree[b, t, own])
+
+
+def by_loops(
+    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None, *more
+) -> Tensor:
     """Query by query over the keys that it sees; NaN where it sees none."""
+    tree, first = more[3:] or (None, None)
     out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=torch.float64)
     for b, h, t in itertools.product(*map(range, q.shape[:3])):
         group, here = h * k.shape[1] // q.shape[1], int(q_pos[b, t])
-        seen = [c for c in range(k.shape[2]) if sees(mask, size, here, int(k_pos[b, c]))]
+        seen = [
+            c for c in range(k.shape[2])
+            if sees(mask, size, here, int(k_pos[b, c])) and in_sight(tree, first, b, t, c)
+        ]  # fmt: skip
         if here < 0 or not seen:
             continue
         weights = []
@@ -204,11 +218,18 @@ def test_attention_equals_loops_over_what_each_query_sees(name):
 @pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention")])
 def test_attention_equals_torchs(name):
     operands = CASES[name].operands((2, 4, 9))
-    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, *sink = operands
+    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, *more = operands
     if cap:
         pytest.skip("torch's has no soft cap")
     allowed = [
-        [[sees(mask, size, int(a), int(b)) for b in k_pos[i]] for a in q_pos[i]] for i in range(2)
+        [
+            [
+                sees(mask, size, int(a), int(b)) and in_sight(*(more[4:] or (None, None)), i, t, c)
+                for c, b in enumerate(k_pos[i])
+            ]
+            for t, a in enumerate(q_pos[i])
+        ]
+        for i in range(2)
     ]
     added = torch.zeros(2, q.shape[1], 4, 9).masked_fill(~torch.tensor(allowed)[:, None], -math.inf)
     for i, h, t, c in itertools.product(range(2), range(q.shape[1]), range(4), range(9)):
@@ -217,7 +238,7 @@ def test_attention_equals_torchs(name):
             added[i, h, t, c] += bias[h, here, there]
         elif bias is not None:
             added[i, h, t, c] += bias[h, min(max(here - there, 0), bias.shape[1] - 1)]
-    for score in sink:  # a last key and value of zeros
+    for score in (x for x in more[:1] if x is not None):  # a last key and value of zeros
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         added = torch.cat([added, score[:, None, None].expand(2, -1, 4, 1)], dim=-1)
     want = F.scaled_dot_product_attention(q, k, v, added, scale=scale, enable_gqa=True)

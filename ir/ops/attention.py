@@ -52,6 +52,16 @@ def position_bias(bias: Tensor, q: Tensor, k: Tensor, mask: str = "causal") -> T
     return bias[heads, distance]
 
 
+def own_visible(tree: Tensor, first: Tensor, slots: int) -> Tensor:
+    """What a tree [B,T,T] lets each query see of the slots, bool [B,T,S]: all, but of the call's own
+    keys, which lie from `first` [B] on, only those of its row.
+    """
+    own = torch.arange(slots, device=tree.device) - first.unsqueeze(1)  # [B,S]
+    width = tree.shape[2]
+    index = own.clamp(0, width - 1).unsqueeze(1).expand(-1, tree.shape[1], -1)
+    return tree.gather(2, index) | ((own < 0) | (own >= width)).unsqueeze(1)
+
+
 def weights(
     q: Tensor,
     k: Tensor,
@@ -67,6 +77,8 @@ def weights(
     kept_k: Tensor | None = None,
     kept_v: Tensor | None = None,
     kept_pos: Tensor | None = None,
+    tree: Tensor | None = None,
+    first: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) [B,H,T,S], and the values [B,H,S,Dv] that it mixes."""
     repeat = q.shape[1] // k.shape[1]
@@ -83,8 +95,13 @@ def weights(
     qp, kp = q_pos[:, None, :, None], where[:, :, None, :]
     if bias is not None:
         scores = scores + position_bias(bias, qp, kp, mask)
+    seen = Mask(mask, window).visible(qp, kp)
+    if tree is not None:
+        assert first is not None  # ir/spec.py
+        before = k.shape[2] - k_pos.shape[1]  # kept
+        seen = seen & own_visible(tree, first + before, k.shape[2]).unsqueeze(1)
     # finite, so that a row of padding, which sees nothing, stays finite too
-    scores = scores.masked_fill(~Mask(mask, window).visible(qp, kp), torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     if sink is not None:  # one more key of that score, whose value is nothing
         scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     return scores.softmax(-1)[..., : k.shape[2]], values
@@ -98,12 +115,14 @@ def _attention(*operands: Any, **more: Any) -> Tensor:
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
 # bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none; sink [H] or none.
 # kept_k, kept_v [B,G,P,D], kept_pos [B,G,P]: slots before those of k and v, each head's its own; or none.
+# tree [B,T,T] bool or none: which of the call's own keys, whose slots are first[b] .. first[b]+T-1,
+# each query may see, if the positions let it (of a tree of guesses: a token's ancestors and itself).
 # -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
     "float softcap, str mask, int window, Tensor? sink=None, Tensor? kept_k=None, Tensor? kept_v=None, "
-    "Tensor? kept_pos=None) -> Tensor",
+    "Tensor? kept_pos=None, Tensor? tree=None, Tensor? first=None) -> Tensor",
     reference=_attention,
     shape=lambda q, k, v, *rest, **more: q.new_empty((*q.shape[:3], v.shape[3])),
 )

@@ -97,14 +97,17 @@ def attend(
     kept_k: str | None = None,
     kept_v: str | None = None,
     kept_pos: str | None = None,
+    tree: str | None = None,
+    first: str | None = None,
 ) -> str:
     """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
     heads, repeat = int(b.shape(q)[1]), int(b.shape(q)[1]) // int(b.shape(k)[1])
     wide = int(b.shape(v)[3])
     shared = v == k and kept_v == kept_k
     probs, keys = _weights(
-        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos
-    )
+        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos,
+        tree and _own(b, tree, first, k_pos),
+    )  # fmt: skip
     if kept_v is not None:
         v = keys if shared else b.node("Concat", kept_v, v, axis=2)
     out = _in_blocks(b, probs, v) if b.bit_exact else b.node("MatMul", probs, v)
@@ -130,12 +133,15 @@ def attention_mass(
     kept_k: str | None = None,
     kept_v: str | None = None,
     kept_pos: str | None = None,
+    tree: str | None = None,
+    first: str | None = None,
 ) -> str:
     """The weights again (equal nodes are one node), those of padding left out, summed."""
     repeat = int(b.shape(q)[1]) // int(b.shape(k)[1])
     probs, _ = _weights(
-        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos
-    )
+        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos,
+        tree and _own(b, tree, first, k_pos),
+    )  # fmt: skip
     real = b.node("GreaterOrEqual", b.node("Unsqueeze", q_pos, b.ints(1, 3)), b.constant(0, torch.int64))
     real = b.node("Cast", real, to=DTYPES[torch.float32])  # [B,1,T,1]
     if repeat > 1:
@@ -157,6 +163,7 @@ def _weights(
     sink: str | None,
     kept_k: str | None,
     kept_pos: str | None,
+    own: str | None,
 ) -> tuple[str, str]:
     """softmax(scale · q kᵀ + mask) [B,G,R·T,S], and the keys [B,G,S,D] with those that were kept."""
     heads, groups = int(b.shape(q)[1]), int(b.shape(k)[1])
@@ -168,12 +175,12 @@ def _weights(
     scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)  # [B,G,R·T,C]
     if softcap:
         scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
-    hidden = position_mask(b, q_pos, k_pos, bias, mask, window, kept_pos)
+    hidden = position_mask(b, q_pos, k_pos, bias, mask, window, kept_pos, own)
     if bias is not None:
         if repeat > 1:
             shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
             hidden = b.node("Reshape", hidden, shape)
-    elif repeat > 1 and mask != "full":  # which is [B,1,1,C]
+    elif repeat > 1 and (mask != "full" or own):  # which is [B,1,1,C]
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     scores = str(b.node("Add", scores, hidden))
     probs = _beside(b, scores, sink, q_pos, groups) if sink else b.node("Softmax", scores, axis=-1)
@@ -213,21 +220,41 @@ def position_mask(
     mask: str,
     window: int,
     kept_pos: str | None = None,
+    own: str | None = None,
 ) -> str:
     """What is added to the scores: [B,1,T,C] ([B,1,1,C] under "full"), with a bias [B,H,T,C], before
-    kept slots' [B,G,T,P+C].
+    kept slots' [B,G,T,P+C]. `own`: what a tree lets be seen, bool [B,1,T,C].
     """
-    hidden = _hidden(b, q_pos, k_pos, mask, window)
+    hidden = _hidden(b, q_pos, k_pos, mask, window, own)
     if kept_pos is not None:
         groups = int(b.shape(kept_pos)[1])
         hidden = b.node("Expand", hidden, b.ints(1, groups, 1, 1))
-        return str(b.node("Concat", _hidden(b, q_pos, kept_pos, mask, window), hidden, axis=3))
+        before = _hidden(b, q_pos, kept_pos, mask, window)
+        if own is not None and mask == "full":
+            before = str(b.node("Expand", before, b.concat_ints([1, 1, b.size(q_pos, 1), 1])))
+        return str(b.node("Concat", before, hidden, axis=3))
     if bias is None:
         return hidden
     return str(b.node("Add", _bias(b, bias, q_pos, k_pos, mask), hidden))
 
 
-def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:
+def _own(b: Builder, tree: str, first: str | None, k_pos: str) -> str:
+    """What a tree lets each query see of the slots, bool [B,1,T,C] (`ir.ops.attention.own_visible`)."""
+    zero, one = b.constant(0, torch.int64), b.constant(1, torch.int64)
+    slots = b.node("Range", zero, b.node("Squeeze", b.size(k_pos, 1)), one)
+    own = b.node("Sub", slots, b.node("Unsqueeze", first, b.ints(1)))  # [B,C]
+    last = b.node("Sub", b.node("Squeeze", b.size(tree, 2)), one)
+    cached = b.node("Or", b.node("Less", own, zero), b.node("Greater", own, last))
+    index = b.node("Unsqueeze", b.node("Max", b.node("Min", own, last), zero), b.ints(1))
+    index = b.node("Expand", index, b.concat_ints([1, b.size(tree, 1), 1]))  # [B,T,C]
+    seen = b.node("GatherElements", tree, index, axis=2)
+    seen = b.node("Or", seen, b.node("Unsqueeze", cached, b.ints(1)))
+    return str(b.node("Unsqueeze", seen, b.ints(1)))
+
+
+def _hidden(
+    b: Builder, q_pos: str, k_pos: str, mask: str, window: int, own: str | None = None
+) -> str:
     """[B,1,T,C] ([B,G,T,P] for positions [B,G,P]): 0 where the query may look, the lowest finite
     number elsewhere.
 
@@ -246,6 +273,8 @@ def _hidden(b: Builder, q_pos: str, k_pos: str, mask: str, window: int) -> str:
         size = b.constant(window, torch.int64)
         blocks = [b.node("Div", b.node("Max", p, zero), size) for p in (q, k)]
         seen = b.node("And", seen, b.node("Equal", *blocks))
+    if own is not None:
+        seen = b.node("And", seen, own)
     return str(
         b.node("Where", seen, b.constant(0.0, torch.float32), b.constant(_NOTHING, torch.float32))
     )

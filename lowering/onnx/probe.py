@@ -21,8 +21,13 @@ from accel.lowering import Table
 from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.fallback import lower_node
 
-_NAMES = ("q", "k", "v", "q_pos", "k_pos", "bias", "scale", "softcap", "mask", "window", "sink")
-_LETTERS = {"q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC"}
+_NAMES = (
+    "q", "k", "v", "q_pos", "k_pos", "bias", "scale", "softcap", "mask", "window", "sink", "kept_k", "kept_v",
+    "kept_pos", "tree", "first",
+)  # fmt: skip
+_LETTERS = {
+    "q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC", "tree": "BTT", "first": "B",
+}  # fmt: skip
 LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does in the step
 
 
@@ -100,7 +105,8 @@ def _operands(
     b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
 ) -> tuple[Any, Any]:
     """The node's arguments as inputs of the probe; what the node reads twice is one input."""
-    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False))
+    options = {n: v for n, v in node.kwargs.items() if not n.startswith("kept_")}
+    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | options
     names: dict[fx.Node, str] = {}
     for role, value in given.items():
         if isinstance(value, fx.Node) and value not in names:
@@ -113,7 +119,6 @@ def _operands(
                 d if isinstance(d, int) else _LETTERS[role][i] for i, d in enumerate(fake.shape)
             ]
             inputs[name] = helper.make_tensor_value_info(name, DTYPES[fake.dtype], sizes)
-    options = {n: v for n, v in node.kwargs.items() if not n.startswith("kept_")}
     return map_arg((node.args, options), names.__getitem__)
 
 

@@ -26,12 +26,13 @@ def attend(
     mask: str,
     window: int,
     sink: str | None = None,
-    **kept: str | None,
+    *more: str | None,
+    **options: str | None,
 ) -> Any:
     """A sink has no place in the node, and a soft cap would come after the mask, not before it; slots
-    of each head's own have no mask there.
+    of each head's own have no mask there, and trees are left to the portable one.
     """
-    if sink is not None or softcap or kept:
+    if sink is not None or softcap or any(more) or options:
         return NotImplemented
     hidden = position_mask(b, q_pos, k_pos, bias, mask, window)  # [B,1 or H,T,C]
     if mask == "full" and bias is None:  # which is [B,1,1,C]

@@ -33,14 +33,18 @@ def attend(
     kept_k: str | None = None,
     kept_v: str | None = None,
     kept_pos: str | None = None,
-) -> str:
-    """Every form has one; `exact` keeps a row's bits the same however many rows a call has."""
+    tree: str | None = None,
+    first: str | None = None,
+) -> Any:
+    """Every form has one, a tree aside; `exact` keeps a row's bits the same however many rows a call
+    has.
+    """
+    if tree is not None:
+        return NotImplemented
     operands = (q, k, v, q_pos, k_pos, bias, sink, kept_k, kept_v, kept_pos)
-    return str(
-        b.node(
-            "Attention", *operands, domain=DOMAIN, scale=float(scale), softcap=float(softcap),
-            mask=_MASKS.index(mask), window=window, exact=int(b.bit_exact), packed=0,
-        )
+    return b.node(
+        "Attention", *operands, domain=DOMAIN, scale=float(scale), softcap=float(softcap),
+        mask=_MASKS.index(mask), window=window, exact=int(b.bit_exact), packed=0,
     )  # fmt: skip
 
 
