@@ -16,7 +16,9 @@ import accel.ir.ops  # noqa: F401  (registers the dialect)
 from accel.ir.calibration import Calibration
 from accel.ir.weights import Change, Weights
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int64": torch.int64}
+DTYPES = {
+    "float32": torch.float32, "float16": torch.float16, "int64": torch.int64, "int8": torch.int8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

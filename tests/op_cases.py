@@ -14,7 +14,7 @@ from torch import Tensor
 
 import accel.ir.ops as dialect
 from accel.ir.op import Op
-from accel.ir.ops import attention, experts, kv, norm, quantized, recurrence, rope, rows
+from accel.ir.ops import attention, codec, experts, kv, norm, quantized, recurrence, rope, rows
 
 LONGEST = 24
 TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
@@ -157,10 +157,22 @@ def append(*inner: int) -> Callable[..., list[Any]]:
         slots = torch.from_numpy(rng.integers(0, max(1, c - t + 1), b))
         if not inner:
             return [torch.full((b, c), -1), query_positions(rng, b, t, c), slots]
-        g, d = inner
-        return [randn(rng, b, g, c, d), randn(rng, b, g, t, d), slots]
+        g, *d = inner
+        return [randn(rng, b, g, c, *d), randn(rng, b, g, t, *d), slots]
 
     return make
+
+
+def coded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    """A row of zeros, one with a huge number, one of the smallest that there are."""
+    x = randn(rng, b, 2, t, 10)
+    x[0, 0, 0], x[0, 1, 0], x[-1, 1, -1, 3] = 0, 1e-44, 1e37
+    return [x]
+
+
+def decoded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    q = torch.from_numpy(rng.integers(-127, 128, (b, 2, c, 10), np.int8))
+    return [q, randn(rng, b, 2, c).abs()]
 
 
 def add_scale(eps: float, *bias: Tensor | None) -> Callable[..., list[Any]]:
@@ -354,6 +366,9 @@ def cases() -> list[Case]:
             for r, i in itertools.product((10, 4), (False, True))
         ),
         Case("kv_append-heads", kv.kv_append, append(2, 6)),
+        Case("kv_append-scales", kv.kv_append, append(2)),
+        Case("encode_rows", codec.encode_rows, coded_rows),
+        Case("decode_rows", codec.decode_rows, decoded_rows),
         Case("kv_append-positions", kv.kv_append, append()),
         Case("rms_norm", norm.rms_norm, scale(1e-5, 36), (1,)),
         Case("rms_norm-heads", norm.rms_norm, scale(0.1, 3, 9), (1,)),

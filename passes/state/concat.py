@@ -40,7 +40,7 @@ class Concat(Pass):
             return Report(
                 refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"]
             )
-        if any(s.role not in ("k", "v", "pos") for s in program.state):
+        if any(s.role not in ("k", "v", "pos") or s.dtype == "int8" for s in program.state):
             return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
         names = {
             s.name: _name(s.name, s.role, s.layer) for s in program.state if s.layer is not None
