@@ -50,7 +50,7 @@ def assemble(recipe: Recipe) -> Plan:
         if isinstance(method, Pass):
             plan.passes.append(method)
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
-        plan.passes.append(_compress(plan, axes, eviction))
+        plan.passes.insert(0, _compress(plan, axes, eviction))  # before what it keeps is encoded
     return plan
 
 

@@ -168,6 +168,25 @@ def test_rows_are_equal_bit_for_bit_under_bit_exact(made, weights):
             np.testing.assert_array_equal(whole, np.concatenate(apart, 1))
 
 
+def test_what_eviction_keeps_is_in_codes_too():
+    model = models.ARCHITECTURES["llama"]()
+    evict = {"kv": {"score": {"use": "knorm"}, "budget": {"use": "uniform", "tokens_kept": 8}}}
+    both = {"kv": {**evict["kv"], "codec": {"use": "kv-int8"}}}
+    found = []
+    for recipe in (evict, both):
+        with accel.optimize(model, recipe, max_context=64, target="eager") as compiled:
+            kept = {s.role: s.dtype for s in compiled.program.state if s.kept}
+            with compiled.session() as session:
+                found.append(
+                    np.concatenate(
+                        [session.run(TOKENS[:1, :15]), session.run(TOKENS[:1, 15:18])], 1
+                    )
+                )
+    assert kept["kept.k"] == kept["kept.v"] == "int8" and kept["kept.k.scale"] == "float32"
+    close(found[1], found[0], 0.2)
+    assert not np.array_equal(found[1], found[0])
+
+
 def test_a_plain_cache_is_what_onnxruntime_genai_needs(made):
     compiled = made("llama")
     assert "genai" not in compiled.artifact.entries

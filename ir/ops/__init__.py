@@ -1,6 +1,17 @@
 """The dialect, by family. Importing this package registers every operator."""
 
-from accel.ir.ops import attention, codec, experts, kv, mass, norm, quantized, recurrence, rope, rows
+from accel.ir.ops import (
+    attention,
+    codec,
+    experts,
+    kv,
+    mass,
+    norm,
+    quantized,
+    recurrence,
+    rope,
+    rows,
+)
 from accel.ir.ops.attention import Mask
 
 __all__ = [

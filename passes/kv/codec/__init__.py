@@ -5,25 +5,27 @@ pass puts them between attention and the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import DTYPES, Editor, Program, State
+from accel.ir.program import DTYPES, Editor, Entry, Program, State
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.state.cache import Cache
 
 Sizes = tuple[int, ...]
+STORED = ("k", "v", "kept.k", "kept.v")  # roles of the state that is
 
 
 @dataclass(frozen=True)
 class Base(Pass, ABC):
-    """`kv.<layer>.k/v [B,G,C,D]` -> the parts that a codec makes of them, for each slot by itself.
+    """`kv.<layer>.k/v [B,G,C,D]`, and what eviction kept of them -> the parts that a codec makes of them,
+    for each slot by itself.
 
     A call's own keys and values are read back as they are stored too, so that a call of T tokens gives
     what T calls of one do, and a slot that is written again leaves no trace. `role` is "k" or "v".
@@ -50,54 +52,88 @@ class Base(Pass, ABC):
         """Bits that a number takes, all told, where D = `width`."""
 
     def run(self, program: Program) -> Report:
-        step = program.step
-        editor = Editor(program, step.graph)
-        report, kept = Report(), []
-        outputs = step.output_nodes()
+        report, layout = Report(), {s.name: [s] for s in program.state}
         for state in program.state:
-            if state.role in ("k", "v"):
-                kept += self._store(editor, state, outputs)
+            if state.role in STORED:
+                layout[state.name] = self._layout(state)
                 report.changed += 1
-                continue
-            kept.append(state)
-            if state.role in ("cross.k", "cross.v"):
+            elif state.role in ("cross.k", "cross.v"):
                 report.refused.append(f"{state.name}: the encode entry writes it, once, as it is")
         if not report.changed:
             raise PassError(
                 f"{type(self).__name__}: {program.facts.name} has no cache of keys and values to store "
                 "otherwise; leave the kv.codec recipe out"
             )
-        program.state[:] = kept
-        step.set_outputs(outputs)
+        for entry in program.entries.values():
+            outputs = entry.output_nodes()
+            for state in program.state:
+                if state.role in STORED:
+                    self._store(program, entry, state, layout[state.name], outputs)
+            entry.set_outputs(outputs)
+        program.state[:] = [part for parts in layout.values() for part in parts]
         return report
 
-    def _store(self, editor: Editor, state: State, outputs: dict[str, fx.Node]) -> list[State]:
-        """One buffer's parts in its place: appended encoded, and decoded for whoever reads them."""
-        stored = outputs.pop(f"{state.name}.next")
-        holder, new, slots = stored.args
-        assert isinstance(holder, fx.Node) and isinstance(new, fx.Node)
-        lead = holder.meta["val"].shape[:3]  # [B,G,C]
-        states, held = [], {}
-        with editor.graph.inserting_before(stored):
-            coded = trace(editor, state.name, partial(self.encode, state.role), new, like=stored)
-        for part, (dtype, sizes) in self.parts(state.role, int(state.shape[3])).items():
+    def _layout(self, state: State) -> list[State]:
+        """The state values that take the place of one."""
+        found = []
+        for part, (dtype, sizes) in self.parts(_role(state), int(state.shape[3])).items():
             name, role = (f"{n}.{part}" if part else n for n in (state.name, state.role))
-            states.append(
-                replace(state, name=name, role=role, dtype=dtype, shape=(*state.shape[:3], *sizes))
-            )
-            buffer = editor.placeholder(name, (*lead, *sizes), DTYPES[dtype])
-            with editor.graph.inserting_before(stored):
-                held[part] = editor.call(kv_append.default, buffer, coded[part], slots, like=stored)
-            outputs[f"{name}.next"] = held[part]
-        with editor.graph.inserting_before(stored):
-            decoded = trace(
-                editor, state.name, self._decoder(state.role, held), *held.values(), like=stored
-            )
-        stored.replace_all_uses_with(decoded)
-        editor.graph.erase_node(stored)
-        editor.graph.erase_node(holder)
-        return states
+            shape = (*state.shape[:3], *sizes)
+            found.append(replace(state, name=name, role=role, dtype=dtype, shape=shape))
+        return found
 
-    def _decoder(self, role: str, names: Iterable[str]) -> Callable[..., Tensor]:
-        """`decode` over operands one after another."""
-        return lambda *parts: self.decode(role, dict(zip(names, parts, strict=True)))
+    def _store(
+        self,
+        program: Program,
+        entry: Entry,
+        state: State,
+        layout: list[State],
+        outputs: dict[str, fx.Node],
+    ) -> None:
+        """What an entry reads of a buffer is decoded, what it writes there encoded."""
+        if state.name not in entry.inputs:
+            return
+        graph, editor, role = entry.graph, Editor(program, entry.graph), _role(state)
+        holder, written = entry.input(state.name), outputs.pop(f"{state.name}.next", None)
+        lead = holder.meta["val"].shape[:3]
+        held = [
+            editor.placeholder(part.name, (*lead, *part.shape[3:]), DTYPES[part.dtype])
+            for part in layout
+        ]
+        read, place = holder, graph.find_nodes(op="placeholder")[-1].next
+        new: list[fx.Node] = []
+        if written is not None and written.target is kv_append.default:
+            read = place = written
+            with graph.inserting_before(place):
+                parts = self._encoded(editor, state, written.args[1], written)
+                new = held = [
+                    editor.call(kv_append.default, old, part, written.args[2], like=written)
+                    for old, part in zip(held, parts, strict=True)
+                ]
+        elif written is not None:
+            with graph.inserting_before(graph.find_nodes(op="output")[0]):
+                new = self._encoded(editor, state, written)
+        outputs |= {f"{part.name}.next": node for part, node in zip(layout, new, strict=bool(new))}
+
+        def decode(*parts: Tensor) -> Tensor:
+            names = self.parts(role, int(state.shape[3]))
+            return self.decode(role, dict(zip(names, parts, strict=True)))
+
+        with graph.inserting_before(place):
+            decoded = trace(editor, state.name, decode, *held, like=read)
+        read.replace_all_uses_with(decoded)
+        for node in dict.fromkeys((read, holder)):
+            graph.erase_node(node)
+
+    def _encoded(
+        self, editor: Editor, state: State, x: Any, like: fx.Node | None = None
+    ) -> list[fx.Node]:
+        """The parts of a value, in the order that they are declared in."""
+        role = _role(state)
+        found = trace(editor, state.name, partial(self.encode, role), x, like=like)
+        return [found[part] for part in self.parts(role, int(state.shape[3]))]
+
+
+def _role(state: State) -> str:
+    """ "k" or "v"."""
+    return state.role.rpartition(".")[2]
