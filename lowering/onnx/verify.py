@@ -14,7 +14,7 @@ from torch import Tensor
 from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import PRODUCTS
-from accel.ir.program import Program
+from accel.ir.program import Entry, Program
 from accel.lowering.onnx.accel_ops import BLOCK
 from accel.lowering.onnx.native import is_native, register
 from accel.passes.check import rounding
@@ -55,7 +55,9 @@ def encode_error(program: Program, file: Path, bound: float = 1e-3) -> float:
     worst = 0.0
     given = encoder_example(program.facts.encoder, batch=2)
     want = program.run("encode", given)
-    got = _open(program, file).run(list(want), {name: value.numpy() for name, value in given.items()})
+    got = _open(program, file).run(
+        list(want), {name: value.numpy() for name, value in given.items()}
+    )
     for name, value in zip(want, got, strict=True):
         scale = max(1.0, float(want[name].abs().max()))
         off = float((torch.from_numpy(value) - want[name]).abs().max()) / scale
@@ -63,11 +65,65 @@ def encode_error(program: Program, file: Path, bound: float = 1e-3) -> float:
     return _held(worst, bound, file, "value")
 
 
+def compress_error(program: Program, file: Path, bound: float = 1e-3) -> float:
+    """The largest error of what the compress entry keeps of random keys and values, relative to the
+    largest of each; the slots that it chooses must be the same.
+
+    Raises:
+        LoweringError: as `onnx_error`.
+    """
+    given = _random_inputs(program, program.entries["compress"])
+    want = program.run("compress", given)
+    got = _open(program, file).run(
+        list(want), {name: value.numpy() for name, value in given.items()}
+    )
+    worst = 0.0
+    for name, value in zip(want, got, strict=True):
+        off = (torch.from_numpy(value) - want[name]).abs().float()
+        scale = 1e-6 if name.endswith(".pos.next") else max(1.0, float(want[name].abs().max()))
+        worst = max(worst, float(off.max()) / scale)
+    return _held(worst, bound, file, "value")
+
+
+def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
+    """Of a compress entry: two rows, the second shorter, each head with some slots that are empty."""
+    generator = torch.Generator().manual_seed(0)
+    letters = {"B": 2, "C": 24, "W": 3} | {f"P{i}": 8 for i in range(len(program.facts.layers))}
+    letters |= {f"N{i}": 9 for i in range(len(program.facts.layers))}
+    found: dict[str, Tensor] = {}
+    for holder in entry.graph.find_nodes(op="placeholder"):
+        name, value = str(holder.target), holder.meta["val"]
+        shape = [d if isinstance(d, int) else letters[program.dims[str(d)]] for d in value.shape]
+        kind = name.partition(".")[0]
+        if value.dtype is torch.float32:
+            found[name] = (
+                torch.randn(shape, generator=generator).abs()
+                if kind == "mass"
+                else torch.randn(shape, generator=generator)
+            )
+        elif kind == "seen":
+            found[name] = torch.tensor([30, 21])
+        elif kind == "keep":
+            found[name] = torch.tensor([9, 6])
+        elif kind == "ranks":
+            found[name] = torch.arange(shape[0])
+        elif kind == "query_positions":
+            found[name] = torch.tensor([[27, 28, 29], [-1, 19, 20]])
+        elif name == "kv.pos":
+            found[name] = torch.arange(8, 32).repeat(2, 1)
+        else:  # positions that were kept
+            found[name] = torch.arange(8).expand(shape).clone()
+            found[name][:, 0, 6:] = -1
+    return found
+
+
 def _open(program: Program, file: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.enable_cpu_mem_arena = False
-    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # or it would cast all weights first
+    options.execution_order = (
+        ort.ExecutionOrder.PRIORITY_BASED
+    )  # or it would cast all weights first
     if not program.nodes(*PRODUCTS):  # which computes otherwise when it is not packed
         options.add_session_config_entry("session.disable_prepacking", "1")
     unwanted = []

@@ -25,6 +25,11 @@ class BitExact(Base):
     """
 
     def run(self, program: Program) -> Report:
+        if program.facts.kv is not None:
+            raise PassError(
+                "bit-exact and kv.score: what is dropped, and when, depends on how tokens share calls; "
+                "leave one of them out"
+            )
         if any(s.role == "recurrent" for s in program.state):
             raise PassError(
                 "bit-exact: this model has recurrent state, which is summed in another order when "

@@ -141,6 +141,7 @@ def _places(g: _Graph) -> None:
         rows = g.reader(back.output[0], "Reshape") if back is not None else None
         if k is None or v is None or back is None or rows is None:
             continue
+        asked = _asked(g, attention)
         q_side, k_side = _side(g, attention.input[0]), _side(g, k.input[1])
         parts = [q_side.start, k_side.start, v.input[1]]
         split = g.maker(parts[0], "Split")
@@ -167,8 +168,21 @@ def _places(g: _Graph) -> None:
             place.input.pop()
         attention.output[0] = rows.output[0]
         _set(attention, packed=1)
-        gone = [k, v, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows]
+        gone = [k, v, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows, *asked]
+        for node in asked:  # Place gives queries by token
+            place.output[0] = attention.input[0] = node.output[0]
         g.replace(gone, attention, place, attention)
+
+
+def _asked(g: _Graph, attention: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """The node that gives the step's queries by token, where the step gives them; no reader any more."""
+    readers = g.readers[attention.input[0]]
+    turned = [
+        n for n in readers
+        if n.op_type == "Transpose" and attributes(n)["perm"] == [0, 2, 1, 3] and n.output[0] in g.kept
+    ]  # fmt: skip
+    g.readers[attention.input[0]] = [n for n in readers if n not in turned[:1]]
+    return turned[:1]
 
 
 @dataclass
