@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 import accel.ir.ops  # noqa: F401  (registers the dialect)
 from accel.ir.calibration import Calibration
+from accel.ir.depth import Depth
 from accel.ir.weights import Change, Weights
 
 DTYPES = {
@@ -65,12 +66,25 @@ class Region:
         raise TypeError(f"{self.name} is run by Program.run, which holds its parameters")
 
 
+@dataclass(eq=False)
+class Conditional(Region):
+    """A region that may be left out: its first argument, a bool [], says whether `graph` runs, or
+    `otherwise`, which takes and gives the same.
+    """
+
+    otherwise: fx.Graph
+
+
 @dataclass
 class Entry:
-    """One callable graph. Placeholders carry the input names; `outputs` names what it returns, in order."""
+    """One callable graph. Placeholders carry the input names; `outputs` names what it returns, in order.
+
+    defaults: values of the inputs that a caller may leave out.
+    """
 
     graph: fx.Graph
     outputs: list[str]
+    defaults: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[str]:
@@ -146,6 +160,7 @@ class Facts:
     notes: list[str] = field(default_factory=list)
     encoder: EncoderFacts | None = None
     kv: KvFacts | None = None  # None: every token stays as it is
+    depth: Depth | None = None
 
 
 @dataclass
@@ -169,7 +184,8 @@ class Program:
         while todo:
             graph = todo.pop(0)
             yield graph
-            todo.extend(n.target.graph for n in graph.nodes if isinstance(n.target, Region))
+            regions = [n.target for n in graph.nodes if isinstance(n.target, Region)]
+            todo.extend(g for r in regions for g in graphs_of(r))
 
     def nodes(self, *targets: Any, entry: Entry | None = None) -> list[fx.Node]:
         """Call nodes of these operators (of any, where none is named), in order, regions included."""
@@ -183,6 +199,7 @@ class Program:
     def run(self, entry: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run an entry by the reference of every operator. Inputs and outputs by name."""
         e = self.entries[entry]
+        inputs = {**e.defaults, **inputs}
         missing = [n for n in e.inputs if n not in inputs]
         if missing:
             raise KeyError(f"{entry} needs {missing}")
@@ -191,7 +208,7 @@ class Program:
 
     def copy(self) -> Program:
         """A program of its own over the same parameters: passes over one leave the other as it is."""
-        entries = {n: Entry(_copied(e.graph, {}), list(e.outputs)) for n, e in self.entries.items()}
+        entries = {n: Entry(_copied(e.graph, {}), list(e.outputs), e.defaults) for n, e in self.entries.items()}
         return replace(
             self, params=self.params.copy(), entries=entries, facts=deepcopy(self.facts),
             state=list(self.state), dims=dict(self.dims),
@@ -211,9 +228,15 @@ def _copied(graph: fx.Graph, regions: dict[Region, Region]) -> fx.Graph:
         if isinstance(node.target, Region):
             old = node.target
             if old not in regions:
-                regions[old] = Region(old.name, _copied(old.graph, regions))
+                graphs = [_copied(graph, regions) for graph in graphs_of(old)]
+                regions[old] = type(old)(old.name, *graphs)
             node.target = regions[old]
     return new
+
+
+def graphs_of(region: Region) -> list[fx.Graph]:
+    """The graphs of which a call of the region runs one."""
+    return [region.graph, *([region.otherwise] if isinstance(region, Conditional) else [])]
 
 
 def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
@@ -266,8 +289,10 @@ def compute(
     args = map_arg(node.args, lambda n: operand(n, params, values))
     kwargs = map_arg(node.kwargs, lambda n: operand(n, params, values))
     if isinstance(node.target, Region):
-        names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
-        return execute(node.target.graph, params, dict(zip(names, args, strict=True)))
+        skipped = isinstance(node.target, Conditional) and not args[0]
+        graph = node.target.otherwise if skipped else node.target.graph  # type: ignore[attr-defined]
+        names = [str(p.target) for p in graph.find_nodes(op="placeholder")]
+        return execute(graph, params, dict(zip(names, args, strict=True)))
     assert callable(node.target)
     return node.target(*args, **kwargs)
 

@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import MASKS, attention
-from accel.ir.program import Program, Region
+from accel.ir.program import Program, Region, graphs_of
 
 
 def verify(program: Program, where: str) -> None:
@@ -100,9 +100,10 @@ def _interface_rules(program: Program) -> list[str]:
             broken.append(f"step has no input '{name}'")
     for node in program.nodes():
         if isinstance(node.target, Region):
-            count = len(node.target.graph.find_nodes(op="placeholder"))
-            if count != len(node.args):
-                broken.append(f"{node.name} passes {len(node.args)} values to a region of {count}")
+            for graph in graphs_of(node.target):
+                count = len(graph.find_nodes(op="placeholder"))
+                if count != len(node.args):
+                    broken.append(f"{node.name} passes {len(node.args)} values to a region of {count}")
     if program.state and value is not None and value.dtype is not torch.float32:
         broken.append(f"logits are {value.dtype}, not float32")
     return broken

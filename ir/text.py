@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.program import Entry, Program, Region
+from accel.ir.program import Conditional, Entry, Program, Region
 
 _SHORT = {
     torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -27,6 +27,8 @@ def program_text(program: Program) -> str:
         for node in entry.graph.nodes:
             if isinstance(node.target, Region):
                 body = _body(node.target.graph, program.dims)
+                if isinstance(node.target, Conditional):
+                    body += f"\n otherwise:\n{_body(node.target.otherwise, program.dims)}"
                 shape = _anonymous(body)
                 if shape in bodies:
                     parts.append(f"{node.target.name}: as {bodies[shape]}")

@@ -29,6 +29,8 @@ class Pass(ABC):
     error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
     entry: ClassVar[str] = "step"  # the entry that it rewrites, which the numeric check runs
     flat: ClassVar[bool] = False  # it works on the state, and runs before layers become regions
+    rank: ClassVar[int] = 0  # among a recipe's own passes those of lower rank run first
+    reads_text: ClassVar[bool] = False  # it goes by `program.calibration`
     grade: ClassVar[str] = "bit-exact"  # how its tokens compare: see accel.runtime.assemble.GRADES
 
     def refuse(self, facts: Facts) -> str | None:

@@ -174,6 +174,7 @@ class CompiledModel:
             vocab_size=self.facts.vocab_size,
             max_context=self.facts.max_context,
             encoder=self.facts.encoder,
+            depth=self.facts.depth,
             least=self._least,
             kv=self._kv,
         )

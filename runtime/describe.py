@@ -29,6 +29,7 @@ def facts_json(program: Program) -> dict[str, Any]:
         ],
         **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
         **({} if f.kv is None else {"kv": asdict(f.kv)}),
+        **({} if f.depth is None else {"depth": asdict(f.depth)}),
     }
 
 

@@ -49,6 +49,11 @@ class EagerStepper:
         self._batch = batch
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}
+        self._controls: dict[str, Tensor] = {}
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See session.Stepper."""
+        self._controls = {n: torch.from_numpy(np.array(a)) for n, a in values.items()}
 
     def resize(self, capacity: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
@@ -74,7 +79,7 @@ class EagerStepper:
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         inputs = {n: torch.from_numpy(np.array(a)) for n, a in given.items()}
         with torch.no_grad():
-            out = self._program.run("step", {**inputs, **self._state})
+            out = self._program.run("step", {**inputs, **self._controls, **self._state})
         self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
         if observe:
             self.observed = {n: out[n].numpy() for n in out if n.startswith("queries.")}
@@ -114,6 +119,7 @@ class EagerStepper:
         """An independent stepper with a copy of the state."""
         other = EagerStepper(self._program, self._batch)
         other._state = {name: tensor.clone() for name, tensor in self._state.items()}
+        other._controls = self._controls
         return other
 
     @property

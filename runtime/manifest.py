@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.ir.depth import CACHES, Depth
 from accel.ir.errors import ArtifactError, unknown
 from accel.lowering.onnx.variants import PORTABLE
 
@@ -45,6 +46,7 @@ class Facts:
     layers: tuple[dict[str, Any], ...] = ()
     encoder: Encoder | None = None
     kv: Kv | None = None
+    depth: Depth | None = None
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,18 @@ def _facts(f: Fields) -> Facts:
         layers=tuple(layer.value for layer in f.objects("layers")),
         encoder=_encoder(f.object("encoder")) if f.value.get("encoder") is not None else None,
         kv=Kv(f.object("kv").integer("observe")) if f.value.get("kv") is not None else None,
+        depth=_depth(f.object("depth"), f.integer("num_layers")) if "depth" in f.value else None,
     )
+
+
+def _depth(f: Fields, layers: int) -> Depth:
+    plan = f.array("plan")
+    if len(plan) != layers or not all(isinstance(run, bool) for run in plan) or not any(plan):
+        raise _wrong("model.depth.plan", plan, f"{layers} bools, some of them true")
+    threshold = None if f.value.get("threshold") is None else float(f.number("threshold"))
+    if f.text("cache") not in CACHES:
+        raise _wrong("model.depth.cache", f.text("cache"), f"one of {', '.join(CACHES)}")
+    return Depth(tuple(plan), f.text("cache"), threshold)
 
 
 def _encoder(f: Fields) -> Encoder:

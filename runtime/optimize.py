@@ -70,6 +70,7 @@ Progress = Callable[[str, float], None]
 
 def pipeline(encoder: bool = False, own: Sequence[Pass] = ()) -> list[Pass]:
     """The passes that every model goes through, in order, and a recipe's own among or after them."""
+    own = sorted(own, key=lambda step: step.rank)
     return [
         Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
         Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(),
@@ -160,7 +161,8 @@ def optimize(
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
     passes = _passes(job)
     check_order(passes)
-    if calibration is not None and not job.narrows:
+    reads = job.narrows or any(step.reads_text for step in job.plan.passes)
+    if calibration is not None and not reads:
         raise RecipeError(
             f"recipe '{job.plan.recipe.name}' has no use for calibration: it stores weights as they "
             "are; give one with [weights], as int4-gptq"
@@ -179,7 +181,7 @@ def optimize(
     with job.part("capture", 0.1):
         program = capture(model, max_context=max_context, stored=stored)
     program.facts.max_batch = max_batch
-    if job.narrows:
+    if reads:
         program.calibration = make_calibration(given, text, program.facts, _inner(job))
     check = NumericCheck(program) if verify else None
     with job.part("passes", 0.4):
@@ -264,8 +266,7 @@ def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
     from accel.runtime.manifest import Encoder, Facts, Kv
     from accel.runtime.text import Tokenizer
 
-    facts = facts_json(program)
-
+    facts, depth = facts_json(program), program.facts.depth
     return CompiledModel(
         EagerEngine(program),
         Facts(
@@ -275,6 +276,7 @@ def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
                 "layers": tuple(facts["layers"]),
                 "encoder": Encoder(**facts["encoder"]) if "encoder" in facts else None,
                 "kv": Kv(**facts["kv"]) if "kv" in facts else None,
+                "depth": depth,
             }
         ),
         tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,

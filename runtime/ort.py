@@ -19,11 +19,18 @@ import onnxruntime as ort
 
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
+from accel.runtime.depth import everything
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import Keeper, trimmed
 from accel.runtime.machine import machine
 from accel.runtime.manifest import StateValue
-from accel.runtime.ort_open import check_encode, check_state, open_session, physical_cores
+from accel.runtime.ort_open import (
+    check_controls,
+    check_encode,
+    check_state,
+    open_session,
+    physical_cores,
+)
 from accel.runtime.stepper import Logits
 from accel.runtime.tune import AUTO, Tuning, choose
 
@@ -96,7 +103,7 @@ class OrtEngine:
         least = self.artifact.manifest.least
         return OrtStepper(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, least,
-            lambda: self.compressor,
+            lambda: self.compressor, everything(self.artifact.facts.depth),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -118,6 +125,7 @@ class OrtEngine:
             check_encode(session, self.artifact, path)
         elif entry == "step":
             check_state(session, self.artifact.state, path)
+            check_controls(session, self.artifact.facts.depth, path)
         return session
 
 
@@ -135,7 +143,9 @@ class OrtStepper:
         encoder: Any = None,
         least: int = 1,
         compressor: Callable[[], Any] | None = None,
+        controls: Mapping[str, npt.NDArray[Any]] | None = None,
     ):
+        """`controls`: the inputs that hold from call to call, and what they are at first."""
         self._session = session
         self._compressor = compressor
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
@@ -160,7 +170,15 @@ class OrtStepper:
         }
         self._logits: Logits = aligned((batch, least, vocab_size), "float32", 0)
         self._small_values = {n: _value(a) for n, a in self._small.items()}
+        self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
+        self._control_values = {n: _value(a) for n, a in self._controls.items()}
+        self.control(controls or {})
         self._logits_value = _value(self._logits)
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See session.Stepper: written into memory that is bound already."""
+        for name, array in values.items():
+            self._controls[name][...] = array
 
     def resize(self, capacity: int) -> None:
         """New buffers of `capacity` slots with the old contents; bindings are made anew."""
@@ -256,6 +274,7 @@ class OrtStepper:
         other = OrtStepper(
             self._session, self._state, self._batch, self._vocab, self._encoder, self._least,
             self._compressor,
+            self._controls,
         )  # fmt: skip
         if self._buffers:
             shared = {v.name for v in self._state if v.kept}  # never written in place
@@ -320,6 +339,8 @@ class OrtStepper:
                     binding.bind_ortvalue_input(name, value)
                     if name not in read_only:
                         binding.bind_ortvalue_output(f"{name}.next", after[name])
+                for name, value in self._control_values.items():
+                    binding.bind_ortvalue_input(name, value)
                 bindings.append(binding)
             for name, value in self._small_values.items():
                 decode[-1].bind_ortvalue_input(name, value)

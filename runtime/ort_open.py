@@ -9,9 +9,11 @@ from typing import Any
 
 import onnxruntime as ort
 
+from accel.ir.depth import Depth
 from accel.ir.errors import ArtifactError
 from accel.lowering.onnx.native import is_native, register
 from accel.runtime.artifact import Artifact
+from accel.runtime.depth import everything
 from accel.runtime.manifest import StateValue
 
 _ORT_TYPES = {
@@ -104,6 +106,17 @@ def check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None
                 f"{path}: state {value.name} is {value.dtype} {list(value.shape)} in accel.json, "
                 f"{there.type} {there.shape} in the graph; build the artifact again"
             )
+
+
+def check_controls(session: Any, depth: Depth | None, path: Path) -> None:
+    """The inputs that choose layers must be what the manifest says. Raises ArtifactError."""
+    wanted = {name: list(array.shape) for name, array in everything(depth).items()}
+    there = {i.name: list(i.shape) for i in session.get_overridable_initializers()}
+    if wanted != there:
+        raise ArtifactError(
+            f"{path}: the graph chooses layers by {there or 'nothing'}, and accel.json says "
+            f"{wanted or 'nothing'}; build the artifact again"
+        )
 
 
 def check_encode(session: Any, artifact: Artifact, path: Path) -> None:

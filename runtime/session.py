@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from accel.ir.depth import Depth
 from accel.ir.errors import InputError
+from accel.runtime.depth import Controls, Plans
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.keeper import Keeper, KvPlan
@@ -37,6 +39,7 @@ class Session:
         vocab_size: int,
         max_context: int,
         encoder: Encoder | None = None,
+        depth: Depth | None = None,
         least: int = 1,
         kv: KvPlan | None = None,
     ):
@@ -54,6 +57,8 @@ class Session:
         self._lengths: Ints = np.zeros(batch, np.int64)
         self._past = Past(batch) if stepper.recurrent else None
         self._keeper = None if kv is None else Keeper(kv, batch)
+        self._plans = None if depth is None else Plans(depth, batch)
+        self._told: Controls | None = None
         self._calls = 0
         self._tokens = 0
         self._seconds = 0.0
@@ -73,7 +78,15 @@ class Session:
         self._encoded = True
         self.rewind(0)
 
-    def run(self, tokens: Any, lengths: Any = None, *, last_only: bool = False) -> Logits:
+    def run(
+        self,
+        tokens: Any,
+        lengths: Any = None,
+        *,
+        last_only: bool = False,
+        run_layers: Any = None,
+        threshold: float | None = None,
+    ) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
 
         `lengths` [B], each 0..T: how many of a row's tokens are real; the rest, on the right, is
@@ -81,6 +94,10 @@ class Session:
         the logits of each row's last real token, the others not computed. Long calls are cut into
         graph calls of at most CHUNK tokens. Raises InputError; a call that fails leaves the session
         as it was.
+
+        Of a model built with a depth method: `run_layers` [L] bools say which layers run (default:
+        all for a prompt, the recipe's for single tokens after it), and `threshold` from which
+        confidence on an exit is taken (default: none in a prompt, then the recipe's).
         """
         stepper = self._open()
         if not self._encoded:
@@ -105,6 +122,7 @@ class Session:
                 f"row {row} would hold {after[row]} tokens; max_context is {self.max_context}. "
                 "Give fewer tokens, rewind, or build with a larger max_context"
             )
+        controls = self._tell(stepper, run_layers, threshold, after)
         if self._past is not None and (
             again := self._past.catch_up(stepper, self._lengths)
         ):
@@ -114,6 +132,8 @@ class Session:
         else:
             full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
             logits = self._chunks(stepper, ids, full, self._lengths, last_only)
+        if self._plans is not None and controls is not None:
+            self._plans.ran(controls, self._lengths, after)
         self._lengths = after
         self._compress("call", after)
         return logits
@@ -148,6 +168,8 @@ class Session:
         if self._keeper is not None:
             self._rewind_kept(self._open(), self._keeper, wanted)
         self._lengths = wanted
+        if self._plans is not None:
+            self._plans.forget(wanted)
 
     @property
     def free_rewind(self) -> bool:
@@ -186,6 +208,7 @@ class Session:
             vocab_size=self.vocab_size,
             max_context=self.max_context,
             encoder=self._encoder,
+            depth=None if self._plans is None else self._plans.depth,
             least=self._least,
         )
         other._keeper = self._keeper and self._keeper.copy()
@@ -193,6 +216,7 @@ class Session:
         other._capacity = self._capacity
         other._lengths = self._lengths.copy()
         other._past = self._past and self._past.copy()
+        other._plans = self._plans and self._plans.copy()
         return other
 
     def close(self) -> None:
@@ -227,6 +251,23 @@ class Session:
                 f"lengths[{row}] is {counts[row]}; a call of {width} tokens takes 0..{width}"
             )
         return None if int(counts.min()) == width else counts
+
+    def _tell(
+        self, stepper: Stepper, run_layers: Any, threshold: Any, after: Ints
+    ) -> Controls | None:
+        """Let the next calls run the layers that are asked for, where that can be asked."""
+        if self._plans is None:
+            if run_layers is not None or threshold is not None:
+                raise InputError(
+                    "run_layers and threshold are for models whose layers may be left out; build this "
+                    "one with a depth recipe, as unified-skip"
+                )
+            return None
+        controls = self._plans.controls(run_layers, threshold, self._lengths, after)
+        if controls is not self._told:
+            stepper.control(controls.arrays(self._plans.depth))
+            self._told = controls
+        return controls
 
     def _whole(self, stepper: Stepper, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""

@@ -25,6 +25,7 @@ from accel.ir.recipe import Recipe, bundled
 from accel.passes import Pass
 from accel.runtime.assemble import GRADES, Plan, assemble
 from accel.runtime.clone import own_logits, sources
+from accel.runtime.depth import NEVER
 from accel.runtime.optimize import TARGETS, optimize
 from accel.runtime.source import small_model
 
@@ -191,12 +192,17 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
     """The largest error of each way to call a session, relative to the largest logit (at least 1).
 
     prefill: one call of several tokens; steps: single tokens over the cache; rewind: several tokens
-    after a rewind; ragged: rows of different lengths, and a token of each after that.
+    after a rewind; ragged: rows of different lengths, and a token of each after that. Where layers may
+    be left out, all of them run.
     """
     room = min(LONGEST, compiled.facts.max_context)
     ids = _tokens(model, (len(RAGGED), 2 * room))
     errors = dict.fromkeys(("prefill", "steps", "rewind", "ragged"), 0.0)
 
+    depth = compiled.facts.depth
+    runs: dict[str, Any] = {} if depth is None else {"run_layers": [True] * len(depth.plan)}
+    if depth is not None and depth.threshold is not None:
+        runs["threshold"] = NEVER
     crossed = compiled.facts.encoder is not None
     given = sources(model, RAGGED) if crossed else None  # of an encoder, for each row
     counted = crossed and given is not None and not given.is_floating_point()
@@ -217,18 +223,18 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
     with compiled.session(1) as session:
         if given is not None:
             session.encode(given[:1].numpy(), RAGGED[:1] if counted else None)
-        see("prefill", session.run(ids[:1, :first])[0], ids[0, :first], slice(0, first))
+        see("prefill", session.run(ids[:1, :first], **runs)[0], ids[0, :first], slice(0, first))
         for i in range(first, end):
-            see("steps", session.run(ids[:1, i : i + 1])[0], ids[0, : i + 1], slice(i, i + 1))
+            see("steps", session.run(ids[:1, i : i + 1], **runs)[0], ids[0, : i + 1], slice(i, i + 1))
         session.rewind(kept)
         other = np.concatenate([ids[0, :kept], ids[0, room : 2 * room - kept]])
-        see("rewind", session.run(other[None, kept:])[0], other, slice(kept, room))
+        see("rewind", session.run(other[None, kept:], **runs)[0], other, slice(kept, room))
     lengths = [min(n, room - 1) for n in RAGGED]
     with compiled.session(len(RAGGED)) as session:
         if given is not None:
             session.encode(given.numpy(), RAGGED if counted else None)
-        logits = session.run(ids[:, : max(lengths)], lengths)
-        after = session.run(ids[:, room : room + 1])
+        logits = session.run(ids[:, : max(lengths)], lengths, **runs)
+        after = session.run(ids[:, room : room + 1], **runs)
     for row, length in enumerate(lengths):
         whole = [*ids[row, :length], ids[row, room]]
         got = np.concatenate([logits[row, :length], after[row]])

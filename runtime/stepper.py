@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.depth import Depth
 from accel.runtime.encode import Encoder
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import Keeper
@@ -27,6 +28,9 @@ class Stepper(Protocol):
         """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
         caller's own.
         """
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """What every later step is told beside its tokens (`depth.Controls`)."""
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One call of the encode entry; every later step reads the cross state that it gives."""
@@ -89,3 +93,5 @@ class Facts(Protocol):
     def encoder(self) -> Encoder | None: ...
     @property
     def kv(self) -> Any: ...
+    @property
+    def depth(self) -> Depth | None: ...

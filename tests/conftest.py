@@ -124,3 +124,27 @@ def captured():
         return clone(made[name])
 
     return get
+
+
+@pytest.fixture(scope="session")
+def deep():
+    """deep(architecture, target, **options of a method) -> (module of four layers, its build)."""
+    made, modules = {}, {}
+
+    def get(name, target="onnx", **options):
+        key = (name, target, *options.items())
+        if name not in modules:
+            layers, models.LAYERS = models.LAYERS, 4
+            modules[name] = models.ARCHITECTURES[name]()
+            models.LAYERS = layers
+        if key not in made:
+            recipe = {"depth": options} if options else "base"
+            made[key] = accel.optimize(
+                modules[name], recipe, target=target, max_context=64, max_batch=2,
+                verify=target == "onnx" and name == "llama",
+            )  # fmt: skip
+        return modules[name], made[key]
+
+    yield get
+    for compiled in made.values():
+        compiled.close()

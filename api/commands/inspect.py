@@ -15,6 +15,7 @@ from accel.runtime.chain import picture, why_not
 from accel.runtime.report import cross_bytes, state_bytes, state_text, weights_text
 
 if TYPE_CHECKING:
+    from accel.ir.depth import Depth
     from accel.runtime.artifact import Artifact
     from accel.runtime.costs import Costs
     from accel.runtime.encode import Encoder
@@ -121,6 +122,7 @@ def _show(artifact: Artifact) -> None:
         ("ends at", ", ".join(map(str, facts.eos)) or "no token"),
         ("recipe", f"{manifest.recipe.get('name', '')}: {', '.join(methods)}"),
         *_encoder(facts.encoder, state),
+        *_depth(facts.depth),
         ("grade", manifest.grade),
         *weights_text(manifest.report.get("weights", {}), size),
         ("state", f"{state_text(state, size)}, {len(state)} buffers"),
@@ -138,6 +140,17 @@ def _show(artifact: Artifact) -> None:
         [[name, f"{f.bytes:,}", f"{f.sha256[:16]}…"] for name, f in manifest.files.items()],
     )
     show_steps(manifest.report.get("steps", []))
+
+
+def _depth(depth: Depth | None) -> list[tuple[str, str]]:
+    """Which layers decoding runs; nothing where all always run."""
+    if depth is None:
+        return []
+    chosen = [str(i) for i, run in enumerate(depth.plan) if run]
+    which = "" if all(depth.plan) else f" ({', '.join(chosen)})"
+    exits = "" if depth.threshold is None else f", exits from a confidence of {depth.threshold:g}"
+    of = f"{len(chosen)} of {len(depth.plan)} layers for a token after the prompt{which}{exits}"
+    return [("depth", f"{of}; cache {depth.cache}")]
 
 
 def _encoder(encoder: Encoder | None, state: list[dict[str, Any]]) -> list[tuple[str, str]]:

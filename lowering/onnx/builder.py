@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,12 +74,14 @@ class Builder:
         self.out: Any = None
         self.shared_params: set[str] = set()
         self.scope = ""
+        self.common: set[str] = set()  # values that every layer reads alike: see branch.py
+        self.above: tuple[list[onnx.NodeProto], dict[tuple[Any, ...], tuple[str, ...]]] | None = None
         self._weights = weights
         self._constants: dict[tuple[Any, ...], str] = {}
         self._names: dict[str, int] = {}
-        self._reused: dict[tuple[Any, ...], tuple[str, ...]] = {}
+        self.reused: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # of values that no traced node stands for
-        self._vectors: dict[str, str] = {}  # rank-0 size -> the [1] value that it was taken from
+        self.vectors: dict[str, str] = {}  # rank-0 size -> the [1] value that it was taken from
 
     # Writing
 
@@ -104,13 +106,22 @@ class Builder:
         # str, since the repr of a graph names only its size
         given = tuple((k, str(v)) for k, v in sorted(attributes.items()))
         key = (op, domain, tuple(operands), outputs, given)
-        if key not in self._reused:
+        if key not in self.reused:
             names = [self.name(op if outputs == 1 else f"{op}.{i}") for i in range(outputs)]
             made = helper.make_node(op, operands, names, name=names[0], domain=domain, **attributes)
-            self.nodes.append(made)
-            self._reused[key] = tuple(names)
-        found = self._reused[key]
+            common = self._common(operands, attributes)
+            nodes, reused = self.above if self.above and common else (self.nodes, self.reused)
+            nodes.append(made)
+            reused[key] = self.reused[key] = tuple(names)
+            self.common.update(names if common else ())
+        found = self.reused[key]
         return found[0] if outputs == 1 else found
+
+    def _common(self, operands: Sequence[str], attributes: Mapping[str, Any]) -> bool:
+        if not self.common.intersection(operands):
+            return False
+        graphs = any(isinstance(a, onnx.GraphProto) for a in attributes.values())
+        return not graphs and self.common.union(self._constants.values(), [""]).issuperset(operands)
 
     def use(self, x: str) -> str:
         """The value's plain name; a parameter is written first, in the model's layout."""
@@ -126,7 +137,7 @@ class Builder:
         if key not in self._constants:
             value = param.stored.changed(torch.t) if transpose else param.stored
             inline = value.blank.numel() <= _INLINE
-            made = _proto(name, value.read()) if inline else self._weights(name, value)
+            made = small(name, value.read()) if inline else self._weights(name, value)
             self.initializers.append(made)
             self.meta[name] = value.blank
             self._names.setdefault(name, 1)
@@ -153,7 +164,7 @@ class Builder:
         """A parameter's own bytes as one initializer per entry of its first axis, for graphs inside."""
         if param.stored.blank.numel() <= _INLINE:
             values = param.stored.read()
-            return [_proto(name, part) for name, part in zip(names, values, strict=True)]
+            return [small(name, part) for name, part in zip(names, values, strict=True)]
         whole = self._weights(str(param), param.stored)
         place = {e.key: e.value for e in whole.external_data}
         size = int(place["length"]) // len(names)
@@ -177,7 +188,7 @@ class Builder:
         if key not in self._constants:
             short = str(tensor.item()) if tensor.dim() == 0 else str(tensor.dtype).split(".")[1]
             name = self.name(f"const.{short}")
-            self.initializers.append(_proto(name, tensor))
+            self.initializers.append(small(name, tensor))
             self._dtypes[name] = tensor.dtype
             self._constants[key] = name
         return self._constants[key]
@@ -193,7 +204,7 @@ class Builder:
         for made in reversed(self.nodes):
             if needed.intersection(made.output):
                 kept.append(made)
-                needed.update(_reads(made))
+                needed.update(reads(made))
         self.nodes = kept[::-1]
         self.initializers = [i for i in self.initializers if i.name in needed]
 
@@ -267,7 +278,7 @@ class Builder:
         """The rank-0 int64 size of an axis that is counted from the front."""
         vector = self.node("Shape", x, start=axis, end=axis + 1)
         scalar: str = self.node("Squeeze", vector)
-        self._vectors[scalar] = vector
+        self.vectors[scalar] = vector
         self._dtypes[scalar] = torch.int64
         return scalar
 
@@ -275,9 +286,9 @@ class Builder:
         """A size as a value of shape [1]."""
         if isinstance(size, int):
             return self.ints(size)
-        if size not in self._vectors:
-            self._vectors[size] = self.node("Reshape", self.cast(size, torch.int64), self.ints(1))
-        return self._vectors[size]
+        if size not in self.vectors:
+            self.vectors[size] = self.node("Reshape", self.cast(size, torch.int64), self.ints(1))
+        return self.vectors[size]
 
     def concat_ints(self, values: Sequence[Size]) -> str:
         """A 1-D int64 value out of numbers and rank-0 int64 values (symbolic sizes)."""
@@ -355,13 +366,13 @@ def finished(
     )
 
 
-def _reads(node: onnx.NodeProto) -> Iterator[str]:
+def reads(node: onnx.NodeProto) -> Iterator[str]:
     """The values that a node reads, those inside its own graphs included."""
     yield from node.input
     for attribute in node.attribute:
         yield from (o.name for o in attribute.g.output)
         for inner in attribute.g.node:
-            yield from _reads(inner)
+            yield from reads(inner)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -381,7 +392,8 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-def _proto(name: str, tensor: torch.Tensor) -> TensorProto:
+def small(name: str, tensor: torch.Tensor) -> TensorProto:
+    """A tensor whose bytes stand in the graph itself."""
     proto = TensorProto(name=name, data_type=DTYPES[tensor.dtype], raw_data=_bytes(tensor))
     proto.dims.extend(tensor.shape)
     return proto

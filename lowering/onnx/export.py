@@ -6,8 +6,9 @@ import importlib
 import operator
 import pkgutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,11 +20,12 @@ from torch.fx.node import map_arg
 
 from accel.ir.ops.attention import attention
 from accel.ir.ops.quantized import quantized_linear
-from accel.ir.program import Entry, Program, Region
+from accel.ir.program import Conditional, Entry, Program, Region, graphs_of
 from accel.ir.weights import Stored
 from accel.lowering import Table
 from accel.lowering import onnx as here
-from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
+from accel.lowering.onnx.branch import SEEDS, either
+from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished, small
 from accel.lowering.onnx.fallback import lower_node
 from accel.lowering.onnx.probe import attention_probe, products_probe
 from accel.lowering.onnx.variants import PORTABLE, variants
@@ -175,6 +177,9 @@ def lower_entry(
     """One entry as an ONNX model whose large weights lie in the weights file."""
     b = builder or Builder(weights.add)
     b.shared_params = shared(program, entry)
+    if any(isinstance(node.target, Conditional) for node in entry.graph.nodes):
+        b.common.update(SEEDS)
+    b.initializers += [small(name, value) for name, value in entry.defaults.items()]
     inputs = {n: n for n in entry.inputs}
     values = _graph(b, program, entry.graph, inputs)
     outputs = dict(zip(entry.outputs, values, strict=True))
@@ -229,14 +234,19 @@ def _node(
     args: Any = map_arg(node.args, env.__getitem__)
     kwargs: Any = map_arg(node.kwargs, env.__getitem__)
     if isinstance(node.target, Region):
-        names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
         outer, b.scope = b.scope, f"{b.scope}{node.target.name}/"
-        values = _graph(b, program, node.target.graph, dict(zip(names, args, strict=True)))
+        first, *other = (partial(_region, b, program, g, args) for g in graphs_of(node.target))
+        values = either(b, args[0], first, other[0], node.meta["val"]) if other else tuple(first())
         b.scope = outer
-        return tuple(values)
+        return values
     if node.target is operator.getitem:
         return args[0][args[1]]
     return lower_node(b, node, args, kwargs)
+
+
+def _region(b: Builder, program: Program, graph: fx.Graph, args: Sequence[str]) -> list[str]:
+    names = [str(p.target) for p in graph.find_nodes(op="placeholder")]
+    return _graph(b, program, graph, dict(zip(names, args, strict=True)))
 
 
 def _rename_outputs(b: Builder, outputs: Mapping[str, str]) -> None:
@@ -252,10 +262,18 @@ def _rename_outputs(b: Builder, outputs: Mapping[str, str]) -> None:
         if not (n.op_type == "Identity" and n.input[0] in new and n.output[0] == new[n.input[0]])
     ]
     for node in b.nodes:
-        for side in (node.input, node.output):
-            for i, value in enumerate(side):
-                if value in new:
-                    side[i] = new[value]
+        _rename(node, new)
+
+
+def _rename(node: onnx.NodeProto, new: Mapping[str, str]) -> None:
+    """Give values other names, in the graphs inside a node too."""
+    for side in (node.input, node.output):
+        for i, value in enumerate(side):
+            if value in new:
+                side[i] = new[value]
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            _rename(inner, new)
 
 
 def _info(program: Program, name: str, node: fx.Node) -> onnx.ValueInfoProto:

@@ -46,7 +46,7 @@ class Clean(Pass):
     def run(self, program: Program) -> Report:
         report = Report()
         for graph in program.graphs():
-            report.changed += _drop(graph) + _unify(graph) + _remove_dead(graph)
+            report.changed += _drop(graph) + _unify(graph) + remove_dead(graph)
         forget_unused(program)
         return report
 
@@ -139,7 +139,7 @@ def _freeze(value: Any) -> Hashable:
     return (type(value).__name__, value) if isinstance(value, (bool, int, float)) else value
 
 
-def _remove_dead(graph: fx.Graph) -> int:
+def remove_dead(graph: fx.Graph) -> int:
     changed = 0
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:

@@ -24,11 +24,19 @@ class BitExact(Base):
     Variants of the step that do not promise equal rows are not written.
     """
 
+    rank = 2  # after a depth method, which may break the promise
+
     def run(self, program: Program) -> Report:
         if program.facts.kv is not None:
             raise PassError(
                 "bit-exact and kv.score: what is dropped, and when, depends on how tokens share calls; "
                 "leave one of them out"
+            )
+        depth = program.facts.depth
+        if depth is not None and (not all(depth.plan) or depth.threshold is not None):
+            raise PassError(
+                "bit-exact: the recipe's depth method lets single tokens go through fewer layers than "
+                "several in one call; leave one of the two out, or set depth.speedup = 1 (unified-skip)"
             )
         if any(s.role == "recurrent" for s in program.state):
             raise PassError(

@@ -40,6 +40,8 @@ class Concat(Pass):
             return Report(
                 refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"]
             )
+        if program.facts.depth is not None:
+            return Report(refused=["onnxruntime-genai runs all layers, and has no input for a plan"])
         if any(s.role not in ("k", "v", "pos") or s.dtype == "int8" for s in program.state):
             return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
         names = {

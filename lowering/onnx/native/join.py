@@ -11,7 +11,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from accel.lowering.onnx.builder import MICROSOFT, Builder, same_shape
+from accel.lowering.onnx.builder import MICROSOFT, Builder, reads, same_shape
 from accel.lowering.onnx.native import DOMAIN
 
 # the numbers that native/linear.cc gives to them
@@ -33,7 +33,7 @@ class _Graph:
         self.made = {o: n for n in b.nodes for o in n.output}
         self.readers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in b.nodes:
-            for value in node.input:
+            for value in reads(node):
                 self.readers[value].append(node)
 
     def of(self, op: str, domain: str = "") -> list[onnx.NodeProto]:

@@ -1,0 +1,102 @@
+"""The joint: every layer of the step under a condition, an element of the input `run_layers [L]`."""
+
+from __future__ import annotations
+
+import operator
+from copy import deepcopy
+
+import torch
+from torch import fx
+
+from accel.ir.depth import PROPAGATE
+from accel.ir.errors import PassError
+from accel.ir.program import Conditional, Editor, Program, Region
+from accel.passes.clean.clean import remove_dead
+from accel.passes.depth._narrow import narrow
+from accel.passes.recognise.region import sizes
+
+aten = torch.ops.aten
+PLAN = "run_layers"
+
+
+def layers(program: Program) -> list[fx.Node]:
+    """The calls of all layers, in order. Raises PassError where a layer cannot be left out."""
+    calls = [n for n in program.step.graph.nodes if isinstance(n.target, Region)]
+    if len(calls) != len(program.facts.layers) or not calls:
+        raise PassError(
+            f"depth: {len(calls)} of {len(program.facts.layers)} layers were found in the graph, and only "
+            "a layer that stands apart can be left out; build it without a depth method"
+        )
+    names = {id(node): name for name, node in program.step.output_nodes().items()}
+    for call in calls:
+        for item in call.users:
+            index = item.args[1]
+            if index == 0 and sizes(item) == sizes(_node(call.args[0])):
+                continue
+            if index == 0 or id(item) not in names or len(item.users) > 1:
+                raise PassError(
+                    f"depth: {call.target} gives more to what follows than the residual stream "
+                    f"({item.name}), so it cannot be left out; build it without a depth method"
+                )
+    return calls
+
+
+def conditions(program: Program, cache: str) -> list[fx.Node]:
+    """Put each layer under its element of a new input `run_layers`, bool [L], by default all true.
+
+    cache: what a layer that is left out does with its keys and values (`accel.passes.depth`).
+    Returns the layers' calls; the condition is the first argument of each.
+    """
+    recurrent = [s.layer for s in program.state if s.role == "recurrent"]
+    if recurrent:
+        raise PassError(
+            f"depth: layer {recurrent[0]} carries a recurrent state, which a rewind computes again from the "
+            "tokens, and nobody knows which layers each had run; build it without a depth method"
+        )
+    calls = layers(program)
+    graph = program.step.graph
+    editor = Editor(program, graph)
+    plan = editor.placeholder(PLAN, (len(calls),), torch.bool)
+    program.step.defaults[PLAN] = torch.ones(len(calls), dtype=torch.bool)
+    for index, call in enumerate(calls):
+        with graph.inserting_before(call):
+            flag = editor.call(aten.select.int, plan, 0, index)
+        _condition(program, call, flag, cache)
+    return calls
+
+
+def _condition(program: Program, call: fx.Node, flag: fx.Node, cache: str) -> None:
+    """region(x, …)  ->  region(flag, x, …), which may be left out."""
+    region = call.target
+    assert isinstance(region, Region)
+    written = [_state(program, call, i) for i in range(len(call.meta["val"]))]
+    otherwise = deepcopy(region.graph)
+    given = {str(h.target): h for h in otherwise.find_nodes(op="placeholder")}
+    (out,) = otherwise.find_nodes(op="output")
+    kept = out.args[0]
+    x = next(iter(given.values()))
+    if cache == PROPAGATE:
+        out.args = ((x, *kept[1:]),)
+        remove_dead(otherwise)
+        narrow(program, otherwise)
+    else:
+        out.args = ((x, *(given[name] for name in written[1:])),)
+        remove_dead(otherwise)
+    for each in (region.graph, otherwise):
+        first = next(iter(each.nodes))
+        with each.inserting_before(first):
+            each.placeholder("run").meta["val"] = flag.meta["val"]
+    call.target = Conditional(region.name, region.graph, otherwise)
+    call.args = (flag, *call.args)
+
+
+def _state(program: Program, call: fx.Node, index: int) -> str:
+    """The state value that a result of a layer is the next of; "" for the residual stream."""
+    items = [u for u in call.users if u.target is operator.getitem and u.args[1] == index]
+    names = [n for n, node in program.step.output_nodes().items() if node in items]
+    return names[0].removesuffix(".next") if names else ""
+
+
+def _node(value: object) -> fx.Node:
+    assert isinstance(value, fx.Node)
+    return value

@@ -1,0 +1,165 @@
+"""CALM (arXiv:2207.07061): a token goes no deeper once the model is sure of the next one."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.depth import PROPAGATE, Depth
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.ops.rows import take_rows
+from accel.ir.program import Conditional, Editor, Program, ancestors
+from accel.ir.trace import trace
+from accel.passes import Report
+from accel.passes.depth import Base
+from accel.passes.depth._joint import conditions
+
+aten = torch.ops.aten
+THRESHOLD = "threshold"
+_NEVER = 2.0  # above any difference of two probabilities
+
+
+@dataclass(frozen=True)
+class Calm(Base):
+    """After every `every`-th layer from the `first` on (0: the middle one) the head is read, and where the
+    two likeliest tokens lie `threshold` apart for every row of the call, the layers above only make
+    their keys and values, from what left the last one.
+
+    A session decodes so, token by token; a prompt goes through all layers. The head is computed once
+    more at each of these layers.
+    """
+
+    threshold: float = 0.9
+    first: int = 0
+    every: int = 4
+
+    def __post_init__(self) -> None:
+        if not self.threshold > 0:
+            raise RecipeError(
+                f"threshold = {self.threshold}; give a difference of probabilities above 0"
+            )
+        if self.first < 0 or self.every < 1:
+            raise RecipeError(
+                f"first = {self.first}, every = {self.every}; give 0 or more, and 1 or more"
+            )
+
+    def run(self, program: Program) -> Report:
+        count = len(program.facts.layers)
+        first = self.first or max(1, count // 2)
+        exits = range(first - 1, count - 1, self.every)
+        if not exits:
+            raise PassError(
+                f"calm: no exit after layer {first} of {count}; give a first below {max(count, 2)}"
+            )
+        calls = conditions(program, PROPAGATE)
+        limit = Editor(program, program.step.graph).placeholder(THRESHOLD, (), torch.float32)
+        program.step.defaults[THRESHOLD] = torch.tensor(_NEVER)
+        head = _head(program)
+        done: fx.Node | None = None
+        for index, call in enumerate(calls):
+            if done is not None:
+                _unless(program, call, done)
+            if index in exits:
+                done = _exit(program, call, head, limit, done)
+        program.facts.depth = Depth((True,) * count, PROPAGATE, self.threshold)
+        return Report(changed=len(exits))
+
+
+def _confident(logits: Tensor, limit: Tensor) -> Tensor:
+    """Whether the two likeliest tokens of every row [B,N,V] are `limit` apart; bool []."""
+    best = logits.float().softmax(-1).topk(2).values
+    return (best[..., 0] - best[..., 1]).min() >= limit
+
+
+def _head(program: Program) -> list[fx.Node]:
+    """The nodes from the residual stream to the logits, in order, the choice of rows first."""
+    graph, logits = program.step.graph, program.step.output_nodes()["logits"]
+    chosen = next((n for n in graph.nodes if n.target is take_rows.default), None)
+    needed = ancestors([logits], stop={chosen} if chosen else set())
+    below: set[fx.Node] = {chosen} if chosen else set()
+    found = []
+    for node in graph.nodes:
+        if node in needed and (node in below or below.intersection(node.all_input_nodes)):
+            below.add(node)
+            found.append(node)
+    if not found or found[-1] is not logits:
+        raise PassError(
+            "calm: the head was not found, which tells how sure the model is of a token"
+        )
+    return found
+
+
+def _unless(program: Program, call: fx.Node, done: fx.Node) -> None:
+    """A layer runs where it is asked for and nothing below was sure."""
+    flag = call.args[0]
+    with call.graph.inserting_before(call):
+        editor = Editor(program, call.graph)
+        open_ = editor.call(aten.logical_not.default, done)
+        call.update_arg(0, editor.call(aten.logical_and.default, flag, open_))
+
+
+def _exit(
+    program: Program, call: fx.Node, head: list[fx.Node], limit: fx.Node, done: fx.Node | None
+) -> fx.Node:
+    """Let a layer say as its last result whether the head is sure of what leaves it; where the layer
+    is left out, what was said before.
+    """
+    region = call.target
+    assert isinstance(region, Conditional)
+    if done is None:
+        with call.graph.inserting_before(call):
+            done = Editor(program, call.graph).call(aten.full.default, [], False, dtype=torch.bool)
+    members = set(head)
+    outer = dict.fromkeys(
+        n for node in head for n in node.all_input_nodes if n not in members and n.op != "get_attr"
+    )
+    stream = head[0].args[0]
+    given = [n for n in outer if n is not stream] + [limit, done]
+    for graph in (region.graph, region.otherwise):
+        holders = _holders(graph, call, given)
+        (out,) = graph.find_nodes(op="output")
+        results = out.args[0]
+        assert isinstance(results, tuple)
+        last = holders[done]
+        if graph is region.graph:
+            with graph.inserting_before(out):
+                editor = Editor(program, graph)
+                logits = _copied(editor, head, {**holders, stream: results[0]})  # type: ignore[dict-item]
+                last = trace(editor, region.name, _confident, logits, holders[limit])
+        out.args = ((*results, last),)
+    call.args = (*call.args, *(n for n in given if n not in call.args))
+    call.meta["val"] = (*call.meta["val"], done.meta["val"])
+    place = len(call.meta["val"]) - 1
+    with call.graph.inserting_after(call):
+        item = call.graph.call_function(operator.getitem, (call, place))
+    item.meta["val"] = done.meta["val"]
+    return item
+
+
+def _holders(graph: fx.Graph, call: fx.Node, given: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """The placeholder of each value in a region's graph; those that it lacks come after the others."""
+    there = list(graph.find_nodes(op="placeholder"))
+    found = dict(zip(call.args, there, strict=True))
+    for node in given:
+        if node not in found:
+            with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+                found[node] = graph.placeholder(
+                    str(node.target) if node.op == "placeholder" else node.name
+                )
+            found[node].meta["val"] = node.meta["val"]
+    return found  # type: ignore[return-value]
+
+
+def _copied(editor: Editor, nodes: list[fx.Node], env: dict[fx.Node, fx.Node]) -> fx.Node:
+    """The same computation of other values."""
+    env = dict(env)
+    for node in nodes:
+        for parent in node.all_input_nodes:
+            if parent.op == "get_attr" and parent not in env:
+                env[parent] = editor.param(str(parent.target))
+        env[node] = editor.graph.node_copy(node, env.__getitem__)
+        env[node].meta = dict(node.meta)
+    return env[nodes[-1]]

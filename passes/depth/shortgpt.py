@@ -1,0 +1,147 @@
+"""ShortGPT (arXiv:2403.03853): the layers that turn the residual stream least are deleted."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.program import Program, Region, evaluate
+from accel.passes import Report
+from accel.passes.calibrate import feeds
+from accel.passes.clean.clean import forget_unused, remove_dead
+from accel.passes.depth import Base
+from accel.passes.depth._joint import layers
+from accel.passes.weights._calibrated import calibration_of
+
+
+@dataclass(frozen=True)
+class ShortGPT(Base):
+    """A `share` of the layers goes, with their weights and caches; the first and the last stay.
+
+    The influence of a layer is 1 - cos(before, after) of the residual stream, mean over `tokens` of the
+    calibration text without each row's first, which many models use as a sink.
+    """
+
+    share: float = 0.25
+    tokens: int = 8192
+
+    rank = -1  # before weights are stored otherwise
+    reads_text = True
+    error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise RecipeError(
+                f"share = {self.share}; give the share of the layers to delete, 0 to below 1"
+            )
+        if self.tokens < 1:
+            raise RecipeError(f"tokens = {self.tokens}; give how many to measure on, 1 or more")
+
+    def run(self, program: Program) -> Report:
+        if program.facts.kv is not None:
+            raise PassError(
+                "shortgpt deletes layers whose caches the recipe's kv methods already shape; leave one of "
+                "the two out"
+            )
+        calls = layers(program)
+        count = int(self.share * len(calls))
+        if count == 0:
+            return Report(refused=[f"{self.share:g} of {len(calls)} layers is none"])
+        if count > len(calls) - 2:
+            raise PassError(
+                f"shortgpt: {self.share:g} of {len(calls)} layers are {count}, and the first and the last "
+                f"stay; give a share of at most {(len(calls) - 2) / len(calls):.3g}"
+            )
+        scores = influence(program, calls, self.tokens)
+        gone = sorted(sorted(range(1, len(calls) - 1), key=lambda i: scores[i])[:count])
+        delete(program, calls, gone)
+        told = ", ".join(f"{i} ({scores[i]:.3f})" for i in gone)
+        program.facts.notes.append(f"shortgpt deleted layers {told} of {len(calls)} (influence)")
+        return Report(changed=count)
+
+
+def influence(program: Program, calls: list[fx.Node], tokens: int) -> list[float]:
+    """1 - mean cos(before, after) of each layer, in float32."""
+    text = calibration_of(program).tokens[:, : program.facts.max_context]
+    streams = [*(call.args[0] for call in calls), _stream(calls[-1])]
+    sums, counted = torch.zeros(len(calls), dtype=torch.float64), 0
+    for row in text[: max(1, tokens // text.shape[1])].split(1):
+        given = feeds(program, "step", row)
+        with torch.no_grad():
+            states: list[Tensor] = evaluate(streams, program.params, given)  # type: ignore[arg-type]
+        first = int(row.shape[1] > 1)
+        for i, (before, after) in enumerate(zip(states, states[1:], strict=False)):
+            near = F.cosine_similarity(before.float(), after.float(), dim=-1)[:, first:]
+            sums[i] += near.nan_to_num(0.0).sum().double()
+        counted += row.shape[1] - first
+    return [float(1 - s / counted) for s in sums]
+
+
+def delete(program: Program, calls: list[fx.Node], gone: list[int]) -> None:
+    """Take layers out of the step; those that stay are numbered anew, with their state."""
+    step = program.step
+    for index in gone:
+        call = calls[index]
+        for item in list(call.users):
+            if item.args[1] == 0:
+                item.replace_all_uses_with(call.args[0])  # type: ignore[arg-type]
+    lost = {s.name for s in program.state if s.layer in gone}
+    for entry in program.entries.values():  # of an encoder, the keys of cross-attention
+        kept = {
+            n: v for n, v in entry.output_nodes().items() if n.removesuffix(".next") not in lost
+        }
+        entry.set_outputs(kept)
+    for index in gone:
+        for item in list(calls[index].users):
+            item.graph.erase_node(item)
+        calls[index].graph.erase_node(calls[index])
+    for name in lost:
+        step.graph.erase_node(step.input(name))
+    for entry in program.entries.values():
+        remove_dead(entry.graph)
+    before = set(program.params)
+    sizes = {name: program.params.blank(name).numel() for name in before}
+    forget_unused(program)
+    program.facts.parameters -= sum(sizes[name] for name in before - set(program.params))
+    _renumber(program, [i for i in range(len(calls)) if i not in gone], lost)
+
+
+def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
+    """Layers and their state count from 0 again."""
+    step = program.step
+    names: dict[str, str] = {}
+    state = []
+    for value in program.state:
+        if value.name in lost:
+            continue
+        if value.layer is not None:
+            layer = stay.index(value.layer)
+            name = value.name.replace(f".{value.layer}.", f".{layer}.", 1)
+            names[value.name], value = name, replace(value, name=name, layer=layer)
+        state.append(value)
+    program.state = state
+    program.facts.layers = [program.facts.layers[i] for i in stay]
+    for graph in program.graphs(step):
+        for node in graph.find_nodes(op="placeholder"):
+            node.target = names.get(str(node.target), node.target)
+    for entry in program.entries.values():
+        found = entry.output_nodes()
+        entry.set_outputs({_renamed(name, names): node for name, node in found.items()})
+    regions = [n.target for n in step.graph.nodes if isinstance(n.target, Region)]
+    for index, region in enumerate(regions):
+        region.name = f"layer.{index}"
+
+
+def _renamed(output: str, names: dict[str, str]) -> str:
+    state = output.removesuffix(".next")
+    return f"{names[state]}.next" if state in names else output
+
+
+def _stream(call: fx.Node) -> fx.Node:
+    """The residual stream after a layer."""
+    return next(u for u in call.users if u.target is operator.getitem and u.args[1] == 0)

@@ -1,0 +1,46 @@
+"""Unified layer skipping (arXiv:2404.06954): evenly spaced layers, as many as a target speed allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.depth import CACHES, NESTED, Depth
+from accel.ir.errors import PassError, RecipeError, unknown
+from accel.ir.program import Program
+from accel.passes import Report
+from accel.passes.depth import Base
+from accel.passes.depth._joint import conditions
+
+
+@dataclass(frozen=True)
+class UnifiedSkip(Base):
+    """A prompt goes through all layers, each token after it through floor(L / speedup) of them."""
+
+    speedup: float = 2.0
+    cache: str = NESTED
+
+    def __post_init__(self) -> None:
+        if not self.speedup >= 1:
+            raise RecipeError(f"speedup = {self.speedup}; give 1 (all layers) or more")
+        if self.cache not in CACHES:
+            raise RecipeError(unknown("cache", self.cache, CACHES))
+
+    def run(self, program: Program) -> Report:
+        count = len(program.facts.layers)
+        if count < 2 or int(count / self.speedup) < 2:
+            raise PassError(
+                f"unified-skip: {count} layers at speedup = {self.speedup:g} leave "
+                f"{int(count / self.speedup)}, and the first and the last always run; give a speedup of at "
+                f"most {count / 2:g}"
+            )
+        calls = conditions(program, self.cache)
+        program.facts.depth = Depth(tuple(evenly(count, int(count / self.speedup))), self.cache)
+        return Report(changed=len(calls))
+
+
+def evenly(count: int, kept: int) -> list[bool]:
+    """Which of `count` layers run, `kept` of them (at least two): both ends, and every n-th between."""
+    interval = count // (kept - 1)
+    inner = [i for i in range(1, count - 1) if i % interval == 0][: kept - 2]
+    chosen = {0, *inner, count - 1}
+    return [i in chosen for i in range(count)]

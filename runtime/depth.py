@@ -1,0 +1,138 @@
+"""Which layers a call runs: the caller's plan, or the recipe's where the caller says nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.depth import NESTED, Depth
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints
+
+NEVER = 2.0  # a confidence that no token reaches
+_FAR = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, eq=False)
+class Controls:
+    """What the graph is told beside the tokens: layers [L] bool, threshold [] float32."""
+
+    layers: npt.NDArray[np.bool_]
+    threshold: float = NEVER
+
+    def arrays(self, depth: Depth) -> dict[str, npt.NDArray[Any]]:
+        """The graph's inputs by name."""
+        found: dict[str, npt.NDArray[Any]] = {"run_layers": self.layers}
+        if depth.threshold is not None:
+            found["threshold"] = np.array(self.threshold, np.float32)
+        return found
+
+
+def everything(depth: Depth | None) -> dict[str, npt.NDArray[Any]]:
+    """The inputs with which all layers run; empty for a graph without conditions."""
+    return {} if depth is None else Controls(np.ones(len(depth.plan), bool)).arrays(depth)
+
+
+class Plans:
+    """What a session knows of the layers that its tokens went through.
+
+    Where caches are nested a layer that was left out for a token may run again only when that token
+    is forgotten: by default it stays off, and a plan that switches it on is refused.
+    """
+
+    def __init__(self, depth: Depth, batch: int):
+        self.depth = depth
+        self._whole = Controls(np.ones(len(depth.plan), bool))
+        first = NEVER if depth.threshold is None else depth.threshold
+        self._decode = Controls(np.array(depth.plan, bool), first)
+        # the first token of each row that a layer lacks [L,B]
+        self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
+        self._noted: Controls | None = None
+
+    def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
+        """What the next call is told, in which rows grow from `before` to `after` tokens [B].
+
+        By default a prompt runs all layers, and single tokens after it the recipe's. Raises
+        InputError.
+        """
+        decoding = bool((after - before).max() == 1 and before.min() > 0)
+        found = self._decode if decoding else self._whole
+        if run_layers is None and threshold is None and found is self._noted:
+            return found
+        complete = self._complete(before, after)
+        if run_layers is not None:
+            plan = self._checked(run_layers)
+            if (late := plan & ~complete).any():
+                layer = int(late.argmax())
+                row = int((self._lacks[layer] < before).argmax())
+                raise InputError(
+                    f"run_layers: layer {layer} was left out for token {self._lacks[layer, row]} of row {row} "
+                    "and lacks its keys; leave it out, rewind to that token, or build with "
+                    'cache = "propagate"'
+                )
+            found = Controls(plan, found.threshold)
+        elif not complete[found.layers].all():
+            both = found.layers & complete
+            found = Controls(both if both.any() else complete, found.threshold)
+        return found if threshold is None else Controls(found.layers, self._limit(threshold))
+
+    def ran(self, controls: Controls, before: Ints, after: Ints) -> None:
+        """Note what a call left out."""
+        if controls is self._noted:
+            return
+        rows = after > before
+        if self.depth.cache == NESTED:
+            out = ~controls.layers[:, None] & rows
+            self._lacks = np.where(out, np.minimum(self._lacks, before), self._lacks)
+        self._noted = controls if rows.all() else None
+
+    def forget(self, lengths: Ints) -> None:
+        """Rows hold no more than `lengths` [B] tokens from now on."""
+        self._lacks[self._lacks >= lengths] = _FAR
+        self._noted = None
+
+    def copy(self) -> Plans:
+        """An independent one that knows the same."""
+        other = Plans(self.depth, self._lacks.shape[1])
+        other._lacks = self._lacks.copy()
+        return other
+
+    def _complete(self, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
+        """Layers [L] that lack no token which the call's rows look back at."""
+        found: npt.NDArray[np.bool_] = ((self._lacks >= before) | (after == before)).all(1)
+        return found
+
+    def _checked(self, run_layers: Any) -> npt.NDArray[np.bool_]:
+        """A plan [L]."""
+        count = len(self.depth.plan)
+        try:
+            plan = np.asarray(run_layers)
+        except ValueError:  # ragged lists
+            plan = np.empty(0)
+        if plan.dtype != np.bool_ or plan.shape != (count,):
+            raise InputError(
+                f"run_layers is {plan.dtype} {list(plan.shape)}; give {count} bools, one per layer, true "
+                "where the layer runs"
+            )
+        if not plan.any():
+            raise InputError("run_layers leaves out every layer; at least one must run")
+        return plan.copy()
+
+    def _limit(self, threshold: Any) -> float:
+        """A confidence to exit from."""
+        if self.depth.threshold is None:
+            raise InputError(
+                "threshold: this model has no exits; build it with a recipe that has, as calm"
+            )
+        if (
+            isinstance(threshold, bool)
+            or not isinstance(threshold, (int, float))
+            or threshold != threshold
+        ):
+            raise InputError(
+                f"threshold is {threshold!r}; give a number, above 1 to run all layers"
+            )
+        return float(threshold)

@@ -1,0 +1,203 @@
+"""The depth methods, each by what it promises, and their conditions in ONNX."""
+
+import copy
+
+import numpy as np
+import onnx
+import pytest
+import torch
+
+import accel
+from accel.ir.errors import PassError, RecipeError
+from accel.passes.depth.unified_skip import evenly
+
+from .depth_case import LAYERS, NEVER, TOKENS, far, oracle, plan
+
+# unified-skip
+
+
+@pytest.mark.parametrize(
+    ("count", "speedup", "kept"),
+    [
+        (30, 5, [0, 6, 12, 18, 24, 29]),
+        (30, 10, [0, 15, 29]),
+        (32, 4, [0, 4, 8, 12, 16, 20, 24, 31]),
+        (24, 3, [0, 3, 6, 9, 12, 15, 18, 23]),
+    ],
+)
+def test_the_plans_are_those_of_the_paper(count, speedup, kept):
+    assert [i for i, run in enumerate(evenly(count, count // speedup)) if run] == kept
+
+
+def test_exactly_as_many_layers_run_as_are_to_be_kept():
+    for count in range(2, 70):
+        for kept in range(2, count + 1):
+            assert sum(evenly(count, kept)) == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use": "unified-skip", "speedup": 0.5}, "speedup = 0.5; give 1"),
+        ({"use": "unified-skip", "cache": "nest"}, "did you mean 'nested'"),
+        ({"use": "calm", "threshold": 0.0}, "threshold = 0.0"),
+        ({"use": "calm", "every": 0}, "every = 0"),
+        ({"use": "shortgpt", "share": 1.0}, "share = 1.0"),
+        ({"use": "shortgpt", "tokens": 0}, "tokens = 0"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, words):
+    with pytest.raises(RecipeError, match=words):
+        accel.optimize("/nowhere", {"depth": options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"use": "unified-skip", "speedup": 3.0}, "give a speedup of at most 2"),
+        ({"use": "calm", "first": 4}, "no exit after layer 4 of 4"),
+        ({"use": "shortgpt", "share": 0.9}, "give a share of at most 0.5"),
+    ],
+)
+def test_what_a_model_has_no_layers_for_is_refused(options, words, deep):
+    module, _ = deep("llama")
+    with pytest.raises(PassError, match=words):
+        accel.optimize(module, {"depth": options}, target="eager", max_context=64, verify=False)
+
+
+def test_bit_exact_rows_and_fewer_layers_for_single_tokens_exclude_each_other(deep):
+    module, _ = deep("llama")
+    with pytest.raises(PassError, match="leave one of the two out"):
+        accel.optimize(
+            module, ["bit-exact", "unified-skip"], target="eager", max_context=64, verify=False
+        )
+
+
+def test_a_recurrent_state_is_refused():
+    from accel.runtime.small import small_model
+
+    with pytest.raises(PassError, match="recurrent state"):
+        accel.optimize(
+            small_model("mamba"),
+            {"depth": {"use": "unified-skip", "speedup": 1.0}},
+            target="eager",
+            max_context=64,
+        )
+
+
+# calm
+
+
+def test_the_first_exit_that_is_sure_enough_is_taken(deep):
+    module, compiled = deep("llama", use="calm", first=1, every=1)
+    depths = {n: oracle(module, TOKENS[:1, :10], _ran(n))[:, -1:] for n in range(1, LAYERS + 1)}
+    gaps = [_gap(depths[n]) for n in range(1, LAYERS)]
+    found = []
+    with compiled.session() as session:
+        session.run(TOKENS[:1, :9])
+        for limit in (0.0, *(gap * by for gap in sorted(gaps) for by in (0.99, 1.01)), NEVER):
+            session.rewind(9)
+            found.append(next((n for n, gap in enumerate(gaps, 1) if gap >= limit), LAYERS))
+            assert far(session.run(TOKENS[:1, 9:10], threshold=limit), depths[found[-1]]) < 1e-4
+    assert found == sorted(found) and len(set(found)) > 1
+    assert far(depths[1], depths[LAYERS]) > 1e-2
+
+
+def _ran(depth):
+    """Nine tokens through all layers, a tenth through the first `depth`."""
+    ran = np.ones((LAYERS, 10), bool)
+    ran[depth:, 9] = False
+    return ran
+
+
+def test_the_first_sure_exit_is_taken_by_all_rows_or_by_none(deep):
+    _, compiled = deep("llama", use="calm", first=1, every=1)
+    with compiled.session(2) as both:
+        both.run(TOKENS[:, :9])
+        got = both.run(TOKENS[:, 9:10], threshold=0.1)
+    with compiled.session(2) as session:
+        session.run(TOKENS[:, :9])
+        for depth in range(1, LAYERS):
+            session.rewind(9)
+            out = session.run(
+                TOKENS[:, 9:10], run_layers=np.arange(LAYERS) < depth, threshold=NEVER
+            )
+            if _gap(out) >= 0.1:
+                assert far(got, out) < 1e-4
+                return
+    assert far(got, compiled.logits(TOKENS[:, :10])[:, -1:]) < 1e-4
+
+
+def _gap(logits):
+    """How far apart the two likeliest tokens are, in the row where that is least."""
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    best = np.sort(shares / shares.sum(-1, keepdims=True), -1)
+    return float((best[..., -1] - best[..., -2]).min())
+
+
+# shortgpt
+
+
+def test_a_layer_that_does_nothing_goes_first_and_nothing_changes(deep):
+    module = copy.deepcopy(deep("llama")[0])
+    with torch.no_grad():
+        module.model.layers[2].self_attn.o_proj.weight.zero_()
+        module.model.layers[2].mlp.down_proj.weight.zero_()
+    whole = np.ones((LAYERS, TOKENS.shape[1]), bool)
+    with accel.optimize(module, "shortgpt", max_context=64, max_batch=2) as compiled:
+        assert "deleted layers 2 (0.000) of 4" in compiled.report["notes"][-1]
+        assert far(compiled.logits(TOKENS), oracle(module, TOKENS, whole)) < 1e-4
+        names = [s.name for s in compiled.program.state]
+        assert names == ["kv.pos", *(f"kv.{i}.{part}" for i in range(LAYERS - 1) for part in "kv")]
+        assert compiled.facts.num_layers == len(compiled.facts.layers) == LAYERS - 1
+        assert compiled.facts.parameters < sum(p.numel() for p in module.parameters())
+        assert not any("layers.2." in name for name in compiled.program.params)
+
+
+def test_no_share_deletes_nothing(deep):
+    module, base = deep("llama")
+    with accel.optimize(
+        module, {"depth": {"use": "shortgpt", "share": 0.1}}, max_context=64
+    ) as compiled:
+        assert np.array_equal(compiled.logits(TOKENS[:1]), base.logits(TOKENS[:1]))
+
+
+# lowering
+
+
+def test_weights_of_few_bits_and_fused_operators_stay_so_within_the_branches(deep):
+    module, _ = deep("llama")
+    recipe = {
+        "weights": {"use": "int4", "smallest": 256},
+        "depth": {"use": "unified-skip", "cache": "propagate"},
+    }
+    with (
+        accel.optimize(module, recipe, max_context=64) as compiled,
+        accel.optimize(module, recipe, target="eager", max_context=64, verify=False) as eager,
+    ):
+        found = []
+        for model in (compiled, eager):
+            with model.session() as session:
+                first = session.run(TOKENS[:1, :9], run_layers=plan(0, 2))
+                found.append(
+                    np.concatenate([first, session.run(TOKENS[:1, 9:12], run_layers=plan(1, 3))], 1)
+                )
+        assert far(*found) < 0.1
+        files = compiled.artifact.entries["step"].graphs
+        if "native" not in files:
+            pytest.skip("no compiler here")
+        graph = onnx.load(compiled.artifact.path / files["native"], load_external_data=False).graph
+    branches = [n for n in graph.node if n.op_type == "If"]
+    assert len(branches) == LAYERS
+    for branch in branches:
+        ops = {a.name: [n.op_type for n in a.g.node] for a in branch.attribute}
+        assert ops["then_branch"] == ["Linear", "Place", "Attention", "Linear", "Linear", "Linear"]
+        assert ops["else_branch"].count("Linear") == 1 and "Attention" not in ops["else_branch"]
+
+
+def test_masks_are_computed_once_not_once_per_layer(deep):
+    _, compiled = deep("llama", use="unified-skip", cache="nested")
+    graph = onnx.load(compiled.artifact.path / "step.onnx", load_external_data=False).graph
+    inside = [n for b in graph.node if b.op_type == "If" for a in b.attribute for n in a.g.node]
+    assert [n.op_type for n in graph.node].count("LessOrEqual") == 1
+    assert not any(n.op_type in ("LessOrEqual", "Where") for n in inside)
