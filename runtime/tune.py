@@ -157,7 +157,8 @@ def _turns(sessions: dict[str, Any], runs: dict[str, Any], limit: float) -> dict
 
 def _fitting(session: Any, tokens: int, context: int) -> tuple[int, int]:
     """The shape with as many slots as memory should be spent on."""
-    slot = sum(4 * math.prod(_sizes(i.shape, 0, 1)) for i in session.get_inputs() if "C" in i.shape)
+    given = [i for i in session.get_inputs() if "C" in i.shape]
+    slot = sum(_kind(i).itemsize * math.prod(_sizes(i.shape, 0, 1)) for i in given)
     return tokens, max(STEP, min(context, BYTES // max(slot, 1)))
 
 
@@ -166,12 +167,17 @@ def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
     return [letters[d] if isinstance(d, str) else d for d in shape]
 
 
+def _kind(given: Any) -> np.dtype[Any]:
+    """The dtype of an input that is no position."""
+    return np.dtype(np.int8 if given.type == "tensor(int8)" else np.float32)
+
+
 def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
     """A probe's inputs: a cache of `last` tokens, the last of which ask; -1 where there is none."""
     binding = session.io_binding()
     for given in session.get_inputs():
         sizes = _sizes(given.shape, tokens, context)
-        array: npt.NDArray[Any] = np.full(sizes, 0.1, np.float32)
+        array: npt.NDArray[Any] = np.full(sizes, 0.1 if _kind(given) == np.float32 else 1, _kind(given))
         if given.name == "positions":
             array = np.maximum(np.arange(last - tokens, last), -1)[None]
         elif given.name.startswith("held"):

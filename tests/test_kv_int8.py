@@ -169,12 +169,14 @@ def test_rows_are_equal_bit_for_bit_under_bit_exact(made, weights):
 
 
 def test_what_eviction_keeps_is_in_codes_too():
-    model = models.ARCHITECTURES["llama"]()
+    model = models.ARCHITECTURES["plain_sdpa"]()
     evict = {"kv": {"score": {"use": "knorm"}, "budget": {"use": "uniform", "tokens_kept": 8}}}
     both = {"kv": {**evict["kv"], "codec": {"use": "kv-int8"}}}
     found = []
     for recipe in (evict, both):
-        with accel.optimize(model, recipe, max_context=64, target="eager") as compiled:
+        with accel.optimize(
+            model, recipe, max_context=64, target="eager", verify=False
+        ) as compiled:
             kept = {s.role: s.dtype for s in compiled.program.state if s.kept}
             with compiled.session() as session:
                 found.append(

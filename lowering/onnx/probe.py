@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from accel.ir.ops.attention import attention
+from accel.ir.ops.codec import decode_rows
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
 from accel.ir.weights import Stored
@@ -49,6 +50,7 @@ def attention_probe(program: Program, variant: Table | None, bit_exact: bool = F
             node = kinds[form]
             out = lower_node(b, node, *_operands(b, inputs, node, len(outputs)))
             outputs.append(helper.make_tensor_value_info(out, DTYPES[node.meta["val"].dtype], None))
+    b.prune([o.name for o in outputs])
     model = finished(b, "probe", list(inputs.values()), outputs)
     helper.set_model_props(model, {"share": str(len(outputs) / len(nodes))})
     return model
@@ -104,22 +106,37 @@ def _form(node: fx.Node) -> tuple[str, ...]:
 def _operands(
     b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
 ) -> tuple[Any, Any]:
-    """The node's arguments as inputs of the probe; what the node reads twice is one input."""
+    """The node's arguments as inputs of the probe; what the node reads twice is one input. Where keys or
+    values are decoded, their codes and scales are.
+    """
     options = {n: v for n, v in node.kwargs.items() if not n.startswith("kept_")}
     given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | options
     names: dict[fx.Node, str] = {}
     for role, value in given.items():
-        if isinstance(value, fx.Node) and value not in names:
-            fake = value.meta["val"]
-            fixed = f".{fake.shape[-1]}" if isinstance(fake.shape[-1], int) else ""
-            shared = {"q_pos": "positions", "k_pos": f"held{fixed}"}
-            names[value] = name = shared.get(role, f"{role}.{index}")
-            b.meta[name] = fake
-            sizes = [
-                d if isinstance(d, int) else _LETTERS[role][i] for i, d in enumerate(fake.shape)
-            ]
-            inputs[name] = helper.make_tensor_value_info(name, DTYPES[fake.dtype], sizes)
+        if not isinstance(value, fx.Node) or value in names:
+            continue
+        fake = value.meta["val"]
+        if value.target is decode_rows.default:
+            coded = zip(value.all_input_nodes, ("codes", "scale"), strict=True)
+            parts = [_input(b, inputs, f"{role}.{index}.{p}", "BGC", n.meta["val"]) for n, p in coded]
+            names[value] = lower_node(b, value, parts, {})
+            b.meta[names[value]] = fake
+            continue
+        fixed = f".{fake.shape[-1]}" if isinstance(fake.shape[-1], int) else ""
+        shared = {"q_pos": "positions", "k_pos": f"held{fixed}"}
+        name = shared.get(role, f"{role}.{index}")
+        names[value] = _input(b, inputs, name, _LETTERS.get(role, ""), fake)
     return map_arg((node.args, options), names.__getitem__)
+
+
+def _input(
+    b: Builder, inputs: dict[str, onnx.ValueInfoProto], name: str, letters: str, fake: Any
+) -> str:
+    """An input of the probe, of the value's dtype and sizes."""
+    b.meta[name] = fake
+    sizes = [d if isinstance(d, int) else letters[i] for i, d in enumerate(fake.shape)]
+    inputs[name] = helper.make_tensor_value_info(name, DTYPES[fake.dtype], sizes)
+    return name
 
 
 def _no_weights(name: str, value: object) -> Any:

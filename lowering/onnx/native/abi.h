@@ -24,7 +24,7 @@ struct Base {
   const char* (*get_version)();
 };
 
-enum Type { kFloat = 1, kUint8 = 2, kInt64 = 7 };
+enum Type { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7 };
 enum Presence { kRequired = 0, kOptional = 1 };
 
 struct Api {
@@ -157,7 +157,7 @@ Status* created(const Attribute<S>* attributes, size_t count, const void* const*
   return nullptr;
 }
 
-// An operator on the CPU with outputs of floats, whose `run` may throw; its inputs are to be filled in.
+// An operator on the CPU with outputs of floats (unless it says otherwise), whose `run` may throw; its inputs are to be filled in.
 template <typename S, const auto& attributes, Status* (*run)(const Kernel<S>&, Context*)>
 Op op_of() {
   Op op = {};
@@ -170,7 +170,7 @@ Op op_of() {
   op.first_version = [](const Op*) { return 1; };
   op.last_version = [](const Op*) { return 1 << 30; };
   op.create_v2 = [](const Op*, const void* const* table, const Info* info, void** out) {
-    return created<S>(attributes, std::size(attributes), table, info, out);
+    return created<S>(std::data(attributes), std::size(attributes), table, info, out);
   };
   op.compute_v2 = [](void* kernel, Context* context) -> Status* {
     const Kernel<S>& self = *static_cast<Kernel<S>*>(kernel);

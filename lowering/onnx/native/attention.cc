@@ -1,6 +1,9 @@
 // accel::Attention: softmax(scale q k^T + mask) v over the slots of a KV cache, by positions: those that every
 // step writes, and before them those that were kept, if any, of which each head has its own.
 //
+// AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
+// they are read; its results are those of Attention over the decoded ones, bit for bit.
+//
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
 // number of threads and the way the work is cut.
@@ -10,11 +13,13 @@
 #include <vector>
 
 #include "abi.h"
+#include "coded.h"
 #include "slots.h"
 #include "vector.h"
 
 namespace {
 
+using coded::Rows;
 using slots::kChunk, slots::kFar, slots::kTile, slots::Range, slots::Slots;
 
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
@@ -32,7 +37,7 @@ struct Settings {
 
 // Slots that lie one after another: what was kept, each head's own, and what came since.
 struct Segment {
-  abi::Tensor k, v;
+  abi::Tensor k, v, k_scale, v_scale;  // with scales keys and values are codes
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
   std::shared_ptr<const std::vector<Slots>> slots;  // [B], or [B G]
@@ -99,7 +104,8 @@ void turn(const float* k, int64_t D, int64_t count, float* out) {
   }
 }
 
-// Products of one or two rows with kNear keys as they lie, four at a time; 0 for tiles that no row sees.
+// Products of up to three rows with kNear keys `k`, those from slot `start` of a chunk on, four at a time; 0
+// for tiles that no row sees.
 template <int N>
 void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_t start, int64_t used, bool whole,
             float* const* out) {
@@ -110,7 +116,7 @@ void direct(const Call& c, const Row* rows, const float* k, int64_t from, int64_
     v8 acc[N][4] = {};
     int64_t d = 0;
     const float* key[4];  // the last of them again where there are fewer
-    for (int i = 0; i < 4; ++i) key[i] = k + std::min(j + i, used - 1) * c.D;
+    for (int i = 0; i < 4; ++i) key[i] = k + (std::min(j + i, used - 1) - start) * c.D;
     for (; any && d + 8 <= c.D; d += 8) {
       v8 x[N];
       for (int n = 0; n < N; ++n) x[n] = held(rows[n].q + d);
@@ -189,12 +195,13 @@ void columns(const float* const* p, const float* v, int64_t W, int64_t count, fl
 
 // The same for all columns, kNear slots after another, so that memory is read as it lies.
 template <int N>
-void mix_run(const Call& c, const float* const* p, const float* v, int64_t count, float* const* out) {
+void mix_run(const Call& c, const float* const* p, Rows v, int64_t count, float* room, float* const* out) {
   constexpr int V = N == 1 ? 8 : N == 2 ? 4 : 2;  // so that the sums stay in registers
-  const float *weights[N], *values = v;
+  const float* weights[N];
   float* at[N];
-  for (int64_t j = 0, some; j < count; j += some, values += some * c.W) {
+  for (int64_t j = 0, some; j < count; j += some) {
     some = c.turned ? count : std::min(kNear, count - j);
+    const float* values = v.at(j).read(some, room);
     int64_t w = 0;
     auto place = [&] {
       for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
@@ -208,28 +215,23 @@ void mix_run(const Call& c, const float* const* p, const float* v, int64_t count
 }
 
 // Values mixed by the weights p over the tiles [from, to), those that a row does not see left out.
-void mix(const Call& c, const Row& row, const float* p, const float* v, int64_t C, int64_t from, int64_t to,
+void mix(const Call& c, const Row& row, const float* p, Rows v, int64_t C, int64_t from, int64_t to, float* room,
          float* out) {
   for (int64_t tile = from; tile < to;) {
     int64_t start = tile;
     while (tile < to && !hidden(row, tile)) ++tile;
     int64_t count = std::min(tile * kTile, C) - start * kTile;
     const float* weights = p + (start - from) * kTile;
-    if (tile > start) mix_run<1>(c, &weights, v + (start - from) * kTile * c.W, count, &out);
+    if (tile > start) mix_run<1>(c, &weights, v.at((start - from) * kTile), count, room, &out);
     while (tile < to && hidden(row, tile)) ++tile;
   }
 }
 
-// Ask for memory before it is needed: a processor by itself looks ahead too late here.
-void ahead(const float* from, int64_t count) {
-  for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(from + i);
-}
-
 // One chunk's partial result [largest score, sum of weights, mixed values] of N rows, the chunk `index` of C
-// slots; `turned` keys, or none: `k` as they lie.
+// slots; `turned` keys, or none: `k` as they lie. There is room for kNear keys or values.
 template <int N>
-void chunk(const Call& c, const Row* rows, const float* k, const float* turned, const float* v, int64_t C,
-           int64_t index, float** out) {
+void chunk(const Call& c, const Row* rows, Rows k, const float* turned, Rows v, int64_t C, int64_t index, float* room,
+           float** out) {
   int64_t from = index * kChunk / kTile, to = (std::min((index + 1) * kChunk, C) + kTile - 1) / kTile;
   int64_t used = std::min(kChunk, C - index * kChunk), full = (used + 7) / 8 * 8;
   const Slots& slots = *rows[0].slots;
@@ -240,9 +242,9 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    ahead(k + (j + 2 * kNear) * c.D, kNear * c.D);
-    ahead(v + j * c.W, kNear * c.W);
-    direct_all<N>(c, rows, k, from, j, used, whole, at);
+    k.ahead(j + 2 * kNear, kNear);
+    v.ahead(j, kNear);
+    direct_all<N>(c, rows, k.at(j).read(std::min(kNear, used - j), room), from, j, used, whole, at);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -276,11 +278,11 @@ void chunk(const Call& c, const Row* rows, const float* k, const float* turned, 
   }
   if (whole) {
     constexpr int some = N == 5 ? 3 : N > 6 ? 4 : N;
-    mix_run<some>(c, weights, v, used, mixed);
-    if constexpr (N > some) mix_run<N - some>(c, weights + some, v, used, mixed + some);
+    mix_run<some>(c, weights, v, used, room, mixed);
+    if constexpr (N > some) mix_run<N - some>(c, weights + some, v, used, room, mixed + some);
     return;
   }
-  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, C, from, to, mixed[n]);
+  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, C, from, to, room, mixed[n]);
 }
 
 // What is known so far of a row, and one more partial result.
@@ -313,6 +315,12 @@ void empty(float* sofar, int64_t W) {
 // How many of the rows that are left go together.
 int64_t group(int64_t left) { return left > kGroup ? 6 : left; }
 
+// Keys or values of a segment from a slot on, counted over the heads of all rows.
+Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, int64_t slot) {
+  bool codes = scale.data != nullptr;
+  return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
+}
+
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
 void work(Call& c, int64_t item) {
   int64_t split = item % c.splits, block = item / c.splits % c.blocks, pair = item / c.splits / c.blocks;
@@ -320,9 +328,10 @@ void work(Call& c, int64_t item) {
   int64_t first = block * kRows, count = std::min(kRows, c.rows - first);
   int64_t each = (c.chunks + c.splits - 1) / c.splits;
   int64_t start = split * each, end = std::min(c.chunks, start + each);
-  thread_local std::vector<float> buffer, keys;
+  thread_local std::vector<float> buffer, keys, room;
   buffer.resize((kRows + kGroup) * width);
   keys.resize(kChunk * c.D);
+  room.resize((c.turned ? kChunk : kNear) * std::max(c.D, c.W));
   float* parts[kGroup];
   for (int64_t n = 0; n < kGroup; ++n) parts[n] = buffer.data() + (kRows + n) * width;
   Row rows[kRows];
@@ -347,15 +356,19 @@ void work(Call& c, int64_t item) {
       }
       continue;
     }
-    const float* here = s.k.as<float>() + (pair * C + index * kChunk) * c.D;
-    if (c.turned) turn(here, c.D, std::min(kChunk, C - index * kChunk), keys.data());
-    const float* values = s.v.as<float>() + (pair * C + index * kChunk) * c.W;
+    Rows here = rows_at(s.k, s.k_scale, pair * C + index * kChunk);
+    Rows values = rows_at(s.v, s.v_scale, pair * C + index * kChunk);
+    if (c.turned) {
+      int64_t used = std::min(kChunk, C - index * kChunk);
+      turn(here.read(used, room.data()), c.D, used, keys.data());
+      values = Rows{values.read(used, room.data()), nullptr, nullptr, c.W};
+    }
     for (int64_t r = 0; r < count; ++r) rows[r].slots = slots;
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
       static constexpr decltype(&chunk<1>) run[] = {chunk<1>, chunk<2>, chunk<3>, chunk<4>,
                                                     chunk<5>, chunk<6>, chunk<7>, chunk<8>};
-      run[n - 1](c, rows + r, here, c.turned ? keys.data() : nullptr, values, C, index, parts);
+      run[n - 1](c, rows + r, here, c.turned ? keys.data() : nullptr, values, C, index, room.data(), parts);
       for (int64_t j = 0; j < n; ++j) keep(r + j, i, parts[j]);
     }
   }
@@ -377,19 +390,22 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
-// Whether keys and values of a segment are of the call's sizes.
-bool same(const Call& c, const Segment& s) {
+// Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any.
+bool same(const Call& c, const Segment& s, bool coded) {
+  for (const abi::Tensor* scale : {&s.k_scale, &s.v_scale})
+    if (coded && (!scale->rank || scale->count() != c.B * c.G * s.C)) return false;
   return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == c.G &&
          s.v.size[1] == c.G && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
 }
 
-abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, bool coded, Call& c) {
   const abi::Api& api = kernel.api;
   Segment &kept = c.segments[0], &recent = c.segments[1];
   abi::Tensor k_pos, kept_pos;
-  abi::Tensor* inputs[] = {&c.q,    &recent.k, &recent.v, &c.q_pos, &k_pos,
-                           &c.bias, &c.sink,   &kept.k,   &kept.v,  &kept_pos};
-  for (size_t i = 0; i < 10; ++i)
+  abi::Tensor* inputs[] = {&c.q,           &recent.k,       &recent.v,     &c.q_pos, &k_pos,  &c.bias,
+                           &c.sink,        &kept.k,         &kept.v,       &kept_pos,
+                           &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale};
+  for (size_t i = 0; i < (coded ? 14 : 10); ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
@@ -398,8 +414,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
   recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
-              k_pos.size[1] == recent.C && same(c, recent) &&
-              (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == c.G && same(c, kept)));
+              k_pos.size[1] == recent.C && same(c, recent, coded) &&
+              (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == c.G && same(c, kept, coded)));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
@@ -422,9 +438,10 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
   return nullptr;
 }
 
+template <bool kCoded>
 abi::Status* run(const Kernel& self, abi::Context* context) {
   Call c;
-  if (abi::Status* s = prepare(self, context, c)) return s;
+  if (abi::Status* s = prepare(self, context, kCoded, c)) return s;
   size_t items = c.B * c.G * c.blocks * c.splits;
   if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
   if (c.splits > 1) join(c);
@@ -440,13 +457,19 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"packed", &Settings::packed, nullptr},
 };
 
-}  // namespace
-
-abi::Op attention_op() {
-  abi::Op op = abi::op_of<Settings, kAttributes, run>();
-  op.name = [](const abi::Op*) { return "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(10); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(i == 3 || i == 4 || i == 9 ? abi::kInt64 : abi::kFloat); };
+template <bool kCoded>
+abi::Op op() {
+  abi::Op op = abi::op_of<Settings, kAttributes, run<kCoded>>();
+  op.name = [](const abi::Op*) { return kCoded ? "AttentionInt8" : "Attention"; };
+  op.input_count = [](const abi::Op*) { return size_t(kCoded ? 14 : 10); };
+  op.input_type = [](const abi::Op*, size_t i) {
+    bool codes = kCoded && (i == 1 || i == 2 || i == 7 || i == 8);
+    return int(codes ? abi::kInt8 : i == 3 || i == 4 || i == 9 ? abi::kInt64 : abi::kFloat);
+  };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;
 }
+
+}  // namespace
+
+abi::Op attention_op(bool coded) { return coded ? op<true>() : op<false>(); }

@@ -135,31 +135,33 @@ def _sums(g: _Graph) -> None:
 
 def _places(g: _Graph) -> None:
     """Packed product -> heads -> norms and rope -> cache and attention -> rows: Place, then Attention."""
-    for attention in g.of("Attention", DOMAIN):
-        k, v = (g.maker(i, "TensorScatter") for i in attention.input[1:3])
+    for attention in (*g.of("Attention", DOMAIN), *g.of("AttentionInt8", DOMAIN)):
+        cache = _cache(g, attention)
         back = g.reader(attention.output[0], "Transpose")
         rows = g.reader(back.output[0], "Reshape") if back is not None else None
-        if k is None or v is None or back is None or rows is None:
+        if cache is None or back is None or rows is None:
             continue
         asked = _asked(g, attention)
-        q_side, k_side = _side(g, attention.input[0]), _side(g, k.input[1])
-        parts = [q_side.start, k_side.start, v.input[1]]
+        q_side, k_side = _side(g, attention.input[0]), _side(g, cache.keys)
+        parts = [q_side.start, k_side.start, cache.values]
         split = g.maker(parts[0], "Split")
         heads = g.only(split.input[0], "Transpose") if split is not None else None
         packed = g.only(heads.input[0], "Reshape") if heads is not None else None
         if split is None or heads is None or packed is None or list(split.output) != parts:
             continue
-        if not (_placed_alike(g, q_side, k_side) and _cached(g, split, k, v)):
+        if not (_placed_alike(g, q_side, k_side) and _cached(g, split, cache)):
             continue
         perms = [attributes(n).get("perm") for n in (heads, back)]
         if perms != [[0, 2, 1, 3]] * 2 or g.rank(rows.output[0]) != 3:
             continue
         tables = list(q_side.rope.input[1:]) if q_side.rope is not None else [""] * 3
         turn = attributes(q_side.rope) if q_side.rope is not None else {}
+        slots = cache.writes[0].input[2]
+        held = [n.input[0] for n in cache.writes]
         place = helper.make_node(
-            "Place",
-            [packed.input[0], k.input[2], k.input[0], v.input[0], *tables, q_side.norm, k_side.norm],
-            [attention.input[0], k.output[0], v.output[0]],
+            attention.op_type.replace("Attention", "Place"),
+            [*held[2:], packed.input[0], slots, *held[:2], *tables, q_side.norm, k_side.norm],
+            [attention.input[0], *(n.output[0] for n in cache.writes)],
             name=f"{attention.name}.place", domain=DOMAIN, heads=g.ints(split.input[1])[0],
             interleaved=turn.get("interleaved", 0), turned=turn.get("rotary_embedding_dim", 0),
             q_epsilon=q_side.epsilon, k_epsilon=k_side.epsilon,
@@ -168,10 +170,10 @@ def _places(g: _Graph) -> None:
             place.input.pop()
         attention.output[0] = rows.output[0]
         _set(attention, packed=1)
-        gone = [k, v, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows, *asked]
+        gone = [*cache.writes, *cache.codes, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows]
         for node in asked:  # Place gives queries by token
             place.output[0] = attention.input[0] = node.output[0]
-        g.replace(gone, attention, place, attention)
+        g.replace([*gone, *asked], attention, place, attention)
 
 
 def _asked(g: _Graph, attention: onnx.NodeProto) -> list[onnx.NodeProto]:
@@ -183,6 +185,33 @@ def _asked(g: _Graph, attention: onnx.NodeProto) -> list[onnx.NodeProto]:
     ]  # fmt: skip
     g.readers[attention.input[0]] = [n for n in readers if n not in turned[:1]]
     return turned[:1]
+
+
+@dataclass
+class _Cache:
+    """The nodes that write what an attention reads (keys, values, the scales of both where they are codes),
+    those that make codes, and the keys and values before that.
+    """
+
+    writes: list[onnx.NodeProto]
+    codes: list[onnx.NodeProto]
+    keys: str
+    values: str
+
+
+def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
+    """Of an attention over a cache that the step writes."""
+    read = [*attention.input[1:3], *attention.input[10:12]]
+    writes = [n for n in (g.maker(i, "TensorScatter") for i in read) if n is not None]
+    if len(writes) != len(read):
+        return None
+    if len(read) == 2:
+        return _Cache(writes, [], writes[0].input[1], writes[1].input[1])
+    codes = [n for n in (g.maker(w.input[1], "Encode", DOMAIN) for w in writes[:2]) if n is not None]
+    made = [n.output[i] for i in (0, 1) for n in codes]
+    if [w.input[1] for w in writes] != made:
+        return None
+    return _Cache(writes, codes, codes[0].input[0], codes[1].input[0])
 
 
 @dataclass
@@ -216,21 +245,22 @@ def _placed_alike(g: _Graph, q: _Side, k: _Side) -> bool:
     return tables and attributes(q.rope) == attributes(k.rope)
 
 
-def _cached(g: _Graph, split: onnx.NodeProto, k: onnx.NodeProto, v: onnx.NodeProto) -> bool:
+def _cached(g: _Graph, split: onnx.NodeProto, cache: _Cache) -> bool:
     """Whether keys and values go, as they are split, into the slots of a plain cache."""
     sizes = g.ints(split.input[1]) if len(split.input) > 1 else []
-    caches = [k.input[0], v.input[0]]
-    shapes = [g.b.shape(name) for name in caches]
-    along = [attributes(n).get("axis") == 2 and len(n.attribute) == 1 for n in (k, v)]
+    buffers = [n.input[0] for n in cache.writes]
+    shapes = [g.b.shape(name) for name in buffers]
+    along = [attributes(n).get("axis") == 2 and len(n.attribute) == 1 for n in cache.writes]
+    dtype = torch.int8 if cache.codes else torch.float32
     return (
         attributes(split).get("axis", 0) == 1
         and len(sizes) == 3
         and sizes[1:] == [shapes[0][1], shapes[1][1]]
         and shapes[0][3] == shapes[1][3]
         and all(along)
-        and k.input[2] == v.input[2]
-        and all(g.b.dtype(name) == torch.float32 for name in caches)
-        and all(len(g.readers[name]) == 1 for name in (*split.output, *caches))
+        and len({n.input[2] for n in cache.writes}) == 1
+        and all(g.b.dtype(name) == dtype for name in buffers[:2])
+        and all(len(g.readers[name]) == 1 for name in (*split.output, *buffers))
     )
 
 

@@ -1,15 +1,18 @@
 // What onnxruntime calls when it loads the library: the operators of the domain "accel".
 #include "abi.h"
 
-abi::Op attention_op();
+abi::Op attention_op(bool coded);
+abi::Op decode_op();
+abi::Op encode_op();
 abi::Op linear_op();
-abi::Op place_op();
+abi::Op place_op(bool coded);
 
 extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps(
     abi::Options* options, const abi::Base* base) {
   const void* const* table = base->get_api(abi::kVersion);
   if (!table) return nullptr;  // an onnxruntime before 1.17: the graph that needs the operators fails to load
-  static const abi::Op ops[] = {attention_op(), linear_op(), place_op()};
+  static const abi::Op ops[] = {attention_op(false), attention_op(true), decode_op(), encode_op(),
+                                linear_op(),         place_op(false),    place_op(true)};
   static abi::Domain* domain = nullptr;
   abi::Api api{table};
   if (!domain) {

@@ -1,10 +1,13 @@
 // accel::Place: what lies between a layer's packed product and its attention. Queries, keys and values are
 // taken apart, queries and keys normed (where the model does that) and turned by their positions, and keys
-// and values written into their slots.
+// and values written into their slots. PlaceInt8 writes codes and scales (coded.h).
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <vector>
 
 #include "abi.h"
+#include "coded.h"
 #include "vector.h"
 
 namespace {
@@ -16,8 +19,8 @@ struct Settings {
 
 struct Call {
   Settings set;
-  abi::Tensor x, cos, sin, positions, slots, k, v, q_norm, k_norm;
-  float *q_out, *k_out, *v_out;
+  abi::Tensor x, cos, sin, positions, slots, k, v, k_scale, v_scale, q_norm, k_norm;
+  void *q_out, *k_out, *v_out, *k_scale_out, *v_scale_out;
   int64_t B, T, H, G, C, D, W, half;
 };
 
@@ -48,12 +51,22 @@ void work(const Call& c, int64_t token) {
   const float* cos = c.cos.as<float>() + position * c.half;
   const float* sin = c.sin.as<float>() + position * c.half;
   for (int64_t h = 0; h < c.H; ++h, x += c.D)
-    turn(c, x, c.q_norm.as<float>(), c.set.q_epsilon, cos, sin, c.q_out + (token * c.H + h) * c.D);
+    turn(c, x, c.q_norm.as<float>(), c.set.q_epsilon, cos, sin, static_cast<float*>(c.q_out) + (token * c.H + h) * c.D);
   int64_t slot = c.slots.as<int64_t>()[b] + t;
-  for (int64_t g = 0; g < c.G; ++g, x += c.D)
-    turn(c, x, c.k_norm.as<float>(), c.set.k_epsilon, cos, sin, c.k_out + ((b * c.G + g) * c.C + slot) * c.D);
-  for (int64_t g = 0; g < c.G; ++g, x += c.W)
-    std::copy(x, x + c.W, c.v_out + ((b * c.G + g) * c.C + slot) * c.W);
+  auto row = [&](int64_t g) { return (b * c.G + g) * c.C + slot; };
+  auto write = [&](const float* from, int64_t width, int64_t row, void* to, void* scales) {
+    if (scales)
+      static_cast<float*>(scales)[row] = coded::encode(from, width, static_cast<int8_t*>(to) + row * width);
+    else
+      std::copy(from, from + width, static_cast<float*>(to) + row * width);
+  };
+  thread_local std::vector<float> key;
+  key.resize(c.D);
+  for (int64_t g = 0; g < c.G; ++g, x += c.D) {
+    turn(c, x, c.k_norm.as<float>(), c.set.k_epsilon, cos, sin, key.data());
+    write(key.data(), c.D, row(g), c.k_out, c.k_scale_out);
+  }
+  for (int64_t g = 0; g < c.G; ++g, x += c.W) write(x, c.W, row(g), c.v_out, c.v_scale_out);
 }
 
 typedef abi::Kernel<Settings> Kernel;
@@ -65,6 +78,8 @@ const char* unfit(const Call& c) {
                             c.sin.size[1] == c.half && c.cos.size[0] == c.sin.size[0] && c.cos.size[0] > 0 &&
                             2 * c.half <= c.D && c.positions.size[0] == c.B && c.positions.size[1] == c.T);
   bool norms = (!c.q_norm.data || c.q_norm.size[0] == c.D) && (!c.k_norm.data || c.k_norm.size[0] == c.D);
+  for (const abi::Tensor* scale : {&c.k_scale, &c.v_scale})
+    sizes = sizes && (!scale->data || scale->count() == c.B * c.G * c.C);
   if (!sizes || !tables || !norms || c.slots.size[0] != c.B) return "Place: the sizes of the product and the cache do not fit";
   for (int64_t b = 0; b < c.B; ++b) {
     int64_t slot = c.slots.as<int64_t>()[b];
@@ -73,32 +88,41 @@ const char* unfit(const Call& c) {
   return nullptr;
 }
 
-abi::Status* prepare(const Kernel& kernel, abi::Context* context, Call& c) {
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, bool coded, Call& c) {
   const abi::Api& api = kernel.api;
-  abi::Tensor* inputs[] = {&c.x, &c.slots, &c.k, &c.v, &c.cos, &c.sin, &c.positions, &c.q_norm, &c.k_norm};
+  abi::Tensor* plain[] = {&c.x, &c.slots, &c.k, &c.v, &c.cos, &c.sin, &c.positions, &c.q_norm, &c.k_norm};
+  abi::Tensor* scales[] = {&c.k_scale, &c.v_scale};
+  for (size_t i = 0; i < (coded ? 2 : 0); ++i)
+    if (abi::Status* s = abi::read(api, context, i, scales[i])) return s;
   for (size_t i = 0; i < 9; ++i)
-    if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
+    if (abi::Status* s = abi::read(api, context, i + (coded ? 2 : 0), plain[i])) return s;
   c.set = kernel.set;
   c.B = c.x.size[0], c.T = c.x.size[1], c.H = c.set.heads;
   c.G = c.k.size[1], c.C = c.k.size[2], c.D = c.k.size[3], c.W = c.v.size[3];
   c.half = !c.cos.data ? 0 : (c.set.turned ? c.set.turned : c.D) / 2;
   if (const char* why = unfit(c)) return api.fail(why);
   int64_t q_sizes[] = {c.B, c.T, c.H, c.D};
-  const int64_t* sizes[] = {q_sizes, c.k.size, c.v.size};
-  float** data[] = {&c.q_out, &c.k_out, &c.v_out};
-  for (size_t i = 0; i < 3; ++i) {
+  const int64_t* sizes[] = {q_sizes, c.k.size, c.v.size, c.k_scale.size, c.v_scale.size};
+  void** data[] = {&c.q_out, &c.k_out, &c.v_out, &c.k_scale_out, &c.v_scale_out};
+  for (size_t i = 0; i < (coded ? 5 : 3); ++i) {
     abi::Value* out = nullptr;
-    if (abi::Status* s = api.output(context, i, sizes[i], 4, &out)) return s;
-    if (abi::Status* s = api.data(out, reinterpret_cast<void**>(data[i]))) return s;
+    if (abi::Status* s = api.output(context, i, sizes[i], i < 3 ? 4 : 3, &out)) return s;
+    if (abi::Status* s = api.data(out, data[i])) return s;
   }
   return nullptr;
 }
 
+// What the cache held before, where the new one is other memory.
+void keep(const abi::Tensor& before, size_t size, void* now) {
+  if (before.data && now != before.data) std::memcpy(now, before.data, before.count() * size);
+}
+
+template <bool kCoded>
 abi::Status* run(const Kernel& self, abi::Context* context) {
-  Call c;
-  if (abi::Status* s = prepare(self, context, c)) return s;
-  if (c.k_out != c.k.data) std::copy_n(c.k.as<float>(), c.B * c.G * c.C * c.D, c.k_out);
-  if (c.v_out != c.v.data) std::copy_n(c.v.as<float>(), c.B * c.G * c.C * c.W, c.v_out);
+  Call c = {};
+  if (abi::Status* s = prepare(self, context, kCoded, c)) return s;
+  keep(c.k, kCoded ? 1 : 4, c.k_out), keep(c.v, kCoded ? 1 : 4, c.v_out);
+  keep(c.k_scale, 4, c.k_scale_out), keep(c.v_scale, 4, c.v_scale_out);
   if (c.B * c.T >= 8) return abi::parallel<work>(self.api, context, c.B * c.T, c);
   for (int64_t i = 0; i < c.B * c.T; ++i) work(c, i);
   return nullptr;
@@ -112,14 +136,22 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"k_epsilon", nullptr, &Settings::k_epsilon},
 };
 
-}  // namespace
-
-abi::Op place_op() {
-  abi::Op op = abi::op_of<Settings, kAttributes, run>();
-  op.name = [](const abi::Op*) { return "Place"; };
-  op.input_count = [](const abi::Op*) { return size_t(9); };
-  op.input_type = [](const abi::Op*, size_t i) { return int(i == 1 || i == 6 ? abi::kInt64 : abi::kFloat); };
-  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 3 ? abi::kOptional : abi::kRequired); };
-  op.output_count = [](const abi::Op*) { return size_t(3); };
+template <bool kCoded>
+abi::Op op() {
+  constexpr size_t more = kCoded ? 2 : 0;  // scales, which come first
+  abi::Op op = abi::op_of<Settings, kAttributes, run<kCoded>>();
+  op.name = [](const abi::Op*) { return kCoded ? "PlaceInt8" : "Place"; };
+  op.input_count = [](const abi::Op*) { return 9 + more; };
+  op.input_type = [](const abi::Op*, size_t i) {
+    bool codes = kCoded && (i == 2 + more || i == 3 + more);
+    return int(codes ? abi::kInt8 : i == 1 + more || i == 6 + more ? abi::kInt64 : abi::kFloat);
+  };
+  op.input_presence = [](const abi::Op*, size_t i) { return int(i > 3 + more ? abi::kOptional : abi::kRequired); };
+  op.output_count = [](const abi::Op*) { return 3 + more; };
+  op.output_type = [](const abi::Op*, size_t i) { return int(kCoded && (i == 1 || i == 2) ? abi::kInt8 : abi::kFloat); };
   return op;
 }
+
+}  // namespace
+
+abi::Op place_op(bool coded) { return coded ? op<true>() : op<false>(); }

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel.ir.ops import attention, quantized
+from accel.ir.ops import attention, codec, quantized
 from accel.lowering import Table
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.native import DOMAIN, library
@@ -37,15 +37,38 @@ def attend(
     first: str | None = None,
 ) -> Any:
     """Every form has one, a tree aside; `exact` keeps a row's bits the same however many rows a call
-    has.
+    has. Codes are read as they lie.
     """
     if tree is not None:
         return NotImplemented
-    operands = (q, k, v, q_pos, k_pos, bias, sink, kept_k, kept_v, kept_pos)
+    held = [x for x in (k, v, kept_k, kept_v) if x]
+    codes = {x: found for x in held if (found := _codes(b, x))}
+    coded = len(codes) == len(set(held))
+    given = (q, k, v, q_pos, k_pos, bias, sink, kept_k, kept_v)
+    operands = [codes[x][0] if coded and x in codes else x for x in given]
     return b.node(
-        "Attention", *operands, domain=DOMAIN, scale=float(scale), softcap=float(softcap),
+        "AttentionInt8" if coded else "Attention", *operands, kept_pos, *(codes[x][1] for x in held if coded),
+        domain=DOMAIN, scale=float(scale), softcap=float(softcap),
         mask=_MASKS.index(mask), window=window, exact=int(b.bit_exact), packed=0,
     )  # fmt: skip
+
+
+def _codes(b: Builder, value: str) -> list[str]:
+    """The codes and scales that a value was decoded from, where it was."""
+    made = next((n for n in reversed(b.nodes) if value in n.output), None)
+    coded = made is not None and (made.op_type, made.domain) == ("Decode", DOMAIN)
+    return list(made.input) if made is not None and coded else []
+
+
+@lower(codec.encode_rows.default)
+def encode_rows(b: Builder, x: str) -> Any:
+    return b.node("Encode", x, domain=DOMAIN, outputs=2)
+
+
+@lower(codec.decode_rows.default)
+def decode_rows(b: Builder, q: str, scale: str) -> Any:
+    """Only for who needs the numbers: attention reads the codes."""
+    return b.node("Decode", q, scale, domain=DOMAIN)
 
 
 @lower(quantized.quantized_linear.default)

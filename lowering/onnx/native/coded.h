@@ -1,0 +1,84 @@
+// Rows of int8 codes, each with a scale of its own: see accel.ir.ops.codec.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "vector.h"
+
+namespace coded {
+
+typedef int8_t b8 __attribute__((vector_size(8)));
+
+// A row's codes; returns its scale, which is NaN where the row holds what is no finite number.
+inline float encode(const float* x, int64_t width, int8_t* out) {
+  v8 most = {}, broken = {};
+  float largest_left = 0, broken_left = 0;
+  int64_t w = 0;
+  for (; w + 8 <= width; w += 8) {
+    v8 y = load(x + w), size = y < all(0.0f) ? -y : y;
+    most = size > most ? size : most;
+    broken += y * all(0.0f);
+  }
+  for (; w < width; ++w) largest_left = std::max(largest_left, std::fabs(x[w])), broken_left += x[w] * 0.0f;
+  float scale = std::max({largest(most), largest_left, 1e-30f}) / 127.0f + (sum(broken) + broken_left);
+  if (scale != scale) {
+    std::fill(out, out + width, int8_t(0));
+    return scale;
+  }
+  for (w = 0; w + 8 <= width; w += 8) {
+    v8 steps = load(x + w) / all(scale) + all(12582912.0f) - all(12582912.0f);  // to the nearest, half to even
+    b8 codes = __builtin_convertvector(__builtin_convertvector(steps, i8), b8);
+    std::memcpy(out + w, &codes, sizeof codes);
+  }
+  for (; w < width; ++w) out[w] = int8_t(std::nearbyint(x[w] / scale));
+  return scale;
+}
+
+inline v8 numbers(const int8_t* codes) {
+#if defined(__AVX2__)
+  return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+#endif
+  b8 x;
+  std::memcpy(&x, codes, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, i8), v8);
+}
+
+// Codes of `count` rows -> what they stand for.
+inline void decode(const int8_t* codes, const float* scales, int64_t count, int64_t width, float* out) {
+  for (int64_t r = 0; r < count; ++r, codes += width, out += width) {
+    v8 scale = all(scales[r]);
+    int64_t w = 0;
+    for (; w + 8 <= width; w += 8) store(out + w, numbers(codes + w) * scale);
+    for (; w < width; ++w) out[w] = float(codes[w]) * scales[r];
+  }
+}
+
+// Rows as they lie: floats, or codes.
+struct Rows {
+  const float* floats;
+  const int8_t* codes;
+  const float* scales;
+  int64_t width;
+
+  Rows at(int64_t row) const {
+    if (codes) return {nullptr, codes + row * width, scales + row, width};
+    return {floats + row * width, nullptr, nullptr, width};
+  }
+  // `count` rows from here as floats; coded ones are decoded into `room`.
+  const float* read(int64_t count, float* room) const {
+    if (!codes) return floats;
+    decode(codes, scales, count, width, room);
+    return room;
+  }
+  // Ask for memory before it is needed: a processor by itself looks ahead too late here.
+  void ahead(int64_t row, int64_t count) const {
+    const int8_t* from = codes ? codes : reinterpret_cast<const int8_t*>(floats);
+    int64_t each = width * (codes ? sizeof *codes : sizeof *floats);
+    for (int64_t i = row * each; i < (row + count) * each; i += 64) __builtin_prefetch(from + i);
+  }
+};
+
+}  // namespace coded
