@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 
 from accel.ir.program import Editor
+
+Memo = dict[Any, tuple[fx.GraphModule, list[Any]]]  # form of the operands -> graph, the operands' values
 
 
 def trace(
@@ -21,16 +23,27 @@ def trace(
     function: Callable[..., Any],
     *operands: fx.Node,
     like: fx.Node | None = None,
+    memo: Memo | None = None,
 ) -> Any:
     """Insert what `function` does with the operands at the graph's insertion point.
 
     It is run once on their fake values, sizes symbolic; operators of the dialect stay whole. A tensor
     that it makes out of nothing becomes a parameter `<name>.<n>`. Returns the node, or nested tuples
     and dicts of nodes, as the function does.
+
+    `memo`: shared by calls of one function, which is then traced once for operands that differ only in
+    which symbols their sizes are: layers cost little more than the first.
     """
     values = [o.meta["val"] for o in operands]
-    with editor.fake, enable_python_dispatcher(), torch.no_grad():
-        traced = make_fx(function)(*values)
+    key = _form(values)
+    if memo is not None and key in memo:
+        traced, before = memo[key]
+    else:
+        with editor.fake, enable_python_dispatcher(), torch.no_grad():
+            traced, before = make_fx(function)(*values), values
+        if memo is not None:
+            memo[key] = traced, values
+    renamed = _Renamed(editor, before, values)
     env: dict[fx.Node, Any] = {}
     waiting = iter(operands)
     for node in traced.graph.nodes:
@@ -47,7 +60,51 @@ def trace(
                 env[node] = args[0][args[1]]
                 continue
             env[node] = made = editor.graph.call_function(node.target, args, kwargs)
-            made.meta["val"] = node.meta["val"]
+            made.meta["val"] = renamed(node.meta["val"])
             if like is not None and "layer" in like.meta:
                 made.meta["layer"] = like.meta["layer"]
     raise ValueError(f"{name} returns nothing")
+
+
+def _sizes(values: Sequence[Tensor]) -> list[Any]:
+    return [size for value in values for size in value.shape]
+
+
+def _form(values: Sequence[Tensor]) -> Any:
+    """What the traced graph depends on: types, and sizes up to the names of symbols."""
+    names: dict[str, int] = {}
+    shapes = [
+        tuple(s if isinstance(s, int) else ("symbol", names.setdefault(str(s), len(names))) for s in v.shape)
+        for v in values
+    ]
+    return tuple((v.dtype, shape) for v, shape in zip(values, shapes, strict=True))
+
+
+class _Renamed:
+    """Fake values of one trace, as they are with other symbols as the operands' sizes."""
+
+    def __init__(self, editor: Editor, before: Sequence[Tensor], now: Sequence[Tensor]):
+        self.fake = editor.fake
+        self.symbols = {
+            a.node.expr: b.node.expr
+            for a, b in zip(_sizes(before), _sizes(now), strict=True)
+            if isinstance(a, torch.SymInt) and a.node.expr != b.node.expr
+        }
+
+    def __call__(self, value: Any) -> Any:
+        return map_aggregate(value, self._one) if self.symbols else value
+
+    def _one(self, value: Any) -> Any:
+        if isinstance(value, torch.SymInt):
+            return self._size(value)
+        if not isinstance(value, Tensor):
+            return value
+        shape, stride = ([self._size(s) for s in part] for part in (value.shape, value.stride()))
+        with self.fake:
+            return torch.empty_strided(shape, stride, dtype=value.dtype)
+
+    def _size(self, size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        other = size.node.expr.xreplace(self.symbols)
+        return self.fake.shape_env.create_symintnode(other, hint=None)

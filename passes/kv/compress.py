@@ -15,7 +15,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Entry, KvFacts, Program, State
-from accel.ir.trace import trace
+from accel.ir.trace import Memo, trace
 from accel.passes import Pass, Report
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.score import Base as Score
@@ -228,10 +228,12 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
             here["query_positions"] = holder("query_positions", blank((batch, window), torch.int64))
     outputs: dict[str, fx.Node] = {}
     editor = Editor(program, graph)
+    memos: dict[Any, Memo] = {}
     for site in sites:
-        here = given[site.layer]
-        cut = chooser(step, list(here), float(site.node.args[6]))  # type: ignore[arg-type]
-        found = trace(editor, f"compress.{site.layer}", cut, *here.values())
+        here, scale = given[site.layer], float(site.node.args[6])  # type: ignore[arg-type]
+        memo = memos.setdefault((scale, *here), {})
+        cut = chooser(step, list(here), scale)
+        found = trace(editor, f"compress.{site.layer}", cut, *here.values(), memo=memo)
         outputs |= {f"{site.kept[part].target}.next": node for part, node in found.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))

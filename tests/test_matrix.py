@@ -1,0 +1,39 @@
+"""Methods of different axes together: refused with a reason, or equal to the eager oracle. All of them are
+run by tools/matrix.py; here is a sample.
+"""
+
+import matrix
+import pytest
+
+from accel.runtime import ort
+
+COUNT, PARTS = 200, 20  # recipes, and tests that share them out
+CHOSEN = sorted(
+    matrix.sample(matrix.cases(), COUNT, seed=5),
+    key=lambda case: matrix.ARCHITECTURES.index(case.architecture),
+)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return matrix.Matrix()
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_recipes_are_refused_or_right(runner, part):
+    size = COUNT // PARTS
+    found = [runner.run(case) for case in CHOSEN[part * size : (part + 1) * size]]
+    wrong = [f"{o.case}: {o.why}" for o in found if o.kind == "wrong"]
+    assert not wrong, "\n".join(wrong)
+    assert all(o.why for o in found if o.kind == "refused")
+    assert any(o.kind == "equal" for o in found)
+
+
+def test_a_wrong_cache_is_caught(runner, monkeypatch):
+    case = matrix.Case("llama", (("kv.score", "knorm"), ("kv.when", "prompt")))
+    assert runner.run(case).kind == "equal"
+    right = ort.trimmed
+    monkeypatch.setattr(
+        ort, "trimmed", lambda found: {n: a[:, :, 1:] for n, a in right(found).items()}
+    )
+    assert runner.run(case).kind == "wrong"

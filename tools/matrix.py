@@ -1,0 +1,217 @@
+"""Every pair and triple of methods across axes, on tiny models: refused with a reason, or equal to the oracle.
+
+    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+from rich.progress import track
+
+import accel
+from accel.ir.axis import find_axes
+from accel.ir.capture import capture
+from accel.ir.errors import AccelError, InputError
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe
+from accel.runtime import optimize as building
+from accel.runtime.assemble import EVICTION, assemble
+
+ARCHITECTURES = ("llama", "mistral", "gpt2", "plain_latent")
+AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change the graph
+# Small enough for a prompt of PROMPT tokens to feel it, wherever a method has such an option.
+SMALL = {
+    "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
+}  # fmt: skip
+PROMPT, SHORTER, VOCABULARY = 30, 21, 53
+EXACT, ROUNDED = 1e-3, 0.2  # error relative to the largest logit; rounded inputs of products may turn a choice
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe for one architecture."""
+
+    architecture: str
+    tables: tuple[tuple[str, str], ...]  # (axis, method)
+
+    def __str__(self) -> str:
+        return f"{self.architecture}: " + " + ".join(f"{a}={m}" for a, m in self.tables)
+
+
+@dataclass
+class Outcome:
+    """`kind`: refused, equal, or wrong; `why`: the reason, or what differs."""
+
+    case: Case
+    kind: str
+    why: str = ""
+    seconds: float = 0.0
+
+
+def cases(sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
+    """All of them, in a fixed order: methods are found by folder."""
+    axes = {n: a.names() for n, a in find_axes().items() if n.partition(".")[0] in AXES}
+    found = []
+    for architecture in ARCHITECTURES:
+        for size in sizes:
+            for chosen in itertools.combinations(sorted(axes), size):
+                for methods in itertools.product(*(axes[a] for a in chosen)):
+                    found.append(Case(architecture, tuple(zip(chosen, methods, strict=True))))
+    return found
+
+
+def sample(chosen: list[Case], count: int, seed: int) -> list[Case]:
+    """So many of them, or all."""
+    return random.Random(seed).sample(chosen, min(count, len(chosen)))
+
+
+def recipe_of(case: Case) -> Recipe:
+    """The case's recipe, its options small."""
+    axes = find_axes()
+    tables: dict[str, dict[str, Any]] = {}
+    for axis, method in case.tables:
+        names = {f.name for f in dataclasses.fields(axes[axis].method(method))}
+        tables[axis] = {"use": method, **{n: v for n, v in SMALL.items() if n in names}}
+    if any(axis in EVICTION for axis in tables):  # the others say nothing without these
+        tables.setdefault("kv.score", {"use": "knorm"})
+        tables.setdefault("kv.budget", {"use": "uniform", "tokens_kept": SMALL["tokens_kept"]})
+    return Recipe(name=str(case), tables=tables)
+
+
+@dataclass
+class Matrix:
+    """Runs cases; each architecture is captured once."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+
+    def run(self, case: Case) -> Outcome:
+        start = time.perf_counter()
+        try:
+            kind, why = self._compare(case)
+        except AccelError as error:
+            kind, why = "refused", str(error)
+        except Exception as error:  # what a user would meet as a bare traceback
+            kind, why = "wrong", f"{type(error).__name__}: {error}"
+        return Outcome(case, kind, why, time.perf_counter() - start)
+
+    def _compare(self, case: Case) -> tuple[str, str]:
+        job = building._Job(assemble(recipe_of(case)), "eager", lambda *_: None)
+        program = self._program(case.architecture)
+        if job.narrows:
+            program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
+        building._rewrite(job, program, None, None)
+        job.target = "onnx"
+        rounded = any(axis == "weights" for axis, _ in case.tables)
+        oracle = building._eager(job, program, None)
+        with building._artifact(job, program, None, None, None) as built:
+            assert built.artifact is not None
+            want = drive(oracle)
+            for kernels in built.artifact.entries["step"].graphs:
+                with accel.load(built.artifact.path, kernels=kernels, threads=1) as model:
+                    if off := different(want, drive(model), ROUNDED if rounded else EXACT):
+                        return "wrong", f"{kernels}: {off}"
+        return "equal", ""
+
+    def _program(self, architecture: str) -> Program:
+        if architecture not in self.programs:
+            layers, models.LAYERS = models.LAYERS, 2
+            try:
+                module = models.ARCHITECTURES[architecture]()
+            finally:
+                models.LAYERS = layers
+            program = capture(module, max_context=128)
+            program.facts.max_batch = 2
+            self.programs[architecture] = program
+            gc.freeze()  # a build collects garbage: none of this is
+        return self.programs[architecture].copy()
+
+
+def drive(model: Any) -> dict[str, Any]:
+    """What a session gives: prompts of two lengths, single tokens, several at once, a rewind, a fork."""
+    tokens = np.random.default_rng(0).integers(3, VOCABULARY, (2, PROMPT + 20))
+    seen: dict[str, Any] = {}
+    with model.session(2) as session:
+        at = PROMPT
+        seen["prompt"] = session.run(tokens[:, :at], np.array([PROMPT, SHORTER]))
+        session.end_prompt()
+        seen["bytes"] = session.stats["kv_bytes"]
+        for i in range(2):
+            seen[f"token {i}"] = session.run(tokens[:, at + i : at + i + 1])
+        seen["several"] = session.run(tokens[:, at + 2 : at + 7])
+        try:
+            session.rewind(session.lengths - 3)
+        except InputError:
+            seen["rewind"] = "refused"
+        seen["after"] = session.run(tokens[:, at + 7 : at + 11])
+        with session.fork() as other:
+            seen["fork"] = other.run(tokens[:, at + 11 : at + 12])
+        seen["own"] = session.run(tokens[:, at + 12 : at + 13])
+    return seen
+
+
+def different(want: dict[str, Any], got: dict[str, Any], bound: float) -> str:
+    """What of two drives differs; nothing: empty."""
+    for name, a in want.items():
+        b = got.get(name)
+        if not isinstance(a, np.ndarray):
+            if a != b:
+                return f"{name}: {a} and {b}"
+            continue
+        each = np.abs(a - b).max(axis=-1) / max(1.0, float(np.abs(a).max()))
+        # a rounded input may turn a close choice of what is kept, and then a token or two differ
+        off = float(np.median(each)) if bound == ROUNDED else float(each.max())
+        if not off <= bound:
+            return f"{name}: logits differ by {off:.1e} of the largest"
+    return ""
+
+
+def outcomes(chosen: list[Case], watch: Callable[[Any], Any] = iter) -> Iterator[Outcome]:
+    """Run cases one after another, those of an architecture together."""
+    matrix = Matrix()
+    for case in watch(sorted(chosen, key=lambda c: ARCHITECTURES.index(c.architecture))):
+        yield matrix.run(case)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sample", type=int, help="so many cases, chosen by the seed; default all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
+    parser.add_argument("--json", type=Path, help="write every outcome here")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    chosen = cases(tuple(int(n) for n in options.sizes.split(",")))
+    if options.sample:
+        chosen = sample(chosen, options.sample, options.seed)
+    done = list(outcomes(chosen, lambda all_: track(all_, f"{len(chosen)} recipes")))
+    counts = Counter(o.kind for o in done)
+    print(", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
+    reasons = Counter(o.why.partition(": ")[2][:110] for o in done if o.kind == "refused")
+    for reason, n in reasons.most_common(12):
+        print(f"{n:5} refused: {reason}")
+    for outcome in done:
+        if outcome.kind == "wrong":
+            print(f"WRONG {outcome.case}: {outcome.why}")
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(o) for o in done], indent=1))
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
