@@ -12,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import Axis
-from accel.ir.errors import RecipeError
+from accel.ir.errors import InputError, RecipeError
 from accel.runtime.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
 
 Arrays = dict[str, npt.NDArray[Any]]
+LOST = (
+    "a call failed ({}) after some of its tokens were compressed or counted, which cannot be taken back; "
+    "this session is closed, open another with model.session()"
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class Keeper:
         self.plan = plan
         self.base: Ints = np.zeros(batch, np.int64)
         self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
+        self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
         self._query_positions: Ints = np.full((batch, plan.observe), -1, np.int64)
 
@@ -75,7 +80,11 @@ class Keeper:
 
     def observes(self, tokens: int) -> bool:
         """Whether the queries of a call of so many tokens are needed."""
-        return self.plan.observe > 0 and (tokens > 1 or self.plan.when.single)
+        return self.plan.observe > 0 and (tokens > 1 or self._first or self.plan.when.single)
+
+    def end_prompt(self) -> None:
+        """Single tokens from here on are generated ones."""
+        self._first = False
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether to compress now, and there is something to drop."""
@@ -107,6 +116,25 @@ class Keeper:
         self.base = np.where(rows, 0, self.base)
         self._kept = np.where(rows, 0, self._kept)
         self._query_positions = np.where(rows[:, None], -1, self._query_positions)
+        self._first |= bool(rows.all())
+
+    def anew(self, wanted: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
+        """Rows [B] that start anew where rows of `lengths` tokens are rewound to `wanted`; others may go
+        back to where they were compressed, or where tokens are counted not at all. Raises InputError.
+        """
+        anew = wanted == 0
+        low = lengths if self.plan.counts else self.base
+        if (short := (wanted < low) & ~anew).any():
+            row = int(short.argmax())
+            why = (
+                "the recipe counts what each token drew"
+                if self.plan.counts
+                else "older tokens were compressed"
+            )
+            raise InputError(
+                f"cannot rewind row {row} to {wanted[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"
+            )
+        return np.asarray(anew)
 
     def rewound(self, lengths: Ints) -> None:
         """Queries of tokens from `lengths` [B] on are forgotten."""
@@ -117,13 +145,15 @@ class Keeper:
         """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding)."""
         both = np.concatenate([self._query_positions, positions], axis=1)
         last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
+        held = {}
         for name, new in queries.items():
             old = self._queries.get(name)
             if old is None:
                 shape = (new.shape[0], self.plan.observe, *new.shape[2:])
                 old = np.zeros(shape, new.dtype)
             joined = np.concatenate([old, new], axis=1)
-            self._queries[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
+            held[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
+        self._queries = held
         self._query_positions = np.take_along_axis(both, last, axis=1)
 
     def _tokens(self, lengths: Ints) -> Ints:

@@ -289,6 +289,7 @@ class OrtStepper:
                 other._bind(copies)
             else:
                 other._buffers = copies
+                other._kv_bytes = self._kv_bytes
         return other
 
     @property

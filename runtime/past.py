@@ -32,6 +32,7 @@ class _Saved:
 
     lengths: Ints
     state: Any
+    pinned: bool = False  # what came before cannot be run again, so it goes last
 
 
 class Past:
@@ -87,8 +88,16 @@ class Past:
         self._saved.append(_Saved(self._held.copy(), holder.snapshot()))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
-            gaps = [ends[i + 1] - (ends[i - 1] if i else 0) for i in range(SNAPSHOTS)]
-            del self._saved[gaps.index(min(gaps))]
+            gaps = {
+                i: ends[i + 1] - (ends[i - 1] if i else 0)
+                for i in range(SNAPSHOTS)
+                if not self._saved[i].pinned
+            }
+            del self._saved[min(gaps, key=gaps.__getitem__)]
+
+    def pin(self, holder: Holder) -> None:
+        """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
+        self._saved = [_Saved(self._held.copy(), holder.snapshot(), pinned=True)]
 
     def after(self, tokens: Ints, positions: Ints) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
@@ -105,6 +114,6 @@ class Past:
         """An independent past; the copies of the state, which nobody writes, are shared."""
         other = Past(len(self._held))
         other._tokens, other._held = self._tokens.copy(), self._held.copy()
-        other._saved = [_Saved(s.lengths.copy(), s.state) for s in self._saved]
+        other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned) for s in self._saved]
         other._single, other._wide = self._single, self._wide
         return other

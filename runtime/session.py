@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from accel.ir.depth import Depth
-from accel.ir.errors import InputError
+from accel.ir.errors import AccelError, InputError
 from accel.runtime.depth import Controls, Plans
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
-from accel.runtime.keeper import Keeper, KvPlan
+from accel.runtime.keeper import LOST, Keeper, KvPlan
 from accel.runtime.past import Past
 from accel.runtime.stepper import Logits, Stepper
 
@@ -93,7 +93,7 @@ class Session:
         padding, may hold anything, leaves no trace, and has logits 0. `last_only` gives [B,1,V]:
         the logits of each row's last real token, the others not computed. Long calls are cut into
         graph calls of at most CHUNK tokens. Raises InputError; a call that fails leaves the session
-        as it was.
+        as it was, or closes it where that cannot be: tokens of the call were compressed or counted.
 
         Of a model built with a depth method: `run_layers` [L] bools say which layers run (default:
         all for a prompt, the recipe's for single tokens after it), and `threshold` from which
@@ -123,25 +123,33 @@ class Session:
                 "Give fewer tokens, rewind, or build with a larger max_context"
             )
         controls = self._tell(stepper, run_layers, threshold, after)
-        if self._past is not None and (
-            again := self._past.catch_up(stepper, self._lengths)
-        ):
-            self._chunks(stepper, *again, last_only=True)
-        if counts is None and ids.shape[1] <= CHUNK:
-            logits = self._whole(stepper, ids, last_only)
-        else:
-            full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
-            logits = self._chunks(stepper, ids, full, self._lengths, last_only)
+        before = self._keeper and self._keeper.copy()
+        try:
+            self._catch_up(stepper)
+            if counts is None and ids.shape[1] <= CHUNK:
+                logits = self._whole(stepper, ids, last_only)
+            else:
+                full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
+                logits = self._chunks(stepper, ids, full, self._lengths, last_only)
+            self._compress("call", after)
+        except BaseException as error:
+            self._undo(before, error)
+            raise
         if self._plans is not None and controls is not None:
             self._plans.ran(controls, self._lengths, after)
         self._lengths = after
-        self._compress("call", after)
         return logits
 
     def end_prompt(self) -> None:
-        """Say that a prompt is whole: what the recipe does then, as dropping tokens, is done now."""
-        self._open()
-        self._compress("prompt", self._lengths)
+        """Say that a prompt is whole: what the recipe does then, as dropping tokens, is done now.
+
+        Where that fails the session stays as it was.
+        """
+        stepper = self._open()
+        if self._keeper is not None:
+            self._catch_up(stepper)
+            self._compress("prompt", self._lengths)
+            self._keeper.end_prompt()
 
     @property
     def held_from(self) -> Ints:
@@ -166,7 +174,10 @@ class Session:
                 f"give 0..{self._lengths[row]}"
             )
         if self._keeper is not None:
-            self._rewind_kept(self._open(), self._keeper, wanted)
+            anew = self._keeper.anew(wanted, self._lengths)
+            self._open().forget(anew)
+            self._keeper.forget(anew)
+            self._keeper.rewound(wanted)
         self._lengths = wanted
         if self._plans is not None:
             self._plans.forget(wanted)
@@ -280,11 +291,35 @@ class Session:
         rows = np.broadcast_to(rows, (self.batch, rows.size))
         return self._step(stepper, ids, positions, self._slots(), rows, ids.size)
 
+    def _catch_up(self, stepper: Stepper) -> None:
+        """Run again what recurrent state lacks after a rewind. Those tokens were looked at before, and
+        the cache holds them uncompressed.
+        """
+        if self._past is not None and (again := self._past.catch_up(stepper, self._lengths)):
+            keeper, self._keeper = self._keeper, None
+            ids, counts, first = again
+            base = 0 if keeper is None else keeper.base
+            try:
+                self._chunks(stepper, ids, counts, first, True, base)
+            finally:
+                self._keeper = keeper
+
+    def _undo(self, before: Keeper | None, error: BaseException) -> None:
+        """After a call that failed: `before` is what was known of the compressed part."""
+        if before is None or self._keeper is None:
+            return
+        if before.plan.counts or (self._keeper.base != before.base).any():
+            self.close()
+            if isinstance(error, Exception):
+                raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
+        self._keeper = before
+
     def _chunks(
-        self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool
+        self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool, base: Any = 0
     ) -> Logits:
         """Graph calls of at most CHUNK columns, from position `first` [B] on; a row's padding gets
-        position -1 and writes no KV that is seen.
+        position -1 and writes no KV that is seen. `base`: the position of slot 0 where no keeper
+        says it.
         """
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
         out = np.zeros(shape, np.float32)
@@ -295,7 +330,7 @@ class Session:
             held = first + np.minimum(counts, start)
             if start and self._keeper is not None:
                 self._compress("part", held)
-            slots = held if self._keeper is None else held - self._keeper.base
+            slots = held - (base if self._keeper is None else self._keeper.base)
             real = columns < left[:, None]
             positions = np.where(real, held[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
@@ -350,25 +385,10 @@ class Session:
         self._open().compress(keeper, lengths)
         keeper.compressed(lengths)
         self._capacity = 0
+        if self._past is not None:
+            self._past.pin(self._open())
         self._calls += 1
         self._seconds += time.perf_counter() - start
-
-    def _rewind_kept(self, stepper: Stepper, keeper: Keeper, wanted: Ints) -> None:
-        """Rows that start anew drop what was kept; others go back to where they were compressed."""
-        anew = wanted == 0
-        short = (wanted < keeper.base) & ~anew
-        if keeper.plan.counts:
-            short |= (wanted < self._lengths) & ~anew
-        if short.any():
-            row = int(short.argmax())
-            low = self._lengths[row] if keeper.plan.counts else keeper.base[row]
-            why = "the recipe counts what each token drew" if keeper.plan.counts else "older tokens were compressed"
-            raise InputError(
-                f"cannot rewind row {row} to {wanted[row]}: {why}; give {low}..{self._lengths[row]}, or 0"
-            )
-        stepper.forget(anew)
-        keeper.forget(anew)
-        keeper.rewound(wanted)
 
 
 def at_least(least: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:

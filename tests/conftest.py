@@ -19,7 +19,10 @@ import accel
 from accel.ir.capture import capture
 from accel.ir.program import Entry, Program
 from accel.lowering.onnx import native
+from accel.passes import run
+from accel.passes.state.head import Head
 from accel.runtime import ort
+from accel.runtime.optimize import pipeline
 from accel.runtime.small import small_model
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -148,3 +151,21 @@ def deep():
     yield get
     for compiled in made.values():
         compiled.close()
+
+
+@pytest.fixture(scope="session")
+def stateful(captured):
+    """stateful(name) -> a fresh copy of its captured program, as the recipe's passes over the state
+    find it.
+    """
+    made = {}
+
+    def get(name: str) -> Program:
+        if name not in made:
+            program = captured(name)
+            steps = pipeline(program.facts.encoder is not None)
+            run(program, steps[: 1 + next(i for i, s in enumerate(steps) if isinstance(s, Head))])
+            made[name] = program
+        return clone(made[name])
+
+    return get

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Entry, KvFacts, Program, State
@@ -66,6 +66,9 @@ class Compress(Pass):
 
     def run(self, program: Program) -> Report:
         sites = _sites(program, "mass" in _parameters(self.score))
+        if not sites:
+            return Report(refused=["no layer of this model has a cache of keys; leave kv.score out for it"])
+        _check_values(self.keep, sites)
         _read_kept(program, sites)
         if self.score.observe:
             _give_queries(program, sites)
@@ -101,6 +104,14 @@ def _is_cross(node: fx.Node) -> bool:
     """Whether it reads an encoder's keys, which no step appends to."""
     keys = node.args[1]
     return not (isinstance(keys, fx.Node) and keys.target is kv_append.default)
+
+
+def _check_values(keep: Keep, sites: list[_Site]) -> None:
+    if keep.merges and (shared := [s.layer for s in sites if _buffer_of(s, 1) is _buffer_of(s, 2)]):
+        raise PassError(
+            f"kv.keep changes values, but those of layer {shared[0]} are its keys too (a latent, MLA); "
+            "leave kv.keep out for this model, or use 'drop'"
+        )
 
 
 def _read_kept(program: Program, sites: list[_Site]) -> None:
@@ -230,24 +241,30 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
     editor = Editor(program, graph)
     memos: dict[Any, Memo] = {}
     for site in sites:
-        here, scale = given[site.layer], float(site.node.args[6])  # type: ignore[arg-type]
-        memo = memos.setdefault((scale, *here), {})
-        cut = chooser(step, list(here), scale)
+        here = given[site.layer]
+        scale, mask, size = (site.node.args[i] for i in (6, 8, 9))
+        memo = memos.setdefault((scale, mask, size, *here), {})
+        cut = chooser(step, list(here), scale, Mask(mask, size))  # type: ignore[arg-type]
         found = trace(editor, f"compress.{site.layer}", cut, *here.values(), memo=memo)
         outputs |= {f"{site.kept[part].target}.next": node for part, node in found.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
 
 
-def chooser(step: Compress, names: list[str], scale: float) -> Callable[..., dict[str, Tensor]]:
-    """A function of tensors, by these names: what a layer keeps of the slots that it has."""
+def chooser(
+    step: Compress, names: list[str], scale: float, mask: Mask
+) -> Callable[..., dict[str, Tensor]]:
+    """A function of tensors, by these names: what a layer keeps of the slots that it has, beyond those
+    that no later query of its mask sees.
+    """
 
     def cut(*operands: Tensor) -> dict[str, Tensor]:
         x = dict(zip(names, operands, strict=True))
         groups = x["kept_k"].shape[1]
         recent = x["recent_pos"][:, None].expand(-1, groups, -1)
         where = torch.cat((x["kept_pos"], recent), dim=2)  # [B,G,S]
-        where = where.masked_fill(where >= x["seen"][:, None, None], -1)
+        after = x["seen"][:, None, None]
+        where = where.masked_fill((where >= after) | ~mask.visible(after, where), -1)
         given: dict[str, Any] = {
             "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
             "positions": where,
@@ -264,7 +281,7 @@ def chooser(step: Compress, names: list[str], scale: float) -> Callable[..., dic
         if "kept_mass" in x:
             given["mass"] = torch.cat((x["kept_mass"], x["kept_mass.recent"]), dim=2)
         scores = step.score(**{n: given[n] for n in _parameters(step.score)}).float()
-        scores = _protected(step.score, torch.nan_to_num(scores), where, x["seen"])
+        scores = _protected(step.score, scores, where, x["seen"])
         counts = step.budget.heads(scores, x["keep"])  # [B,G]
         chosen = scores.topk(x["ranks"].shape[0], dim=2).indices  # [B,G,N], best first
         stays = where.gather(2, chosen)
@@ -284,10 +301,14 @@ def chooser(step: Compress, names: list[str], scale: float) -> Callable[..., dic
 
 
 def _protected(score: Score, scores: Tensor, where: Tensor, seen: Tensor) -> Tensor:
-    """What stays whatever its score gets the highest, empty slots the lowest."""
+    """What stays whatever its score gets the highest, empty slots the lowest, and no number the lowest
+    of a real one. Where not even the former have room: the first tokens, then the newest.
+    """
     far = torch.finfo(torch.float32).max
-    scores = scores.clamp(-far / 2, far / 2)
-    stays = where < score.sinks
-    if score.recent:
-        stays = stays | (where >= (seen - score.recent)[:, None, None])
-    return scores.masked_fill(stays, far).masked_fill(where < 0, -far)
+    scores = torch.nan_to_num(scores, nan=-far / 2).clamp(-far / 2, far / 2)
+    age = seen[:, None, None] - 1 - where  # 0: the newest
+    late = torch.where(where < score.sinks, where - score.sinks, age)  # the order of what stays
+    share = (late + score.sinks).to(scores.dtype) / (score.sinks + score.recent + 1)
+    first = far * (1 - share / 4)
+    scores = torch.where((where < score.sinks) | (age < score.recent), first, scores)
+    return scores.masked_fill(where < 0, -far)

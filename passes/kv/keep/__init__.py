@@ -19,5 +19,6 @@ class Base:
     """
 
     grade: ClassVar[str] = "approximate"
+    merges: ClassVar[bool] = True  # whether values change, so that they must not be keys too
 
     __call__: Callable[..., Tensor]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accel.ir.errors import RecipeError
 from accel.passes.kv.keep import Base
 
 
@@ -18,6 +19,12 @@ class ValueMerge(Base):
     """`threshold`: least cosine of two keys whose values are merged. Keys stay as they are."""
 
     threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.threshold <= 1:
+            raise RecipeError(
+                f"kv.keep.value-merge: threshold is {self.threshold}; give a cosine from -1 to 1"
+            )
 
     def __call__(
         self, keys: Tensor, values: Tensor, positions: Tensor, chosen: Tensor, real: Tensor

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from accel.ir.errors import RecipeError
 from accel.passes.kv.score import Base
 
 
@@ -16,6 +17,10 @@ class H2O(Base):
 
     recent: int = 128
     when: ClassVar[str] = "every"
+
+    def __post_init__(self) -> None:
+        if self.recent < 0:
+            raise RecipeError(f"kv.score.h2o: recent is {self.recent}; give at least 0")
 
     def __call__(self, mass: Tensor) -> Tensor:
         return mass

@@ -49,4 +49,4 @@ class SnapKV(Base):
         prefix = positions < (seen - self.window)[:, None, None]
         count = (query_positions >= 0).sum(1).clamp(min=1)[:, None, None, None]
         scores = probs.sum(3) / count * prefix[:, :, None]
-        return pooled(scores, self.kernel, self.pooling).mean(2)
+        return pooled(scores, positions, self.kernel, self.pooling).mean(2)

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from accel.ir.errors import RecipeError
 from accel.passes.kv.score import Base
 
 
@@ -19,6 +20,10 @@ class StreamingLlm(Base):
 
     sinks: int = 4
     when: ClassVar[str] = "every"
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0:
+            raise RecipeError(f"kv.score.streaming-llm: sinks is {self.sinks}; give at least 0")
 
     def __call__(self, positions: Tensor) -> Tensor:
         return positions.float()

@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-__all__ = ["Base"]
+import numpy as np
+
+__all__ = ["EMPTY", "Base"]
+
+EMPTY = -float(np.finfo(np.float32).max)  # the score of a slot that holds nothing
 
 
 class Base(ABC):

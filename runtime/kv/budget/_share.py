@@ -29,6 +29,8 @@ class Share:
 
     def average(self, seen: int) -> int:
         """Tokens per head, over all layers."""
-        if self.compression_ratio:
-            return max(1, int(seen * (1 - self.compression_ratio)))
-        return self.tokens_kept
+        return max(1, int(self.mean(seen)))
+
+    def mean(self, seen: int) -> float:
+        """The same before rounding."""
+        return seen * (1 - self.compression_ratio) if self.compression_ratio else self.tokens_kept

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.ir.errors import RecipeError
-from accel.runtime.kv.budget import Base
+from accel.runtime.kv.budget import EMPTY, Base
 from accel.runtime.kv.budget._share import Share
 
 
@@ -33,15 +33,15 @@ class AdaKV(Share, Base):
         return heads * tokens - (heads - 1) * self._safe(tokens)
 
     def heads(self, scores: Any, keep: Any) -> Any:
-        safe = (keep * self.safeguard).long().clamp(min=1)
-        ranks = _ranks(scores)  # [B,G,S]
-        forced = scores.masked_fill(ranks < safe[:, None, None], float("inf"))
+        safe = (keep * self.safeguard).long().clamp(min=int(self.safeguard > 0))
+        best = (_ranks(scores) < safe[:, None, None]) & (scores > EMPTY)  # [B,G,S]
+        forced = scores.masked_fill(best, float("inf"))
         among = _ranks(forced.flatten(1))  # [B,G S]
         stays = among < (keep * scores.shape[1])[:, None]
         return stays.unflatten(1, (scores.shape[1], scores.shape[2])).sum(2)
 
     def _safe(self, tokens: int) -> int:
-        return max(1, int(tokens * self.safeguard))
+        return max(int(self.safeguard > 0), int(tokens * self.safeguard))
 
 
 def _ranks(scores: Any) -> Any:

@@ -22,21 +22,21 @@ class PyramidKV(Share, Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta < 1 or self.window < 0:
+        if not (1 <= self.beta < float("inf") and self.window >= 0):
             raise RecipeError(
                 f"kv.budget.pyramidkv: beta is {self.beta} and window {self.window}; give a beta of at "
                 "least 1 and a window of at least 0"
             )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
-        mean = self.average(seen)
+        mean = self.mean(seen)
         if mean >= seen or layers == 1:
-            return mean
+            return self.average(seen)
         least = mean / self.beta
         most = 2 * mean - least
         if most >= seen - self.window:
             most = seen - self.window
             least = 2 * mean - most
         if not seen >= most >= least >= self.window:
-            return mean
+            return max(1, round(mean))
         return max(1, round(most - layer * (most - least) / (layers - 1)))

@@ -1,0 +1,106 @@
+"""Sessions that evict, on the eager target, without the checks of a whole build."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel.ir.axis import Axis
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe
+from accel.ir.spec import verify
+from accel.runtime.assemble import assemble
+from accel.runtime.eager import EagerEngine
+from accel.runtime.keeper import KvPlan, kv_plan
+from accel.runtime.session import Session
+
+FOREVER = {"use": "uniform", "tokens_kept": 1 << 20}
+SMALL = {  # options that fit prompts of a few dozen tokens
+    "snapkv": {"window": 4, "kernel": 3},
+    "h2o": {"recent": 4},
+    "streaming-llm": {"sinks": 2},
+    "pyramidkv": {"window": 4, "beta": 4.0},
+}
+
+
+def table(name: str, **options: Any) -> dict[str, Any]:
+    return {"use": name, **SMALL.get(name, {}), **options}
+
+
+def recipe(score: str = "snapkv", kept: int = 12, **axes: Any) -> dict[str, Any]:
+    """Tables of a recipe that keeps `kept` tokens; `axes`: budget, keep, when."""
+    tables = {"kv.score": table(score), "kv.when": {"use": "prompt"}}
+    tables["kv.budget"] = table(axes.pop("budget", "uniform"), tokens_kept=kept)
+    return tables | {f"kv.{axis}": table(name) for axis, name in axes.items()}
+
+
+@dataclass
+class Case:
+    """A program that evicts; sessions over it may follow other budgets and moments than it was built for."""
+
+    program: Program
+    plan: KvPlan
+
+    @property
+    def engine(self) -> EagerEngine:
+        return EagerEngine(self.program)
+
+    def session(self, batch: int = 1, wrap: Any = None, **axes: dict[str, Any]) -> Session:
+        """`axes`: tables of budget and when instead of the recipe's."""
+        stepper = self.engine.stepper(batch)
+        facts = self.program.facts
+        return Session(
+            wrap(stepper) if wrap else stepper,
+            batch,
+            vocab_size=facts.vocab_size,
+            max_context=facts.max_context,
+            encoder=facts.encoder,
+            kv=self.other(**axes),
+        )
+
+    def other(self, **axes: dict[str, Any]) -> KvPlan:
+        built = {
+            axis: Axis(f"kv.{axis}", f"accel.runtime.kv.{axis}").build(
+                **{"name": t["use"]}, **rest(t)
+            )
+            for axis, t in axes.items()
+        }
+        return KvPlan(**{**vars(self.plan), **built})
+
+    def tokens(self, *shape: int, seed: int = 0) -> np.ndarray:
+        """Each token once in a row, where the vocabulary has so many."""
+        rng, most = np.random.default_rng(seed), self.program.facts.vocab_size
+        if shape[1] > most - 3:
+            return rng.integers(3, most, shape)
+        return np.stack([3 + rng.permutation(most - 3)[: shape[1]] for _ in range(shape[0])])
+
+
+def rest(table: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in table.items() if k != "use"}
+
+
+def evicting(program: Program, tables: dict[str, Any]) -> Case:
+    """A program over state (conftest's `stateful`) with the passes of a recipe."""
+    plan = assemble(Recipe(tables=tables))
+    for step in plan.passes:
+        report = step.run(program)
+        assert report.changed, report.refused
+        verify(program, type(step).__name__)
+    found = kv_plan(plan.recipe.tables, program.facts.kv, program.state)
+    assert found is not None
+    return Case(program, found)
+
+
+def state(session: Session) -> dict[str, Any]:
+    """Name -> array, of an eager session."""
+    return {n: t.numpy() for n, t in session._stepper._state.items()}
+
+
+def kept(session: Session) -> dict[int, np.ndarray]:
+    """Positions [B,G,P] of what each layer keeps."""
+    found = {
+        n: a for n, a in state(session).items() if n.startswith("kept.") and n.endswith(".pos")
+    }
+    return {int(n.split(".")[1]): a for n, a in found.items()}
