@@ -318,8 +318,7 @@ class Session:
         self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool, base: Any = 0
     ) -> Logits:
         """Graph calls of at most CHUNK columns, from position `first` [B] on; a row's padding gets
-        position -1 and writes no KV that is seen. `base`: the position of slot 0 where no keeper
-        says it.
+        position -1 and writes no KV that is seen. `base`: of slot 0 where no keeper says it.
         """
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
         out = np.zeros(shape, np.float32)
@@ -370,7 +369,6 @@ class Session:
         self._calls += 1
         self._tokens += real
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
-
 
     def _slots(self) -> Ints:
         """The first free slot of each row [B]."""
