@@ -36,6 +36,16 @@ def recipe(score: str = "snapkv", kept: int = 12, **axes: Any) -> dict[str, Any]
     return tables | {f"kv.{axis}": table(name) for axis, name in axes.items()}
 
 
+SCORES = ["snapkv", "knorm", "h2o", "streaming-llm"]
+RECIPES = {
+    **{score: recipe(score) for score in SCORES},
+    "ada-kv": recipe(budget="ada-kv"),
+    "pyramidkv": recipe(budget="pyramidkv"),
+    "value-merge": recipe(keep="value-merge"),
+}
+LENGTHS = [40, 23, 9]
+
+
 @dataclass
 class Case:
     """A program that evicts; sessions over it may follow other budgets and moments than it was built for."""
@@ -104,3 +114,63 @@ def kept(session: Session) -> dict[int, np.ndarray]:
         n: a for n, a in state(session).items() if n.startswith("kept.") and n.endswith(".pos")
     }
     return {int(n.split(".")[1]): a for n, a in found.items()}
+
+
+_MADE: dict[str, Case] = {}
+
+
+def evicted(stateful: Any, name: str) -> Case:
+    """One of RECIPES on a small Llama of two layers and two KV heads; made once."""
+    if name not in _MADE:
+        _MADE[name] = evicting(stateful("llama"), RECIPES[name])
+    return _MADE[name]
+
+
+def close(a, b):
+    np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
+
+
+def decoded(session, tokens):
+    """Logits of single tokens [B,T]."""
+    return np.concatenate([session.run(tokens[:, [i]]) for i in range(tokens.shape[1])], axis=1)
+
+
+def conversation(session, tokens, lengths, longest=40, rounds=2):
+    """Prompts of the rows' lengths, each followed by four single tokens: all logits that are real.
+
+    No row gets a token twice: keys of one length would tie.
+    """
+    out = []
+    for turn in range(rounds):
+        given = tokens[:, turn * (longest + 4) :]
+        logits = session.run(given[:, : max(lengths)], lengths)
+        out += [row[:n] for row, n in zip(logits, lengths, strict=True)]
+        session.end_prompt()
+        out += list(decoded(session, given[:, longest : longest + 4]))
+    return out
+
+
+def encoded(case: Case, session):
+    encoder = case.program.facts.encoder
+    if encoder is not None:
+        session.encode(np.random.default_rng(1).integers(3, encoder.vocab_size, (session.batch, 7)))
+
+
+def ragged_is_alone(case: Case, lengths=LENGTHS):
+    tokens = case.tokens(3, 88)
+    together = case.session(3)
+    encoded(case, together)
+    all_rows = conversation(together, tokens, lengths)
+    for row, n in enumerate(lengths):
+        alone = case.session(1)
+        if case.program.facts.encoder is not None:
+            encoder = case.program.facts.encoder
+            given = np.random.default_rng(1).integers(3, encoder.vocab_size, (3, 7))
+            alone.encode(given[[row]])
+        cut = conversation(alone, tokens[[row]], [n])
+        for i, want in enumerate(cut):
+            close(all_rows[3 * i + row], want)
+        for layer, where in kept(alone).items():
+            got = kept(together)[layer][row]
+            width = where.shape[2]
+            assert np.array_equal(got[:, :width], where[0]) and (got[:, width:] == -1).all()

@@ -3,56 +3,29 @@
 import numpy as np
 import pytest
 
-from accel.ir.errors import AccelError, InputError
-from accel.runtime import session as session_module
+from accel.ir.errors import InputError
 
-from .kv_case import FOREVER, Case, evicting, kept, recipe, state
+from .kv_case import (
+    FOREVER,
+    LENGTHS,
+    RECIPES,
+    Case,
+    close,
+    conversation,
+    decoded,
+    encoded,
+    evicted,
+    evicting,
+    kept,
+    ragged_is_alone,
+    state,
+)
 
-SCORES = ["snapkv", "knorm", "h2o", "streaming-llm"]
-RECIPES = {
-    **{score: recipe(score) for score in SCORES},
-    "ada-kv": recipe(budget="ada-kv"),
-    "pyramidkv": recipe(budget="pyramidkv"),
-    "value-merge": recipe(keep="value-merge"),
-}
-LENGTHS = [40, 23, 9]
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def case(stateful):
     """case(recipe) -> it on a small Llama of two layers, two KV heads."""
-    made = {}
-
-    def get(name: str) -> Case:
-        if name not in made:
-            made[name] = evicting(stateful("llama"), RECIPES[name])
-        return made[name]
-
-    return get
-
-
-def close(a, b):
-    np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
-
-
-def decoded(session, tokens):
-    """Logits of single tokens [B,T]."""
-    return np.concatenate([session.run(tokens[:, [i]]) for i in range(tokens.shape[1])], axis=1)
-
-
-def conversation(session, tokens, lengths, longest=40, rounds=2):
-    """Prompts of the rows' lengths, each followed by four single tokens: all logits that are real.
-
-    No row gets a token twice: keys of one length would tie.
-    """
-    out = []
-    for turn in range(rounds):
-        given = tokens[:, turn * (longest + 4) :]
-        logits = session.run(given[:, : max(lengths)], lengths)
-        out += [row[:n] for row, n in zip(logits, lengths, strict=True)]
-        session.end_prompt()
-        out += list(decoded(session, given[:, longest : longest + 4]))
-    return out
+    return lambda name: evicted(stateful, name)
 
 
 # What is kept
@@ -161,38 +134,12 @@ def streaming(case: Case, length: int, hide=None, kept=12):
     close(session.run(tokens[:, -4:]), plain.run(tokens[:, -4:]))
 
 
-def encoded(case: Case, session):
-    encoder = case.program.facts.encoder
-    if encoder is not None:
-        session.encode(np.random.default_rng(1).integers(3, encoder.vocab_size, (session.batch, 7)))
-
-
 # Rows
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_row_of_a_batch_is_that_row_alone(case, name):
     ragged_is_alone(case(name))
-
-
-def ragged_is_alone(case: Case, lengths=LENGTHS):
-    tokens = case.tokens(3, 88)
-    together = case.session(3)
-    encoded(case, together)
-    all_rows = conversation(together, tokens, lengths)
-    for row, n in enumerate(lengths):
-        alone = case.session(1)
-        if case.program.facts.encoder is not None:
-            encoder = case.program.facts.encoder
-            given = np.random.default_rng(1).integers(3, encoder.vocab_size, (3, 7))
-            alone.encode(given[[row]])
-        cut = conversation(alone, tokens[[row]], [n])
-        for i, want in enumerate(cut):
-            close(all_rows[3 * i + row], want)
-        for layer, where in kept(alone).items():
-            got = kept(together)[layer][row]
-            width = where.shape[2]
-            assert np.array_equal(got[:, :width], where[0]) and (got[:, width:] == -1).all()
 
 
 def test_empty_slots_between_tokens_do_not_part_them(stateful, monkeypatch):
@@ -306,109 +253,3 @@ def test_what_was_counted_is_not_taken_back(case):
     session.rewind(20)
     session.rewind(0)
     assert not state(session)["mass.0.recent"].any()
-
-
-# Moments
-
-
-def test_the_held_tokens_stay_bounded(case, monkeypatch):
-    monkeypatch.setattr(session_module, "CHUNK", 16)
-    one = case("streaming-llm")
-    tokens = one.tokens(2, 100)
-    for when, most in (({"use": "every", "tokens": 5}, 12 + 5 - 1), ({"use": "chunk"}, 12)):
-        session = one.session(2, when=when)
-        widest = []
-        step = session._step
-        session._step = lambda *a, s=session, w=widest, f=step: (w.append(held(s)), f(*a))[1]
-        session.run(tokens, [100, 47])
-        session.end_prompt()
-        assert max(widest) <= most + (0 if when["use"] == "chunk" else 16) and len(widest) == 7
-        assert held(session) <= most
-        if when["use"] == "every":
-            for i in range(20):
-                session.run(tokens[:, [i]])
-                assert held(session) <= most
-    plain = one.session(2, when={"use": "prompt"})
-    plain.run(tokens)
-    assert held(plain) == 100, "which the law catches"
-
-
-def held(session) -> int:
-    """Tokens that a row holds at most."""
-    slots = [int((p >= 0).sum(2).max()) for p in kept(session).values()]
-    return max(slots, default=0) + int((session.lengths - session.held_from).max())
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("when", [{"use": "every", "tokens": 3}, {"use": "chunk"}])
-def test_rows_are_alone_at_every_moment(case, monkeypatch, name, when):
-    """What is due for the longest row is due for all, which changes none but those that are due."""
-    monkeypatch.setattr(session_module, "CHUNK", 16)
-    one = case(name)
-    ragged_is_alone(Case(one.program, one.other(when=when)), [40, 40, 40])
-
-
-def test_a_prompt_given_one_by_one_shows_its_queries(case):
-    one = case("snapkv")
-    tokens = one.tokens(1, 40)
-    single, whole = one.session(), one.session()
-    decoded(single, tokens)
-    whole.run(tokens)
-    for s in (single, whole):
-        s.end_prompt()
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(kept(single).values(), kept(whole).values(), strict=True)
-    )
-    single.run(tokens[:, :1])
-    assert not single._keeper.observes(1) and single._keeper.observes(2)
-
-
-# Failures
-
-
-class Fails:
-    """A stepper whose `name` fails at its nth call."""
-
-    def __init__(self, inner, name, at):
-        self.inner, self.name, self.at = inner, name, at
-
-    def __getattr__(self, name):
-        found = getattr(self.inner, name)
-        if name != self.name:
-            return found
-        self.at -= 1
-        if self.at == 0:
-            raise MemoryError("no room")
-        return found
-
-
-@pytest.mark.parametrize("name", ["snapkv", "value-merge"])
-@pytest.mark.parametrize("what, at", [("compress", 1), ("step", 2), ("resize", 1)])
-def test_a_call_that_fails_is_as_if_it_had_not_been(case, monkeypatch, name, what, at):
-    monkeypatch.setattr(session_module, "CHUNK", 16)
-    one = case(name)
-    tokens = one.tokens(1, 40)
-    session = one.session(wrap=lambda s: Fails(s, what, at))
-    with pytest.raises(MemoryError):
-        session.run(tokens)
-        session.end_prompt()
-    if what != "compress":
-        assert session.length == 0
-        session.run(tokens)
-    session.end_prompt()
-    control = one.session()
-    control.run(tokens)
-    control.end_prompt()
-    close(decoded(session, tokens[:, :4]), decoded(control, tokens[:, :4]))
-
-
-@pytest.mark.parametrize("name, when", [("snapkv", "chunk"), ("h2o", "prompt")])
-def test_a_call_that_cannot_be_taken_back_closes_the_session(case, monkeypatch, name, when):
-    monkeypatch.setattr(session_module, "CHUNK", 16)
-    one = case(name)
-    session = one.session(wrap=lambda s: Fails(s, "step", 3), when={"use": when})
-    with pytest.raises(AccelError, match="MemoryError: no room.*closed, open another"):
-        session.run(one.tokens(1, 40))
-    with pytest.raises(InputError, match="closed"):
-        session.run(one.tokens(1, 1))

@@ -1,0 +1,106 @@
+"""The slots of a layer, as `compress` finds them: kept ones, empty ones, recent ones, what is left of others."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import Axis
+from accel.ir.ops.attention import Mask
+from accel.passes.kv.compress import Compress, chooser
+from accel.passes.kv.keep.drop import Drop
+from accel.runtime.kv.budget.uniform import Uniform
+
+from .kv_case import rest, table
+
+B, G, R, D, P, C, W, SCALE = 3, 2, 2, 6, 9, 16, 4, 0.4
+AXES = {
+    "score": Axis("kv.score", "accel.passes.kv.score"),
+    "keep": Axis("kv.keep", "accel.passes.kv.keep"),
+    "budget": Axis("kv.budget", "accel.runtime.kv.budget"),
+    "when": Axis("kv.when", "accel.runtime.kv.when"),
+}
+
+
+def build(axis: str, name: str, **options: Any) -> Any:
+    """A method with options that fit a few slots."""
+    return AXES[axis].build(name, **{**rest(table(name)), **options})
+
+
+def slots(
+    seed: int, base: tuple[int, ...] = (20, 5, 0), recent: tuple[int, ...] = (11, 3, 14)
+) -> dict[str, Tensor]:
+    """What a layer's `chooser` is given: rows whose tokens before `base` were compressed, each head its
+    own, and that have seen so many since. Some slots hold what was forgotten, or padding.
+    """
+    r = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=r)
+
+    seen = torch.tensor(base) + torch.tensor(recent)
+    kept_pos = torch.full((B, G, P), -1)
+    for row, n in enumerate(base):
+        for head in range(G):
+            count = min(n, P - 2 * head - row)
+            kept_pos[row, head, :count] = torch.randperm(n, generator=r)[:count].sort().values
+    recent_pos = torch.tensor(base)[:, None] + torch.arange(C)
+    recent_pos[1, -2:] = -1
+    last = seen[:, None] - W + torch.arange(W)
+    return {
+        "seen": seen,
+        "recent_pos": recent_pos,
+        "recent_k": randn(B, G, C, D),
+        "recent_v": randn(B, G, C, D),
+        "kept_k": randn(B, G, P, D),
+        "kept_v": randn(B, G, P, D),
+        "kept_pos": kept_pos,
+        "kept_mass": randn(B, G, P).abs(),
+        "kept_mass.recent": randn(B, G, C).abs(),
+        "queries": randn(B, W, G * R, D),
+        "query_positions": last.clamp(min=-1),
+    }
+
+
+def taken(x: dict[str, Tensor], rows: Any) -> dict[str, Tensor]:
+    """The same of other rows."""
+    return {name: value[rows] for name, value in x.items()}
+
+
+def choose(
+    x: dict[str, Tensor],
+    kept: Any,
+    score: Any,
+    budget: Any = None,
+    keep: Any = None,
+    most: int = 0,
+    mask: Any = None,
+) -> dict[str, Tensor]:
+    """What `compress` keeps where a layer's heads keep `kept` tokens (or so many per row) on average."""
+    step = Compress(score, budget or Uniform(), keep or Drop())
+    given = dict(x)
+    rows = x["seen"].shape[0]
+    given["keep"] = torch.as_tensor(kept).expand(rows)
+    given["ranks"] = torch.arange(most or x["kept_pos"].shape[2] + x["recent_pos"].shape[1])
+    return chooser(step, list(given), SCALE, mask or Mask("causal"))(*given.values())
+
+
+def sets(found: dict[str, Tensor]) -> list[list[set[int]]]:
+    """Positions that each row and head keeps."""
+    return [[set(h[h >= 0].tolist()) for h in row] for row in found["pos"]]
+
+
+def real(x: dict[str, Tensor]) -> list[list[set[int]]]:
+    """Positions that each row and head has."""
+    groups = x["kept_pos"].shape[1]
+    where = torch.cat((x["kept_pos"], x["recent_pos"][:, None].expand(-1, groups, -1)), dim=2)
+    where = where.masked_fill(where >= x["seen"][:, None, None], -1)
+    return sets({"pos": where})
+
+
+def parameters(method: Any) -> list[str]:
+    """What a method asks for."""
+    return list(inspect.signature(method).parameters)

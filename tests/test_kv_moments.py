@@ -1,0 +1,120 @@
+"""When a session compresses, and what becomes of a call that fails."""
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import AccelError, InputError
+from accel.runtime import session as session_module
+
+from .kv_case import RECIPES, Case, close, decoded, evicted, kept, ragged_is_alone
+
+
+@pytest.fixture
+def case(stateful):
+    return lambda name: evicted(stateful, name)
+
+
+# Moments
+
+
+def test_the_held_tokens_stay_bounded(case, monkeypatch):
+    monkeypatch.setattr(session_module, "CHUNK", 16)
+    one = case("streaming-llm")
+    tokens = one.tokens(2, 100)
+    for when, most in (({"use": "every", "tokens": 5}, 12 + 5 - 1), ({"use": "chunk"}, 12)):
+        session = one.session(2, when=when)
+        widest = []
+        step = session._step
+        session._step = lambda *a, s=session, w=widest, f=step: (w.append(held(s)), f(*a))[1]
+        session.run(tokens, [100, 47])
+        session.end_prompt()
+        assert max(widest) <= most + (0 if when["use"] == "chunk" else 16) and len(widest) == 7
+        assert held(session) <= most
+        if when["use"] == "every":
+            for i in range(20):
+                session.run(tokens[:, [i]])
+                assert held(session) <= most
+    plain = one.session(2, when={"use": "prompt"})
+    plain.run(tokens)
+    assert held(plain) == 100, "which the law catches"
+
+
+def held(session) -> int:
+    """Tokens that a row holds at most."""
+    slots = [int((p >= 0).sum(2).max()) for p in kept(session).values()]
+    return max(slots, default=0) + int((session.lengths - session.held_from).max())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("when", [{"use": "every", "tokens": 3}, {"use": "chunk"}])
+def test_rows_are_alone_at_every_moment(case, monkeypatch, name, when):
+    """What is due for the longest row is due for all, which changes none but those that are due."""
+    monkeypatch.setattr(session_module, "CHUNK", 16)
+    one = case(name)
+    ragged_is_alone(Case(one.program, one.other(when=when)), [40, 40, 40])
+
+
+def test_a_prompt_given_one_by_one_shows_its_queries(case):
+    one = case("snapkv")
+    tokens = one.tokens(1, 40)
+    single, whole = one.session(), one.session()
+    decoded(single, tokens)
+    whole.run(tokens)
+    for s in (single, whole):
+        s.end_prompt()
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(kept(single).values(), kept(whole).values(), strict=True)
+    )
+    single.run(tokens[:, :1])
+    assert not single._keeper.observes(1) and single._keeper.observes(2)
+
+
+# Failures
+
+
+class Fails:
+    """A stepper whose `name` fails at its nth call."""
+
+    def __init__(self, inner, name, at):
+        self.inner, self.name, self.at = inner, name, at
+
+    def __getattr__(self, name):
+        found = getattr(self.inner, name)
+        if name != self.name:
+            return found
+        self.at -= 1
+        if self.at == 0:
+            raise MemoryError("no room")
+        return found
+
+
+@pytest.mark.parametrize("name", ["snapkv", "value-merge"])
+@pytest.mark.parametrize("what, at", [("compress", 1), ("step", 2), ("resize", 1)])
+def test_a_call_that_fails_is_as_if_it_had_not_been(case, monkeypatch, name, what, at):
+    monkeypatch.setattr(session_module, "CHUNK", 16)
+    one = case(name)
+    tokens = one.tokens(1, 40)
+    session = one.session(wrap=lambda s: Fails(s, what, at))
+    with pytest.raises(MemoryError):
+        session.run(tokens)
+        session.end_prompt()
+    if what != "compress":
+        assert session.length == 0
+        session.run(tokens)
+    session.end_prompt()
+    control = one.session()
+    control.run(tokens)
+    control.end_prompt()
+    close(decoded(session, tokens[:, :4]), decoded(control, tokens[:, :4]))
+
+
+@pytest.mark.parametrize("name, when", [("snapkv", "chunk"), ("h2o", "prompt")])
+def test_a_call_that_cannot_be_taken_back_closes_the_session(case, monkeypatch, name, when):
+    monkeypatch.setattr(session_module, "CHUNK", 16)
+    one = case(name)
+    session = one.session(wrap=lambda s: Fails(s, "step", 3), when={"use": when})
+    with pytest.raises(AccelError, match="MemoryError: no room.*closed, open another"):
+        session.run(one.tokens(1, 40))
+    with pytest.raises(InputError, match="closed"):
+        session.run(one.tokens(1, 1))
