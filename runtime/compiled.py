@@ -214,7 +214,7 @@ class CompiledModel:
     @property
     def tuning(self) -> Tuning | None:
         """The variant of the step that is used, and why, with what each costs here; measured when
-        first asked for, under two seconds. None for the eager target.
+        first asked for, under two seconds. None where there is no artifact.
         """
         return self._engine.tuning if isinstance(self._engine, OrtEngine) else None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel.ir.program import EncoderFacts, Program, Region
+from accel.runtime.manifest import Encoder, Facts, Kv
 
 
 def facts_json(program: Program) -> dict[str, Any]:
@@ -31,6 +32,19 @@ def facts_json(program: Program) -> dict[str, Any]:
         **({} if f.kv is None else {"kv": asdict(f.kv)}),
         **({} if f.depth is None else {"depth": asdict(f.depth)}),
     }
+
+
+def runtime_facts(program: Program) -> Facts:
+    """The model, as a manifest's reader finds it."""
+    facts = facts_json(program)
+    more = {
+        "eos": tuple(facts["eos"]),
+        "layers": tuple(facts["layers"]),
+        "encoder": Encoder(**facts["encoder"]) if "encoder" in facts else None,
+        "kv": Kv(**facts["kv"]) if "kv" in facts else None,
+        "depth": program.facts.depth,
+    }
+    return Facts(**{**facts, **more})
 
 
 def _encoder(encoder: EncoderFacts, vocab_size: int) -> dict[str, Any]:

@@ -44,16 +44,17 @@ class EagerEngine:
 class EagerStepper:
     """See stepper.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
 
-    def __init__(self, program: Steppable, batch: int):
+    def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
         self._program = program
         self._batch = batch
+        self._device = device
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}
         self._controls: dict[str, Tensor] = {}
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """See session.Stepper."""
-        self._controls = {n: torch.from_numpy(np.array(a)) for n, a in values.items()}
+        self._controls = {n: self._tensor(a) for n, a in values.items()}
 
     def resize(self, capacity: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
@@ -66,7 +67,8 @@ class EagerStepper:
                 continue
             letters = {"B": self._batch, "C": capacity}  # nothing is kept yet
             shape = [letters.get(d, 0) if isinstance(d, str) else d for d in value.shape]
-            new = torch.full(shape, value.fill, dtype=getattr(torch, value.dtype))
+            dtype = getattr(torch, value.dtype)
+            new = torch.full(shape, value.fill, dtype=dtype, device=self._device)
             if old is not None:
                 new[tuple(slice(n) for n in old.shape)] = old
             state[value.name] = new
@@ -77,18 +79,18 @@ class EagerStepper:
     ) -> Logits:
         """One run of the step entry; the state changes only where it succeeds."""
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        inputs = {n: torch.from_numpy(np.array(a)) for n, a in given.items()}
+        inputs = {n: self._tensor(a) for n, a in given.items()}
         with torch.no_grad():
             out = self._program.run("step", {**inputs, **self._controls, **self._state})
         self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
         if observe:
-            self.observed = {n: out[n].numpy() for n in out if n.startswith("queries.")}
-        logits: Logits = out["logits"].float().numpy().copy()
+            self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
+        logits: Logits = out["logits"].float().cpu().numpy().copy()
         return logits
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One run of the encode entry."""
-        given = {n: torch.from_numpy(np.array(a)) for n, a in inputs.items()}
+        given = {n: self._tensor(a) for n, a in inputs.items()}
         with torch.no_grad():
             out = self._program.run("encode", given)
         self._state = {**self._state, **{n.removesuffix(".next"): v for n, v in out.items()}}
@@ -98,17 +100,17 @@ class EagerStepper:
         recent = int(self._state["kv.pos"].shape[1])
         kept = {v.layer: v.name for v in self._program.state if v.role == "kept.pos"}
         slots = {layer: recent + self._state[name].shape[2] for layer, name in kept.items()}
-        given = {n: torch.from_numpy(np.array(a)) for n, a in keeper.given(seen, slots).items()}
+        given = {n: self._tensor(a) for n, a in keeper.given(seen, slots).items()}
         with torch.no_grad():
             out = self._program.run("compress", {**given, **self._state})
-        found = trimmed({n.removesuffix(".next"): v.numpy() for n, v in out.items()})
+        found = trimmed({n.removesuffix(".next"): v.cpu().numpy() for n, v in out.items()})
         held = {v.name for v in self._program.state if "C" not in v.shape}
         state = {n: v for n, v in self._state.items() if n in held}
-        self._state = state | {n: torch.from_numpy(a.copy()) for n, a in found.items()}
+        self._state = state | {n: self._tensor(a) for n, a in found.items()}
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See stepper.Stepper."""
-        mask = torch.from_numpy(rows)
+        mask = self._tensor(rows)
         for value in self._program.state:
             if (value.kept or value.role == "mass") and value.name in self._state:
                 now = self._state[value.name].clone()
@@ -117,7 +119,7 @@ class EagerStepper:
 
     def copy(self) -> EagerStepper:
         """An independent stepper with a copy of the state."""
-        other = EagerStepper(self._program, self._batch)
+        other = type(self)(self._program, self._batch, self._device)
         other._state = {name: tensor.clone() for name, tensor in self._state.items()}
         other._controls = self._controls
         return other
@@ -136,7 +138,7 @@ class EagerStepper:
         for value in self._program.state:
             if value.role == "recurrent":
                 now = self._state[value.name].clone()
-                mask = torch.from_numpy(rows)
+                mask = self._tensor(rows)
                 now[mask] = value.fill if snapshot is None else snapshot[value.name][mask]
                 self._state[value.name] = now
 
@@ -144,6 +146,10 @@ class EagerStepper:
     def kv_bytes(self) -> int:
         """Bytes of all state tensors."""
         return sum(t.numel() * t.element_size() for t in self._state.values())
+
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy on the device."""
+        return torch.from_numpy(np.array(array)).to(self._device)
 
     def close(self) -> None:
         """Drop the state."""

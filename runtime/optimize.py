@@ -23,6 +23,8 @@ from accel.ir.errors import LoweringError, RecipeError, unknown
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
+from accel.lowering import triton
+from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
 from accel.passes import Pass, Step, check_order, refuse, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
@@ -51,18 +53,20 @@ from accel.runtime.assemble import Plan, assemble
 from accel.runtime.calibration import make_calibration, read_calibration
 from accel.runtime.checkpoint import load_model, tokenizer_json
 from accel.runtime.compiled import CompiledModel, from_artifact
-from accel.runtime.describe import facts_json, kv_bytes, state_json
+from accel.runtime.describe import facts_json, kv_bytes, runtime_facts, state_json
+from accel.runtime.eager import EagerEngine
 from accel.runtime.exact import check_rows
 from accel.runtime.genai import genai_config
 from accel.runtime.loss import loss, storage
 from accel.runtime.manifest import BIT_EXACT
 from accel.runtime.output import peak_memory
 from accel.runtime.stage import Stage
+from accel.runtime.triton import TritonEngine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TARGETS = ("onnx", "eager")
+TARGETS = ("onnx", "eager", "triton")
 FORMAT = 1
 _LONG = 20  # a pass that runs the model over a text takes about as long as so many others
 Progress = Callable[[str, float], None]
@@ -126,8 +130,8 @@ def optimize(
         model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
             model directory, or a `torch.export.ExportedProgram` with symbolic B and T.
         recipe: a name, a list of names (merged), a path to a TOML file, a dict, or a `Recipe`.
-        target: "onnx" (an artifact run by ONNX Runtime) or "eager" (every operator by its
-            reference: slow, and the oracle that the others are tested against).
+        target: "onnx" (an artifact run by ONNX Runtime), "triton" (kernels on a CUDA GPU, in this
+            process) or "eager" (every operator by its reference: slow, and the others' oracle).
         tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path; a model
             directory's own is found.
         max_context: longest sequence; lowered to the model's own limit where that is shorter.
@@ -151,10 +155,12 @@ def optimize(
     for name, value in (("max_context", max_context), ("max_batch", max_batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RecipeError(f"{name} is {value!r}; give a whole number of at least 1")
-    if target == "eager" and out is not None:
+    if target != "onnx" and out is not None:
         raise LoweringError(
-            "out is for artifacts, and target 'eager' writes none; use target='onnx'"
+            f"out is for artifacts, and target '{target}' writes none; use target='onnx'"
         )
+    if target == "triton":
+        triton.need()
     if out is not None:
         Stage(out).check()
     dump = _folder(dump) if dump is not None else None
@@ -186,8 +192,8 @@ def optimize(
     check = NumericCheck(program) if verify else None
     with job.part("passes", 0.4):
         _rewrite(job, program, check, dump)
-    if target == "eager":
-        return _eager(job, program, text)
+    if target != "onnx":
+        return _in_process(job, program, check, text)
     if path is not None:
         del model, stored  # the weights live on only where the program still reads them
     return _artifact(job, program, check, text, out)
@@ -261,24 +267,21 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
     program.calibration = None
 
 
-def _eager(job: _Job, program: Program, tokenizer: str | None) -> CompiledModel:
-    from accel.runtime.eager import EagerEngine
-    from accel.runtime.manifest import Encoder, Facts, Kv
+def _in_process(
+    job: _Job, program: Program, check: NumericCheck | None, tokenizer: str | None
+) -> CompiledModel:
+    """A model that runs here and writes no artifact."""
     from accel.runtime.text import Tokenizer
 
-    facts, depth = facts_json(program), program.facts.depth
+    if job.target == "triton":
+        with job.part("lower", 0.8):
+            program = lower_program(program)
+        if check is not None:
+            with job.part("verify", 0.9):
+                job.errors["triton"] = triton_error(program, check.cases)
     return CompiledModel(
-        EagerEngine(program),
-        Facts(
-            **{
-                **facts,
-                "eos": tuple(facts["eos"]),
-                "layers": tuple(facts["layers"]),
-                "encoder": Encoder(**facts["encoder"]) if "encoder" in facts else None,
-                "kv": Kv(**facts["kv"]) if "kv" in facts else None,
-                "depth": depth,
-            }
-        ),
+        TritonEngine(program) if isinstance(program, Lowered) else EagerEngine(program),
+        runtime_facts(program),
         tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,
         recipe=job.plan.recipe.to_json(),
         report=_report(job, program, {}),

@@ -37,7 +37,10 @@ def smoke(
     ] = None,
     target: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this target, onnx or eager; may be repeated."),
+        typer.Option(
+            metavar="NAME",
+            help="This target: onnx, eager or triton; may be repeated. Default: onnx and eager.",
+        ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,

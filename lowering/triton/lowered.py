@@ -1,0 +1,103 @@
+"""Program -> a Program whose entries run as compiled graphs on one device."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import Miscompiled
+from accel.ir.program import Program
+from accel.lowering import triton as here
+from accel.passes.check import rounding, run_both_ways
+
+_ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One entry. `outputs` are what it gives besides the `states`, which it leaves in their buffers."""
+
+    module: fx.GraphModule
+    inputs: list[str]
+    outputs: list[str]
+    states: list[str]
+
+    def __call__(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
+        """What the entry gives for its inputs, in order."""
+        with _ONE_AT_A_TIME if here.interpreted() else nullcontext(), torch.no_grad():
+            found: tuple[Tensor, ...] = self.module(*args)
+        return found
+
+
+@dataclass
+class Lowered(Program):
+    """A Program as it is, run by kernels. Its parameters are on the device, once."""
+
+    device: str = "cpu"
+    compiled: dict[str, Compiled] = field(default_factory=dict)
+
+    def run(self, entry: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Run an entry; inputs and outputs by name, on the device. State is written in place: what is
+        given as `name` is given back as `name.next`.
+        """
+        e = self.compiled[entry]
+        out = dict(zip(e.outputs, e([inputs[name] for name in e.inputs]), strict=True))
+        return out | {f"{name}.next": inputs[name] for name in e.states}
+
+
+def lower_program(program: Program) -> Lowered:
+    """Compile every entry for the device at hand.
+
+    Raises:
+        LoweringError: this process can run no kernels.
+    """
+    here.need()
+    _load_rules()
+    from accel.lowering.triton.builder import Builder
+
+    device = here.device()
+    same = {f.name: getattr(program, f.name) for f in fields(Program)}
+    lowered = Lowered(**same, device=device)
+    for name, entry in program.entries.items():
+        builder = Builder(program, device)
+        states = [i for i in entry.inputs if f"{i}.next" in entry.outputs] if name == "step" else []
+        outputs = builder.entry(entry, states)
+        lowered.compiled[name] = Compiled(builder.module(), entry.inputs, outputs, states)
+    return lowered
+
+
+def _load_rules() -> None:
+    """Import every file of lowerings beside this one; they import triton."""
+    for module in pkgutil.iter_modules(here.__path__):
+        if module.name.startswith("accel_"):
+            importlib.import_module(f"{here.__name__}.{module.name}")
+
+
+def triton_error(lowered: Program, cases: list[tuple[Tensor, Tensor]]) -> float:
+    """The largest error over the cases (tokens [B,T], logits [B,T,V]), relative to the largest logit, in
+    one call and in several.
+
+    Raises:
+        Miscompiled: the kernels compute something else.
+    """
+    bound = max(1e-3, rounding(lowered))
+    worst = 0.0
+    for tokens, want in cases:
+        for got, rows in run_both_ways(lowered, tokens):
+            part = want[:, rows]
+            off = float((got - part).abs().max()) / max(1.0, float(part.abs().max()))
+            worst = max(worst, off if off == off else float("inf"))
+    if worst > bound:
+        raise Miscompiled(
+            f"target 'triton' differs from the model by {worst:.2e} of the largest logit, more than "
+            f"{bound:.0e}: report it with the model's configuration"
+        )
+    return worst

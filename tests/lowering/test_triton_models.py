@@ -1,0 +1,239 @@
+"""Whole tiny models on the Triton target: what the eager one gives, whichever way a session is driven."""
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.ir.capture import capture
+from accel.ir.errors import AccelError, Miscompiled
+from accel.lowering import triton
+from accel.lowering.triton import accel_attention
+from accel.lowering.triton.lowered import lower_program, triton_error
+from accel.passes.check import NumericCheck
+from accel.runtime.compiled import CompiledModel
+from accel.runtime.small import small_model
+from accel.runtime.triton import TritonEngine
+
+from ..tree_case import PARENTS, ancestors, prompt_then_tree, with_tree
+from .triton_case import needs_gpu, on_device
+
+of_a_llama = pytest.mark.parametrize("both", ["llama"], indirect=True)
+KINDS = ["llama", "gemma2", "plain_latent", "falcon_h1"]
+
+
+def module(kind: str) -> torch.nn.Module:
+    layers, models.LAYERS = models.LAYERS, 2
+    try:
+        return models.ARCHITECTURES[kind]() if kind in models.ARCHITECTURES else small_model(kind)
+    finally:
+        models.LAYERS = layers
+
+
+def beside(eager: CompiledModel) -> CompiledModel:
+    """The same program on the Triton target."""
+    lowered = lower_program(eager.program)
+    return CompiledModel(TritonEngine(lowered), eager.facts, recipe=eager.recipe, program=lowered)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def both(request):
+    """(kind, Triton, eager)"""
+    eager = accel.optimize(
+        module(request.param), target="eager", max_context=64, max_batch=2, verify=False
+    )
+    with eager, beside(eager) as model:
+        yield request.param, model, eager
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, atol=2e-4, rtol=1e-4)
+
+
+def driven(model: CompiledModel) -> list[np.ndarray]:
+    """A ragged prefill, a token, a rewind, several tokens, a fork."""
+    ids = np.random.default_rng(3).integers(3, 50, (2, 20))
+    found = []
+    with model.session(2) as session:
+        found.append(session.run(ids[:, :7], [7, 4]))
+        found.append(session.run(ids[:, 7:8]))
+        session.rewind([6, 3])
+        found.append(session.run(ids[:, 10:13]))
+        with session.fork() as other:
+            found.append(other.run(ids[:, 14:15]))
+        found.append(session.run(ids[:, 15:17], last_only=True))
+    return found
+
+
+def test_every_call_of_a_session_is_as_on_the_eager_target(both):
+    for got, want in zip(driven(both[1]), driven(both[2]), strict=True):
+        close(got, want)
+
+
+def test_greedy_tokens_are_the_same(both):
+    _, model, eager = both
+    prompts = [[5, 9, 40], [7, 7]]
+    got, want = (m.generate(prompts, 4, eos=[]).tokens for m in (model, eager))
+    assert got == want and len(got[0]) == 4
+
+
+@of_a_llama
+def test_what_a_layer_of_a_llama_is_made_of(both):
+    graph = both[1].program.compiled["step"].module.graph
+    calls = [n.target for n in graph.nodes if n.op == "call_function"]
+    names = [getattr(c, "__name__", "") for c in calls]
+    counts = {n: names.count(n) for n in ("attended", "place_both", "turned", "survey", "append")}
+    assert counts == {"attended": 2, "place_both": 2, "turned": 2, "survey": 1, "append": 1}
+    assert not {
+        c for c in calls if str(c) in ("accel.attention.default", "accel.kv_append.default")
+    }
+    assert torch.ops.aten.copy_.default not in calls, "everything is written in place"
+
+
+@of_a_llama
+def test_buffers_stay_where_they_are(both):
+    model = both[1]
+    with model.session(1) as session:
+        session.run(np.array([[3, 4, 5]]))
+        stepper = session._stepper
+        before = {n: t.data_ptr() for n, t in stepper._state.items()}
+        session.run(np.array([[6]]))
+        session.rewind(2)
+        session.run(np.array([[6]]))
+        assert {n: t.data_ptr() for n, t in stepper._state.items()} == before
+        assert session.stats["kv_bytes"] == sum(
+            t.numel() * t.element_size() for t in stepper._state.values()
+        )
+
+
+def test_the_numeric_check_sees_a_wrong_kernel(monkeypatch):
+    program = capture(models.tiny(), max_context=64)
+    check = NumericCheck(program)
+    lowered = lower_program(accel.optimize(models.tiny(), target="eager", verify=False).program)
+    assert triton_error(lowered, check.cases) < 1e-4
+    right = accel_attention.survey
+    blind = lambda *args: (right(*args)[0], right(*args)[1] * 0)  # noqa: E731
+    graph = lowered.compiled["step"].module.graph
+    for node in graph.find_nodes(op="call_function", target=right):
+        node.target = blind
+    lowered.compiled["step"].module.recompile()
+    with pytest.raises(Miscompiled, match="target 'triton' differs from the model"):
+        triton_error(lowered, check.cases)
+
+
+def test_optimize_builds_and_checks_it():
+    with accel.optimize(models.tiny(), target="triton", max_context=32) as model:
+        assert model.report["target"] == "triton" and model.report["errors"]["triton"] < 1e-4
+        assert len(model.generate([3, 4], 3, eos=[]).tokens[0]) == 3
+        with pytest.raises(AccelError, match="no artifact to save"):
+            model.save("somewhere")
+    with pytest.raises(AccelError, match="target 'triton' writes none; use target='onnx'"):
+        accel.optimize(models.tiny(), target="triton", out="somewhere")
+
+
+def test_a_tree_in_one_call_is_as_on_the_eager_target():
+    program = with_tree(capture(module("mistral"), max_context=64))
+    lowered = lower_program(program)
+    tokens = np.random.default_rng(4).integers(0, 90, (2, 5 + len(PARENTS)))
+
+    def logits(run, move):
+        state = {s.name: move(s.allocate(B=2, C=20)) for s in program.state}
+
+        def step(inputs):
+            out = run("step", move(inputs))
+            return {**out, "logits": out["logits"].cpu()}
+
+        return prompt_then_tree(step, state, tokens, 5, ancestors())
+
+    close(logits(lowered.run, on_device), logits(program.run, lambda x: x))
+
+
+@pytest.mark.parametrize("score", ["snapkv", "h2o"])
+def test_eviction_is_as_on_the_eager_target(score):
+    tables = {"kv": {"score": {"use": score}, "budget": {"use": "uniform", "tokens_kept": 8}}}
+    eager = accel.optimize(
+        module("llama"), {"about": "", "papers": [], **tables}, target="eager", max_context=64
+    )
+    prompt = np.random.default_rng(0).integers(3, 90, (1, 24)).tolist()
+    with eager, beside(eager) as model:
+        assert model.generate(prompt, 4, eos=[]).tokens == eager.generate(prompt, 4, eos=[]).tokens
+
+
+@pytest.mark.parametrize("recipes", [["kv-int8"], ["kv-int8", "knorm"]], ids=str)
+def test_a_cache_in_8_bits_is_as_on_the_eager_target(recipes):
+    with accel.optimize(module("llama"), recipes, target="eager", max_context=64) as eager:
+        model = beside(eager)
+        graph = model.program.compiled["step"].module.graph
+        names = [getattr(n.target, "__name__", "") for n in graph.nodes if n.op == "call_function"]
+        assert names.count("place_rounded") == 4 and names.count("attended") == 2
+        assert not {n for n in names if n.startswith(("encode_rows", "decode_rows", "append"))} - {
+            "append"
+        }
+        prompt = np.random.default_rng(0).integers(3, 90, (1, 12))
+        with model.session() as session, eager.session() as other:
+            assert {t.dtype for n, t in bound(session, "kv.0.k").items()} == {torch.int8}
+            close(session.run(prompt), other.run(prompt))
+            close(session.run(prompt[:, :1]), other.run(prompt[:, :1]))
+
+
+def bound(session, name: str) -> dict[str, torch.Tensor]:
+    session._stepper.resize(256)
+    return {name: session._stepper._state[name]}
+
+
+@of_a_llama
+def test_sessions_in_threads_do_not_disturb_each_other(both):
+    _, model, eager = both
+    prompts = [[5, 9, 40], [8, 7, 30]]
+    want = [eager.generate([p], 2, eos=[]).tokens[0] for p in prompts]
+    with ThreadPoolExecutor() as pool:
+        got = pool.map(lambda p: model.generate([p], 2, eos=[]).tokens[0], prompts)
+    assert list(got) == want
+
+
+# Where it cannot run
+
+ASKS = """
+import os
+os.environ.pop("TRITON_INTERPRET", None)
+from accel.lowering.triton import missing
+print(missing())
+import triton
+os.environ["TRITON_INTERPRET"] = "1"
+print(missing())
+"""
+
+
+def test_the_error_says_why_it_cannot_run_and_what_to_do():
+    done = subprocess.run([sys.executable, "-c", ASKS], capture_output=True, text=True, check=True)
+    without, late = done.stdout.splitlines()
+    assert "triton was imported before TRITON_INTERPRET was set" in late
+    if not torch.cuda.is_available():
+        assert "no CUDA GPU; set TRITON_INTERPRET=1" in without and "target='onnx'" in without
+
+
+def test_optimize_refuses_before_any_work(monkeypatch):
+    monkeypatch.setattr(triton, "missing", lambda: "the reason")
+    with pytest.raises(AccelError, match="target 'triton': the reason"):
+        accel.optimize("there/is/no/model", target="triton")
+
+
+# On a GPU
+
+
+@of_a_llama
+@pytest.mark.skipif(**needs_gpu)
+def test_decoding_is_captured(both):
+    kind, model, eager = both
+    with model.session(1) as session:
+        session.run(np.array([[3, 4, 5]]))
+        for token in (6, 7, 8, 9):
+            session.run(np.array([[token]]))
+        decode = session._stepper._decode
+        assert decode._graph is not None and not decode.refused
+    close(model.logits([[3, 4, 5, 6, 7]]), eager.logits([[3, 4, 5, 6, 7]]))

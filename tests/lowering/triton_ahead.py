@@ -1,0 +1,79 @@
+"""Run as a script, without the interpreter: compiles every kernel for GPUs that need not be there, at the sizes
+that the host code gives it, and prints a line of JSON for each.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import compile as compiled
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+CAPABILITIES = (80, 90)
+
+
+def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stands in for a launch."""
+    options = {k: kwargs.pop(k) for k in ("num_warps", "num_stages") if k in kwargs}
+    given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    types: dict[str, str] = {}
+    constants: dict[tuple[int, ...], Any] = {}
+    hints: dict[tuple[int, ...], Any] = {}
+    for i, param in enumerate(self.params):
+        value = given[param.name]
+        if param.is_constexpr or (isinstance(value, int) and value == 1):
+            types[param.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, Tensor):
+            types[param.name], hints[(i,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            types[param.name] = "i32"
+            if value % 16 == 0:
+                hints[(i,)] = [["tt.divisibility", 16]]
+        else:
+            types[param.name] = "fp32"
+    for capability in CAPABILITIES:
+        source = ASTSource(self, types, constants, hints)
+        made = compiled(source, target=GPUTarget("cuda", capability, 32), options=options)
+        line = {
+            "kernel": self.__name__, "capability": capability, "shared": made.metadata.shared,
+            "products": made.asm["ptx"].count("mma"),
+        }  # fmt: skip
+        print(json.dumps(line))
+
+
+JITFunction.run = compile_instead
+
+from accel.lowering.triton import accel_attention, accel_cache, lowered  # noqa: E402
+
+lowered._load_rules()
+accel_attention._precision = lambda device: "tf32x3"
+accel_attention._processors = lambda device: 132
+
+
+def attend(tokens: int, width: int, mask: str) -> None:
+    q, k = torch.zeros(1, 8, tokens, width), torch.zeros(1, 2, 1024, width)
+    q_pos, k_pos = torch.arange(tokens)[None], torch.arange(1024)[None]
+    lists = accel_attention.survey(q_pos, k_pos, mask, 128, 4, width)
+    parts = [(k, k, k_pos, None, lists)]
+    accel_attention.attended(q, q_pos, parts, None, 0.1, 0.0, mask, 128, None, None, None)
+
+
+attend(1, 128, "causal")
+attend(64, 64, "window")
+x, table = torch.zeros(1, 2, 3, 128), torch.zeros(8, 64)
+turn = (torch.zeros(1, 3, dtype=torch.int64), table, table, False)
+accel_cache.turned(x, *turn)
+buffers = (torch.zeros(1, 2, 16, 128), torch.zeros(1, 2, 16, 128))
+accel_cache.place_both(*buffers, x, x, torch.zeros(1, dtype=torch.int64), turn)
+sys.stdout.flush()
