@@ -21,6 +21,24 @@ _LIMIT_NAMES = ("max_position_embeddings", "max_seq_len")  # the longest sequenc
 _POSITION_NAMES = ("position_ids", "positions", "position_id", "pos")
 
 
+class Passing:
+    """In place of a transformers cache: gives back the keys and values that it is given. Layers that read
+    those of a layer before (Gemma-3n) look for them in a cache, and make their own where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.shared_layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, cache_position: Tensor, *_: Any) -> tuple[int, int]:
+        return cache_position.shape[0], 0
+
+
 class Adapter(nn.Module):
     """`forward(tokens, positions) -> logits` around any decoder; names of parameters stay the user's."""
 
@@ -30,6 +48,7 @@ class Adapter(nn.Module):
         names = list(inspect.signature(model.forward).parameters)
         self.hugging_face = is_hugging_face(model)
         self.position_name = next((n for n in _POSITION_NAMES if n in names), None)
+        self.shares = any(getattr(m, "is_kv_shared_layer", False) for m in model.modules())
         self.offset = 0
         self.writes = False  # whether the module writes into the positions that it is given
 
@@ -62,6 +81,8 @@ class Adapter(nn.Module):
             extra[self.position_name] = positions + self.offset if self.offset else positions
         if self.hugging_face:
             extra["use_cache"] = False
+            if self.shares:
+                extra["past_key_values"] = Passing()
             return logits_of(self.model(input_ids=tokens, **extra))
         return logits_of(self.model(tokens, **extra))
 

@@ -113,7 +113,8 @@ class LayerFacts:
     """What one layer carries.
 
     attention: the class of its mask, or "recurrent" where nothing attends (the head counts are then
-    0). state_bytes: recurrent state of one row, which does not grow with the tokens.
+    0). state_bytes: recurrent state of one row, which does not grow with the tokens. shares: the layer
+    before whose keys and values it reads; none: its own.
     """
 
     attention: str
@@ -122,6 +123,7 @@ class LayerFacts:
     num_kv_heads: int
     head_dim: int
     state_bytes: int = 0
+    shares: int | None = None
 
 
 @dataclass

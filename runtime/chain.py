@@ -17,7 +17,7 @@ _WIDE, _BOX, _HIGH, _GAP, _ROW = 940, 158, 78, 26, 128  # pixels; _ROW: from lin
 @dataclass(frozen=True)
 class Link:
     """What one layer carries. Bytes of state are of one row: for each token, fixed, and for each token
-    that an encoder read.
+    that an encoder read. back: how many layers before it the one is whose keys and values it reads; 0: itself.
     """
 
     attention: str
@@ -28,6 +28,7 @@ class Link:
     per_token: int = 0
     fixed: int = 0
     cross: int = 0
+    back: int = 0
 
     @property
     def name(self) -> str:
@@ -35,14 +36,15 @@ class Link:
         return f"{self.attention} {self.window}" if self.window else self.attention
 
     def state(self) -> str:
-        """What its state takes, as "2.05 kB/token + 512 B"; "no state" for none."""
+        """What its state takes, as "2.05 kB/token + 512 B"; whose it reads, or "no state", for none."""
         parts = [
             f"{bytes_text(count)}{unit}"
             for count, unit in (
                 (self.per_token, "/token"), (self.fixed, " fixed"), (self.cross, "/input token"),
             ) if count
         ]  # fmt: skip
-        return " + ".join(parts) or "no state"
+        none = f"cache of {self.back} before" if self.back else "no state"
+        return " + ".join(parts) or none
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,18 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
         kept[key] = kept.get(key, 0) + size
     return [
         Link(
-            str(layer.get("attention", "")), int(layer.get("window") or 0),
-            *(int(layer.get(n) or 0) for n in ("num_heads", "num_kv_heads", "head_dim")),
-            *(kept.get((index, what), 0) for what in ("per_token", "fixed", "cross")),
+            str(layer.get("attention", "")),
+            int(layer.get("window") or 0),
+            heads=int(layer.get("num_heads") or 0),
+            kv_heads=int(layer.get("num_kv_heads") or 0),
+            head_dim=int(layer.get("head_dim") or 0),
+            per_token=kept.get((index, "per_token"), 0),
+            fixed=kept.get((index, "fixed"), 0),
+            cross=kept.get((index, "cross"), 0),
+            back=index - layer["shares"] if layer.get("shares") is not None else 0,
         )
         for index, layer in enumerate(layers)
-    ]  # fmt: skip
+    ]
 
 
 def groups(chain: Sequence[Link]) -> list[Group]:

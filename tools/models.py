@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from accel.ir.arch.cla import Cla, ClaConfig
 from accel.runtime.small import randomise
 
 LAYERS = 3
@@ -299,6 +300,15 @@ def plain_sdpa() -> nn.Module:
 def plain_softmax() -> nn.Module:
     """No Hugging Face: softmax, mask and rotary embedding written out."""
     return randomise(PlainSoftmax(), "plain_softmax")
+
+
+def cla(factor: int = 2, layers: int = 4) -> nn.Module:
+    """No Hugging Face: layers of which `factor` share the keys and values of the first."""
+    config = ClaConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, factor=factor,
+    )  # fmt: skip
+    return randomise(Cla(config), "cla")
 
 
 def tiny() -> nn.Module:

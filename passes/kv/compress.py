@@ -85,6 +85,12 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
     """The attention of each layer that has a cache of its own."""
     found: dict[int, _Site] = {}
     states = {s.name for s in program.state}
+    shared = [i for i, layer in enumerate(program.facts.layers) if layer.shares is not None]
+    if shared:
+        raise PassError(
+            f"layer {shared[0]} reads the cache of layer {program.facts.layers[shared[0]].shares}, and what it "
+            "keeps would be chosen by one of them alone; leave kv.score out for this model"
+        )
     for node in program.nodes(attention.default, entry=program.step):
         layer = node.meta.get("layer")
         if layer is None or f"kv.{layer}.k" not in states or _is_cross(node):

@@ -25,13 +25,30 @@ def mixers(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
+def borrowed(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
+    """(keys or values, attention) where an attention before it reads them too: that one's layer has
+    them in its cache, and the later layer reads them there.
+    """
+    owned: set[fx.Node] = set()
+    found: set[tuple[fx.Node, fx.Node]] = set()
+    for node in mixers(graph):
+        if node.target is attention.default:
+            read = {n for n in node.args[1:3] if isinstance(n, fx.Node)}
+            found |= {(n, node) for n in read & owned}
+            owned |= read
+    return found
+
+
 def cut_points(program: Program) -> list[fx.Node]:
-    """The values that every path from tokens to logits passes, in order."""
+    """The values that every path from tokens to logits passes, in order; not counting those from
+    one layer's keys and values to another that shares them.
+    """
     tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
     below = ancestors([logits], set())
     flow = nx.DiGraph()
     reached = {tokens}
     kinds = Kinds(program.step.graph)
+    shared = borrowed(program.step.graph)
     for node in program.step.graph.nodes:
         if (
             node in below
@@ -39,7 +56,7 @@ def cut_points(program: Program) -> list[fx.Node]:
             and kinds[node] == "data"
         ):
             for parent in node.all_input_nodes:
-                if parent in reached:
+                if parent in reached and (parent, node) not in shared:
                     flow.add_edge(parent, node)
                     reached.add(node)
     if logits not in flow:

@@ -30,9 +30,9 @@ class Cache(Pass):
     """attention(q, k, v, positions, positions) -> attention over `kv.<layer>.k/v` and `kv.pos`;
     a recurrence from the empty state -> one from `recurrent.<layer>.<part>`.
 
-    Each attention gets a dense buffer [B,G,C,D] (one, where its keys and values are the same); all
-    layers write the same slots, so one `kv.pos [B,C]` says which position each slot holds. See
-    recurrent.py for the rest.
+    Keys and values each get a dense buffer [B,G,C,D]: one where they are the same, and one where several
+    layers read them, which is the first one's. All layers write the same slots, so one `kv.pos [B,C]` says
+    which position each slot holds. See recurrent.py for the rest.
     """
 
     after = (Attention, Rope)
@@ -59,13 +59,14 @@ class Cache(Pass):
         slots = editor.placeholder("slots", (letters["B"],), torch.int64)
         outputs = step.output_nodes()
         shared = _positions(program, editor, attentions, slots, letters, outputs)
+        owners: dict[fx.Node, tuple[fx.Node, int]] = {}
         for layer, sites in enumerate(groups):
             for node in sites:
                 node.meta["layer"] = layer
                 if node.target is attention.default:
-                    _cache(program, editor, node, (slots, shared), letters, outputs)
+                    _cache(program, editor, node, (slots, shared), letters, outputs, owners)
             kept = recurrent.carry(program, editor, sites, letters, outputs)
-            program.facts.layers.append(_facts(sites, kept))
+            program.facts.layers.append(_facts(sites, kept, dict(owners.values())))
         step.set_outputs(outputs)
         return Report(changed=sum(map(len, groups)))
 
@@ -96,16 +97,18 @@ def _cache(
     where: tuple[fx.Node, fx.Node | None],
     letters: dict[str, Any],
     outputs: dict[str, fx.Node],
+    owners: dict[fx.Node, tuple[fx.Node, int]],
 ) -> None:
-    """One attention over slots; `where`: the first slot of each row, the position in every slot."""
+    """One attention over slots; `where`: the first slot of each row, the position in every slot.
+    `owners`: keys or values -> what is stored of them, by which layer.
+    """
     layer = node.meta["layer"]
-    once = node.args[1] is node.args[2]  # a latent, which keys and values share
     for index, part in ((1, "k"), (2, "v")):
         new = node.args[index]
-        if once and part == "v":
-            node.update_arg(index, node.args[1])
-            continue
         assert isinstance(new, fx.Node)
+        if new in owners:  # of a layer before, or a latent, which is both
+            node.update_arg(index, owners[new][0])
+            continue
         groups, width = int(sizes(new)[1]), int(sizes(new)[3])
         name = f"kv.{layer}.{part}"
         state = State(name, part, layer, "float32", ("B", groups, "C", width), 0)
@@ -113,6 +116,7 @@ def _cache(
         with editor.graph.inserting_before(node):
             stored = editor.call(kv_append.default, held, new, where[0], like=node)
         node.update_arg(index, stored)
+        owners[new] = stored, layer
         outputs[f"{name}.next"] = stored
     node.update_arg(4, where[1])
 
@@ -162,12 +166,16 @@ def mixes_tokens(program: Program) -> str | None:
     return None
 
 
-def _facts(sites: list[fx.Node], kept: int) -> LayerFacts:
-    """`kept`: bytes of recurrent state per row."""
+def _facts(sites: list[fx.Node], kept: int, owners: dict[fx.Node, int]) -> LayerFacts:
+    """`kept`: bytes of recurrent state per row. `owners`: what is stored -> by which layer."""
     node = next((n for n in sites if n.target is attention.default), None)
     if node is None:
         return LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=kept)
     q, k = sizes(node.args[0]), sizes(node.args[1])  # type: ignore[arg-type]
     kind, window = node.args[8], node.args[9]
     assert isinstance(kind, str) and isinstance(window, int)
-    return LayerFacts(kind, window, int(q[1]), int(k[1]), int(q[3]), state_bytes=kept)
+    owner = owners.get(node.args[1])  # type: ignore[arg-type]
+    shares = None if owner == node.meta["layer"] else owner
+    return LayerFacts(
+        kind, window, int(q[1]), int(k[1]), int(q[3]), state_bytes=kept, shares=shares
+    )
