@@ -35,7 +35,7 @@ def layers(program: Program) -> list[fx.Node]:
                 continue
             if index == 0 or id(item) not in names or len(item.users) > 1:
                 raise PassError(
-                    f"depth: {call.target} gives more to what follows than the residual stream "
+                    f"depth: {call.target.__name__} gives more to what follows than the residual stream "
                     f"({item.name}), so it cannot be left out; build it without a depth method"
                 )
     return calls

@@ -77,6 +77,11 @@ def _below(editor: Editor, operand: Any, start: int) -> Any:
     if not isinstance(operand, fx.Node):
         return operand
 
+    if operand.op == "call_function":  # a cast of a parameter
+        assert callable(operand.target)
+        below = _below(editor, operand.args[0], start)
+        return editor.call(operand.target, below, *operand.args[1:], like=operand, **operand.kwargs)
+
     def rows(whole: Tensor) -> Tensor:
         return whole[start:]
 
