@@ -84,7 +84,8 @@ def choose(
     given = dict(x)
     rows = x["seen"].shape[0]
     given["keep"] = torch.as_tensor(kept).expand(rows)
-    given["ranks"] = torch.arange(most or x["kept_pos"].shape[2] + x["recent_pos"].shape[1])
+    slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]
+    given["ranks"] = torch.arange(min(most or slots, slots))
     return chooser(step, list(given), SCALE, mask or Mask("causal"))(*given.values())
 
 

@@ -31,7 +31,7 @@ class PyramidKV(Share, Base):
     def tokens(self, seen: int, layer: int, layers: int) -> int:
         mean = self.mean(seen)
         if mean >= seen or layers == 1:
-            return self.average(seen)
+            return max(1, round(mean))
         least = mean / self.beta
         most = 2 * mean - least
         if most >= seen - self.window:

@@ -1,0 +1,139 @@
+"""Laws of what becomes of tokens that go: the same stay, and values are mixtures of what was there."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.ir.errors import PassError, RecipeError
+from accel.passes.kv.keep import Base
+
+from ..kv_case import evicting, recipe
+from ..kv_slots import AXES, B, C, D, G, build, choose, slots
+
+NAMES = AXES["keep"].names()
+some = settings(max_examples=10, deadline=None, derandomize=True)
+seeds = st.integers(0, 1 << 20)
+
+
+def kept(keep, x, count=5):
+    return choose(x, count, build("score", "snapkv"), keep=keep, most=count)
+
+
+def law_mixture(keep, seed):
+    """A value is a convex combination: it lies within what all values span, and equal values stay."""
+    x = slots(seed, base=(0, 0, 0), recent=(14, 11, 9))
+    found = kept(keep, x)
+    assert torch.equal(found["pos"], kept(build("keep", "drop"), x)["pos"])
+    real = (found["pos"] >= 0)[..., None]
+    for row, n in enumerate((14, 11, 9)):
+        low, high = x["recent_v"][row, :, :n].amin(1), x["recent_v"][row, :, :n].amax(1)
+        value = found["v"][row]
+        inside = (value >= low[:, None] - 1e-5) & (value <= high[:, None] + 1e-5)
+        assert (inside | ~real[row]).all()
+    x["recent_v"] = torch.ones_like(x["recent_v"])
+    torch.testing.assert_close(kept(keep, x)["v"], torch.ones(B, G, 5, D))
+
+
+def law_apart(keep, seed):
+    """Where no key is like another, nothing is merged."""
+    x = slots(seed, base=(0, 0, 0), recent=(6, 5, 6))
+    x["recent_k"] = torch.eye(C)[None, None, :, :D].expand(B, G, -1, -1).clone()
+    want = kept(build("keep", "drop"), x, 3)
+    torch.testing.assert_close(kept(keep, x, 3)["v"], want["v"])
+
+
+def law_nothing_goes(keep, seed):
+    """Where every token stays, values do."""
+    x = slots(seed)
+    want = choose(x, 99, build("score", "snapkv"))
+    found = choose(x, 99, build("score", "snapkv"), keep=keep)
+    assert torch.equal(want["v"], found["v"])
+
+
+def law_rows(keep, seed):
+    """Empty slots, and other rows, leave no trace."""
+    x = slots(seed)
+    want = kept(keep, x)
+    loud = {n: v.clone() for n, v in x.items()}
+    gone = (x["recent_pos"] < 0) | (x["recent_pos"] >= x["seen"][:, None])
+    for name in ("recent_k", "recent_v"):
+        loud[name][gone[:, None].expand(-1, G, -1)] = 40.0
+    for name in ("kept_k", "kept_v"):
+        loud[name][x["kept_pos"] < 0] = 40.0
+        loud[name][1] *= -3
+    found = kept(keep, loud)
+    for row in (0, 2):
+        real = want["pos"][row] >= 0
+        torch.testing.assert_close(found["v"][row][real], want["v"][row][real])
+
+
+LAWS = [law_mixture, law_apart, law_nothing_goes, law_rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("law", LAWS)
+@some
+@given(seed=seeds)
+def test_law(law, name, seed):
+    law(build("keep", name), seed)
+
+
+def gathered(values, chosen):
+    return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))
+
+
+class Sums(Base):
+    """Adds what goes, without weights."""
+
+    def __call__(self, values, chosen, real):
+        return gathered(values, chosen) + values.sum(2, keepdim=True)
+
+
+class Reorders(Base):
+    def __call__(self, values, chosen, positions):
+        return gathered(values, chosen.flip(2))
+
+
+class Doubles(Base):
+    def __call__(self, values, chosen):
+        return gathered(values, chosen) * 1.5
+
+
+@pytest.mark.parametrize(
+    "law, broken",
+    [(law_mixture, Doubles), (law_apart, Sums), (law_nothing_goes, Reorders), (law_rows, Sums)],
+)
+def test_the_law_catches(law, broken):
+    with pytest.raises(AssertionError):
+        for seed in range(4):
+            law(broken(), seed)
+
+
+def test_value_merge_by_hand():
+    """One token goes; its value moves that of the key that is most like its own."""
+    x = {n: v[:1] for n, v in slots(0, (0, 0, 0), (3, 3, 3)).items()}
+    keys = torch.tensor([[1.0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0.8, 0.6, 0, 0, 0, 0]])
+    x["recent_k"][:, :, :3] = keys
+    v = x["recent_v"][0, 0, :3]
+    found = choose(
+        x, 2, build("score", "streaming-llm", sinks=2), keep=build("keep", "value-merge"), most=2
+    )
+    share = 0.8 * v[2].norm() / (v[2].norm() + v[0].norm() + 1e-6)
+    torch.testing.assert_close(
+        found["v"][0, 0], torch.stack(((v[0] + share * v[2]) / (1 + share), v[1]))
+    )
+    strict = build("keep", "value-merge", threshold=0.9)
+    found = choose(x, 2, build("score", "streaming-llm", sinks=2), keep=strict, most=2)
+    assert torch.equal(found["v"][0, 0], v[:2])
+
+
+def test_a_cosine_is_a_cosine():
+    for bad in (1.5, -2.0, float("nan")):
+        with pytest.raises(RecipeError, match="value-merge: threshold is .*; give a cosine"):
+            AXES["keep"].build("value-merge", threshold=bad)
+
+
+def test_values_that_are_keys_are_not_merged(stateful):
+    with pytest.raises(PassError, match="those of layer 0 are its keys too"):
+        evicting(stateful("plain_latent"), recipe(keep="value-merge"))

@@ -1,0 +1,88 @@
+"""Laws of moments: what is asked for comes, and what is held stays bounded."""
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import RecipeError
+from accel.runtime.keeper import Keeper, KvPlan
+from accel.runtime.kv.when import MOMENTS, Base
+
+from ..kv_slots import AXES, build
+
+NAMES = AXES["when"].names()
+
+
+def law_answers(when):
+    """A moment is due or not; more tokens since the last time never make it less so; a prompt's end, or
+    so many tokens, is due at last."""
+    for moment in MOMENTS:
+        due = [when.due(moment, n) for n in range(1, 400)]
+        assert all(isinstance(d, bool) for d in due) and due == sorted(due)
+    assert any(when.due(moment, 1 << 30) for moment in MOMENTS)
+    assert when.single == when.due("call", 1 << 40)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_law(name):
+    law_answers(build("when", name))
+
+
+def test_the_law_catches():
+    class Never(Base):
+        def due(self, moment, recent):
+            return False
+
+    class Odd(Base):
+        def due(self, moment, recent):
+            return recent % 2 == 1
+
+    for broken in (Never(), Odd()):
+        with pytest.raises(AssertionError):
+            law_answers(broken)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("budget", AXES["budget"].names())
+def test_a_keeper_holds_no_more_than_it_says(name, budget):
+    """Numbers alone: a long conversation of two rows, in parts of 32."""
+    plan = KvPlan(
+        build("budget", budget, tokens_kept=20), build("when", name), {0: 2, 3: 2}, 0, False
+    )
+    keeper, lengths = Keeper(plan, 2), np.zeros(2, np.int64)
+    for new in (100, 1, 1, 40, *[1] * 60):
+        for part in range(0, new, 32):
+            held = lengths + min(part, new)
+            if part:
+                step(keeper, "part", held)
+        lengths = lengths + [new, max(1, new // 3)]
+        step(keeper, "call", lengths)
+        if new > 1:
+            step(keeper, "prompt", lengths)
+            if name != "every":
+                assert (keeper.base == lengths).all(), "a prompt's end looks at all of it"
+        recent = int((lengths - keeper.base).max())
+        if name == "every":
+            assert recent < build("when", name).tokens or not keeper.due("call", lengths)
+
+
+def step(keeper, moment, lengths):
+    if keeper.due(moment, lengths):
+        keeper.compressed(lengths)
+        assert not keeper.due(moment, lengths), "what is left is within the budget"
+
+
+def test_a_row_that_starts_anew_owes_nothing():
+    plan = KvPlan(
+        build("budget", "uniform", tokens_kept=4), build("when", "prompt"), {0: 2}, 0, False
+    )
+    keeper = Keeper(plan, 2)
+    step(keeper, "prompt", np.array([9, 3]))
+    keeper.forget(np.array([True, False]))
+    assert keeper.base.tolist() == [0, 3]
+    assert not keeper.due("prompt", np.array([4, 4])) and keeper.due("prompt", np.array([5, 4]))
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_every_no_tokens_is_refused(tokens):
+    with pytest.raises(RecipeError, match=f"kv.when.every: tokens is {tokens}; give at least 1"):
+        AXES["when"].build("every", tokens=tokens)
