@@ -58,9 +58,10 @@ class TritonStepper(EagerStepper):
         rewind; recurrent state changes only where it succeeds.
         """
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        told = self._compiled.defaults | self._controls
         args = list(self._args)
         for name, place in self._places.items():
-            args[place] = self._tensor(given[name]) if name in given else self._controls[name]
+            args[place] = self._tensor(given[name]) if name in given else told[name]
         single = tokens.shape[1] == rows.shape[1] == 1
         if single and self._decode is not None:
             found = self._decode(args, self._places.values())

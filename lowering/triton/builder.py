@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.errors import LoweringError
-from accel.ir.program import Conditional, Entry, Program, Region
+from accel.ir.program import Conditional, Entry, Program, Region, graphs_of
 from accel.lowering.triton.table import lower
 
 aten = torch.ops.aten
@@ -21,9 +20,11 @@ _SIZE = aten.sym_size.int
 class Builder:
     """What a rule sees: nodes of the new graph, the shapes of what they stand for, and calls to add."""
 
-    def __init__(self, program: Program, device: str):
+    def __init__(self, program: Program, device: str, tensors: dict[str, Tensor] | None = None):
+        """`tensors`: parameters that other graphs have moved to the device already, by name."""
         self.program = program
         self.device = device
+        self.tensors: dict[str, Tensor] = {} if tensors is None else tensors
         self.graph = fx.Graph()
         self.states: dict[str, fx.Node] = {}  # by name: those that the entry may write in place
         self._params: dict[str, fx.Node] = {}
@@ -83,10 +84,7 @@ class Builder:
         args: Any = map_arg(node.args, env.__getitem__)
         kwargs: Any = map_arg(node.kwargs, env.__getitem__)
         if isinstance(node.target, Conditional):
-            raise LoweringError(
-                f"target 'triton' has no conditions, as {node.target.name} stands under one; leave "
-                "depth out of the recipe, or use target='onnx'"
-            )
+            return self._choice(node.target, args)
         if isinstance(node.target, Region):
             names = [str(p.target) for p in node.target.graph.find_nodes(op="placeholder")]
             return tuple(self._inline(node.target.graph, dict(zip(names, args, strict=True))))
@@ -99,6 +97,20 @@ class Builder:
         if "device" in kwargs:  # what was captured on the CPU
             kwargs = {**kwargs, "device": torch.device(self.device)}
         return self.call(target, *args, **kwargs)
+
+    def _choice(self, region: Conditional, args: tuple[fx.Node, ...]) -> tuple[fx.Node, ...]:
+        """A branch of the host. What either side writes in place counts as written by the call."""
+        sides = [Side(self, graph, args) for graph in graphs_of(region)]
+        extras = [tuple(side.extra.values()) for side in sides]
+        call = self.call(_branch(region.name, [s.module() for s in sides]), args, *extras)
+        written = {i for side in sides for i in side.written}
+        call.meta["into"] = tuple(args[i] for i in sorted(written))
+        results = []
+        for index, given in enumerate(zip(*(side.gives for side in sides), strict=True)):
+            results.append(self.call(operator.getitem, call, index))
+            if given[0] is not None and len(set(given)) == 1:
+                results[-1].meta["writes"] = args[given[0]]
+        return tuple(results)
 
     def _param(self, name: str) -> fx.Node:
         if name not in self._params:
@@ -134,11 +146,63 @@ class Builder:
     def module(self) -> fx.GraphModule:
         """The graph as a callable; parameters are read and moved to the device once."""
         names = {str(node.target): name for name, node in self._params.items()}
-        used = [str(n.target) for n in self.graph.find_nodes(op="get_attr")]
-        params = self.program.params
-        root: Any = {p: params[names[p]].detach().to(self.device) for p in used}
+        root: Any = {}
+        for node in self.graph.find_nodes(op="get_attr"):
+            name = names[str(node.target)]
+            if name not in self.tensors:
+                self.tensors[name] = self.program.params[name].detach().to(self.device)
+            root[str(node.target)] = self.tensors[name]
         self.graph.lint()
         return fx.GraphModule(root, self.graph)
+
+
+class Side(Builder):
+    """One of the graphs that a branch chooses from, over the branch's arguments.
+
+    gives: for each result the index of the argument that it is, as it was or written in place.
+    written: arguments that it writes. extra: what the graph around has made for it.
+    """
+
+    def __init__(self, outer: Builder, graph: fx.Graph, args: tuple[fx.Node, ...]):
+        super().__init__(outer.program, outer.device, outer.tensors)
+        self._outer = outer
+        self.extra: dict[fx.Node, fx.Node] = {}  # here -> around
+        values: dict[str, fx.Node] = {}
+        self._args: dict[fx.Node, fx.Node] = {}
+        for i, (holder, arg) in enumerate(zip(graph.find_nodes(op="placeholder"), args, strict=True)):
+            mine = values[str(holder.target)] = self.graph.placeholder(f"x{i}")
+            mine.meta["val"] = holder.meta["val"]
+            self._args[mine] = arg
+        self.states = {n: mine for n, mine in values.items() if self._args[mine] in outer.states.values()}
+        places = {mine: i for i, mine in enumerate(values.values())}
+        results = self._inline(graph, values)
+        for node in list(self.graph.nodes):
+            self._guard(node)
+        self.gives = [places.get(r.meta.get("writes", r)) for r in results]
+        self.written = {places[h] for n in self.graph.nodes for h in n.meta.get("into", ()) if h in places}
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code(_is_impure)
+
+    def once(self, function: Callable[..., Any], *args: Any) -> fx.Node:
+        """What depends on the arguments alone is made by the graph around, for all that ask."""
+        key = (function, *args)
+        nodes = [a for a in args if isinstance(a, fx.Node)]
+        if key not in self._made and all(a in self._args for a in nodes):
+            around = self._outer.once(function, *(self._args.get(a, a) for a in args))
+            self._made[key] = self.graph.placeholder(f"y{len(self.extra)}")
+            self.extra[self._made[key]] = around
+        return super().once(function, *args)
+
+
+def _branch(name: str, sides: list[fx.GraphModule]) -> Callable[..., Any]:
+    """A function that runs the first side or the other, by the first of its arguments."""
+
+    def branch(args: tuple[Any, ...], *extras: tuple[Any, ...]) -> Any:
+        chosen = 0 if args[0] else 1
+        return sides[chosen](*args, *extras[chosen])
+
+    branch.__name__ = f"branch_{name.replace('.', '_')}"
+    return branch
 
 
 def _is_impure(node: fx.Node) -> bool:

@@ -29,6 +29,7 @@ class Compiled:
     inputs: list[str]
     outputs: list[str]
     states: list[str]
+    defaults: dict[str, Tensor]  # of the inputs that a caller may leave out
 
     def __call__(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """What the entry gives for its inputs, in order."""
@@ -49,6 +50,7 @@ class Lowered(Program):
         given as `name` is given back as `name.next`.
         """
         e = self.compiled[entry]
+        inputs = {**e.defaults, **inputs}
         out = dict(zip(e.outputs, e([inputs[name] for name in e.inputs]), strict=True))
         return out | {f"{name}.next": inputs[name] for name in e.states}
 
@@ -66,11 +68,13 @@ def lower_program(program: Program) -> Lowered:
     device = here.device()
     same = {f.name: getattr(program, f.name) for f in fields(Program)}
     lowered = Lowered(**same, device=device)
+    tensors: dict[str, Tensor] = {}  # parameters on the device, which all entries share
     for name, entry in program.entries.items():
-        builder = Builder(program, device)
+        builder = Builder(program, device, tensors)
         states = [i for i in entry.inputs if f"{i}.next" in entry.outputs] if name == "step" else []
         outputs = builder.entry(entry, states)
-        lowered.compiled[name] = Compiled(builder.module(), entry.inputs, outputs, states)
+        defaults = {n: value.to(device) for n, value in entry.defaults.items()}
+        lowered.compiled[name] = Compiled(builder.module(), entry.inputs, outputs, states, defaults)
     return lowered
 
 
