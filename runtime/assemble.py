@@ -10,10 +10,7 @@ from accel.ir.errors import RecipeError, unknown
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
 from accel.passes.kv.compress import Compress
-from accel.passes.numerics import Base as NumericsPass
-from accel.passes.weights import Base as WeightsPass
 
-LAST = (WeightsPass, NumericsPass)  # of what the others left
 EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
@@ -52,7 +49,6 @@ def assemble(recipe: Recipe) -> Plan:
         plan.methods[name] = method
         if isinstance(method, Pass):
             plan.passes.append(method)
-    plan.passes.sort(key=lambda step: isinstance(step, LAST))
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
         plan.passes.insert(0, _compress(plan, axes, eviction))  # before what it keeps is encoded
     return plan

@@ -75,15 +75,21 @@ def _confident(logits: Tensor, limit: Tensor) -> Tensor:
 
 
 def _head(program: Program) -> list[fx.Node]:
-    """The nodes from the residual stream to the logits, in order, the choice of rows first."""
+    """The nodes from the residual stream to the logits, the choice of rows among them, in order."""
     graph, logits = program.step.graph, program.step.output_nodes()["logits"]
     chosen = next((n for n in graph.nodes if n.target is take_rows.default), None)
     needed = ancestors([logits], stop={chosen} if chosen else set())
     below: set[fx.Node] = {chosen} if chosen else set()
+    fixed: set[fx.Node] = set()  # parameters, and casts of them
     found = []
     for node in graph.nodes:
-        if node in needed and (node in below or below.intersection(node.all_input_nodes)):
+        inputs = node.all_input_nodes
+        if node.op == "get_attr" or (node.op == "call_function" and inputs and fixed.issuperset(inputs)):
+            fixed.add(node)
+        if node in needed and (node in below or below.intersection(inputs)):
             below.add(node)
+            found.append(node)
+        elif node in needed and node in fixed and node.op != "get_attr":
             found.append(node)
     if not found or found[-1] is not logits:
         raise PassError(
@@ -116,7 +122,7 @@ def _exit(
     outer = dict.fromkeys(
         n for node in head for n in node.all_input_nodes if n not in members and n.op != "get_attr"
     )
-    stream = head[0].args[0]
+    stream = next(n.args[0] for n in head if n.target is take_rows.default)
     given = [n for n in outer if n is not stream] + [limit, done]
     for graph in (region.graph, region.otherwise):
         holders = _holders(graph, call, given)
