@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import accel
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import Miscompiled, PassError, RecipeError
+from accel.lowering.onnx import branch, export
 from accel.passes.depth.unified_skip import evenly
 
 from .depth_case import LAYERS, NEVER, TOKENS, far, oracle, plan
@@ -189,10 +190,20 @@ def test_weights_of_few_bits_and_fused_operators_stay_so_within_the_branches(dee
         graph = onnx.load(compiled.artifact.path / files["native"], load_external_data=False).graph
     branches = [n for n in graph.node if n.op_type == "If"]
     assert len(branches) == LAYERS
-    for branch in branches:
-        ops = {a.name: [n.op_type for n in a.g.node] for a in branch.attribute}
+    for node in branches:
+        ops = {a.name: [n.op_type for n in a.g.node] for a in node.attribute}
         assert ops["then_branch"] == ["Linear", "Place", "Attention", "Linear", "Linear", "Linear"]
         assert ops["else_branch"].count("Linear") == 1 and "Attention" not in ops["else_branch"]
+
+
+def test_a_wrong_branch_for_what_is_left_out_is_caught(deep, monkeypatch):
+    def either(b, condition, then, otherwise, values):
+        return branch.either(b, condition, then, then, values)
+
+    monkeypatch.setattr(export, "either", either)
+    module, _ = deep("llama")
+    with pytest.raises(Miscompiled, match="step.onnx, run by onnxruntime"):
+        accel.optimize(module, "unified-skip", max_context=64)
 
 
 def test_masks_are_computed_once_not_once_per_layer(deep):

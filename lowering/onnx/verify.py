@@ -17,6 +17,7 @@ from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Entry, Program
 from accel.lowering.onnx.accel_ops import BLOCK
 from accel.lowering.onnx.native import is_native, register
+from accel.passes.calibrate import feeds
 from accel.passes.check import rounding
 
 
@@ -28,6 +29,8 @@ def onnx_error(
     Weights are read where they lie and nothing is kept for later, so this needs little memory beyond
     the file's: no packing, and what is stored in half precision is not widened for good. Weights of
     few bits are packed all the same, since onnxruntime computes otherwise where they are not.
+
+    Where layers may be left out, one more call leaves out all of them, and the state is compared too.
 
     `bound`: by default 1e-3, more where products round their inputs (`passes.check.rounding`).
 
@@ -43,7 +46,22 @@ def onnx_error(
         scale = max(1.0, float(want.abs().max()))
         off = float((got - want).abs().max()) / scale
         worst = max(worst, off if off == off else float("inf"))
+    if program.facts.depth is not None:
+        worst = max(worst, _left_out(program, session, cases[0][0]))
     return _held(worst, bound, file, "logit")
+
+
+def _left_out(program: Program, session: ort.InferenceSession, tokens: Tensor) -> float:
+    """The largest error of any output where every layer is left out, relative to the largest value."""
+    given = feeds(program, "step", tokens)
+    given["run_layers"] = torch.zeros_like(program.step.defaults["run_layers"])
+    want = program.run("step", given)
+    got = session.run(list(want), {name: value.numpy() for name, value in given.items()})
+    errors = [0.0]
+    for value, right in zip(got, want.values(), strict=True):
+        off = (torch.from_numpy(value) - right).abs().double()
+        errors.append(float(off.max()) / max(1.0, float(right.abs().max())) if off.numel() else 0.0)
+    return max(e if e == e else float("inf") for e in errors)
 
 
 def encode_error(program: Program, file: Path, bound: float = 1e-3) -> float:
