@@ -27,16 +27,20 @@ def layers(program: Program) -> list[fx.Node]:
             f"depth: {len(calls)} of {len(program.facts.layers)} layers were found in the graph, and only "
             "a layer that stands apart can be left out; build it without a depth method"
         )
-    names = {id(node): name for name, node in program.step.output_nodes().items()}
+    state = {f"{value.name}.next" for value in program.state}
+    names = {node: name for name, node in program.step.output_nodes().items()}
     for call in calls:
         for item in call.users:
-            index = item.args[1]
-            if index == 0 and sizes(item) == sizes(_node(call.args[0])):
-                continue
-            if index == 0 or id(item) not in names or len(item.users) > 1:
+            name = names.get(item, item.name)
+            if item.args[1] == 0:
+                alone = sizes(item) == sizes(_node(call.args[0]))
+            else:
+                alone = name in state and len(item.users) == 1
+            if not alone:
                 raise PassError(
-                    f"depth: {call.target.__name__} gives more to what follows than the residual stream "
-                    f"({item.name}), so it cannot be left out; build it without a depth method"
+                    f"depth: layer {calls.index(call)} gives more than the residual stream and its own "
+                    f"state ({name}), so it cannot be left out; leave out the depth method, or what asks "
+                    "for that (a kv.score that observes queries)"
                 )
     return calls
 
