@@ -4,13 +4,15 @@
 
 Builds the recipe without and with `unified-skip` (a nested and a propagating cache) and lets them take
 turns of a few steps in one process: the plain graph, all layers on, every second one, and one alone, from
-which the head's time follows. Ratios are medians over the rounds, with their quartiles.
+which the head's time follows. Ratios are medians over the rounds, with their quartiles. With one thread
+its own processor time counts, which others on the machine disturb less.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Annotated, Any
@@ -22,6 +24,7 @@ import accel
 from accel.runtime.session import Session
 
 CACHES = ("nested", "propagate")
+Clock = Callable[[], float]
 QUIET = 0.25  # seconds in which threads of the session before stop spinning
 
 
@@ -47,16 +50,17 @@ def main(
                     checkpoint, [recipe, *depth], max_context=room, out=out, verify=False
                 ).close()
             models[cache] = accel.load(out, threads=threads, kernels=kernels)
-        times = measure(models, context, rounds, steps, QUIET * (threads > 1))
+        times = measure(models, context, rounds, steps, threads)
         for model in models.values():
             model.close()
     print(table(times, len(models["nested"].facts.depth.plan)))
 
 
 def measure(
-    models: dict[Any, Any], context: int, rounds: int, steps: int, quiet: float
+    models: dict[Any, Any], context: int, rounds: int, steps: int, threads: int
 ) -> dict[str, list[float]]:
     """By what runs, seconds of a step in each round."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
     layers = models["nested"].facts.num_layers
     plans = {
         "all": np.ones(layers, bool),
@@ -75,21 +79,23 @@ def measure(
     for turn in range(rounds):
         first = turn % len(order)
         for name in order[first:] + order[:first]:
-            time.sleep(quiet)
-            found[name].append(seconds(*turns[name], tokens[:, :1], context, steps))
+            time.sleep(QUIET * (threads > 1))
+            found[name].append(seconds(*turns[name], tokens[:, :1], context, steps, clock))
     for session, _ in turns.values():
         session.close()
     return found
 
 
-def seconds(session: Session, plan: dict[str, Any], token: Any, context: int, steps: int) -> float:
+def seconds(
+    session: Session, plan: dict[str, Any], token: Any, context: int, steps: int, clock: Clock
+) -> float:
     """The least of some steps after `context` tokens."""
     session.rewind(context)
     taken = []
     for _ in range(steps):
-        start = time.perf_counter()
+        start = clock()
         session.run(token, **plan)
-        taken.append(time.perf_counter() - start)
+        taken.append(clock() - start)
     return min(taken)
 
 
@@ -100,11 +106,10 @@ def table(times: dict[str, list[float]], layers: int) -> str:
         "| head excluded |",
         "|---|---|---|---|---|---|---|",
     ]
+    on, one = times["nested all"], times["nested one"]  # a layer that is off takes no time there
+    head = [o - (a - o) / (layers - 1) for a, o in zip(on, one, strict=True)]
     for cache in CACHES:
-        on, half, one = (times[f"{cache} {name}"] for name in ("all", "half", "one"))
-        skipped = cache == "nested"  # then what is left out takes no time, and the rest is the head's
-        slope = [(a - o) / (layers - 1) for a, o in zip(on, one, strict=True)]
-        head = [o - s for o, s in zip(one, slope, strict=True)] if skipped else head
+        on, half = times[f"{cache} all"], times[f"{cache} half"]
         cells = [
             cache,
             ms(plain),
