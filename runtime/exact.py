@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from accel.ir.errors import Miscompiled
+from accel.ir.errors import Miscompiled, RecipeError
 from accel.runtime.artifact import Artifact
+from accel.runtime.assemble import Plan
 from accel.runtime.compiled import from_artifact
 from accel.runtime.session import Session
+
+
+def check_target(plan: Plan, target: str) -> None:
+    """Raise RecipeError where a target cannot keep the promise of equal rows."""
+    if "numerics" in plan.methods and target == "triton":
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}' promises equal bits for equal rows, which target 'triton' does "
+            "not keep; use target='onnx', or leave numerics out"
+        )
 
 
 def check_rows(artifact: Artifact) -> None:

@@ -55,7 +55,7 @@ from accel.runtime.checkpoint import load_model, tokenizer_json
 from accel.runtime.compiled import CompiledModel, from_artifact
 from accel.runtime.describe import facts_json, kv_bytes, runtime_facts, state_json
 from accel.runtime.eager import EagerEngine
-from accel.runtime.exact import check_rows
+from accel.runtime.exact import check_rows, check_target
 from accel.runtime.genai import genai_config
 from accel.runtime.loss import loss, storage
 from accel.runtime.manifest import BIT_EXACT
@@ -156,15 +156,14 @@ def optimize(
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RecipeError(f"{name} is {value!r}; give a whole number of at least 1")
     if target != "onnx" and out is not None:
-        raise LoweringError(
-            f"out is for artifacts, and target '{target}' writes none; use target='onnx'"
-        )
+        raise LoweringError(f"out is for artifacts, and target '{target}' writes none; use target='onnx'")
     if target == "triton":
         triton.need()
     if out is not None:
         Stage(out).check()
     dump = _folder(dump) if dump is not None else None
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
+    check_target(job.plan, target)
     passes = _passes(job)
     check_order(passes)
     reads = job.narrows or any(step.reads_text for step in job.plan.passes)

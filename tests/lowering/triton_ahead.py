@@ -1,5 +1,5 @@
-"""Run as a script, without the interpreter: compiles every kernel for GPUs that need not be there, at the sizes
-that the host code gives it, and prints a line of JSON for each.
+"""Run as a script, without the interpreter: compiles every kernel for a GPU that need not be there (its
+capability is the argument) at sizes that the host code gives it, and prints a line of JSON for each.
 """
 
 import json
@@ -20,7 +20,7 @@ TYPES = {
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
-CAPABILITIES = (80, 90)
+CAPABILITY = int(sys.argv[1])
 
 
 def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -42,14 +42,14 @@ def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kw
                 hints[(i,)] = [["tt.divisibility", 16]]
         else:
             types[param.name] = "fp32"
-    for capability in CAPABILITIES:
-        source = ASTSource(self, types, constants, hints)
-        made = compiled(source, target=GPUTarget("cuda", capability, 32), options=options)
-        line = {
-            "kernel": self.__name__, "capability": capability, "shared": made.metadata.shared,
-            "products": made.asm["ptx"].count("mma"),
-        }  # fmt: skip
-        print(json.dumps(line))
+    source = ASTSource(self, types, constants, hints)
+    made = compiled(source, target=GPUTarget("cuda", CAPABILITY, 32), options=options)
+    text = made.asm["ptx"]
+    line = {
+        "kernel": self.__name__, "shared": made.metadata.shared, "products": text.count("mma"),
+        "exact": text.count("div.rn.f32"),
+    }  # fmt: skip
+    print(json.dumps(line))
 
 
 JITFunction.run = compile_instead
@@ -61,19 +61,31 @@ accel_attention._precision = lambda device: "tf32x3"
 accel_attention._processors = lambda device: 132
 
 
-def attend(tokens: int, width: int, mask: str) -> None:
-    q, k = torch.zeros(1, 8, tokens, width), torch.zeros(1, 2, 1024, width)
+def attend(tokens: int, width: int, mask: str, **more: Any) -> None:
+    q, k = torch.zeros(1, 8, tokens, width), more.get("codes", torch.zeros(1, 2, 1024, width))
     q_pos, k_pos = torch.arange(tokens)[None], torch.arange(1024)[None]
     lists = accel_attention.survey(q_pos, k_pos, mask, 128, 4, width)
-    parts = [(k, k, k_pos, None, lists)]
-    accel_attention.attended(q, q_pos, parts, None, 0.1, 0.0, mask, 128, None, None, None)
+    parts = [(k, k, k_pos, more.get("scales"), lists)]
+    options = [more.get(name) for name in ("sink", "tree", "first")]
+    cap = more.get("cap", 0.0)
+    accel_attention.attended(q, q_pos, parts, more.get("bias"), 0.1, cap, mask, 128, *options)
 
 
 attend(1, 128, "causal")
 attend(64, 64, "window")
+codes, scale = torch.zeros(1, 2, 1024, 64, dtype=torch.int8), torch.zeros(1, 2, 1024)
+tree, first = torch.ones(1, 5, 5, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+attend(
+    5, 64, "chunk", codes=codes, scales=(scale, scale), cap=3.0, sink=torch.zeros(8), tree=tree,
+    first=first, bias=torch.zeros(8, 100),
+)  # fmt: skip
+attend(2, 32, "full", bias=torch.zeros(8, 100, 100))
 x, table = torch.zeros(1, 2, 3, 128), torch.zeros(8, 64)
 turn = (torch.zeros(1, 3, dtype=torch.int64), table, table, False)
-accel_cache.turned(x, *turn)
+slots = torch.zeros(1, dtype=torch.int64)
+accel_cache.turned(x, *turn[:3], True)
 buffers = (torch.zeros(1, 2, 16, 128), torch.zeros(1, 2, 16, 128))
-accel_cache.place_both(*buffers, x, x, torch.zeros(1, dtype=torch.int64), turn)
+accel_cache.place_both(*buffers, x, x, slots, turn)
+rounded = (torch.zeros(1, 2, 16, 128, dtype=torch.int8), torch.zeros(1, 2, 16))
+accel_cache.place_rounded(*rounded, x, slots, turn)
 sys.stdout.flush()
