@@ -137,7 +137,9 @@ class Keeper:
         return np.asarray(anew)
 
     def rewound(self, lengths: Ints) -> None:
-        """Queries of tokens from `lengths` [B] on are forgotten."""
+        """Queries of tokens from `lengths` [B] on are forgotten. Those that they had pushed out do not come
+        back: until as many new ones came, scores look with fewer.
+        """
         gone = self._query_positions >= lengths[:, None]
         self._query_positions = np.where(gone, -1, self._query_positions)
 

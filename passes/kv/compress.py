@@ -69,6 +69,7 @@ class Compress(Pass):
         if not sites:
             return Report(refused=["no layer of this model has a cache of keys; leave kv.score out for it"])
         _check_values(self.keep, sites)
+        _check_readers(program, sites)
         _read_kept(program, sites)
         if self.score.observe:
             _give_queries(program, sites)
@@ -117,6 +118,27 @@ def _check_values(keep: Keep, sites: list[_Site]) -> None:
         raise PassError(
             f"kv.keep changes values, but those of layer {shared[0]} are its keys too (a latent, MLA); "
             "leave kv.keep out for this model, or use 'drop'"
+        )
+
+
+def _check_readers(program: Program, sites: list[_Site]) -> None:
+    """What is said of each token is compressed, and read by the attention that will read it from there."""
+    taken = {"kv.pos"}
+    for site in sites:
+        for i in (1, 2):
+            stored = site.node.args[i]
+            assert isinstance(stored, fx.Node)
+            taken.add(str(_buffer_of(site, i).target))
+            for user in stored.users:
+                if user is not site.node and user.op != "output":
+                    raise PassError(
+                        f"{user.name} reads the cache of layer {site.layer} beside its attention, and would "
+                        "miss what was dropped; leave kv.score out for this model"
+                    )
+    if other := [s.name for s in program.state if "C" in s.shape and s.name not in taken]:
+        raise PassError(
+            f"'{other[0]}' holds something of every token that no attention of kv.score reads; leave kv.score "
+            "out for this model"
         )
 
 
