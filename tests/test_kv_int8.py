@@ -2,6 +2,7 @@
 
 import models
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -10,10 +11,12 @@ from onnx import TensorProto, helper
 import accel
 from accel.ir.errors import PassError
 from accel.ir.ops.codec import decode_rows, encode_rows
+from accel.lowering.onnx import native
 from accel.runtime.compiled import CompiledModel
 from accel.runtime.eager import EagerEngine
 from accel.runtime.small import randomise, small_config, small_model
 
+needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 RNG = np.random.default_rng(3)
 TOKENS = RNG.integers(0, 50, (2, 21))
 
@@ -168,22 +171,42 @@ def test_rows_are_equal_bit_for_bit_under_bit_exact(made, weights):
             np.testing.assert_array_equal(whole, np.concatenate(apart, 1))
 
 
+def nodes(compiled):
+    """Operators of the native step, those of branches included."""
+    found = set()
+    todo = list(
+        onnx.load(compiled.artifact.path / "step.native.onnx", load_external_data=False).graph.node
+    )
+    while todo:
+        node = todo.pop()
+        found.add(node.op_type)
+        todo += [n for a in node.attribute for n in a.g.node]
+    return found
+
+
+@needs_native
+def test_layers_under_conditions_read_codes_in_place():
+    model = randomise(models.PlainSdpa(layers=4), "skip")
+    with accel.optimize(model, ["kv-int8", "unified-skip"], max_context=64) as compiled:
+        assert nodes(compiled) >= {"If", "AttentionInt8"} and "Decode" not in nodes(
+            compiled
+        )
+
+
+@needs_native
 def test_what_eviction_keeps_is_in_codes_too():
     model = models.ARCHITECTURES["plain_sdpa"]()
     evict = {"kv": {"score": {"use": "knorm"}, "budget": {"use": "uniform", "tokens_kept": 8}}}
     both = {"kv": {**evict["kv"], "codec": {"use": "kv-int8"}}}
     found = []
-    for recipe in (evict, both):
-        with accel.optimize(
-            model, recipe, max_context=64, target="eager", verify=False
-        ) as compiled:
+    for recipe, target in ((evict, "eager"), (both, "onnx")):
+        with accel.optimize(model, recipe, max_context=64, target=target) as compiled:
             kept = {s.role: s.dtype for s in compiled.program.state if s.kept}
             with compiled.session() as session:
-                found.append(
-                    np.concatenate(
-                        [session.run(TOKENS[:1, :15]), session.run(TOKENS[:1, 15:18])], 1
-                    )
-                )
+                first, then = session.run(TOKENS[:1, :15]), session.run(TOKENS[:1, 15:18])
+                found.append(np.concatenate([first, then], 1))
+            if target == "onnx":
+                assert nodes(compiled) >= {"AttentionInt8"}
     assert kept["kept.k"] == kept["kept.v"] == "int8" and kept["kept.k.scale"] == "float32"
     close(found[1], found[0], 0.2)
     assert not np.array_equal(found[1], found[0])

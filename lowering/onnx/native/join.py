@@ -19,7 +19,9 @@ GATES = {("QuickGelu", ""): 1, ("Gelu", "none"): 2, ("Gelu", "tanh"): 3}
 
 
 def join(b: Builder, outputs: Collection[str]) -> None:
-    """Let Linear take in norms, gates and sums, and Attention the layout of its rows."""
+    """Let Linear take in norms, gates and sums, and Attention the layout of its rows and codes."""
+    read = {value for node in b.nodes for value in reads(node)}.union(outputs)
+    b.nodes = [n for n in b.nodes if n.op_type != "Decode" or read.intersection(n.output)]
     for rewrite in (_norms, _gates, _sums, _places):
         rewrite(_Graph(b, outputs))
 
