@@ -1,0 +1,21 @@
+"""KeyDiff (arXiv:2504.15364): keys that are unlike the average one say something of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accel.passes.kv.score import Base
+
+
+@dataclass(frozen=True)
+class KeyDiff(Base):
+    """Reads neither queries nor values."""
+
+    def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
+        unit = torch.nn.functional.normalize(torch.nan_to_num(keys.float()), dim=-1)
+        there = (positions >= 0)[..., None]
+        anchor = torch.nn.functional.normalize((unit * there).sum(2, keepdim=True), dim=-1)
+        return -(unit * anchor).sum(-1)
