@@ -48,7 +48,7 @@ def smoke(
     """Try a new architecture in seconds, without its weights.
 
     A clone of two layers (more where the pattern of layers is longer) with random weights goes
-    through every recipe on every target, and is compared with the module in PyTorch: a prefill,
+    through every recipe on the targets, and is compared with the module in PyTorch: a prefill,
     single tokens over the cache, several tokens after a rewind, a ragged batch. Exits 1 where
     anything is wrong or crashes; a refusal is an answer.
     """
