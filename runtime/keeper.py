@@ -72,7 +72,7 @@ class Keeper:
         self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
         self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
-        self._query_positions: Ints = np.full((batch, plan.observe), -1, np.int64)
+        self._query_positions: Ints = np.zeros((batch, 0), np.int64)
 
     def copy(self) -> Keeper:
         """Of its own: what it holds is replaced, never written."""
@@ -83,8 +83,8 @@ class Keeper:
         return self.plan.observe > 0 and (tokens > 1 or self._first or self.plan.when.single)
 
     def end_prompt(self) -> None:
-        """Single tokens from here on are generated ones."""
-        self._first = False
+        """Single tokens from here on are generated ones, unless nothing was there yet."""
+        self._first = not self._queries
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether to compress now, and there is something to drop."""
@@ -149,11 +149,7 @@ class Keeper:
         last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
         held = {}
         for name, new in queries.items():
-            old = self._queries.get(name)
-            if old is None:
-                shape = (new.shape[0], self.plan.observe, *new.shape[2:])
-                old = np.zeros(shape, new.dtype)
-            joined = np.concatenate([old, new], axis=1)
+            joined = np.concatenate([self._queries.get(name, new[:, :0]), new], axis=1)
             held[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
         self._queries = held
         self._query_positions = np.take_along_axis(both, last, axis=1)

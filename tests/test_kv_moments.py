@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from accel.ir.errors import AccelError, InputError
+from accel.ir.errors import AccelError, InputError, RecipeError
+from accel.ir.recipe import Recipe
 from accel.runtime import session as session_module
+from accel.runtime.assemble import assemble
 
-from .kv_case import RECIPES, Case, close, decoded, evicted, kept, ragged_is_alone
+from .kv_case import RECIPES, Case, close, decoded, evicted, evicting, kept, ragged_is_alone, recipe
 
 
 @pytest.fixture
@@ -58,6 +60,7 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
     one = case("snapkv")
     tokens = one.tokens(1, 40)
     single, whole = one.session(), one.session()
+    single.end_prompt()  # of nothing
     decoded(single, tokens)
     whole.run(tokens)
     for s in (single, whole):
@@ -68,6 +71,63 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
     )
     single.run(tokens[:, :1])
     assert not single._keeper.observes(1) and single._keeper.observes(2)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_prompts_of_one_token_and_of_none(case, name):
+    """Beside a long one, and alone; with room for a single token."""
+    one = case(name)
+    tokens = one.tokens(3, 60)
+    ragged_is_alone(one, [40, 1, 1])
+    session = one.session(3, budget={"use": "uniform", "tokens_kept": 1})
+    session.run(tokens[:, :30], [30, 1, 0])
+    session.end_prompt()
+    assert [int((w >= 0).sum(2).max()) for w in kept(session).values()] == [1, 1]
+    assert np.isfinite(session.run(tokens[:, 30:33], [3, 0, 2])).all()
+    session.end_prompt()
+    session.rewind(0)
+    session.end_prompt()
+    alone, fresh = one.session(1), one.session(1)
+    for s in (alone, fresh):
+        s.run(tokens[:1, :1])
+    alone.end_prompt()
+    assert np.array_equal(decoded(alone, tokens[:1, 1:4]), decoded(fresh, tokens[:1, 1:4]))
+
+
+def test_a_window_beyond_the_context_takes_no_memory(stateful):
+    """And protects every token: the newest stay."""
+    tables = recipe("snapkv") | {"kv.score": {"use": "snapkv", "window": 1 << 30}}
+    one = evicting(stateful("llama"), tables)
+    session = one.session(2)
+    session.run(one.tokens(2, 40), [40, 9])
+    session.end_prompt()
+    for where in kept(session).values():
+        assert (where[0] == np.arange(28, 40)).all() and (where[1, :, :9] == np.arange(9)).all()
+
+
+def test_how_without_which_is_refused():
+    for axis, name in (("kv.budget", "uniform"), ("kv.when", "every"), ("kv.keep", "value-merge")):
+        with pytest.raises(
+            RecipeError, match=f"{axis} says how tokens are dropped, but no kv.score says which"
+        ):
+            assemble(Recipe(tables={axis: {"use": name}}))
+
+
+@pytest.mark.parametrize(
+    "table, says",
+    [
+        ({"use": "snapkv", "window": 0}, "window is 0"),
+        ({"use": "snapkv", "kernel": 4}, "kernel 4; give .* an odd kernel"),
+        ({"use": "snapkv", "pooling": "sum"}, "give 'mean' or 'max'"),
+        ({"use": "h2o", "recent": -1}, "recent is -1; give at least 0"),
+        ({"use": "streaming-llm", "sinks": -4}, "sinks is -4; give at least 0"),
+        ({"use": "snapkw"}, "did you mean 'snapkv'"),
+        ({"use": "knorm", "window": 3}, "window"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(table, says):
+    with pytest.raises(RecipeError, match=f"recipe 'recipe': .*{says}"):
+        assemble(Recipe(tables={"kv.score": table}))
 
 
 # Failures

@@ -336,7 +336,8 @@ def _protected(score: Score, scores: Tensor, where: Tensor, seen: Tensor) -> Ten
     scores = torch.nan_to_num(scores, nan=-far / 2).clamp(-far / 2, far / 2)
     age = seen[:, None, None] - 1 - where  # 0: the newest
     late = torch.where(where < score.sinks, where - score.sinks, age)  # the order of what stays
-    share = (late + score.sinks).to(scores.dtype) / (score.sinks + score.recent + 1)
+    most = score.sinks + 1 + seen.clamp(max=score.recent)[:, None, None]
+    share = (late + score.sinks).to(scores.dtype) / most
     first = far * (1 - share / 4)
     scores = torch.where((where < score.sinks) | (age < score.recent), first, scores)
     return scores.masked_fill(where < 0, -far)
