@@ -15,7 +15,8 @@ class KeyDiff(Base):
     """Reads neither queries nor values."""
 
     def __call__(self, keys: Tensor, positions: Tensor) -> Tensor:
-        unit = torch.nn.functional.normalize(torch.nan_to_num(keys.float()), dim=-1)
+        unit = torch.nn.functional.normalize(keys.float(), dim=-1)
         there = (positions >= 0)[..., None]
-        anchor = torch.nn.functional.normalize((unit * there).sum(2, keepdim=True), dim=-1)
+        total = (unit.nan_to_num() * there).sum(2, keepdim=True)  # a broken key harms itself only
+        anchor = torch.nn.functional.normalize(total, dim=-1)
         return -(unit * anchor).sum(-1)
