@@ -14,6 +14,7 @@ from accel.runtime import past
 from accel.runtime.compiled import from_artifact
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.small import randomise, small_config
+from accel.runtime.smoke import compare
 
 from .kv_case import (
     FOREVER,
@@ -202,3 +203,15 @@ def test_onnx_is_the_eager_target(score, axes):
                     conversation(session, tokens, [40, 23, 9]), want, strict=True
                 ):
                     close(got, there)
+
+
+def test_smoke_compares_a_recipe_that_counts():
+    """It is rewound to nothing."""
+    layers, models.LAYERS = models.LAYERS, 2
+    model = models.llama()
+    models.LAYERS = layers
+    compiled = accel.optimize(
+        model, "h2o", target="eager", max_context=64, max_batch=4, verify=False
+    )
+    errors = compare(model, compiled)
+    assert len(errors) == 4 and 0 < max(errors.values()) < 1e-5, errors
