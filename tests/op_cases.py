@@ -14,7 +14,18 @@ from torch import Tensor
 
 import accel.ir.ops as dialect
 from accel.ir.op import Op
-from accel.ir.ops import attention, codec, experts, kv, norm, quantized, recurrence, rope, rows
+from accel.ir.ops import (
+    attention,
+    codec,
+    experts,
+    kv,
+    mass,
+    norm,
+    quantized,
+    recurrence,
+    rope,
+    rows,
+)
 
 LONGEST = 24
 TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise
@@ -87,6 +98,19 @@ def attend(
     return make
 
 
+def beside_kept(mask: str, size: int, heads: int, groups: int):
+    """Seven more slots before the others, each head's own, some of them empty."""
+    plain = attend(mask, size, heads, groups)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        where = rng.permuted(np.tile(np.arange(7), (b, groups, 1)), axis=2)
+        where = np.where(rng.random(where.shape) < 0.3, -1, where)
+        kept = randn(rng, b, groups, 7, 10), randn(rng, b, groups, 7, 6), torch.from_numpy(where)
+        return [*plain(b, t, c, rng), None, *kept]
+
+    return make
+
+
 def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
     """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one."""
     plain = attend(mask, size, heads, groups, bias)
@@ -136,6 +160,12 @@ def attention_cases() -> list[Case]:
     ]:  # fmt: skip
         make = in_tree(mask, 4, 4, groups, bias)
         made.append(Case(f"attention-tree-{mask}-{groups}", attention.attention, make, (5,)))
+    for op, mask, groups in itertools.product(
+        (attention.attention, mass.attention_mass), ("causal", "window", "chunk"), (4, 2)
+    ):
+        make = beside_kept(mask, 4, 4, groups)
+        made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
+    made.append(Case("attention_mass", mass.attention_mass, attend("causal", 0, 4, 2), (5,)))
     return made
 
 

@@ -202,7 +202,7 @@ def by_loops(
     return out.float()
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention")])
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention-") and "kept" not in n])
 def test_attention_equals_loops_over_what_each_query_sees(name):
     compared = 0
     for sizes in SIZES:
@@ -215,7 +215,7 @@ def test_attention_equals_loops_over_what_each_query_sees(name):
     assert compared > 100
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention")])
+@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention-") and "kept" not in n])
 def test_attention_equals_torchs(name):
     operands = CASES[name].operands((2, 4, 9))
     q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, *more = operands

@@ -148,7 +148,8 @@ class Matrix:
 
 def drive(model: Any) -> dict[str, Any]:
     """What a session gives: prompts of two lengths, single tokens, several at once, a rewind, a fork."""
-    tokens = np.random.default_rng(0).integers(3, VOCABULARY, (2, PROMPT + 20))
+    rng = np.random.default_rng(0)  # no token twice: equal keys would be equally worth keeping
+    tokens = np.stack([rng.permutation(VOCABULARY)[: PROMPT + 20] for _ in range(2)])
     seen: dict[str, Any] = {}
     with model.session(2) as session:
         at = PROMPT

@@ -110,7 +110,9 @@ def _operands(
     values are decoded, their codes and scales are.
     """
     options = {n: v for n, v in node.kwargs.items() if not n.startswith("kept_")}
-    given: dict[str, Any] = dict(zip(_NAMES, node.args, strict=False)) | options
+    named = zip(_NAMES, node.args, strict=False)
+    args = [None if role.startswith("kept_") else value for role, value in named]
+    given: dict[str, Any] = dict(zip(_NAMES, args, strict=False)) | options
     names: dict[fx.Node, str] = {}
     for role, value in given.items():
         if not isinstance(value, fx.Node) or value in names:
@@ -126,7 +128,7 @@ def _operands(
         shared = {"q_pos": "positions", "k_pos": f"held{fixed}"}
         name = shared.get(role, f"{role}.{index}")
         names[value] = _input(b, inputs, name, _LETTERS.get(role, ""), fake)
-    return map_arg((node.args, options), names.__getitem__)
+    return map_arg((args, options), names.__getitem__)
 
 
 def _input(
