@@ -41,7 +41,7 @@ SMALL = {
     "speedup": 1.4,
 }  # fmt: skip
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
-ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
+ROUNDED = {"weights": 0.5, "kv.codec": 0.02}  # what may turn a number to the next step
 FAULTS = ("Report it", "report it", "is not valid")  # no reason, but a bug that was caught
 EXACT = 1e-3  # error relative to the largest logit
 

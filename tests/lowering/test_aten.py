@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from accel.ir.errors import LoweringError
 from accel.ir.weights import Stored
-from accel.lowering.onnx.builder import Builder, Param, _proto
+from accel.lowering.onnx.builder import Builder, Param, small
 from accel.lowering.onnx.fallback import lower_node
 from accel.lowering.onnx.table import lower
 
@@ -292,4 +292,4 @@ def test_constants_of_every_dtype(dtype: torch.dtype) -> None:
 
 def test_a_constant_of_one_element_may_have_any_stride():
     odd = torch.arange(6.0).view(2, 3)[:1, 1].expand(1).as_strided((1,), (3,), 1)
-    assert _proto("x", odd).raw_data == torch.tensor([1.0]).numpy().tobytes()
+    assert small("x", odd).raw_data == torch.tensor([1.0]).numpy().tobytes()

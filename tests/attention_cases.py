@@ -1,0 +1,103 @@
+"""Operands for attention: masks, biases, sinks, trees, slots that were kept."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accel.ir.ops import attention, mass
+
+from .op_case import LONGEST, Case, constant, key_positions, query_positions, randn
+
+
+def attend(
+    mask: str,
+    size: int,
+    heads: int,
+    groups: int,
+    bias: Any = None,
+    cap: float = 0.0,
+    sink: tuple[Tensor, ...] = (),
+):
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        k_pos = key_positions(rng, b, c)
+        k_pos = torch.where(k_pos == LONGEST - 1, -1, k_pos) if c > LONGEST else k_pos
+        return [
+            randn(rng, b, heads, t, 10), randn(rng, b, groups, c, 10), randn(rng, b, groups, c, 6),
+            query_positions(rng, b, t, c), k_pos, bias, 0.3, cap, mask, size, *sink,
+        ]  # fmt: skip
+
+    return make
+
+
+def beside_kept(mask: str, size: int, heads: int, groups: int):
+    """Seven more slots before the others, each head's own, some of them empty."""
+    plain = attend(mask, size, heads, groups)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        where = rng.permuted(np.tile(np.arange(7), (b, groups, 1)), axis=2)
+        where = np.where(rng.random(where.shape) < 0.3, -1, where)
+        kept = randn(rng, b, groups, 7, 10), randn(rng, b, groups, 7, 6), torch.from_numpy(where)
+        return [*plain(b, t, c, rng), None, *kept]
+
+    return make
+
+
+def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
+    """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one."""
+    plain = attend(mask, size, heads, groups, bias)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = plain(b, t, c, rng)
+        first = torch.from_numpy(rng.integers(0, c - t + 1, b))
+        tree = torch.zeros(b, t, t, dtype=torch.bool)
+        for row, i in itertools.product(range(b), range(t)):
+            if i:
+                tree[row, i] = tree[row, rng.integers(0, i)]
+            tree[row, i, i] = True
+            operands[4][row, first[row] + i] = operands[3][row, i]
+        return [*operands, None, None, None, None, tree, first]
+
+    return make
+
+
+def attention_cases() -> list[Case]:
+    masks = [("causal", 0), ("window", 1), ("window", 4), ("chunk", 3), ("full", 0)]
+    made = [
+        Case(f"attention-{m}{s or ''}-{h}over{g}", attention.attention, attend(m, s, h, g))
+        for (m, s), (h, g) in itertools.product(masks, [(3, 3), (4, 2), (5, 1)])
+    ]
+    hidden = constant(4, LONGEST, LONGEST).masked_fill(
+        torch.ones(LONGEST, LONGEST).triu(1).bool(), torch.finfo(torch.float32).min
+    )
+    for name, mask, bias, cap in [
+        ("distance", "causal", constant(4, LONGEST), 0.0),
+        ("short", "causal", constant(4, 3), 0.0),  # the last entry holds for all that is further
+        ("table", "full", constant(4, LONGEST, LONGEST), 0.0),
+        ("hidden", "full", hidden, 0.0),
+        ("softcap", "window", None, 0.7),
+        ("both", "causal", constant(4, LONGEST), 0.7),
+    ]:
+        made.append(
+            Case(f"attention-{name}", attention.attention, attend(mask, 4, 4, 2, bias, cap), (5,))
+        )
+    for name, mask, groups, bias, cap in [
+        ("sink", "causal", 4, None, 0.0),
+        ("sink-grouped", "window", 2, constant(4, LONGEST), 0.7),
+    ]:
+        make = attend(mask, 4, 4, groups, bias, cap, (constant(4),))
+        made.append(Case(f"attention-{name}", attention.attention, make, (5, 10)))
+    for mask, groups, bias in [
+        ("causal", 2, None), ("window", 4, constant(4, LONGEST)), ("full", 1, None), ("full", 4, None),
+    ]:  # fmt: skip
+        make = in_tree(mask, 4, 4, groups, bias)
+        made.append(Case(f"attention-tree-{mask}-{groups}", attention.attention, make, (5,)))
+    for op, mask, groups in itertools.product(
+        (attention.attention, mass.attention_mass), ("causal", "window", "chunk"), (4, 2)
+    ):
+        make = beside_kept(mask, 4, 4, groups)
+        made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
+    made.append(Case("attention_mass", mass.attention_mass, attend("causal", 0, 4, 2), (5,)))
+    return made
