@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 import accel.ir.ops  # noqa: F401  (registers the dialect)
 from accel.ir.calibration import Calibration
 from accel.ir.depth import Depth
+from accel.ir.sizes import in_numbers
 from accel.ir.weights import Change, Weights
 
 DTYPES = {
@@ -24,7 +25,8 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class State:
-    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, and P<layer>.
+    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, and P<layer>; C/16
+    is one for every 16 slots (`ir.sizes`).
 
     A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it;
     a role `kept.…` the same of the entry `compress`, each time that it runs.
@@ -47,8 +49,7 @@ class State:
 
     def allocate(self, **letters: int) -> Tensor:
         """A new buffer, filled as an empty cache is; letters that are not given are 0."""
-        shape = [letters.get(d, 0) if isinstance(d, str) else d for d in self.shape]
-        return torch.full(shape, self.fill, dtype=DTYPES[self.dtype])
+        return torch.full(in_numbers(self.shape, letters), self.fill, dtype=DTYPES[self.dtype])
 
 
 @dataclass(eq=False)

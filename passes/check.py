@@ -13,6 +13,7 @@ from accel.ir.errors import Miscompiled
 from accel.ir.ops.codec import encode_rows
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
+from accel.ir.sizes import grows
 from accel.passes import Pass
 
 _SIZES = ((2, 13),)  # unequal, and long enough to show a window or a wrong broadcast
@@ -125,7 +126,7 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
     for name, value in out.items():
         buffers[name.removesuffix(".next")] = value
     for state in program.state:
-        if "C" in state.shape:
+        if grows(state.shape):
             buffers[state.name] = state.allocate(B=batch, C=slots)
 
 

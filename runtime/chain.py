@@ -9,6 +9,8 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from accel.ir.sizes import grows, per_slot
+
 FILLS = ("#d8e8f3", "#fbe3c8", "#dcefd5", "#eadcf3", "#f8d9dc", "#e7e5d3")
 _INK, _DIM, _LINE = "#1f2937", "#64748b", "#94a3b8"
 _WIDE, _BOX, _HIGH, _GAP, _ROW = 940, 158, 78, 26, 128  # pixels; _ROW: from line to line
@@ -66,18 +68,15 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
     """One link per layer, out of the facts of layers and the state layout of a report or manifest."""
     import numpy as np
 
-    kept: dict[tuple[Any, str], int] = {}
+    kept: dict[tuple[Any, str], float] = {}
     for value in state:
         shape, role = value["shape"], str(value.get("role", ""))
-        what = "cross" if role.startswith("cross.") else "per_token" if "C" in shape else "fixed"
+        what = "cross" if role.startswith("cross.") else "per_token" if grows(shape) else "fixed"
         if (
             what == "cross"
         ):  # [B,G,X,D]: of one position of the encoder's input, however many there are
             shape = [d for axis, d in enumerate(shape) if axis != 2]
-        size = (
-            math.prod(d for d in shape if not isinstance(d, str))
-            * np.dtype(value["dtype"]).itemsize
-        )
+        size = per_slot(shape) * np.dtype(value["dtype"]).itemsize
         key = (value["layer"], what)
         kept[key] = kept.get(key, 0) + size
     return [
@@ -87,9 +86,9 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
             heads=int(layer.get("num_heads") or 0),
             kv_heads=int(layer.get("num_kv_heads") or 0),
             head_dim=int(layer.get("head_dim") or 0),
-            per_token=kept.get((index, "per_token"), 0),
-            fixed=kept.get((index, "fixed"), 0),
-            cross=kept.get((index, "cross"), 0),
+            per_token=math.ceil(kept.get((index, "per_token"), 0)),
+            fixed=int(kept.get((index, "fixed"), 0)),
+            cross=int(kept.get((index, "cross"), 0)),
             back=index - layer["shares"] if layer.get("shares") is not None else 0,
         )
         for index, layer in enumerate(layers)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from accel.ir.program import EncoderFacts, Program, Region
+from accel.ir.sizes import grows, per_slot
 from accel.runtime.manifest import Encoder, Facts, Kv
 
 
@@ -60,16 +62,10 @@ def state_json(program: Program) -> list[dict[str, Any]]:
 
 def kv_bytes(program: Program) -> int:
     """Bytes of state that each token of a row takes."""
-    return sum(
-        _product(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
-        for s in program.state
-        if "C" in s.shape
+    return math.ceil(
+        sum(
+            per_slot(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
+            for s in program.state
+            if grows(s.shape)
+        )
     )
-
-
-def _product(shape: tuple[int | str, ...]) -> int:
-    """Elements per slot and row: the letters B and C count as one."""
-    total = 1
-    for size in shape:
-        total *= 1 if isinstance(size, str) else size
-    return total

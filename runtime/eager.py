@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accel.ir.sizes import grows, in_numbers
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import Keeper, trimmed
 from accel.runtime.stepper import Logits
@@ -63,10 +64,9 @@ class EagerStepper:
             if value.cross:
                 continue
             old = state.get(value.name)
-            if old is not None and "C" not in value.shape:
+            if old is not None and not grows(value.shape):
                 continue
-            letters = {"B": self._batch, "C": capacity}  # nothing is kept yet
-            shape = [letters.get(d, 0) if isinstance(d, str) else d for d in value.shape]
+            shape = in_numbers(value.shape, {"B": self._batch, "C": capacity})  # nothing is kept yet
             dtype = getattr(torch, value.dtype)
             new = torch.full(shape, value.fill, dtype=dtype, device=self._device)
             if old is not None:
@@ -104,7 +104,7 @@ class EagerStepper:
         with torch.no_grad():
             out = self._program.run("compress", {**given, **self._state})
         found = trimmed({n.removesuffix(".next"): v.cpu().numpy() for n, v in out.items()})
-        held = {v.name for v in self._program.state if "C" not in v.shape}
+        held = {v.name for v in self._program.state if not grows(v.shape)}
         state = {n: v for n, v in self._state.items() if n in held}
         self._state = state | {n: self._tensor(a) for n, a in found.items()}
 

@@ -4,12 +4,12 @@ names the field.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from accel.ir.depth import CACHES, Depth
 from accel.ir.errors import ArtifactError, unknown
+from accel.ir.sizes import LETTER
 from accel.lowering.onnx.variants import PORTABLE
 
 FORMAT = 1
@@ -58,7 +58,7 @@ class Kv:
 
 @dataclass(frozen=True)
 class StateValue:
-    """One value that lives from call to call; `shape` mixes numbers and the letters B, C, X, P<layer>."""
+    """One value that lives from call to call; `shape` is as `ir.sizes` says."""
 
     name: str
     role: str
@@ -320,9 +320,9 @@ def _state(f: Fields) -> StateValue:
     shape: list[int | str] = []
     for i, size in enumerate(f.array("shape")):
         whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
-        letter = isinstance(size, str) and re.fullmatch(r"[BCX]|P\d+", size)
+        letter = isinstance(size, str) and LETTER.fullmatch(size)
         if not whole and not letter:
-            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'X' or 'P0'")
+            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X' or 'P0'")
         shape.append(size)
     dtype = f.text("dtype")
     if dtype not in DTYPES:

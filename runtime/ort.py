@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from accel.ir.sizes import grows, in_numbers
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.depth import everything
@@ -187,7 +188,7 @@ class OrtStepper:
             if value.cross:
                 continue
             old = buffers.get(value.name)
-            if old is None or "C" in value.shape:
+            if old is None or grows(value.shape):
                 buffers[value.name] = _grown(old, value, self._batch, capacity)
         self._bind(buffers)
 
@@ -248,7 +249,7 @@ class OrtStepper:
         wanted = {i.name: given[i.name] for i in session.get_inputs()}
         out = dict(zip(names, session.run(names, wanted), strict=True))
         found = trimmed({n.removesuffix(".next"): a for n, a in out.items()})
-        held = {v.name for v in self._state if "C" not in v.shape}
+        held = {v.name for v in self._state if not grows(v.shape)}
         buffers = {n: a for n, a in self._buffers.items() if n in held}
         for name, array in found.items():
             buffers[name] = aligned(array.shape, array.dtype.name)
@@ -384,8 +385,7 @@ def _grown(
     old: npt.NDArray[Any] | None, value: StateValue, batch: int, capacity: int
 ) -> npt.NDArray[Any]:
     """A state buffer of `capacity` slots that starts as `old` and goes on with the value's fill."""
-    letters = {"B": batch, "C": capacity}  # nothing is kept at first
-    shape = tuple(letters.get(d, 0) if isinstance(d, str) else d for d in value.shape)
+    shape = in_numbers(value.shape, {"B": batch, "C": capacity})  # nothing is kept at first
     new = aligned(shape, value.dtype, value.fill)
     if old is not None:
         new[tuple(slice(n) for n in old.shape)] = old

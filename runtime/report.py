@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel.ir.sizes import grows, per_slot
 from accel.runtime.chain import bytes_text, picture, why_not
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -93,13 +94,12 @@ def state_bytes(state: Sequence[Mapping[str, Any]]) -> dict[int | None, int]:
     """Bytes that one more token adds, by layer; under None what the layers share."""
     import numpy as np
 
-    found: dict[int | None, int] = {}
+    found: dict[int | None, float] = {}
     for value in state:
-        if "C" in value["shape"]:
-            sizes = (d for d in value["shape"] if not isinstance(d, str))
-            size = math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+        if grows(value["shape"]):
+            size = per_slot(value["shape"]) * np.dtype(value["dtype"]).itemsize
             found[value["layer"]] = found.get(value["layer"], 0) + size
-    return found
+    return {layer: math.ceil(size) for layer, size in found.items()}
 
 
 def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -> str:
@@ -108,7 +108,7 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
 
     fixed = 0
     for value in state:
-        if "C" not in value["shape"] and not value["role"].startswith("cross."):
+        if not grows(value["shape"]) and not value["role"].startswith("cross."):
             sizes = (d for d in value["shape"] if not isinstance(d, str))
             fixed += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
     text = f"{size(sum(state_bytes(state).values()))} per token"

@@ -1,0 +1,34 @@
+"""Sizes of state, which mix numbers and letters; "C/16" is one for every 16 slots that C begins."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+LETTER = re.compile(r"[BX]|C(/[1-9]\d*)?|P\d+")  # rows, the encoder's positions, slots, a layer's kept slots
+
+
+def in_numbers(shape: Sequence[int | str], letters: Mapping[str, int]) -> tuple[int, ...]:
+    """A shape with its letters' sizes; those that are not given are 0."""
+    return tuple(size if isinstance(size, int) else _size(size, letters) for size in shape)
+
+
+def grows(shape: Sequence[int | str]) -> bool:
+    """Whether it grows with the slots, C."""
+    return any(isinstance(size, str) and size.startswith("C") for size in shape)
+
+
+def per_slot(shape: Sequence[int | str]) -> float:
+    """Elements that a row has of it for each slot; letters count as one."""
+    total = 1.0
+    for size in shape:
+        total *= size if isinstance(size, int) else 1 / _each(size)
+    return total
+
+
+def _size(size: str, letters: Mapping[str, int]) -> int:
+    return -(-letters.get(size.partition("/")[0], 0) // _each(size))
+
+
+def _each(size: str) -> int:
+    return int(size.partition("/")[2] or 1)
