@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +66,15 @@ def _check_type(where: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise RecipeError(
             f"{where} = {value!r} is {got.__name__}, not {want.__name__} (default {field.default!r})"
         )
+
+
+def host_method(tables: Any, name: str, default: str) -> Any:
+    """The method of a host's axis that a recipe's tables (JSON) name, or the default. Raises RecipeError."""
+    table = tables.get(name, {}) if isinstance(tables, Mapping) else None
+    if not isinstance(table, Mapping) or not isinstance(table.get("use", default), str):
+        raise RecipeError(f"recipe: tables.{name} is not a table; write {{'use': '{default}'}}")
+    options = {str(k): v for k, v in table.items() if k != "use"}
+    return Axis(name, f"accel.runtime.{name}").build(table.get("use", default), **options)
 
 
 def find_axes(roots: tuple[str, ...] = ("accel.passes", "accel.runtime")) -> dict[str, Axis]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import MASKS, attention
+from accel.ir.ops.attention import MASKS, attention, operands_of
 from accel.ir.program import Program, Region, graphs_of
 
 
@@ -57,9 +57,8 @@ def _attention_rules(node: fx.Node) -> list[str]:
 
 def _tree_rules(node: fx.Node) -> list[str]:
     """`tree` [B,T,T] and `first` [B] come together."""
-    names = [a.name for a in attention.default._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    tree, first = given.get("tree"), given.get("first")
+    x = operands_of(node)
+    tree, first = x.tree, x.first
     if tree is None and first is None:
         return []
     if not isinstance(tree, fx.Node) or not isinstance(first, fx.Node):

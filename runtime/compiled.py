@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import Axis
-from accel.ir.errors import ArtifactError, InputError, RecipeError
+from accel.ir.axis import host_method
+from accel.ir.errors import ArtifactError, InputError
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.costs import Costs, known, measured
 from accel.runtime.encode import encoder_rows, padded
@@ -60,9 +60,10 @@ class CompiledModel:
         self.artifact = artifact
         self._engine: Engine | None = engine
         self._on_close = on_close
-        self._loop = _loop(self.recipe)
+        tables = self.recipe.get("tables", {})
+        self._loop: Loop = host_method(tables, "loop", "autoregressive")
         state = artifact.state if artifact is not None else getattr(program, "state", ())
-        self._kv = kv_plan(self.recipe.get("tables", {}), facts.kv, state)
+        self._kv = kv_plan(tables, facts.kv, state)
         self._costs: Costs | None = None
         self._asked = False
 
@@ -364,18 +365,6 @@ def from_artifact(
 def _one_each(sources: Sources, prompts: int) -> None:
     if sources is not None and len(sources) != prompts:
         raise InputError(f"there are {len(sources)} encoder inputs and {prompts} prompts; give as many")
-
-
-def _loop(recipe: dict[str, Any]) -> Loop:
-    """The loop that a recipe names; autoregressive where it names none. Raises RecipeError."""
-    tables = recipe.get("tables", {})
-    table = tables.get("loop", {}) if isinstance(tables, dict) else None
-    if not isinstance(table, dict):
-        raise RecipeError("recipe: tables.loop is not a table; write {'use': 'autoregressive'}")
-    options = {str(k): v for k, v in table.items() if k != "use"}
-    axis = Axis("loop", "accel.runtime.loop")
-    loop: Loop = axis.build(str(table.get("use", "autoregressive")), **options)
-    return loop
 
 
 def _pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:

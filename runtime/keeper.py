@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import Axis
-from accel.ir.errors import InputError, RecipeError
+from accel.ir.axis import host_method
+from accel.ir.errors import InputError
 from accel.runtime.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
@@ -44,20 +44,12 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
     if kv is None:
         return None
     return KvPlan(
-        _method(tables, "kv.budget", "uniform"),
-        _method(tables, "kv.when", "prompt"),
+        host_method(tables, "kv.budget", "uniform"),
+        host_method(tables, "kv.when", "prompt"),
         {s.layer: s.shape[1] for s in state if s.role == "kept.pos"},
         kv.observe,
         any(s.role == "mass" for s in state),
     )
-
-
-def _method(tables: Mapping[str, Any], name: str, default: str) -> Any:
-    table = tables.get(name, {"use": default})
-    if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
-        raise RecipeError(f"recipe: tables.{name} is not a table with `use`")
-    options = {str(k): v for k, v in table.items() if k != "use"}
-    return Axis(name, f"accel.runtime.{name}").build(table["use"], **options)
 
 
 class Keeper:
@@ -70,6 +62,7 @@ class Keeper:
         self.plan = plan
         self.base: Ints = np.zeros(batch, np.int64)
         self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
+        self._calm: Ints = np.zeros(batch, np.int64)  # below these lengths there is nothing to drop
         self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
         self._query_positions: Ints = np.zeros((batch, 0), np.int64)
@@ -89,9 +82,11 @@ class Keeper:
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether to compress now, and there is something to drop."""
         recent = lengths - self.base
-        if not self.plan.when.due(moment, int(recent.max())):
+        if not self.plan.when.due(moment, int(recent.max())) or (lengths < self._calm).all():
             return False
-        return bool((self._tokens(lengths) < self._kept + recent).any())
+        room = (self._tokens(lengths) - self._kept - recent).min(axis=0)
+        self._calm = lengths + room + 1  # budgets do not shrink before
+        return bool((room < 0).any())
 
     def given(self, lengths: Ints, slots: Mapping[int, int]) -> Arrays:
         """Inputs of the entry, beside the state; `slots`: those of each layer, kept and recent."""
@@ -110,11 +105,13 @@ class Keeper:
         """All tokens so far were looked at."""
         self._kept = np.minimum(self._tokens(lengths), self._kept + lengths - self.base)
         self.base = lengths.copy()
+        self._calm = np.zeros_like(lengths)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """Rows start anew."""
         self.base = np.where(rows, 0, self.base)
         self._kept = np.where(rows, 0, self._kept)
+        self._calm = np.where(rows, 0, self._calm)
         self._query_positions = np.where(rows[:, None], -1, self._query_positions)
         self._first |= bool(rows.all())
 

@@ -11,7 +11,8 @@ from accel.ir.depth import Depth
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.depth import Controls, Plans
 from accel.runtime.encode import Encoder, entry_inputs
-from accel.runtime.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.given import call_tokens, rewind_target
+from accel.runtime.ints import Ints
 from accel.runtime.keeper import LOST, Keeper, KvPlan
 from accel.runtime.past import Past
 from accel.runtime.stepper import Logits, Stepper
@@ -102,26 +103,8 @@ class Session:
         stepper = self._open()
         if not self._encoded:
             raise InputError("this model has an encoder: call session.encode(inputs) before run")
-        ids = as_ints(tokens, "tokens")
-        if ids.ndim != 2 or ids.shape[0] != self.batch or ids.shape[1] == 0:
-            raise InputError(
-                f"tokens have shape {list(ids.shape)}; this session takes [{self.batch}, T] with "
-                "T >= 1"
-            )
-        counts = self._counts(lengths, ids.shape[1])
-        if counts is None:
-            check_vocabulary(ids, self.vocab_size, "tokens")
-            after = self._lengths + ids.shape[1]
-        else:
-            ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, 0)
-            check_vocabulary(ids, self.vocab_size, "tokens")
-            after = self._lengths + counts
-        if int(after.max()) > self.max_context:
-            row = int(after.argmax())
-            raise InputError(
-                f"row {row} would hold {after[row]} tokens; max_context is {self.max_context}. "
-                "Give fewer tokens, rewind, or build with a larger max_context"
-            )
+        ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
+        after = self._lengths + (ids.shape[1] if counts is None else counts)
         controls = self._tell(stepper, run_layers, threshold, after)
         before = self._keeper and self._keeper.copy()
         try:
@@ -161,18 +144,7 @@ class Session:
         InputError.
         """
         self._open()
-        wanted = as_ints(length, "length")
-        if wanted.shape not in ((), (self.batch,)):
-            raise InputError(
-                f"length has shape {list(wanted.shape)}; give an int or {self.batch} of them"
-            )
-        wanted = np.broadcast_to(wanted, (self.batch,)).copy()
-        if (bad := (wanted < 0) | (wanted > self._lengths)).any():
-            row = int(bad.argmax())
-            raise InputError(
-                f"cannot rewind row {row} to {wanted[row]}: it holds {self._lengths[row]} tokens; "
-                f"give 0..{self._lengths[row]}"
-            )
+        wanted = rewind_target(length, self._lengths)
         if self._keeper is not None:
             anew = self._keeper.anew(wanted, self._lengths)
             self._open().forget(anew)
@@ -246,22 +218,6 @@ class Session:
         if self._stepper is None:
             raise InputError("this session is closed; open another with model.session()")
         return self._stepper
-
-    def _counts(self, lengths: Any, width: int) -> Ints | None:
-        """How many tokens of each row are real [B]; None where all are."""
-        if lengths is None:
-            return None
-        counts = as_ints(lengths, "lengths")
-        if counts.shape != (self.batch,):
-            raise InputError(
-                f"lengths have shape {list(counts.shape)}; give one per row, [{self.batch}]"
-            )
-        if (bad := (counts < 0) | (counts > width)).any():
-            row = int(bad.argmax())
-            raise InputError(
-                f"lengths[{row}] is {counts[row]}; a call of {width} tokens takes 0..{width}"
-            )
-        return None if int(counts.min()) == width else counts
 
     def _tell(
         self, stepper: Stepper, run_layers: Any, threshold: Any, after: Ints

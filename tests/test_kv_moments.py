@@ -41,6 +41,23 @@ def test_the_held_tokens_stay_bounded(case, monkeypatch):
     assert held(plain) == 100, "which the law catches"
 
 
+def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, monkeypatch):
+    one = case("streaming-llm")
+    session, asked = one.session(2, when={"use": "every", "tokens": 5}), []
+    tokens = one.tokens(2, 40)
+    session.run(tokens[:, :6])
+    kind = type(session._keeper)
+    whole = kind._tokens
+    monkeypatch.setattr(kind, "_tokens", lambda keeper, lengths: asked.append(lengths) or whole(keeper, lengths))
+    for i in range(6, 12):
+        session.run(tokens[:, [i]])
+    assert not asked and held(session) == 12, "all of which the budget keeps"
+    for i in range(12, 17):
+        session.run(tokens[:, [i]])
+    assert asked and held(session) <= 12 + 4
+    assert session.held_from.max() > 0
+
+
 def held(session) -> int:
     """Tokens that a row holds at most."""
     slots = [int((p >= 0).sum(2).max()) for p in kept(session).values()]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from accel.ir.op import Op
 
@@ -62,53 +62,70 @@ def own_visible(tree: Tensor, first: Tensor, slots: int) -> Tensor:
     return tree.gather(2, index) | ((own < 0) | (own >= width)).unsqueeze(1)
 
 
-def weights(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_pos: Tensor,
-    k_pos: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: Tensor | None = None,
-    kept_k: Tensor | None = None,
-    kept_v: Tensor | None = None,
-    kept_pos: Tensor | None = None,
-    tree: Tensor | None = None,
-    first: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+T = TypeVar("T")  # a tensor, a node, a value's name: what operands are where they are looked at
+
+
+@dataclass(frozen=True)
+class Operands(Generic[T]):
+    """What attention is given, in the order of its schema; `attention` below says what each is."""
+
+    q: T
+    k: T
+    v: T
+    q_pos: T
+    k_pos: T
+    bias: T | None
+    scale: float
+    softcap: float
+    mask: str
+    window: int
+    sink: T | None = None
+    kept_k: T | None = None
+    kept_v: T | None = None
+    kept_pos: T | None = None
+    tree: T | None = None
+    first: T | None = None
+
+
+def operands_of(node: fx.Node) -> Operands[Any]:
+    """Of a node of `attention`."""
+    args: Any = node.args
+    more: Any = node.kwargs
+    return Operands(*args, **more)
+
+
+def weights(x: Operands[Tensor]) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) [B,H,T,S], and the values [B,H,S,Dv] that it mixes."""
-    repeat = q.shape[1] // k.shape[1]
-    where = k_pos[:, None]  # [B,1,S]
-    if kept_k is not None and kept_v is not None and kept_pos is not None:
-        k, v = torch.cat((kept_k, k), dim=2), torch.cat((kept_v, v), dim=2)
-        where = torch.cat((kept_pos, where.expand(-1, k.shape[1], -1)), dim=2)
+    k, v = x.k, x.v
+    repeat = x.q.shape[1] // k.shape[1]
+    where = x.k_pos[:, None]  # [B,1,S]
+    if x.kept_k is not None and x.kept_v is not None and x.kept_pos is not None:
+        k, v = torch.cat((x.kept_k, k), dim=2), torch.cat((x.kept_v, v), dim=2)
+        where = torch.cat((x.kept_pos, where.expand(-1, k.shape[1], -1)), dim=2)
         where = where.repeat_interleave(repeat, dim=1)  # [B,H,P+S]
     keys = k.repeat_interleave(repeat, dim=1)
     values = v.repeat_interleave(repeat, dim=1)
-    scores = (q @ keys.transpose(-1, -2)) * scale  # [B,H,T,S]
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    qp, kp = q_pos[:, None, :, None], where[:, :, None, :]
-    if bias is not None:
-        scores = scores + position_bias(bias, qp, kp, mask)
-    seen = Mask(mask, window).visible(qp, kp)
-    if tree is not None:
-        assert first is not None  # ir/spec.py
-        before = k.shape[2] - k_pos.shape[1]  # kept
-        seen = seen & own_visible(tree, first + before, k.shape[2]).unsqueeze(1)
+    scores = (x.q @ keys.transpose(-1, -2)) * x.scale  # [B,H,T,S]
+    if x.softcap:
+        scores = torch.tanh(scores / x.softcap) * x.softcap
+    qp, kp = x.q_pos[:, None, :, None], where[:, :, None, :]
+    if x.bias is not None:
+        scores = scores + position_bias(x.bias, qp, kp, x.mask)
+    seen = Mask(x.mask, x.window).visible(qp, kp)
+    if x.tree is not None:
+        assert x.first is not None  # ir/spec.py
+        before = k.shape[2] - x.k_pos.shape[1]  # kept
+        seen = seen & own_visible(x.tree, x.first + before, k.shape[2]).unsqueeze(1)
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    if sink is not None:  # one more key of that score, whose value is nothing
-        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    if x.sink is not None:  # one more key of that score, whose value is nothing
+        column = x.sink[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=-1)
     return scores.softmax(-1)[..., : k.shape[2]], values
 
 
 def _attention(*operands: Any, **more: Any) -> Tensor:
-    probs, values = weights(*operands, **more)
+    probs, values = weights(Operands(*operands, **more))
     return probs @ values
 
 

@@ -7,20 +7,21 @@ from typing import Any
 from torch import Tensor
 
 from accel.ir.op import Op
-from accel.ir.ops.attention import attention, weights
+from accel.ir.ops.attention import Operands, attention, weights
 
 
-def _attention_mass(q: Tensor, k: Tensor, v: Tensor, q_pos: Tensor, *rest: Any, **more: Any) -> Tensor:
-    probs = weights(q, k, v, q_pos, *rest, **more)[0]  # [B,H,T,S]
-    probs = probs * (q_pos >= 0)[:, None, :, None]
-    drawn: Tensor = probs.sum(2).unflatten(1, (k.shape[1], -1)).sum(2)
+def _attention_mass(*operands: Any, **more: Any) -> Tensor:
+    x = Operands[Tensor](*operands, **more)
+    probs = weights(x)[0]  # [B,H,T,S]
+    probs = probs * (x.q_pos >= 0)[:, None, :, None]
+    drawn: Tensor = probs.sum(2).unflatten(1, (x.k.shape[1], -1)).sum(2)
     return drawn
 
 
-def _shape(q: Tensor, k: Tensor, *rest: Any, **more: Any) -> Tensor:
-    kept = more.get("kept_k", rest[10] if len(rest) > 10 else None)
-    slots = k.shape[2] + (0 if kept is None else kept.shape[2])
-    return k.new_empty((k.shape[0], k.shape[1], slots))
+def _shape(*operands: Any, **more: Any) -> Tensor:
+    x = Operands[Tensor](*operands, **more)
+    slots = x.k.shape[2] + (0 if x.kept_k is None else x.kept_k.shape[2])
+    return x.k.new_empty((x.k.shape[0], x.k.shape[1], slots))
 
 
 # The operands of `attention`. -> [B,G,P+S]: the weights of each slot, summed over the queries (padding

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from accel.ir.ops import attention, kv, mass, norm, rope, rows
@@ -9,6 +11,7 @@ from accel.lowering.onnx.aten_nn import product
 from accel.lowering.onnx.builder import DTYPES, Builder
 from accel.lowering.onnx.table import lower
 
+Operands = attention.Operands[str]  # names of values
 BLOCK = 128  # slots of a product at once where rows must not change a bit; C is a multiple of it
 _NOTHING = torch.finfo(torch.float32).min
 
@@ -81,109 +84,54 @@ def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
 
 
 @lower(attention.attention.default)
-def attend(
-    b: Builder,
-    q: str,
-    k: str,
-    v: str,
-    q_pos: str,
-    k_pos: str,
-    bias: str | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: str | None = None,
-    kept_k: str | None = None,
-    kept_v: str | None = None,
-    kept_pos: str | None = None,
-    tree: str | None = None,
-    first: str | None = None,
-) -> str:
+def attend(b: Builder, *operands: Any, **more: Any) -> str:
     """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
-    heads, repeat = int(b.shape(q)[1]), int(b.shape(q)[1]) // int(b.shape(k)[1])
-    wide = int(b.shape(v)[3])
-    shared = v == k and kept_v == kept_k
-    probs, keys = _weights(
-        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos,
-        tree and _own(b, tree, first, k_pos),
-    )  # fmt: skip
-    if kept_v is not None:
-        v = keys if shared else b.node("Concat", kept_v, v, axis=2)
+    x = Operands(*operands, **more)
+    heads, wide = int(b.shape(x.q)[1]), int(b.shape(x.v)[3])
+    probs, keys = _weights(b, x)
+    v = x.v
+    if x.kept_v is not None:
+        shared = x.v == x.k and x.kept_v == x.kept_k
+        v = keys if shared else str(b.node("Concat", x.kept_v, x.v, axis=2))
     out = _in_blocks(b, probs, v) if b.bit_exact else b.node("MatMul", probs, v)
-    if repeat == 1:
+    if heads == int(b.shape(x.k)[1]):
         return str(out)
-    return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(q_pos, 1), wide])))
+    return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(x.q_pos, 1), wide])))
 
 
 @lower(mass.attention_mass.default)
-def attention_mass(
-    b: Builder,
-    q: str,
-    k: str,
-    v: str,
-    q_pos: str,
-    k_pos: str,
-    bias: str | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: str | None = None,
-    kept_k: str | None = None,
-    kept_v: str | None = None,
-    kept_pos: str | None = None,
-    tree: str | None = None,
-    first: str | None = None,
-) -> str:
+def attention_mass(b: Builder, *operands: Any, **more: Any) -> str:
     """The weights again (equal nodes are one node), those of padding left out, summed."""
-    repeat = int(b.shape(q)[1]) // int(b.shape(k)[1])
-    probs, _ = _weights(
-        b, q, k, q_pos, k_pos, bias, scale, softcap, mask, window, sink, kept_k, kept_pos,
-        tree and _own(b, tree, first, k_pos),
-    )  # fmt: skip
-    real = b.node("GreaterOrEqual", b.node("Unsqueeze", q_pos, b.ints(1, 3)), b.constant(0, torch.int64))
+    x = Operands(*operands, **more)
+    repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
+    probs, _ = _weights(b, x)
+    places = b.node("Unsqueeze", x.q_pos, b.ints(1, 3))
+    real = b.node("GreaterOrEqual", places, b.constant(0, torch.int64))
     real = b.node("Cast", real, to=DTYPES[torch.float32])  # [B,1,T,1]
     if repeat > 1:
         real = b.node("Tile", real, b.ints(1, 1, repeat, 1))
     return str(b.node("ReduceSum", b.node("Mul", probs, real), b.ints(2), keepdims=0))
 
 
-def _weights(
-    b: Builder,
-    q: str,
-    k: str,
-    q_pos: str,
-    k_pos: str,
-    bias: str | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: str | None,
-    kept_k: str | None,
-    kept_pos: str | None,
-    own: str | None,
-) -> tuple[str, str]:
+def _weights(b: Builder, x: Operands) -> tuple[str, str]:
     """softmax(scale · q kᵀ + mask) [B,G,R·T,S], and the keys [B,G,S,D] with those that were kept."""
-    heads, groups = int(b.shape(q)[1]), int(b.shape(k)[1])
-    width, repeat = int(b.shape(q)[3]), heads // groups
-    if kept_k is not None:
-        k = str(b.node("Concat", kept_k, k, axis=2))
-    rows = q if repeat == 1 else b.node("Reshape", q, b.ints(0, groups, -1, width))  # [B,G,R·T,D]
-    inner = 1.0 / softcap if softcap else 1.0
-    scores = product(b, rows, k, torch.float32, rank=4, scale=scale * inner)  # [B,G,R·T,C]
-    if softcap:
-        scores = b.node("Mul", b.node("Tanh", scores), b.constant(softcap, torch.float32))
-    hidden = position_mask(b, q_pos, k_pos, bias, mask, window, kept_pos, own)
-    if bias is not None:
+    heads, groups = int(b.shape(x.q)[1]), int(b.shape(x.k)[1])
+    width, repeat = int(b.shape(x.q)[3]), heads // groups
+    k = x.k if x.kept_k is None else str(b.node("Concat", x.kept_k, x.k, axis=2))
+    rows = x.q if repeat == 1 else b.node("Reshape", x.q, b.ints(0, groups, -1, width))  # [B,G,R·T,D]
+    inner = 1.0 / x.softcap if x.softcap else 1.0
+    scores = product(b, rows, k, torch.float32, rank=4, scale=x.scale * inner)  # [B,G,R·T,C]
+    if x.softcap:
+        scores = b.node("Mul", b.node("Tanh", scores), b.constant(x.softcap, torch.float32))
+    hidden = position_mask(b, x)
+    if x.bias is not None:
         if repeat > 1:
-            shape = b.concat_ints([0, groups, -1, b.size(k_pos, 1)])
+            shape = b.concat_ints([0, groups, -1, b.size(x.k_pos, 1)])
             hidden = b.node("Reshape", hidden, shape)
-    elif repeat > 1 and (mask != "full" or own):  # which is [B,1,1,C]
+    elif repeat > 1 and (x.mask != "full" or x.tree):  # which is [B,1,1,C]
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     scores = str(b.node("Add", scores, hidden))
-    probs = _beside(b, scores, sink, q_pos, groups) if sink else b.node("Softmax", scores, axis=-1)
+    probs = _beside(b, scores, x.sink, x.q_pos, groups) if x.sink else b.node("Softmax", scores, axis=-1)
     return str(probs), k
 
 
@@ -212,30 +160,22 @@ def _beside(b: Builder, scores: str, sink: str, q_pos: str, groups: int) -> str:
     return str(b.node("Slice", probs, b.ints(0), b.ints(-1), b.ints(3)))
 
 
-def position_mask(
-    b: Builder,
-    q_pos: str,
-    k_pos: str,
-    bias: str | None,
-    mask: str,
-    window: int,
-    kept_pos: str | None = None,
-    own: str | None = None,
-) -> str:
+def position_mask(b: Builder, x: Operands) -> str:
     """What is added to the scores: [B,1,T,C] ([B,1,1,C] under "full"), with a bias [B,H,T,C], before
-    kept slots' [B,G,T,P+C]. `own`: what a tree lets be seen, bool [B,1,T,C].
+    kept slots' [B,G,T,P+C].
     """
-    hidden = _hidden(b, q_pos, k_pos, mask, window, own)
-    if kept_pos is not None:
-        groups = int(b.shape(kept_pos)[1])
+    own = _own(b, x.tree, str(x.first), x.k_pos) if x.tree else None
+    hidden = _hidden(b, x.q_pos, x.k_pos, x.mask, x.window, own)
+    if x.kept_pos is not None:
+        groups = int(b.shape(x.kept_pos)[1])
         hidden = b.node("Expand", hidden, b.ints(1, groups, 1, 1))
-        before = _hidden(b, q_pos, kept_pos, mask, window)
-        if own is not None and mask == "full":
-            before = str(b.node("Expand", before, b.concat_ints([1, 1, b.size(q_pos, 1), 1])))
+        before = _hidden(b, x.q_pos, x.kept_pos, x.mask, x.window)
+        if own is not None and x.mask == "full":
+            before = str(b.node("Expand", before, b.concat_ints([1, 1, b.size(x.q_pos, 1), 1])))
         return str(b.node("Concat", before, hidden, axis=3))
-    if bias is None:
+    if x.bias is None:
         return hidden
-    return str(b.node("Add", _bias(b, bias, q_pos, k_pos, mask), hidden))
+    return str(b.node("Add", _bias(b, x.bias, x.q_pos, x.k_pos, x.mask), hidden))
 
 
 def _own(b: Builder, tree: str, first: str | None, k_pos: str) -> str:

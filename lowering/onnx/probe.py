@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import onnx
@@ -13,7 +14,7 @@ from onnx import helper
 from torch import fx
 from torch.fx.node import map_arg
 
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import Operands, attention
 from accel.ir.ops.codec import decode_rows
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
@@ -22,10 +23,7 @@ from accel.lowering import Table
 from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.fallback import lower_node
 
-_NAMES = (
-    "q", "k", "v", "q_pos", "k_pos", "bias", "scale", "softcap", "mask", "window", "sink", "kept_k", "kept_v",
-    "kept_pos", "tree", "first",
-)  # fmt: skip
+_NAMES = tuple(f.name for f in fields(Operands))
 _LETTERS = {
     "q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC", "tree": "BTT", "first": "B",
 }  # fmt: skip

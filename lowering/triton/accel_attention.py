@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops import attention, codec
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Mask, Operands
 from accel.lowering.triton.attention_kernels import attend, merge
 from accel.lowering.triton.builder import Builder
 from accel.lowering.triton.sizes import power, rows
@@ -228,37 +228,22 @@ def attended(
 
 
 @lower(attention.attention.default)
-def attention_rule(
-    b: Builder,
-    q: fx.Node,
-    k: fx.Node,
-    v: fx.Node,
-    q_pos: fx.Node,
-    k_pos: fx.Node,
-    bias: fx.Node | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: fx.Node | None = None,
-    kept_k: fx.Node | None = None,
-    kept_v: fx.Node | None = None,
-    kept_pos: fx.Node | None = None,
-    tree: fx.Node | None = None,
-    first: fx.Node | None = None,
-) -> Any:
+def attention_rule(b: Builder, *operands: Any, **more: Any) -> Any:
     """Heads that are too wide for the chip go by the reference. What was kept is few slots, most of which
     are seen, so only the recent ones are surveyed.
     """
-    width, wide = int(b.shape(q)[3]), int(b.shape(v)[3])
+    x = Operands[fx.Node](*operands, **more)
+    width, wide = int(b.shape(x.q)[3]), int(b.shape(x.v)[3])
     if max(width, wide) > _widest(b.device):
         return NotImplemented
-    repeat = int(b.shape(q)[1]) // int(b.shape(k)[1])
-    lists = b.once(survey, q_pos, k_pos, mask, window, repeat, width)
-    parts = [(*_stored(k, v, k_pos), lists)]
-    if kept_k is not None and kept_v is not None:
-        parts.insert(0, _stored(kept_k, kept_v, kept_pos))
-    return b.call(attended, q, q_pos, parts, bias, scale, softcap, mask, window, sink, tree, first)
+    repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
+    lists = b.once(survey, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
+    parts = [(*_stored(x.k, x.v, x.k_pos), lists)]
+    if x.kept_k is not None and x.kept_v is not None:
+        parts.insert(0, _stored(x.kept_k, x.kept_v, x.kept_pos))
+    return b.call(
+        attended, x.q, x.q_pos, parts, x.bias, x.scale, x.softcap, x.mask, x.window, x.sink, x.tree, x.first
+    )
 
 
 def _stored(k: fx.Node, v: fx.Node, pos: fx.Node | None) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import Mask, attention
+from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Entry, KvFacts, Program, State
@@ -96,7 +96,7 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
         layer = node.meta.get("layer")
         if layer is None or f"kv.{layer}.k" not in states or _is_cross(node):
             continue
-        if isinstance(node.args[5], fx.Node):
+        if operands_of(node).bias is not None:
             raise PassError(
                 f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read evicted slots "
                 "yet; leave kv.score out for this model"
@@ -146,6 +146,7 @@ def _read_kept(program: Program, sites: list[_Site]) -> None:
     """State for what is kept, and attention over it."""
     editor = Editor(program, program.step.graph)
     outputs = program.step.output_nodes()
+    memos: dict[Any, Memo] = {}
     batch = program.step.input("tokens").meta["val"].shape[0]
     for site in sites:
         letter = f"P{site.layer}"
@@ -165,7 +166,7 @@ def _read_kept(program: Program, sites: list[_Site]) -> None:
         added = {f"kept_{p}": site.kept.get(p, site.kept["k"]) for p in ("k", "v", "pos")}
         site.node.kwargs = {**site.node.kwargs, **added}
         if site.mass:
-            _add_mass(program, editor, site, letters, outputs)
+            _add_mass(program, editor, site, letters, outputs, memos)
     program.step.set_outputs(outputs)
 
 
@@ -182,6 +183,7 @@ def _add_mass(
     site: _Site,
     letters: dict[str, Any],
     outputs: dict[str, fx.Node],
+    memos: dict[Any, Memo],
 ) -> None:
     """Attention that each slot drew, added up over the calls."""
     keys = _buffer_of(site, 1)
@@ -199,19 +201,18 @@ def _add_mass(
     ]
     site.kept["mass"], site.kept["mass.recent"] = old
 
-    node = site.node
-    operands = [n for n in (*node.args, *node.kwargs.values()) if isinstance(n, fx.Node)]
-    args, kwargs = node.args, node.kwargs
+    form = vars(operands_of(site.node))
+    read = {name: n for name, n in form.items() if isinstance(n, fx.Node)}
+    rest = {name: value for name, value in form.items() if name not in read}
 
     def add(before: Tensor, since: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-        known = dict(zip(operands, values, strict=True))
-        given = fx.node.map_arg((args, kwargs), known.__getitem__)
-        drawn = attention_mass(*given[0], **given[1])
+        drawn = attention_mass(**rest, **dict(zip(read, values, strict=True)))
         return before + drawn[..., : before.shape[2]], since + drawn[..., before.shape[2] :]
 
     with editor.graph.inserting_before(editor.graph.find_nodes(op="output")[0]):  # outside of any layer
+        memo = memos.setdefault((*rest.items(), *read), {})
         outputs[f"{kept}.next"], outputs[f"{recent}.next"] = trace(
-            editor, kept, add, *old, *operands, like=node
+            editor, kept, add, *old, *read.values(), like=site.node, memo=memo
         )
 
 
@@ -270,9 +271,9 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
     memos: dict[Any, Memo] = {}
     for site in sites:
         here = given[site.layer]
-        scale, mask, size = (site.node.args[i] for i in (6, 8, 9))
-        memo = memos.setdefault((scale, mask, size, *here), {})
-        cut = chooser(step, list(here), scale, Mask(mask, size))  # type: ignore[arg-type]
+        x = operands_of(site.node)
+        memo = memos.setdefault((x.scale, x.mask, x.window, *here), {})
+        cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
         found = trace(editor, f"compress.{site.layer}", cut, *here.values(), memo=memo)
         outputs |= {f"{site.kept[part].target}.next": node for part, node in found.items()}
     graph.output(tuple(outputs.values()))

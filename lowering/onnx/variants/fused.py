@@ -13,28 +13,14 @@ lower = Table("fused")
 
 
 @lower(attention.attention.default)
-def attend(
-    b: Builder,
-    q: str,
-    k: str,
-    v: str,
-    q_pos: str,
-    k_pos: str,
-    bias: str | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: str | None = None,
-    *more: str | None,
-    **options: str | None,
-) -> Any:
+def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     """A sink has no place in the node, and a soft cap would come after the mask, not before it; slots
     of each head's own have no mask there, and trees are left to the portable one.
     """
-    if sink is not None or softcap or any(more) or options:
+    x = attention.Operands[str](*operands, **more)
+    if x.sink is not None or x.softcap or x.kept_k is not None or x.tree is not None:
         return NotImplemented
-    hidden = position_mask(b, q_pos, k_pos, bias, mask, window)  # [B,1 or H,T,C]
-    if mask == "full" and bias is None:  # which is [B,1,1,C]
-        hidden = b.node("Expand", hidden, b.concat_ints([1, 1, b.size(q_pos, 1), 1]))
-    return b.node("Attention", q, k, v, hidden, scale=scale)
+    hidden = position_mask(b, x)  # [B,1 or H,T,C]
+    if x.mask == "full" and x.bias is None:  # which is [B,1,1,C]
+        hidden = b.node("Expand", hidden, b.concat_ints([1, 1, b.size(x.q_pos, 1), 1]))
+    return b.node("Attention", x.q, x.k, x.v, hidden, scale=x.scale)

@@ -17,39 +17,22 @@ _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/attent
 
 
 @lower(attention.attention.default)
-def attend(
-    b: Builder,
-    q: str,
-    k: str,
-    v: str,
-    q_pos: str,
-    k_pos: str,
-    bias: str | None,
-    scale: float,
-    softcap: float,
-    mask: str,
-    window: int,
-    sink: str | None = None,
-    kept_k: str | None = None,
-    kept_v: str | None = None,
-    kept_pos: str | None = None,
-    tree: str | None = None,
-    first: str | None = None,
-) -> Any:
+def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     """Every form has one, a tree aside; `exact` keeps a row's bits the same however many rows a call
     has. Codes are read as they lie.
     """
-    if tree is not None:
+    x = attention.Operands[str](*operands, **more)
+    if x.tree is not None:
         return NotImplemented
-    held = [x for x in (k, v, kept_k, kept_v) if x]
-    codes = {x: found for x in held if (found := _codes(b, x))}
+    held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
+    codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
-    given = (q, k, v, q_pos, k_pos, bias, sink, kept_k, kept_v)
-    operands = [codes[x][0] if coded and x in codes else x for x in given]
+    given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
+    read = [codes[name][0] if coded and name in codes else name for name in given]
     return b.node(
-        "AttentionInt8" if coded else "Attention", *operands, kept_pos, *(codes[x][1] for x in held if coded),
-        domain=DOMAIN, scale=float(scale), softcap=float(softcap),
-        mask=_MASKS.index(mask), window=window, exact=int(b.bit_exact), packed=0,
+        "AttentionInt8" if coded else "Attention", *read, x.kept_pos, *(codes[n][1] for n in held if coded),
+        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap),
+        mask=_MASKS.index(x.mask), window=x.window, exact=int(b.bit_exact), packed=0,
     )  # fmt: skip
 
 

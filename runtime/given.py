@@ -1,0 +1,66 @@
+"""What callers give a session, checked before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints, as_ints, check_vocabulary
+
+
+def call_tokens(
+    tokens: Any, lengths: Any, held: Ints, vocab_size: int, max_context: int
+) -> tuple[Ints, Ints | None]:
+    """The tokens [B,T] of a call, padding read as 0, and how many of each row are real [B]; None
+    where all are. `held` [B]: tokens of the rows so far. Raises InputError.
+    """
+    batch = len(held)
+    ids = as_ints(tokens, "tokens")
+    if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] == 0:
+        raise InputError(
+            f"tokens have shape {list(ids.shape)}; this session takes [{batch}, T] with T >= 1"
+        )
+    counts = None if lengths is None else _counts(lengths, batch, ids.shape[1])
+    if counts is not None:
+        ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, 0)
+    check_vocabulary(ids, vocab_size, "tokens")
+    after = held + (ids.shape[1] if counts is None else counts)
+    if int(after.max()) > max_context:
+        row = int(after.argmax())
+        raise InputError(
+            f"row {row} would hold {after[row]} tokens; max_context is {max_context}. "
+            "Give fewer tokens, rewind, or build with a larger max_context"
+        )
+    return ids, counts
+
+
+def _counts(lengths: Any, batch: int, width: int) -> Ints | None:
+    """How many tokens of each row are real [B]; None where all are."""
+    counts = as_ints(lengths, "lengths")
+    if counts.shape != (batch,):
+        raise InputError(f"lengths have shape {list(counts.shape)}; give one per row, [{batch}]")
+    if (bad := (counts < 0) | (counts > width)).any():
+        row = int(bad.argmax())
+        raise InputError(
+            f"lengths[{row}] is {counts[row]}; a call of {width} tokens takes 0..{width}"
+        )
+    return None if int(counts.min()) == width else counts
+
+
+def rewind_target(length: Any, held: Ints) -> Ints:
+    """How many tokens rows of `held` [B] go back to: an int, or one per row. Raises InputError."""
+    wanted = as_ints(length, "length")
+    if wanted.shape not in ((), held.shape):
+        raise InputError(
+            f"length has shape {list(wanted.shape)}; give an int or {len(held)} of them"
+        )
+    wanted = np.broadcast_to(wanted, held.shape).copy()
+    if (bad := (wanted < 0) | (wanted > held)).any():
+        row = int(bad.argmax())
+        raise InputError(
+            f"cannot rewind row {row} to {wanted[row]}: it holds {held[row]} tokens; "
+            f"give 0..{held[row]}"
+        )
+    return wanted
