@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError, InputError
+from accel.ir.prefill import Filter, Prefill
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.costs import Costs, known, measured
 from accel.runtime.encode import encoder_rows, padded
@@ -20,10 +22,11 @@ from accel.runtime.loop import Base as Loop
 from accel.runtime.loop import Row
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Meter, Output, Stream, Transcript
+from accel.runtime.prefill import unseen
 from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_text
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session import Session
-from accel.runtime.stepper import Engine, Facts, Logits
+from accel.runtime.stepper import Engine, Facts, Logits, Stepper
 from accel.runtime.text import Tokenizer
 from accel.runtime.tune import AUTO, Tuning
 
@@ -178,7 +181,13 @@ class CompiledModel:
             depth=self.facts.depth,
             least=self._least,
             kv=self._kv,
+            picker=self._picker(int(batch)),
         )
+
+    def _picker(self, batch: int) -> tuple[Filter, Callable[[], Stepper]] | None:
+        """What stays of prompts, and who tells; None: all of them."""
+        plan = (self.facts.prefill or Prefill()).filter
+        return None if plan is None or self._engine is None else (plan, partial(self._engine.filter, batch))
 
     @property
     def _least(self) -> int:
@@ -300,7 +309,7 @@ class CompiledModel:
                 sampler,
                 np.random.default_rng(seed),
                 limit=limit,
-                max_context=self.facts.max_context,
+                max_context=self.facts.max_context + unseen(self.facts.prefill, prompt.size),
                 eos=ends,
                 watch=script.push if self.tokenizer else None,
             )

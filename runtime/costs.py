@@ -11,8 +11,8 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.runtime.encode import entry_inputs, shortest
 from accel.runtime.machine import recall, remember
-from accel.runtime.session import STEP, at_least
-from accel.runtime.stepper import Facts, Stepper
+from accel.runtime.session import STEP
+from accel.runtime.stepper import Facts, Stepper, at_least
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SLOTS = 512  # of the cache that the calls read, or as many as the model has

@@ -33,6 +33,7 @@ def facts_json(program: Program) -> dict[str, Any]:
         **({} if f.encoder is None else {"encoder": _encoder(f.encoder, f.vocab_size)}),
         **({} if f.kv is None else {"kv": asdict(f.kv)}),
         **({} if f.depth is None else {"depth": asdict(f.depth)}),
+        **({} if f.prefill is None else {"prefill": asdict(f.prefill)}),
     }
 
 
@@ -45,6 +46,7 @@ def runtime_facts(program: Program) -> Facts:
         "encoder": Encoder(**facts["encoder"]) if "encoder" in facts else None,
         "kv": Kv(**facts["kv"]) if "kv" in facts else None,
         "depth": program.facts.depth,
+        "prefill": program.facts.prefill,
     }
     return Facts(**{**facts, **more})
 

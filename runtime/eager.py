@@ -25,6 +25,8 @@ class Steppable(Protocol):
 
     @property
     def state(self) -> Any: ...
+    @property
+    def entries(self) -> Any: ...
     def run(self, entry: str, inputs: dict[str, Any]) -> dict[str, Any]: ...
 
 
@@ -38,6 +40,10 @@ class EagerEngine:
         """A stepper for `batch` rows with an empty cache."""
         return EagerStepper(self.program, batch)
 
+    def filter(self, batch: int) -> EagerStepper:
+        """See stepper.Engine."""
+        return EagerStepper(self.program, batch, entry="filter")
+
     def close(self) -> None:
         """Nothing to free: the program belongs to the caller."""
 
@@ -45,8 +51,11 @@ class EagerEngine:
 class EagerStepper:
     """See stepper.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
 
-    def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
+    def __init__(self, program: Steppable, batch: int, device: str = "cpu", entry: str = "step"):
         self._program = program
+        self._entry = entry
+        names = None if entry == "step" else program.entries[entry].inputs
+        self._layout = [v for v in program.state if names is None or v.name in names]
         self._batch = batch
         self._device = device
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
@@ -60,7 +69,7 @@ class EagerStepper:
     def resize(self, capacity: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
         state = dict(self._state)
-        for value in self._program.state:
+        for value in self._layout:
             if value.cross:
                 continue
             old = state.get(value.name)
@@ -81,11 +90,11 @@ class EagerStepper:
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         inputs = {n: self._tensor(a) for n, a in given.items()}
         with torch.no_grad():
-            out = self._program.run("step", {**inputs, **self._controls, **self._state})
+            out = self._program.run(self._entry, {**inputs, **self._controls, **self._state})
         self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
         if observe:
             self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
-        logits: Logits = out["logits"].float().cpu().numpy().copy()
+        logits: Logits = out["scores" if self._entry == "filter" else "logits"].float().cpu().numpy().copy()
         return logits
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -119,7 +128,7 @@ class EagerStepper:
 
     def copy(self) -> EagerStepper:
         """An independent stepper with a copy of the state."""
-        other = type(self)(self._program, self._batch, self._device)
+        other = type(self)(self._program, self._batch, self._device, self._entry)
         other._state = {name: tensor.clone() for name, tensor in self._state.items()}
         other._controls = self._controls
         return other

@@ -9,6 +9,7 @@ from typing import Any
 
 from accel.ir.depth import CACHES, Depth
 from accel.ir.errors import ArtifactError, unknown
+from accel.ir.prefill import Filter, Prefill
 from accel.ir.sizes import LETTER
 from accel.lowering.onnx.variants import PORTABLE
 
@@ -47,6 +48,7 @@ class Facts:
     encoder: Encoder | None = None
     kv: Kv | None = None
     depth: Depth | None = None
+    prefill: Prefill | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,10 @@ def parse(raw: Any) -> Manifest:
         raise ArtifactError(f"{MANIFEST}: model.kv and entries.compress go together; {_BUILD_AGAIN}")
     if (facts.encoder is None) == ("encode" in entries):
         raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
+    if ((facts.prefill or Prefill()).filter is None) == ("filter" in entries):
+        raise ArtifactError(
+            f"{MANIFEST}: model.prefill.filter and entries.filter go together; {_BUILD_AGAIN}"
+        )
     for name, entry in entries.items():
         _listed(f"entries.{name}.file", entry.file, files)
         for part in PARTS:
@@ -297,7 +303,15 @@ def _facts(f: Fields) -> Facts:
         encoder=_encoder(f.object("encoder")) if f.value.get("encoder") is not None else None,
         kv=Kv(f.object("kv").integer("observe")) if f.value.get("kv") is not None else None,
         depth=_depth(f.object("depth"), f.integer("num_layers")) if "depth" in f.value else None,
+        prefill=_prefill(f.object("prefill")) if "prefill" in f.value else None,
     )
+
+
+def _prefill(f: Fields) -> Prefill:
+    if f.value.get("filter") is None:
+        return Prefill()
+    found = f.object("filter")
+    return Prefill(Filter(found.integer("tokens", 1), found.integer("sinks"), found.integer("recent")))
 
 
 def _depth(f: Fields, layers: int) -> Depth:

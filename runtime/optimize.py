@@ -319,7 +319,7 @@ def _write(
     folder: Path,
 ) -> None:
     from accel.lowering.onnx.export import export
-    from accel.lowering.onnx.verify import compress_error, encode_error, onnx_error
+    from accel.lowering.onnx.verify import CHECKS, onnx_error
     from accel.runtime.report import write_html
 
     with job.part("lower", 0.8):
@@ -332,10 +332,8 @@ def _write(
             job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
             for name, file in entries["step"].get("variants", {}).items():
                 job.errors[f"onnx {name}"] = onnx_error(program, folder / file, check.cases)
-            if "encode" in entries:
-                job.errors["encode"] = encode_error(program, folder / "encode.onnx")
-            if "compress" in entries:
-                job.errors["compress"] = compress_error(program, folder / "compress.onnx")
+            for name in entries.keys() & CHECKS.keys():
+                job.errors[name] = CHECKS[name](program, folder / f"{name}.onnx")
     if "genai" in entries:
         config = genai_config(facts_json(program), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

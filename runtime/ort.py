@@ -8,7 +8,6 @@ each call.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +25,7 @@ from accel.runtime.keeper import Keeper, trimmed
 from accel.runtime.machine import machine
 from accel.runtime.manifest import StateValue
 from accel.runtime.ort_open import (
+    aligned,
     check_controls,
     check_encode,
     check_state,
@@ -60,6 +60,7 @@ class OrtEngine:
         self._session: Any = None
         self._encoder: Any = None
         self._compressor: Any = None
+        self._filter: Any = None
         self._tuning = None if kernels == AUTO else choose(artifact, kernels, self.threads)
 
     @property
@@ -107,10 +108,19 @@ class OrtEngine:
             lambda: self.compressor, everything(self.artifact.facts.depth),
         )  # fmt: skip
 
+    def filter(self, batch: int) -> OrtStepper:
+        """See stepper.Engine. The graph packs weights of its own when it is first opened."""
+        with self._lock:
+            if self._filter is None:
+                self._filter = self._open("filter")
+        names = {i.name for i in self._filter.get_inputs()}
+        state = tuple(value for value in self.artifact.state if value.name in names)
+        return OrtStepper(self._filter, state, batch, None, least=0)
+
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
         with self._lock:
-            self._session = self._encoder = self._compressor = None
+            self._session = self._encoder = self._compressor = self._filter = None
 
     def _tuned(self) -> Tuning:
         if self._tuning is None:
@@ -119,8 +129,8 @@ class OrtEngine:
         return self._tuning
 
     def _open(self, entry: str) -> Any:
-        variant = self._tuned().kernels if entry == "step" else PORTABLE
-        path = self.artifact.path / self.artifact.entries[entry].graphs[variant]
+        graphs = self.artifact.entries[entry].graphs
+        path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
         session = open_session(path, self.threads, self.spinning)
         if entry == "encode":
             check_encode(session, self.artifact, path)
@@ -140,13 +150,16 @@ class OrtStepper:
         session: Any,
         state: tuple[StateValue, ...],
         batch: int,
-        vocab_size: int,
+        vocab_size: int | None,
         encoder: Any = None,
         least: int = 1,
         compressor: Callable[[], Any] | None = None,
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
     ):
-        """`controls`: the inputs that hold from call to call, and what they are at first."""
+        """`vocab_size` None: the graph gives scores of slots. `controls`: the inputs that hold from call
+        to call, and what they are at first.
+        """
+        self._output = "scores" if vocab_size is None else "logits"
         self._session = session
         self._compressor = compressor
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
@@ -169,7 +182,7 @@ class OrtStepper:
             name: aligned((batch,) if name == "slots" else (batch, least), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
         }
-        self._logits: Logits = aligned((batch, least, vocab_size), "float32", 0)
+        self._logits: Logits = aligned((batch, least, vocab_size or 1), "float32", 0)
         self._small_values = {n: _value(a) for n, a in self._small.items()}
         self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
         self._control_values = {n: _value(a) for n, a in self._controls.items()}
@@ -205,14 +218,15 @@ class OrtStepper:
             self._session.run_with_iobinding(self._decode[0])
             self._swap()
             return self._logits.copy()
-        logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
+        width = self._vocab or self._buffers["kv.pos"].shape[1]
+        logits: Logits = aligned((self._batch, rows.shape[1], width), "float32")
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         held = [_value(np.ascontiguousarray(array)) for array in given.values()]
         binding = (self._observing if observe else self._other)[0]
         for name, value in zip(given, held, strict=True):
             binding.bind_ortvalue_input(name, value)
         out = _value(logits)
-        binding.bind_ortvalue_output("logits", out)
+        binding.bind_ortvalue_output(self._output, out)
         if observe:
             sizes = (self._batch, tokens.shape[1])
             self.observed = {n: aligned((*sizes, *s), "float32") for n, s in self._queries.items()}
@@ -346,7 +360,7 @@ class OrtStepper:
                 bindings.append(binding)
             for name, value in self._small_values.items():
                 decode[-1].bind_ortvalue_input(name, value)
-            decode[-1].bind_ortvalue_output("logits", self._logits_value)
+            decode[-1].bind_ortvalue_output(self._output, self._logits_value)
         self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
         self._kv_bytes = sum(a.nbytes for held in (buffers, spare) for a in held.values())
@@ -358,20 +372,6 @@ class OrtStepper:
                 bindings.reverse()
             for name, array in self._spare.items():
                 self._buffers[name], self._spare[name] = array, self._buffers[name]
-
-
-def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:
-    """An array on a 64-byte boundary (vector loads of its rows never straddle lines); filled, or
-    not.
-    """
-    kind = np.dtype(dtype)
-    size = math.prod(shape) * kind.itemsize
-    raw = np.empty(size + 64, np.uint8) if fill != 0 else np.zeros(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    array = raw[start : start + size].view(kind).reshape(shape)
-    if fill:
-        array.fill(fill)
-    return array
 
 
 def _value(array: npt.NDArray[Any]) -> Any:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 
 from accel.ir.depth import Depth
@@ -51,6 +53,20 @@ def open_session(path: Path, threads: int, spinning: bool = True, resting: bool 
             f"{path}: onnxruntime {ort.__version__} cannot open it: {error}. "
             "Build the artifact again, or upgrade onnxruntime"
         ) from error
+
+
+def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:
+    """An array on a 64-byte boundary (vector loads of its rows never straddle lines); filled, or
+    not.
+    """
+    kind = np.dtype(dtype)
+    size = math.prod(shape) * kind.itemsize
+    raw = np.empty(size + 64, np.uint8) if fill != 0 else np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    array = raw[start : start + size].view(kind).reshape(shape)
+    if fill:
+        array.fill(fill)
+    return array
 
 
 def physical_cores() -> int:

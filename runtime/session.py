@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from accel.ir.depth import Depth
 from accel.ir.errors import AccelError, InputError
+from accel.ir.prefill import Filter
 from accel.runtime.depth import Controls, Plans
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.given import call_tokens, rewind_target
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import LOST, Keeper, KvPlan
 from accel.runtime.past import Past
-from accel.runtime.stepper import Logits, Stepper
+from accel.runtime.prefill import filtered
+from accel.runtime.stepper import Logits, Stepper, at_least
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
 STEP = 256  # the KV buffers grow by this many slots
@@ -43,9 +46,10 @@ class Session:
         depth: Depth | None = None,
         least: int = 1,
         kv: KvPlan | None = None,
+        picker: tuple[Filter, Callable[[], Stepper]] | None = None,
     ):
         """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how
-        the cache is compressed.
+        the cache is compressed. `picker`: what stays of prompts, and who tells.
         """
         self.batch = batch
         self._least = least
@@ -58,6 +62,7 @@ class Session:
         self._lengths: Ints = np.zeros(batch, np.int64)
         self._past = Past(batch) if stepper.recurrent else None
         self._keeper = None if kv is None else Keeper(kv, batch)
+        self._picker = picker
         self._plans = None if depth is None else Plans(depth, batch)
         self._told: Controls | None = None
         self._calls = 0
@@ -121,6 +126,25 @@ class Session:
         if self._plans is not None and controls is not None:
             self._plans.ran(controls, self._lengths, after)
         self._lengths = after
+        return logits
+
+    def prompt(self, tokens: Any, lengths: Any = None) -> Logits:
+        """Append whole prompts [B,T], `lengths` [B] of them real, and return float32 [B,1,V]: the logits
+        after each row's last token. What the recipe does to prompts is done, and `end_prompt`.
+
+        Where it filters them, a session that is empty sees the tokens that are left, at positions from
+        0 on: they are what it holds (`lengths`), counts towards max_context and can be rewound. Later
+        prompts are seen whole. Raises InputError, as `run`.
+        """
+        self._open()
+        if self._picker is not None and not self._lengths.any():
+            ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
+            start = time.perf_counter()
+            tokens, lengths, calls = filtered(*self._picker, ids, counts, CHUNK)
+            self._seconds += time.perf_counter() - start
+            self._calls += calls
+        logits = self.run(tokens, lengths, last_only=True)
+        self.end_prompt()
         return logits
 
     def end_prompt(self) -> None:
@@ -193,6 +217,7 @@ class Session:
             encoder=self._encoder,
             depth=None if self._plans is None else self._plans.depth,
             least=self._least,
+            picker=self._picker,
         )
         other._keeper = self._keeper and self._keeper.copy()
         other._encoded = self._encoded
@@ -343,13 +368,3 @@ class Session:
             self._past.pin(self._open())
         self._calls += 1
         self._seconds += time.perf_counter() - start
-
-
-def at_least(least: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """A call's columns with padding after them, and its rows with the first again, where fewer."""
-    if short := max(0, least - tokens.shape[1]):
-        tokens = np.pad(tokens, ((0, 0), (0, short)))
-        positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
-    if short := max(0, least - rows.shape[1]):
-        rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
-    return tokens, positions, rows

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.depth import Depth
+from accel.ir.prefill import Prefill
 from accel.runtime.encode import Encoder
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import Keeper
@@ -74,6 +75,9 @@ class Engine(Protocol):
     def stepper(self, batch: int) -> Stepper:
         """A stepper with an empty cache."""
 
+    def filter(self, batch: int) -> Stepper:
+        """One of the entry `filter`, whose steps give scores [B,N,C] in the place of logits."""
+
     def close(self) -> None:
         """Free the weights."""
 
@@ -95,3 +99,15 @@ class Facts(Protocol):
     def kv(self) -> Any: ...
     @property
     def depth(self) -> Depth | None: ...
+    @property
+    def prefill(self) -> Prefill | None: ...
+
+
+def at_least(least: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """A call's columns with padding after them, and its rows with the first again, where fewer."""
+    if short := max(0, least - tokens.shape[1]):
+        tokens = np.pad(tokens, ((0, 0), (0, short)))
+        positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
+    if short := max(0, least - rows.shape[1]):
+        rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
+    return tokens, positions, rows

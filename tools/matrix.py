@@ -121,7 +121,8 @@ class Matrix:
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         building._rewrite(job, program, None, None)
         axes = {axis for axis, _ in case.tables}
-        turns = "weights" in axes and bool(axes & set(EVICTION))  # another choice is another model
+        chooses = bool(axes & set(EVICTION)) or "prefill.prune" in axes
+        turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
         oracle = building._in_process(job, program, None, None)
         job.target = "onnx"
@@ -169,6 +170,10 @@ def drive(model: Any) -> dict[str, Any]:
         with session.fork() as other:
             seen["fork"] = other.run(tokens[:, at + 11 : at + 12])
         seen["own"] = session.run(tokens[:, at + 12 : at + 13])
+    with model.session(2) as session:
+        seen["as a prompt"] = session.prompt(tokens[:, :PROMPT], np.array([PROMPT, SHORTER]))
+        seen["a token after it"] = session.run(tokens[:, PROMPT : PROMPT + 1])
+        seen["held"] = session.lengths.tolist(), session.stats["kv_bytes"]
     return seen
 
 

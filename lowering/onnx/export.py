@@ -113,24 +113,28 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
             if reason := table.missing():
                 program.facts.notes.append(f"without the variant '{table.target}': {reason}")
         tables = [t for t in tables if not t.missing()]
-        entries["step"].update(_variants(program, tables, weights, folder, bit_exact))
+        for name in ("step", "filter"):
+            if name in entries:
+                entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
     _map_params(program, weights, folder / WEIGHTS)
     return entries
 
 
 def _variants(
-    program: Program, tables: list[Table], weights: WeightsFile, folder: Path, bit_exact: bool
+    program: Program, entry: str, tables: list[Table], weights: WeightsFile, folder: Path, bit_exact: bool
 ) -> dict[str, dict[str, str]]:
-    """Write the step's variants and their probes; what the manifest says of them."""
+    """Write an entry's variants, and the step's probes; what the manifest says of them."""
     files: dict[str, str] = {}
     for table in tables:
         builder = Builder(weights.add, table, bit_exact=bit_exact)
-        model = lower_entry(program, program.step, weights, builder)
+        model = lower_entry(program, program.entries[entry], weights, builder)
         if builder.varied:
-            files[table.target] = f"step.{table.target}.onnx"
+            files[table.target] = f"{entry}.{table.target}.onnx"
             onnx.save_model(model, folder / files[table.target])
     if not files:
         return {}
+    if entry != "step":
+        return {"variants": files}
     found: dict[str, dict[str, str]] = {"variants": files, "probes": {}, "products": {}}
     for variant in (None, *(t for t in tables if t.target in files)):
         name = PORTABLE if variant is None else variant.target

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
+from accel.ir.capture import example
 from accel.ir.encoder import encoder_example, encoder_side
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import PRODUCTS
@@ -103,6 +104,34 @@ def compress_error(program: Program, file: Path, bound: float = 1e-3) -> float:
         scale = 1e-6 if name.endswith(".pos.next") else max(1.0, float(want[name].abs().max()))
         worst = max(worst, float(off.max()) / scale)
     return _held(worst, bound, file, "value")
+
+
+def filter_error(program: Program, file: Path) -> float:
+    """The largest error of what any variant of the filter entry makes of random tokens, relative to the
+    largest score.
+
+    Raises:
+        LoweringError: as `onnx_error`.
+    """
+    entry = program.entries["filter"]
+    tokens, positions = example(2, min(13, program.facts.max_context), program.facts.vocab_size, 7)
+    given = {
+        "tokens": tokens,
+        "positions": positions,
+        "slots": torch.zeros(2, dtype=torch.int64),
+        "rows": positions[:, -1:],
+        **{s.name: s.allocate(B=2, C=BLOCK) for s in program.state if s.name in entry.inputs},
+    }
+    want = program.run("filter", given)["scores"]
+    worst, scale = 0.0, max(1.0, float(want.abs().max()))
+    for path in sorted(file.parent.glob(f"{file.stem}*.onnx")):
+        got = _open(program, path).run(["scores"], {n: v.numpy() for n, v in given.items()})[0]
+        off = float((torch.from_numpy(got) - want).abs().max()) / scale
+        worst = max(worst, off if off == off else float("inf"))
+    return _held(worst, max(1e-3, rounding(program)), file, "score")
+
+
+CHECKS = {"encode": encode_error, "compress": compress_error, "filter": filter_error}  # entry -> its check
 
 
 def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:

@@ -24,13 +24,18 @@ class BitExact(Base):
     Variants of the step that do not promise equal rows are not written.
     """
 
-    rank = 2  # after a depth method, which may break the promise
+    rank = 3  # after methods of depth and prefill, which may break the promise
 
     def run(self, program: Program) -> Report:
         if program.facts.kv is not None:
             raise PassError(
                 "bit-exact and kv.score: what is dropped, and when, depends on how tokens share calls; "
                 "leave one of them out"
+            )
+        if program.facts.prefill is not None:
+            raise PassError(
+                "bit-exact and a method of prefill: what is left out of a prompt depends on sums, which differ "
+                "by how many rows and tokens share a call; leave one of them out"
             )
         depth = program.facts.depth
         if depth is not None and (not all(depth.plan) or depth.threshold is not None):

@@ -25,8 +25,7 @@ class Autoregressive(Base):
         tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
         for row, ids in zip(rows, tokens, strict=True):
             ids[: row.prompt.size] = row.prompt[: ids.size]
-        logits = session.run(tokens, lengths, last_only=True)
-        session.end_prompt()
+        logits = session.prompt(tokens, lengths)
         while True:
             column = np.zeros((len(rows), 1), np.int64)
             for i in np.flatnonzero(live):

@@ -1,0 +1,33 @@
+"""prefill.prune: the tokens of a prompt that the model, or its deeper layers, go on with."""
+
+from __future__ import annotations
+
+from abc import ABC
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.passes import Pass
+from accel.passes.fuse.residual import Residual
+from accel.passes.recognise.layers import Layers
+
+__all__ = ["Base"]
+
+
+@dataclass(frozen=True)
+class Base(Pass, ABC):
+    """A method is a pass that says what a prompt's tokens are worth (`score`), at which layer, and how many
+    stay; `_filter.py` asks that before the model runs.
+
+    Sessions prune what they are given as a prompt (`Session.prompt`); the step itself computes what it
+    did, so that `Session.run` and the numeric check see the whole model.
+    """
+
+    after = (Layers, Residual)
+    rank = 2  # after depth methods, which may delete layers
+    must_change = True
+    grade = "approximate"
+
+    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """What queries [B,H,N,D] make of keys [B,G,S,D] at the layer that decides: [B,N,S], higher stays."""
+        raise NotImplementedError

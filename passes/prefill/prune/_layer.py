@@ -1,0 +1,58 @@
+"""What pruning methods share: the layer that decides, and scores that neighbours share."""
+
+from __future__ import annotations
+
+from torch import Tensor, fx
+from torch.nn.functional import pad
+
+from accel.ir.errors import PassError
+from accel.ir.program import Entry, Program, Region
+
+
+def layer_calls(program: Program, entry: Entry) -> list[fx.Node]:
+    """The calls of all layers of an entry, in order. Raises PassError where they were not found."""
+    calls = [n for n in entry.graph.nodes if isinstance(n.target, Region)]
+    count = len(program.facts.layers)
+    if not calls or len(calls) != count:
+        raise PassError(
+            f"prefill.prune: {len(calls)} of {count} layers were found in the graph, and a prompt can only be "
+            "pruned between layers; leave prefill.prune out for this model"
+        )
+    return calls
+
+
+def deciding(program: Program, method: str, layer: int, share: float) -> int:
+    """The layer whose queries and keys decide: `layer`, or where that is -1 the one at a `share` of the
+    depth, or the nearest that attends to all tokens (to some, where none does to all) and has a cache of
+    its own.
+    """
+    if program.facts.encoder is not None:
+        raise PassError(
+            f"{method}: the prompt of an encoder-decoder is what its decoder starts from, and nothing of "
+            "that can go; leave prefill.prune out for this model"
+        )
+    facts = program.facts.layers
+    own = [i for i, f in enumerate(facts) if f.attention != "recurrent" and f.shares is None]
+    if not own:
+        raise PassError(f"{method}: no layer of this model attends; leave prefill.prune out for it")
+    if layer >= 0:
+        if layer not in own:
+            names = ", ".join(map(str, own))
+            raise PassError(
+                f"{method}: layer = {layer}, and the layers that attend to keys of their own are {names}; "
+                "give one of these, or -1"
+            )
+        return layer
+    wanted = share * len(facts)
+    choice = [i for i in own if facts[i].attention == "causal"] or own
+    return min(choice, key=lambda i: abs(i - wanted))
+
+
+def near(scores: Tensor, kernel: int) -> Tensor:
+    """The mean of `kernel` neighbours along the last axis [..,S]; zeros beyond the ends count."""
+    half, count = kernel // 2, scores.shape[-1]
+    wide = pad(scores, (half, half))
+    total = wide[..., :count]
+    for i in range(1, kernel):
+        total = total + wide[..., i : i + count]
+    return total / kernel

@@ -1,0 +1,61 @@
+"""GemFilter (arXiv:2409.17422): an early layer's last query picks the tokens that the model then sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.ir.prefill import Filter, Prefill
+from accel.ir.program import Program
+from accel.passes import Report
+from accel.passes.prefill.prune import Base
+from accel.passes.prefill.prune._filter import add_filter
+from accel.passes.prefill.prune._layer import deciding
+
+_SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
+
+
+@dataclass(frozen=True)
+class GemFilter(Base):
+    """A prompt first goes through the layers before `layer` (-1: 13 of 32) and that layer's queries and
+    keys. The `tokens` that its last query likes best, by q k^T summed over the heads and averaged over
+    `kernel` neighbours, are a new and shorter prompt, at positions from 0 on, in their order.
+
+    The first `sinks` and the last `recent` tokens stay in any case (0 and 0 in the paper's code, where a
+    prompt may lose its question's end).
+    """
+
+    tokens: int = 1024
+    layer: int = -1
+    kernel: int = 5
+    sinks: int = 1
+    recent: int = 8
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or min(self.sinks, self.recent) < 0 or self.layer < -1:
+            raise RecipeError(
+                f"prefill.prune.gemfilter: tokens is {self.tokens}, layer {self.layer}, sinks {self.sinks} and "
+                f"recent {self.recent}; give at least 1, -1, 0 and 0"
+            )
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise RecipeError(
+                f"prefill.prune.gemfilter: kernel is {self.kernel}; give an odd number of at least 1"
+            )
+
+    def run(self, program: Program) -> Report:
+        layer = deciding(program, "gemfilter", self.layer, _SHARE)
+        add_filter(program, layer, self.score, self.kernel)
+        found = program.facts.prefill or Prefill()
+        program.facts.prefill = replace(
+            found, filter=Filter(self.tokens, self.sinks, self.recent)
+        )
+        program.facts.notes.append(f"gemfilter picks a prompt's tokens at layer {layer}")
+        return Report(changed=1)
+
+    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Sums over heads are sums of queries, where they share a key."""
+        shared = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # [B,G,N,D]
+        worth: Tensor = (shared.float() @ keys.float().transpose(-1, -2)).sum(1)
+        return worth

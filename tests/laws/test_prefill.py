@@ -1,0 +1,173 @@
+"""Laws of what is done to prompts, over every method found, and parity with transformers' own attention."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import accel
+from accel.ir.axis import find_axes
+from accel.ir.errors import InputError, PassError, RecipeError
+from accel.ir.prefill import Filter
+from accel.runtime import prefill
+
+from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, last_scores, module
+
+AXIS = find_axes()["prefill.prune"]
+NAMES = AXIS.names()
+ROWS = TOKENS[:, : LENGTHS.max()]
+
+
+def pruned(name, arch="llama", target="eager", **options):
+    return built(arch, target, use=name, **{"tokens": KEPT, **options})
+
+
+def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
+    """Logits after the prompts, and of `after` single tokens."""
+    with model.session(len(tokens)) as session:
+        out = [session.prompt(tokens, lengths)]
+        out += [session.run(TOKENS[: len(tokens), [30 + i]]) for i in range(after)]
+        return np.concatenate(out, axis=1), session.lengths
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
+    model, base = pruned(name, tokens=int(LENGTHS.max())), built("llama")
+    got, want = prompted(model, after=3), prompted(base, after=3)
+    assert np.array_equal(got[0], want[0]) and np.array_equal(got[1], want[1])
+    prompts = [list(row[:n]) for row, n in zip(ROWS, LENGTHS, strict=True)]
+    assert model.generate(prompts, 6, eos=[]).tokens == base.generate(prompts, 6, eos=[]).tokens
+    assert model.report["grade"] == "approximate"
+    assert far(prompted(pruned(name))[0], want[0][:, :1]) > 1e-3  # the control: shorter, and it differs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_run_sees_every_token(name):
+    with pruned(name).session(3) as session:
+        got = session.run(ROWS, LENGTHS, last_only=True)
+        assert session.lengths.tolist() == LENGTHS.tolist()
+    assert far(got, prompted(built("llama"))[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunk", [512, 8])
+def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
+    monkeypatch.setattr("accel.runtime.session.CHUNK", chunk)
+    model = pruned(name)
+    together, held = prompted(model, after=3)
+    for row, n in enumerate(LENGTHS):
+        with model.session() as session:
+            alone = [session.prompt(ROWS[[row], :n])]
+            alone += [session.run(TOKENS[[row], [[30 + i]]]) for i in range(3)]
+            assert far(np.concatenate(alone, 1)[0], together[row]) < 1e-5
+            assert session.length == held[row]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_neox"])
+def test_onnx_is_the_eager_oracle(name, arch):
+    eager = pruned(name, arch)
+    want, held = prompted(eager, after=3)
+    compiled = pruned(name, arch, "onnx")
+    for kernels in compiled.artifact.entries["step"].graphs:
+        with accel.load(compiled.artifact.path, kernels=kernels) as model:
+            got, lengths = prompted(model, after=3)
+        assert far(got, want) < 1e-4 and np.array_equal(lengths, held)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("option", ["tokens", "layer", "kernel"])
+def test_what_makes_no_sense_is_refused(name, option):
+    with pytest.raises(RecipeError, match=f"prefill.prune.{name}: .*{option}"):
+        AXIS.build(name, **{option: -2})
+    with pytest.raises(PassError, match=f"{name}: layer = 9, .* are 0, 1, 2"):
+        pruned(name, layer=9)
+
+
+# gemfilter
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt_neox", "mistral", "gpt2"])
+def test_gemfilter_shows_the_model_what_its_early_layer_picks(arch):
+    model, layer = module(arch), 1
+    got, held = prompted(pruned("gemfilter", arch, recent=3))
+    assert held.tolist() == [KEPT, KEPT, 7]
+    for row, n in enumerate(LENGTHS):
+        tokens = ROWS[row, :n]
+        pools = partial(F.avg_pool1d, kernel_size=5, stride=1, padding=2)
+        scores = pools(last_scores(model, tokens, layer).sum(0)[None])[0]
+        kept = best(scores, KEPT, 0, *range(n - 3, n))
+        with torch.no_grad():
+            want = model(torch.tensor(tokens[kept])[None]).logits[0, -1].numpy()
+            other = model(torch.tensor(tokens[-KEPT:])[None]).logits[0, -1].numpy()
+        assert far(got[row, 0], want) < 1e-4
+        assert n <= KEPT or far(got[row, 0], other) > 1e-3  # the control: the newest tokens
+
+
+def law_picks(picks):
+    """As many as asked for, in order, the ends among them; the rest are the best."""
+    rng = np.random.default_rng(0)
+    for count in (1, 5, 9, 40):
+        plan, scores = Filter(9, 2, 3), rng.normal(size=count).astype(np.float32)
+        found = picks(plan, scores)
+        assert found.tolist() == sorted(set(found.tolist())) and found.size == min(9, count)
+        assert {*range(min(2, count)), *range(max(0, count - 3), count)} <= set(found.tolist())
+        rest = np.setdiff1d(np.arange(count), found)
+        inner = [i for i in found if 2 <= i < count - 3]
+        assert not rest.size or scores[inner].min() >= scores[rest].max()
+        scores[count // 2 :] = np.nan
+        assert picks(plan, scores).size == min(9, count)
+    few = picks(Filter(4, 2, 3), np.zeros(20, np.float32))  # of the ends, the newest go first
+    assert few.tolist() == [0, 17, 18, 19]
+
+
+def test_picks():
+    law_picks(prefill.picks)
+
+
+@pytest.mark.parametrize("broken", ["unordered", "ends", "worst", "many"])
+def test_the_law_of_picks_catches(broken):
+    def picks(plan, scores):
+        if broken == "many":
+            return np.arange(scores.size)
+        if broken == "ends":
+            return prefill.picks(Filter(plan.tokens, 0, 0), scores)
+        found = prefill.picks(plan, -scores if broken == "worst" else scores)
+        return found[::-1] if broken == "unordered" else found
+
+    with pytest.raises(AssertionError):
+        law_picks(picks)
+
+
+def test_gemfilter_in_a_session():
+    model = pruned("gemfilter")
+    with model.session() as session:
+        session.prompt(TOKENS[:1, :40])
+        assert session.length == KEPT and session.stats["calls"] == 2
+        bytes_held = session.stats["kv_bytes"]
+        later = session.prompt(TOKENS[:1, 40:])  # of a conversation that goes on: whole
+        assert session.length == KEPT + 8
+        session.rewind(KEPT)
+        assert far(session.run(TOKENS[:1, 40:], last_only=True), later) < 1e-5
+        session.rewind(0)
+        assert session.prompt(TOKENS[:1, :9]).shape == (1, 1, model.facts.vocab_size)
+        assert session.stats["calls"] == 5 and session.length == 9
+        with pytest.raises(InputError, match="65 tokens; max_context is 64"):
+            session.rewind(0)
+            session.prompt(np.ones((1, 65), np.int64))
+        with session.fork() as other:
+            other.prompt(TOKENS[:1, :40])
+            assert other.length == KEPT and other.stats["kv_bytes"] == bytes_held
+    tokens = model.generate(list(TOKENS[0]) + [5] * 16, 20, eos=[])  # a full context, filtered, has room
+    assert len(tokens.tokens[0]) == 20
+
+
+def test_gemfilter_shares_the_weights_and_checks_its_entry():
+    compiled, base = pruned("gemfilter", target="onnx"), built("llama", "onnx")
+    weights = {m: m.artifact.files["weights.bin"].bytes for m in (compiled, base)}
+    assert weights[compiled] == weights[base]
+    assert compiled.report["errors"]["filter"] < 1e-4
+    entry = compiled.artifact.entries["filter"]
+    assert entry.outputs == ("scores",) and entry.inputs == ("tokens", "positions", "slots", "rows")
