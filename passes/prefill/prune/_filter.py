@@ -42,6 +42,9 @@ def add_filter(program: Program, layer: int, score: Scores, kernel: int) -> None
     held = {n: v for n, v in before.items() if v.target is operator.getitem and v.args[0] in calls[:-1]}
     states = {"kv.pos.next": before["kv.pos.next"], **held, **written}
     entry.set_outputs({"scores": scores} | {n: v for n, v in states.items() if n.endswith(".next")})
+    for call in reversed(calls):
+        remove_dead(graph)
+        _shrink(call)
     remove_dead(graph)
     for holder in graph.find_nodes(op="placeholder"):
         if not holder.users and holder.target not in _INPUTS:
@@ -82,12 +85,6 @@ def _opened(
                 names[place] = name
     found = [query, keys, *(results[i] for i in names)]
     out.args = (tuple(found),)
-    remove_dead(region.graph)
-    holders = list(region.graph.find_nodes(op="placeholder"))
-    call.args = tuple(a for a, holder in zip(call.args, holders, strict=True) if holder.users)
-    for holder in holders:
-        if not holder.users:
-            region.graph.erase_node(holder)
     call.meta["val"] = tuple(n.meta["val"] for n in found)
     items = []
     with call.graph.inserting_after(call):
@@ -96,3 +93,22 @@ def _opened(
             item.meta["val"] = node.meta["val"]
             items.append(item)
     return items[0], items[1], dict(zip(names.values(), items[2:], strict=True))
+
+
+def _shrink(call: fx.Node) -> None:
+    """Let a layer give what is read of it, and take what that needs."""
+    region = call.target
+    assert isinstance(region, Region)
+    (out,) = region.graph.find_nodes(op="output")
+    results, items = out.args[0], sorted(call.users, key=lambda item: item.args[1])  # type: ignore
+    assert isinstance(results, tuple)
+    out.args = (tuple(results[item.args[1]] for item in items),)  # type: ignore[index]
+    for place, item in enumerate(items):
+        item.args = (call, place)
+    call.meta["val"] = tuple(item.meta["val"] for item in items)
+    remove_dead(region.graph)
+    holders = list(region.graph.find_nodes(op="placeholder"))
+    call.args = tuple(a for a, holder in zip(call.args, holders, strict=True) if holder.users)
+    for holder in holders:
+        if not holder.users:
+            region.graph.erase_node(holder)
