@@ -205,8 +205,7 @@ class Program:
         """Run an entry by the reference of every operator. Inputs and outputs by name."""
         e = self.entries[entry]
         inputs = {**e.defaults, **inputs}
-        missing = [n for n in e.inputs if n not in inputs]
-        if missing:
+        if missing := [n for n in e.inputs if n not in inputs]:
             raise KeyError(f"{entry} needs {missing}")
         with torch.no_grad():
             return dict(zip(e.outputs, execute(e.graph, self.params, inputs), strict=True))
