@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands import bench, build, demo, inspect, recipes, run, smoke
+from accel.commands import bench, build, demo, explain, inspect, recipes, run, smoke
 from accel.ir.errors import AccelError
 
 _EXAMPLES = """\b
@@ -22,6 +22,7 @@ Examples:
   accel-compile build ./my-model --out ./artifact
   accel-compile run ./artifact --prompt "def quicksort("
   accel-compile recipes float16
+  accel-compile explain snapkv
   accel-compile smoke llama
 
 Every command has --help. Errors are one line and exit 1 (wrong usage: 2); set ACCEL_TRACEBACK=1
@@ -59,7 +60,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (build, run, recipes, inspect, smoke, bench, demo):
+for module in (build, run, recipes, explain, inspect, smoke, bench, demo):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 
@@ -114,14 +115,14 @@ def _guard(command: Callable[[], Any]) -> int:
             import traceback
 
             traceback.print_exc()
-        text, code = explain(error)
+        text, code = told(error)
         typer.echo(f"error: {' '.join(text.split())}", err=True)
     if code == 130:
         typer.echo("interrupted", err=True)
     return code
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def told(error: Exception) -> tuple[str, int]:
     """What to tell a user of an exception, and the exit code."""
     if hasattr(error, "format_message"):  # click's usage errors, whichever click typer brings
         context = getattr(error, "ctx", None)

@@ -18,8 +18,9 @@ _WIDE, _BOX, _HIGH, _GAP, _ROW = 940, 158, 78, 26, 128  # pixels; _ROW: from lin
 
 @dataclass(frozen=True)
 class Link:
-    """What one layer carries. Bytes of state are of one row: for each token, fixed, and for each token
-    that an encoder read. back: how many layers before it the one is whose keys and values it reads; 0: itself.
+    """What one layer carries. Bytes of state are of one row: for each token, for each that eviction kept,
+    fixed, and for each token that an encoder read. back: how many layers before it the one is whose keys and
+    values it reads; 0: itself.
     """
 
     attention: str
@@ -28,6 +29,7 @@ class Link:
     kv_heads: int = 0
     head_dim: int = 0
     per_token: int = 0
+    kept: int = 0
     fixed: int = 0
     cross: int = 0
     back: int = 0
@@ -42,7 +44,7 @@ class Link:
         parts = [
             f"{bytes_text(count)}{unit}"
             for count, unit in (
-                (self.per_token, "/token"), (self.fixed, " fixed"), (self.cross, "/input token"),
+                (self.per_token, "/token"), (self.kept, "/kept"), (self.fixed, " fixed"), (self.cross, "/input token"),
             ) if count
         ]  # fmt: skip
         none = f"cache of {self.back} before" if self.back else "no state"
@@ -71,7 +73,8 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
     kept: dict[tuple[Any, str], float] = {}
     for value in state:
         shape, role = value["shape"], str(value.get("role", ""))
-        what = "cross" if role.startswith("cross.") else "per_token" if grows(shape) else "fixed"
+        what = "per_token" if grows(shape) else "fixed"
+        what = next((part for part in ("cross", "kept") if role.startswith(f"{part}.")), what)
         if (
             what == "cross"
         ):  # [B,G,X,D]: of one position of the encoder's input, however many there are
@@ -87,6 +90,7 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
             kv_heads=int(layer.get("num_kv_heads") or 0),
             head_dim=int(layer.get("head_dim") or 0),
             per_token=math.ceil(kept.get((index, "per_token"), 0)),
+            kept=int(kept.get((index, "kept"), 0)),
             fixed=int(kept.get((index, "fixed"), 0)),
             cross=int(kept.get((index, "cross"), 0)),
             back=index - layer["shares"] if layer.get("shares") is not None else 0,

@@ -139,9 +139,11 @@ def sources(model: nn.Module, lengths: Sequence[int]) -> Tensor:
     return torch.randint(3, facts.vocab_size, shape, generator=generator)
 
 
-def shrunk(config: Any, layers: int, kinds: Any) -> Any:
-    """The configuration with `layers` layers, and the sizes of these kinds made small."""
-    scale = _scale(config, layers, "head" in kinds)
+def shrunk(config: Any, layers: int, kinds: Any, head: int = HEAD) -> Any:
+    """The configuration with `layers` layers, and the sizes of these kinds made small; heads of at most
+    `head` channels.
+    """
+    scale = _scale(config, layers, "head" in kinds, head)
     told = config.to_diff_dict()
     given = {n: v for n, v in told.items() if n not in ("model_type", "transformers_version")}
     vocab = getattr(config, "vocab_size", None)
@@ -152,7 +154,7 @@ def shrunk(config: Any, layers: int, kinds: Any) -> Any:
     for name in getattr(type(config), "sub_configs", {}):
         inner = getattr(config, name, None)
         if hasattr(inner, "to_diff_dict"):
-            given[name] = shrunk(inner, depth(inner)[0], kinds)
+            given[name] = shrunk(inner, depth(inner)[0], kinds, head)
     if isinstance(vocab, int) and "vocab" in kinds:
         given |= _tokens(config, min(vocab, VOCAB))
     return type(config)(**given)
@@ -204,25 +206,26 @@ def _fields(config: Any, properties: bool = False) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-def _scale(config: Any, layers: int, narrow: bool) -> _Scale:
-    """Few heads in the proportions of many, of at most HEAD channels."""
+def _scale(config: Any, layers: int, narrow: bool, head: int) -> _Scale:
+    """Few heads in the proportions of many, of at most `head` channels."""
     heads = getattr(config, "num_attention_heads", None) or getattr(config, "num_heads", None)
     width = getattr(config, "hidden_size", None)
     if not narrow or not isinstance(width, int):
         return _Scale(layers=layers)
     if not isinstance(heads, int) or heads < 1:
-        return _Scale(b=Fraction(min(width, 4 * HEAD), width), layers=layers)
+        return _Scale(b=Fraction(min(width, 4 * head), width), layers=layers)
     size = getattr(config, "head_dim", None)
     size = size if isinstance(size, int) and size > 0 else max(1, width // heads)
-    kv = _kv_heads(config) or heads
+    kv = kv_heads(config) or heads
     per = heads // kv
     few = per if per <= 4 else next((r for r in (4, 3) if per % r == 0), 4)
     new_kv = min(kv, 2 if per > 1 else 4)
-    a, b = Fraction(new_kv * few, heads), Fraction(min(size, HEAD), size)
+    a, b = Fraction(new_kv * few, heads), Fraction(min(size, head), size)
     return _Scale(new_kv * few, new_kv, a, b, layers)
 
 
-def _kv_heads(config: Any) -> int | None:
+def kv_heads(config: Any) -> int | None:
+    """KV heads, where a field of the configuration counts them apart from the query heads."""
     found = [v for n, v in _fields(config) if _kind(n) == "kv" and type(v) is int]
     return found[0] if found and found[0] > 0 else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from accel.ir.sizes import grows, per_slot
 from accel.runtime.chain import bytes_text, picture, why_not
 
-TEMPLATE = Path(__file__).with_name("report.html")
+TEMPLATES = Path(__file__).parent
 WIDE, HALF = 7.2, 4.4  # inches of a picture; the page scales it down where it must
 INK, BAR, FAINT = "#1f2937", "#2f6f9f", "#d5dbe3"
 FLOOR = 1e-9  # an error of exactly 0 is drawn here, on a logarithmic axis
@@ -19,12 +20,16 @@ FLOOR = 1e-9  # an error of exactly 0 is drawn here, on a logarithmic axis
 
 def write_html(path: Path, report: dict[str, Any]) -> None:
     """Write a self-contained page of a build report (`CompiledModel.report`)."""
-    from jinja2 import Environment
+    path.write_text(rendered("report.html", **_context(report)), encoding="utf-8")
 
-    page = Environment(autoescape=True, trim_blocks=True)
-    page.filters.update(bytes=bytes_text, error=_error)
-    text = page.from_string(TEMPLATE.read_text(encoding="utf-8")).render(**_context(report))
-    path.write_text(text, encoding="utf-8")
+
+def rendered(template: str, **context: Any) -> str:
+    """A page of the templates that lie here."""
+    from jinja2 import Environment, FileSystemLoader
+
+    pages = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True)
+    pages.filters.update(bytes=bytes_text, error=_error, code=_code)
+    return pages.get_template(template).render(**context)
 
 
 def _context(report: dict[str, Any]) -> dict[str, Any]:
@@ -106,14 +111,19 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
     """What the state takes: bytes that each token adds, bytes that each row always has."""
     import numpy as np
 
-    fixed = 0
+    fixed = kept = 0
     for value in state:
         if not grows(value["shape"]) and not value["role"].startswith("cross."):
             sizes = (d for d in value["shape"] if not isinstance(d, str))
-            fixed += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+            count = math.prod(sizes) * np.dtype(value["dtype"]).itemsize
+            if value["role"].startswith("kept."):
+                kept += count
+            else:
+                fixed += count
     text = f"{size(sum(state_bytes(state).values()))} per token"
     recurrent = any(value["role"] == "recurrent" for value in state)
-    more = f", {size(fixed)} per row that do not grow" if fixed else ""
+    more = f", {size(kept)} per token that is kept" if kept else ""
+    more += f", {size(fixed)} per row that do not grow" if fixed else ""
     return text + more + (" (a rewind runs some tokens again)" if recurrent else "")
 
 
@@ -254,3 +264,10 @@ def _plain(name: str) -> str:
 
 def _error(error: float | None) -> str:
     return "–" if error is None else "exact" if error == 0 else f"{error:.1e}"
+
+
+def _code(text: str) -> str:
+    """A docstring's text, what it quotes as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

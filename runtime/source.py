@@ -58,6 +58,11 @@ def small_model(given: Any, trust_remote_code: bool = False) -> Source:
 
 def _of_path(path: Path, trust_remote_code: bool) -> Source:
     """A directory or a config.json; weights that lie there are not read."""
+    return _cloned(configuration(path, trust_remote_code), trust_remote_code=trust_remote_code)
+
+
+def configuration(path: Path, trust_remote_code: bool) -> Any:
+    """What a directory's config.json, or the file itself, says to transformers. Raises CaptureError."""
     from transformers import AutoConfig
 
     config = read_config(path)
@@ -72,14 +77,14 @@ def _of_path(path: Path, trust_remote_code: bool) -> Source:
         ) from error
     if hasattr(found, "quantization_config"):
         del found.quantization_config
-    return _cloned(found, trust_remote_code=trust_remote_code)
+    return found
 
 
 def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> Source:
     """The clone of a configuration, by `make`, or else by transformers' class with an output head."""
 
     def made(small: Any) -> nn.Module:
-        return _made(small, trust_remote_code)
+        return of_config(small, trust_remote_code)
 
     found = clone(config, make or made)
     return _source(type(found.model).__name__, found.model, found.notes)
@@ -88,11 +93,12 @@ def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> S
 def _of_type(name: str) -> Source:
     """A model type of transformers in its default form."""
     check_type(name, "model type")
-    model = randomise(_made(small_config(name)), name)
+    model = randomise(of_config(small_config(name)), name)
     return _source(name, model, [])
 
 
-def _made(config: Any, trust_remote_code: bool = False) -> nn.Module:
+def of_config(config: Any, trust_remote_code: bool = False) -> nn.Module:
+    """The language model that transformers makes of a configuration, with new weights."""
     given = {"trust_remote_code": True} if trust_remote_code else {}
     auto = auto_class(config.to_dict())
     try:

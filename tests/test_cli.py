@@ -18,7 +18,7 @@ import accel
 from accel import cli
 from accel.commands import demo
 
-COMMANDS = ("build", "run", "recipes", "inspect", "smoke", "bench", "demo")
+COMMANDS = ("build", "run", "recipes", "explain", "inspect", "smoke", "bench", "demo")
 
 
 def call(*arguments, stdin=None, env=None):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -49,9 +47,11 @@ def recipes(
 def _one(recipe: Recipe, as_json: bool) -> None:
     """Everything about one recipe. Methods are imported for it, and with them torch."""
     from accel.runtime.assemble import assemble
+    from accel.runtime.explain.words import about
+    from accel.runtime.explain.words import options as told
 
     plan = assemble(recipe)
-    found = {axis: _options(m, recipe.tables[axis]) for axis, m in plan.methods.items()}
+    found = {axis: told(m, recipe.tables[axis]) for axis, m in plan.methods.items()}
     if as_json:
         print_json({**recipe.to_json(), "grade": plan.grade, "options": found})
         return
@@ -63,31 +63,6 @@ def _one(recipe: Recipe, as_json: bool) -> None:
     ])  # fmt: skip
     for axis, method in plan.methods.items():
         typer.echo(f'\n[{axis}]\nuse = "{recipe.tables[axis]["use"]}"')
-        typer.echo(f"  {_about(method)}")
+        typer.echo(f"  {about(method)}")
         if rows := [[o["name"], o["value"], o["default"], o["type"]] for o in found[axis]]:
             table(["option", ">value", ">default", "type"], rows)
-
-
-def _about(method: Any) -> str:
-    """The first paragraph of the method's module, or else of its class."""
-    module = inspect.getmodule(type(method))
-    text = inspect.getdoc(module) or inspect.getdoc(type(method)) or ""
-    return " ".join(text.split("\n\n")[0].split())
-
-
-def _options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every field of a method: its default, and its value in this recipe."""
-    found = []
-    for field in dataclasses.fields(method):
-        default = field.default
-        if default is dataclasses.MISSING:
-            made = field.default_factory
-            default = made() if made is not dataclasses.MISSING else None
-        found.append({
-            "name": field.name,
-            "value": getattr(method, field.name),
-            "default": default,
-            "type": str(field.type),
-            "set": field.name in chosen,
-        })  # fmt: skip
-    return found

@@ -1,0 +1,41 @@
+"""What a method says of itself: its docstrings, its options with their values and defaults, its grade."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+
+def about(method: Any) -> str:
+    """The first paragraph of the method's module, or else of its class."""
+    module = inspect.getmodule(type(method))
+    text = inspect.getdoc(module) or inspect.getdoc(type(method)) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def details(method: Any) -> str:
+    """The whole docstring of the method's own class; "" where it has none beside its module's."""
+    text = inspect.cleandoc(type(method).__dict__.get("__doc__") or "")
+    made = text.startswith(
+        f"{type(method).__name__}("
+    )  # dataclasses write a signature where nothing is
+    return "" if made else " ".join(text.split())
+
+
+def options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every field of a method: its default, and its value in this recipe."""
+    found = []
+    for field in dataclasses.fields(method):
+        default = field.default
+        if default is dataclasses.MISSING:
+            made = field.default_factory
+            default = made() if made is not dataclasses.MISSING else None
+        found.append({
+            "name": field.name,
+            "value": getattr(method, field.name),
+            "default": default,
+            "type": str(field.type),
+            "set": field.name in chosen,
+        })  # fmt: skip
+    return found
