@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Filter:
-    """The entry `filter` says what each token of a prompt is worth; the model sees the best `tokens`.
+class Pick:
+    """How many `tokens` of a prompt stay, those that are worth most.
 
     sinks, recent: first and last tokens of the prompt that stay whatever they are worth.
     """
@@ -19,6 +19,15 @@ class Filter:
 
 @dataclass(frozen=True)
 class Prefill:
-    """None: prompts are run as they are."""
+    """filter: which tokens the model sees, by the entry `filter`. stages: which tokens the layers after each
+    part of the step see; the parts are the entries `prompt.0`, `prompt.1`, …
+    """
 
-    filter: Filter | None = None
+    filter: Pick | None = None
+    stages: tuple[Pick, ...] = ()
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """The graphs that a session asks for this, beside the step."""
+        parts = range(len(self.stages) + 1 if self.stages else 0)
+        return (*(["filter"] if self.filter else []), *(f"prompt.{i}" for i in parts))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-LETTER = re.compile(r"[BX]|C(/[1-9]\d*)?|P\d+")  # rows, the encoder's positions, slots, a layer's kept slots
+# rows, the encoder's positions, slots (of layers that see a prompt pruned: C1, …), a layer's kept slots
+LETTER = re.compile(r"[BX]|C\d*(/[1-9]\d*)?|P\d+")
 
 
 def in_numbers(shape: Sequence[int | str], letters: Mapping[str, int]) -> tuple[int, ...]:
-    """A shape with its letters' sizes; those that are not given are 0."""
+    """A shape with its letters' sizes; those that are not given are 0, and C1 what C is."""
     return tuple(size if isinstance(size, int) else _size(size, letters) for size in shape)
 
 
@@ -27,7 +28,8 @@ def per_slot(shape: Sequence[int | str]) -> float:
 
 
 def _size(size: str, letters: Mapping[str, int]) -> int:
-    return -(-letters.get(size.partition("/")[0], 0) // _each(size))
+    letter = size.partition("/")[0]
+    return -(-letters.get(letter, letters.get(letter[0], 0)) // _each(size))
 
 
 def _each(size: str) -> int:

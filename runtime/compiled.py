@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError, InputError
-from accel.ir.prefill import Filter, Prefill
+from accel.ir.prefill import Prefill
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.costs import Costs, known, measured
 from accel.runtime.encode import encoder_rows, padded
@@ -181,13 +181,13 @@ class CompiledModel:
             depth=self.facts.depth,
             least=self._least,
             kv=self._kv,
-            picker=self._picker(int(batch)),
+            prefill=self._prefill(int(batch)),
         )
 
-    def _picker(self, batch: int) -> tuple[Filter, Callable[[], Stepper]] | None:
-        """What stays of prompts, and who tells; None: all of them."""
-        plan = (self.facts.prefill or Prefill()).filter
-        return None if plan is None or self._engine is None else (plan, partial(self._engine.filter, batch))
+    def _prefill(self, batch: int) -> tuple[Prefill, Callable[[], Stepper]] | None:
+        """What is done to prompts, and where an empty cache comes from."""
+        plan, engine = self.facts.prefill, self._engine
+        return None if plan is None or engine is None else (plan, partial(engine.stepper, batch))
 
     @property
     def _least(self) -> int:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from accel.ir.sizes import grows, in_numbers
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Keeper, trimmed
+from accel.runtime.keeper import Arrays, Keeper, trimmed
+from accel.runtime.prefill import forgettable
 from accel.runtime.stepper import Logits
 
 
@@ -25,8 +26,6 @@ class Steppable(Protocol):
 
     @property
     def state(self) -> Any: ...
-    @property
-    def entries(self) -> Any: ...
     def run(self, entry: str, inputs: dict[str, Any]) -> dict[str, Any]: ...
 
 
@@ -40,10 +39,6 @@ class EagerEngine:
         """A stepper for `batch` rows with an empty cache."""
         return EagerStepper(self.program, batch)
 
-    def filter(self, batch: int) -> EagerStepper:
-        """See stepper.Engine."""
-        return EagerStepper(self.program, batch, entry="filter")
-
     def close(self) -> None:
         """Nothing to free: the program belongs to the caller."""
 
@@ -51,11 +46,8 @@ class EagerEngine:
 class EagerStepper:
     """See stepper.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
 
-    def __init__(self, program: Steppable, batch: int, device: str = "cpu", entry: str = "step"):
+    def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
         self._program = program
-        self._entry = entry
-        names = None if entry == "step" else program.entries[entry].inputs
-        self._layout = [v for v in program.state if names is None or v.name in names]
         self._batch = batch
         self._device = device
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
@@ -66,16 +58,18 @@ class EagerStepper:
         """See session.Stepper."""
         self._controls = {n: self._tensor(a) for n, a in values.items()}
 
-    def resize(self, capacity: int) -> None:
+    def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
         state = dict(self._state)
-        for value in self._layout:
+        letters = {"B": self._batch, "C": capacity}  # nothing is kept yet
+        letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
+        for value in self._program.state:
             if value.cross:
                 continue
             old = state.get(value.name)
             if old is not None and not grows(value.shape):
                 continue
-            shape = in_numbers(value.shape, {"B": self._batch, "C": capacity})  # nothing is kept yet
+            shape = in_numbers(value.shape, letters)
             dtype = getattr(torch, value.dtype)
             new = torch.full(shape, value.fill, dtype=dtype, device=self._device)
             if old is not None:
@@ -90,12 +84,19 @@ class EagerStepper:
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         inputs = {n: self._tensor(a) for n, a in given.items()}
         with torch.no_grad():
-            out = self._program.run(self._entry, {**inputs, **self._controls, **self._state})
+            out = self._program.run("step", {**inputs, **self._controls, **self._state})
         self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
         if observe:
             self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
-        logits: Logits = out["scores" if self._entry == "filter" else "logits"].float().cpu().numpy().copy()
+        logits: Logits = out["logits"].float().cpu().numpy().copy()
         return logits
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """One run of another entry; the state changes only where it succeeds."""
+        with torch.no_grad():
+            out = self._program.run(entry, {**{n: self._tensor(a) for n, a in given.items()}, **self._state})
+        self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
+        return {n: v.float().cpu().numpy() for n, v in out.items() if n.removesuffix(".next") not in self._state}
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One run of the encode entry."""
@@ -121,14 +122,14 @@ class EagerStepper:
         """See stepper.Stepper."""
         mask = self._tensor(rows)
         for value in self._program.state:
-            if (value.kept or value.role == "mass") and value.name in self._state:
+            if forgettable(value) and value.name in self._state:
                 now = self._state[value.name].clone()
                 now[mask] = value.fill
                 self._state[value.name] = now
 
     def copy(self) -> EagerStepper:
         """An independent stepper with a copy of the state."""
-        other = type(self)(self._program, self._batch, self._device, self._entry)
+        other = type(self)(self._program, self._batch, self._device)
         other._state = {name: tensor.clone() for name, tensor in self._state.items()}
         other._controls = self._controls
         return other

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.ir.depth import CACHES, Depth
 from accel.ir.errors import ArtifactError, unknown
-from accel.ir.prefill import Filter, Prefill
+from accel.ir.prefill import Pick, Prefill
 from accel.ir.sizes import LETTER
 from accel.lowering.onnx.variants import PORTABLE
 
@@ -245,9 +245,10 @@ def parse(raw: Any) -> Manifest:
         raise ArtifactError(f"{MANIFEST}: model.kv and entries.compress go together; {_BUILD_AGAIN}")
     if (facts.encoder is None) == ("encode" in entries):
         raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
-    if ((facts.prefill or Prefill()).filter is None) == ("filter" in entries):
+    wanted = () if facts.prefill is None else facts.prefill.entries
+    if set(wanted) != {name for name in entries if name.partition(".")[0] in ("filter", "prompt")}:
         raise ArtifactError(
-            f"{MANIFEST}: model.prefill.filter and entries.filter go together; {_BUILD_AGAIN}"
+            f"{MANIFEST}: model.prefill and its entries go together ({', '.join(wanted)}); {_BUILD_AGAIN}"
         )
     for name, entry in entries.items():
         _listed(f"entries.{name}.file", entry.file, files)
@@ -308,10 +309,12 @@ def _facts(f: Fields) -> Facts:
 
 
 def _prefill(f: Fields) -> Prefill:
-    if f.value.get("filter") is None:
-        return Prefill()
-    found = f.object("filter")
-    return Prefill(Filter(found.integer("tokens", 1), found.integer("sinks"), found.integer("recent")))
+    first = None if f.value.get("filter") is None else _pick(f.object("filter"))
+    return Prefill(first, tuple(_pick(stage) for stage in f.objects("stages")))
+
+
+def _pick(f: Fields) -> Pick:
+    return Pick(f.integer("tokens", 1), f.integer("sinks"), f.integer("recent"))
 
 
 def _depth(f: Fields, layers: int) -> Depth:

@@ -332,8 +332,9 @@ def _write(
             job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
             for name, file in entries["step"].get("variants", {}).items():
                 job.errors[f"onnx {name}"] = onnx_error(program, folder / file, check.cases)
-            for name in entries.keys() & CHECKS.keys():
-                job.errors[name] = CHECKS[name](program, folder / f"{name}.onnx")
+            for name in entries:
+                if check_entry := CHECKS.get(name.partition(".")[0]):
+                    job.errors[name] = check_entry(program, folder / f"{name}.onnx")
     if "genai" in entries:
         config = genai_config(facts_json(program), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")

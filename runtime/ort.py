@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from accel.ir.sizes import grows, in_numbers
+from accel.ir.sizes import grows
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.depth import everything
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Keeper, trimmed
+from accel.runtime.keeper import Arrays, Keeper, trimmed
 from accel.runtime.machine import machine
 from accel.runtime.manifest import StateValue
 from accel.runtime.ort_open import (
@@ -29,9 +29,11 @@ from accel.runtime.ort_open import (
     check_controls,
     check_encode,
     check_state,
+    grown,
     open_session,
     physical_cores,
 )
+from accel.runtime.prefill import forgettable
 from accel.runtime.stepper import Logits
 from accel.runtime.tune import AUTO, Tuning, choose
 
@@ -59,8 +61,7 @@ class OrtEngine:
         self._lock = threading.Lock()
         self._session: Any = None
         self._encoder: Any = None
-        self._compressor: Any = None
-        self._filter: Any = None
+        self._others: dict[str, Any] = {}
         self._tuning = None if kernels == AUTO else choose(artifact, kernels, self.threads)
 
     @property
@@ -91,13 +92,12 @@ class OrtEngine:
                 self._encoder = self._open("encode")
             return self._encoder
 
-    @property
-    def compressor(self) -> Any:
-        """The InferenceSession of the compress entry, opened when first asked for."""
+    def other(self, entry: str) -> Any:
+        """The InferenceSession of an entry beside the step, opened when first asked for."""
         with self._lock:
-            if self._compressor is None:
-                self._compressor = self._open("compress")
-            return self._compressor
+            if entry not in self._others:
+                self._others[entry] = self._open(entry)
+            return self._others[entry]
 
     def stepper(self, batch: int) -> OrtStepper:
         """A stepper for `batch` rows with an empty cache."""
@@ -105,22 +105,14 @@ class OrtEngine:
         least = self.artifact.manifest.least
         return OrtStepper(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, least,
-            lambda: self.compressor, everything(self.artifact.facts.depth),
+            self.other, everything(self.artifact.facts.depth),
         )  # fmt: skip
-
-    def filter(self, batch: int) -> OrtStepper:
-        """See stepper.Engine. The graph packs weights of its own when it is first opened."""
-        with self._lock:
-            if self._filter is None:
-                self._filter = self._open("filter")
-        names = {i.name for i in self._filter.get_inputs()}
-        state = tuple(value for value in self.artifact.state if value.name in names)
-        return OrtStepper(self._filter, state, batch, None, least=0)
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
         with self._lock:
-            self._session = self._encoder = self._compressor = self._filter = None
+            self._session = self._encoder = None
+            self._others = {}
 
     def _tuned(self) -> Tuning:
         if self._tuning is None:
@@ -150,18 +142,17 @@ class OrtStepper:
         session: Any,
         state: tuple[StateValue, ...],
         batch: int,
-        vocab_size: int | None,
+        vocab_size: int,
         encoder: Any = None,
         least: int = 1,
-        compressor: Callable[[], Any] | None = None,
+        other: Callable[[str], Any] | None = None,
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
     ):
-        """`vocab_size` None: the graph gives scores of slots. `controls`: the inputs that hold from call
-        to call, and what they are at first.
+        """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
+        what they are at first.
         """
-        self._output = "scores" if vocab_size is None else "logits"
         self._session = session
-        self._compressor = compressor
+        self._other_entry = other
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._least = least
         self._encoder = encoder
@@ -182,7 +173,7 @@ class OrtStepper:
             name: aligned((batch,) if name == "slots" else (batch, least), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
         }
-        self._logits: Logits = aligned((batch, least, vocab_size or 1), "float32", 0)
+        self._logits: Logits = aligned((batch, least, vocab_size), "float32", 0)
         self._small_values = {n: _value(a) for n, a in self._small.items()}
         self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
         self._control_values = {n: _value(a) for n, a in self._controls.items()}
@@ -194,15 +185,17 @@ class OrtStepper:
         for name, array in values.items():
             self._controls[name][...] = array
 
-    def resize(self, capacity: int) -> None:
+    def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents; bindings are made anew."""
         buffers = dict(self._buffers)
+        letters = {"B": self._batch, "C": capacity}  # nothing is kept at first
+        letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
         for value in self._state:
             if value.cross:
                 continue
             old = buffers.get(value.name)
             if old is None or grows(value.shape):
-                buffers[value.name] = _grown(old, value, self._batch, capacity)
+                buffers[value.name] = grown(old, value, letters)
         self._bind(buffers)
 
     def step(
@@ -218,15 +211,14 @@ class OrtStepper:
             self._session.run_with_iobinding(self._decode[0])
             self._swap()
             return self._logits.copy()
-        width = self._vocab or self._buffers["kv.pos"].shape[1]
-        logits: Logits = aligned((self._batch, rows.shape[1], width), "float32")
+        logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
         given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
         held = [_value(np.ascontiguousarray(array)) for array in given.values()]
         binding = (self._observing if observe else self._other)[0]
         for name, value in zip(given, held, strict=True):
             binding.bind_ortvalue_input(name, value)
         out = _value(logits)
-        binding.bind_ortvalue_output(self._output, out)
+        binding.bind_ortvalue_output("logits", out)
         if observe:
             sizes = (self._batch, tokens.shape[1])
             self.observed = {n: aligned((*sizes, *s), "float32") for n, s in self._queries.items()}
@@ -235,6 +227,28 @@ class OrtStepper:
         self._session.run_with_iobinding(binding)
         self._swap()
         return logits
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """See stepper.Stepper. State is written where it lies."""
+        assert self._other_entry is not None
+        session = self._other_entry(entry)
+        binding, names = session.io_binding(), {i.name for i in session.get_inputs()}
+        held = {n: _value(np.ascontiguousarray(a)) for n, a in {**self._buffers, **given}.items() if n in names}
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        found = [o.name for o in session.get_outputs()]
+        for name in found:
+            state = name.removesuffix(".next")
+            if state in held and state not in self._spare:  # what recurs may be read after it is written
+                binding.bind_ortvalue_output(name, held[state])
+            else:
+                binding.bind_output(name, "cpu")
+        session.run_with_iobinding(binding)
+        out = {n: v.numpy() for n, v in zip(found, binding.get_outputs(), strict=True)}
+        for name in self._spare:
+            if f"{name}.next" in out:
+                np.copyto(self._buffers[name], out[f"{name}.next"])
+        return {n: a for n, a in out.items() if n.removesuffix(".next") not in held}
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """See stepper.Stepper. The cross state is bound as the encoder gave it."""
@@ -253,12 +267,12 @@ class OrtStepper:
 
     def compress(self, keeper: Keeper, seen: Ints) -> None:
         """See stepper.Stepper."""
-        assert self._compressor is not None
+        assert self._other_entry is not None
         recent = self._buffers["kv.pos"].shape[1]
         kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
         slots = {layer: recent + self._buffers[name].shape[2] for layer, name in kept.items()}
         given = {**self._buffers, **keeper.given(seen, slots)}
-        session = self._compressor()
+        session = self._other_entry("compress")
         names = [o.name for o in session.get_outputs()]
         wanted = {i.name: given[i.name] for i in session.get_inputs()}
         out = dict(zip(names, session.run(names, wanted), strict=True))
@@ -273,7 +287,7 @@ class OrtStepper:
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See stepper.Stepper. Of what forks may share, a copy is changed."""
-        values = [v for v in self._state if v.kept or v.role == "mass"]
+        values = [v for v in self._state if forgettable(v)]
         if not rows.any() or not all(v.name in self._buffers for v in values):
             return
         buffers = dict(self._buffers)
@@ -288,7 +302,7 @@ class OrtStepper:
         """An independent stepper with a copy of the state."""
         other = OrtStepper(
             self._session, self._state, self._batch, self._vocab, self._encoder, self._least,
-            self._compressor,
+            self._other_entry,
             self._controls,
         )  # fmt: skip
         if self._buffers:
@@ -360,7 +374,7 @@ class OrtStepper:
                 bindings.append(binding)
             for name, value in self._small_values.items():
                 decode[-1].bind_ortvalue_input(name, value)
-            decode[-1].bind_ortvalue_output(self._output, self._logits_value)
+            decode[-1].bind_ortvalue_output("logits", self._logits_value)
         self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
         self._kv_bytes = sum(a.nbytes for held in (buffers, spare) for a in held.values())
@@ -379,14 +393,3 @@ def _value(array: npt.NDArray[Any]) -> Any:
     them.
     """
     return ort.OrtValue.ortvalue_from_numpy(array)
-
-
-def _grown(
-    old: npt.NDArray[Any] | None, value: StateValue, batch: int, capacity: int
-) -> npt.NDArray[Any]:
-    """A state buffer of `capacity` slots that starts as `old` and goes on with the value's fill."""
-    shape = in_numbers(value.shape, {"B": batch, "C": capacity})  # nothing is kept at first
-    new = aligned(shape, value.dtype, value.fill)
-    if old is not None:
-        new[tuple(slice(n) for n in old.shape)] = old
-    return new

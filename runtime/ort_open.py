@@ -13,6 +13,7 @@ import onnxruntime as ort
 
 from accel.ir.depth import Depth
 from accel.ir.errors import ArtifactError
+from accel.ir.sizes import in_numbers
 from accel.lowering.onnx.native import is_native, register
 from accel.runtime.artifact import Artifact
 from accel.runtime.depth import everything
@@ -67,6 +68,17 @@ def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> np
     if fill:
         array.fill(fill)
     return array
+
+
+def grown(
+    old: npt.NDArray[Any] | None, value: StateValue, letters: dict[str, int]
+) -> npt.NDArray[Any]:
+    """A state buffer that starts as `old` and goes on with the value's fill."""
+    shape = in_numbers(value.shape, letters)
+    new = aligned(shape, value.dtype, value.fill)
+    if old is not None:
+        new[tuple(slice(n) for n in old.shape)] = old
+    return new
 
 
 def physical_cores() -> int:

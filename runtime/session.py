@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 
 from accel.ir.depth import Depth
 from accel.ir.errors import AccelError, InputError
-from accel.ir.prefill import Filter
+from accel.ir.prefill import Prefill
 from accel.runtime.depth import Controls, Plans
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.given import call_tokens, rewind_target
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import LOST, Keeper, KvPlan
 from accel.runtime.past import Past
-from accel.runtime.prefill import filtered
+from accel.runtime.prefill import Pruner, filtered
 from accel.runtime.stepper import Logits, Stepper, at_least
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
@@ -46,10 +47,11 @@ class Session:
         depth: Depth | None = None,
         least: int = 1,
         kv: KvPlan | None = None,
-        picker: tuple[Filter, Callable[[], Stepper]] | None = None,
+        prefill: tuple[Prefill, Callable[[], Stepper]] | None = None,
     ):
         """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how
-        the cache is compressed. `picker`: what stays of prompts, and who tells.
+        the cache is compressed. `prefill`: what is done to prompts, and where an
+        empty cache comes from.
         """
         self.batch = batch
         self._least = least
@@ -58,11 +60,12 @@ class Session:
         self._encoder = encoder
         self._encoded = encoder is None
         self._stepper: Stepper | None = stepper
-        self._capacity = 0
+        self._room: list[int] = []  # slots of the buffers
         self._lengths: Ints = np.zeros(batch, np.int64)
         self._past = Past(batch) if stepper.recurrent else None
         self._keeper = None if kv is None else Keeper(kv, batch)
-        self._picker = picker
+        self._prefill = prefill
+        self._pruner = Pruner(prefill[0].stages, batch) if prefill and prefill[0].stages else None
         self._plans = None if depth is None else Plans(depth, batch)
         self._told: Controls | None = None
         self._calls = 0
@@ -132,17 +135,26 @@ class Session:
         """Append whole prompts [B,T], `lengths` [B] of them real, and return float32 [B,1,V]: the logits
         after each row's last token. What the recipe does to prompts is done, and `end_prompt`.
 
-        Where it filters them, a session that is empty sees the tokens that are left, at positions from
-        0 on: they are what it holds (`lengths`), counts towards max_context and can be rewound. Later
-        prompts are seen whole. Raises InputError, as `run`.
+        Tokens are taken from the prompts of an empty session only; later ones are seen whole. Where a
+        recipe filters them, what is left, at positions from 0 on, is what the session holds (`lengths`),
+        counts towards max_context and can be rewound. Where deeper layers drop some, the session holds
+        them all, and goes back to the prompt's end or to 0. Raises InputError, as `run`.
         """
-        self._open()
-        if self._picker is not None and not self._lengths.any():
-            ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
-            start = time.perf_counter()
-            tokens, lengths, calls = filtered(*self._picker, ids, counts, CHUNK)
-            self._seconds += time.perf_counter() - start
-            self._calls += calls
+        stepper = self._open()
+        if self._prefill is not None and not self._lengths.any():
+            ids, real = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
+            counts = np.full(self.batch, ids.shape[1], np.int64) if real is None else real
+            (plan, spare), start = self._prefill, time.perf_counter()
+            if self._pruner is not None and self._pruner.prunes(counts):
+                self._need(stepper, self._pruner.room(counts))
+                logits, calls = self._pruner.prompt(stepper, ids, counts, CHUNK)
+                self._count(calls, int(counts.sum()), start)
+                self._lengths = counts.copy()
+                return logits
+            if plan.filter is not None and int(counts.max()) > plan.filter.tokens:
+                with closing(spare()) as other:
+                    tokens, lengths, calls = filtered(plan.filter, other, ids, counts, CHUNK)
+                self._count(calls, 0, start)
         logits = self.run(tokens, lengths, last_only=True)
         self.end_prompt()
         return logits
@@ -160,7 +172,9 @@ class Session:
 
     @property
     def held_from(self) -> Ints:
-        """The position of each row [B] up to which it can be rewound; 0 where nothing was compressed."""
+        """The position of each row [B] up to which it can be rewound; 0 where nothing was dropped."""
+        if self._pruner is not None:
+            return self._pruner.ends.copy()
         return np.zeros_like(self._lengths) if self._keeper is None else self._keeper.base.copy()
 
     def rewind(self, length: Any) -> None:
@@ -174,6 +188,8 @@ class Session:
             self._open().forget(anew)
             self._keeper.forget(anew)
             self._keeper.rewound(wanted)
+        if self._pruner is not None:
+            self._pruner.rewind(wanted)
         self._lengths = wanted
         if self._plans is not None:
             self._plans.forget(wanted)
@@ -217,11 +233,12 @@ class Session:
             encoder=self._encoder,
             depth=None if self._plans is None else self._plans.depth,
             least=self._least,
-            picker=self._picker,
+            prefill=self._prefill,
         )
         other._keeper = self._keeper and self._keeper.copy()
         other._encoded = self._encoded
-        other._capacity = self._capacity
+        other._room = list(self._room)
+        other._pruner = self._pruner and self._pruner.copy()
         other._lengths = self._lengths.copy()
         other._past = self._past and self._past.copy()
         other._plans = self._plans and self._plans.copy()
@@ -332,11 +349,8 @@ class Session:
         wanted = rows.shape[1]
         if self._least > 1:
             tokens, positions, rows = at_least(self._least, tokens, positions, rows)
-        need = int(slots.max()) + tokens.shape[1]
-        if need > self._capacity:
-            capacity = -(-need // STEP) * STEP
-            stepper.resize(capacity)
-            self._capacity = capacity
+        ends = slots + tokens.shape[1]
+        self._need(stepper, [int(ends.max()), *(self._pruner.slots(ends) if self._pruner else ())])
         start = time.perf_counter()
         if self._past is not None:
             self._past.before(stepper, tokens.shape[1])
@@ -346,10 +360,21 @@ class Session:
             self._keeper.observe(stepper.observed, positions)
         if self._past is not None:
             self._past.after(tokens, positions)
-        self._seconds += time.perf_counter() - start
-        self._calls += 1
-        self._tokens += real
+        self._count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
+
+    def _need(self, stepper: Stepper, slots: list[int]) -> None:
+        """Make room for so many slots, and in layers that see prompts pruned."""
+        if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):
+            had = self._room or [0] * len(slots)
+            room = [max(have, -(-n // STEP) * STEP) for n, have in zip(slots, had, strict=True)]
+            stepper.resize(*room)
+            self._room = room
+
+    def _count(self, calls: int, tokens: int, start: float) -> None:
+        self._calls += calls
+        self._tokens += tokens
+        self._seconds += time.perf_counter() - start
 
     def _slots(self) -> Ints:
         """The first free slot of each row [B]."""
@@ -363,7 +388,7 @@ class Session:
         start = time.perf_counter()
         self._open().compress(keeper, lengths)
         keeper.compressed(lengths)
-        self._capacity = 0
+        self._room = []
         if self._past is not None:
             self._past.pin(self._open())
         self._calls += 1

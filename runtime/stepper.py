@@ -12,7 +12,7 @@ from accel.ir.depth import Depth
 from accel.ir.prefill import Prefill
 from accel.runtime.encode import Encoder
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Keeper
+from accel.runtime.keeper import Arrays, Keeper
 
 Logits = npt.NDArray[np.float32]
 
@@ -20,8 +20,10 @@ Logits = npt.NDArray[np.float32]
 class Stepper(Protocol):
     """What a target supplies for one session: the step entry with its state buffers, for B rows."""
 
-    def resize(self, capacity: int) -> None:
-        """Give every state buffer `capacity` slots, keeping what it holds; never fewer."""
+    def resize(self, capacity: int, *later: int) -> None:
+        """Give every state buffer `capacity` slots, keeping what it holds; never fewer. `later`: those of
+        layers that see a prompt pruned (C1, …).
+        """
 
     def step(
         self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
@@ -29,6 +31,9 @@ class Stepper(Protocol):
         """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
         caller's own.
         """
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """One call of another entry over the state: its inputs by name -> what it gives beside the state."""
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """What every later step is told beside its tokens (`depth.Controls`)."""
@@ -42,7 +47,9 @@ class Stepper(Protocol):
         """
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """Empty the kept part of the state of these rows (a bool mask [B])."""
+        """Empty the kept part of the state of these rows (a bool mask [B]), and the slots of layers that
+        see a prompt pruned.
+        """
 
     @property
     def observed(self) -> dict[str, npt.NDArray[np.float32]]:
@@ -74,9 +81,6 @@ class Engine(Protocol):
 
     def stepper(self, batch: int) -> Stepper:
         """A stepper with an empty cache."""
-
-    def filter(self, batch: int) -> Stepper:
-        """One of the entry `filter`, whose steps give scores [B,N,C] in the place of logits."""
 
     def close(self) -> None:
         """Free the weights."""

@@ -32,10 +32,6 @@ class TritonEngine:
         """A stepper for `batch` rows with an empty cache."""
         return TritonStepper(self.program, batch, self.program.device)
 
-    def filter(self, batch: int) -> TritonStepper:
-        """See stepper.Engine."""
-        return TritonStepper(self.program, batch, self.program.device, "filter")
-
     def close(self) -> None:
         """Let go of the parameters on the device; they are freed when the last session closes."""
         self.program.compiled = {}
@@ -44,15 +40,15 @@ class TritonEngine:
 class TritonStepper(EagerStepper):
     """See stepper.Stepper. State values are buffers on the device, which a step writes in place."""
 
-    def __init__(self, program: Lowered, batch: int, device: str, entry: str = "step"):
-        super().__init__(program, batch, device, entry)
-        self._compiled = program.compiled[entry]
+    def __init__(self, program: Lowered, batch: int, device: str):
+        super().__init__(program, batch, device)
+        self._compiled = program.compiled["step"]
         self._args: list[Any] = []  # of the step, in its order: state, and room for the rest
-        self._decode = Decode(self._compiled) if device == "cuda" and entry == "step" else None
+        self._decode = Decode(self._compiled) if device == "cuda" else None
 
-    def resize(self, capacity: int) -> None:
+    def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
-        super().resize(capacity)
+        super().resize(capacity, *later)
         self._bind()
 
     def step(
@@ -74,7 +70,7 @@ class TritonStepper(EagerStepper):
         out = dict(zip(self._compiled.outputs, found, strict=True))
         if observe:
             self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
-        logits: Logits = out["scores" if self._entry == "filter" else "logits"].float().cpu().numpy().copy()
+        logits: Logits = out["logits"].float().cpu().numpy().copy()
         return logits
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:

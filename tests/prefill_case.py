@@ -66,6 +66,33 @@ def read():
         ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
 
 
+def hiding(model, tokens, kept, layer):
+    """Logits [T,V] of transformers' own model where layers after `layer` hide all but the `kept` of the
+    first tokens, up to the last of these, from every token.
+    """
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    gone = np.setdiff1d(np.arange(kept[-1]), kept)
+
+    def attend(module, query, key, value, *rest, **more):
+        if module.layer_idx <= layer:
+            return plain(module, query, key, value, *rest, **more)
+        repeat, count = query.shape[1] // key.shape[1], query.shape[2]
+        scale = more.get("scaling") or query.shape[-1] ** -0.5
+        scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale
+        hidden = torch.ones(count, count).triu(1).bool()
+        hidden[:, gone] = True
+        hidden[range(count), range(count)] = False  # nobody reads what is made of tokens that are gone
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return (probs @ value.repeat_interleave(repeat, 1)).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        with torch.no_grad():
+            return model(torch.tensor(tokens)[None], use_cache=False).logits[0].numpy()
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+
+
 def last_scores(model, row, layer):
     """q k^T of the last token's queries [H,T], the model's own attention read."""
     with read() as seen, torch.no_grad():

@@ -113,9 +113,8 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
             if reason := table.missing():
                 program.facts.notes.append(f"without the variant '{table.target}': {reason}")
         tables = [t for t in tables if not t.missing()]
-        for name in ("step", "filter"):
-            if name in entries:
-                entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
+        for name in entries.keys() - {"encode", "compress", "genai"}:
+            entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
     _map_params(program, weights, folder / WEIGHTS)
     return entries
 
@@ -182,7 +181,7 @@ def lower_entry(
     b = builder or Builder(weights.add)
     b.shared_params = shared(program, entry)
     if any(isinstance(node.target, Conditional) for node in entry.graph.nodes):
-        b.common.update(SEEDS)
+        b.common.update(n for n in entry.inputs if n.startswith(SEEDS))
     b.initializers += [small(name, value) for name, value in entry.defaults.items()]
     inputs = {n: n for n in entry.inputs}
     values = _graph(b, program, entry.graph, inputs)

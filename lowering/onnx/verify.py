@@ -106,14 +106,14 @@ def compress_error(program: Program, file: Path, bound: float = 1e-3) -> float:
     return _held(worst, bound, file, "value")
 
 
-def filter_error(program: Program, file: Path) -> float:
-    """The largest error of what any variant of the filter entry makes of random tokens, relative to the
-    largest score.
+def part_error(program: Program, file: Path) -> float:
+    """The largest error of what any variant of a part of the step makes of random tokens, relative to
+    the largest of each output.
 
     Raises:
         LoweringError: as `onnx_error`.
     """
-    entry = program.entries["filter"]
+    entry = program.entries[file.stem]
     tokens, positions = example(2, min(13, program.facts.max_context), program.facts.vocab_size, 7)
     given = {
         "tokens": tokens,
@@ -122,16 +122,24 @@ def filter_error(program: Program, file: Path) -> float:
         "rows": positions[:, -1:],
         **{s.name: s.allocate(B=2, C=BLOCK) for s in program.state if s.name in entry.inputs},
     }
-    want = program.run("filter", given)["scores"]
-    worst, scale = 0.0, max(1.0, float(want.abs().max()))
+    if "stream" in entry.inputs:
+        wide = int(entry.input("stream").meta["val"].shape[2])
+        given["stream"] = torch.randn(2, tokens.shape[1], wide, generator=torch.Generator().manual_seed(0))
+    given = {n: v for n, v in given.items() if n in entry.inputs}
+    found = program.run(file.stem, given)
+    names = [n for n in ("scores", "stream", "logits") if n in found]
+    worst = 0.0
     for path in sorted(file.parent.glob(f"{file.stem}*.onnx")):
-        got = _open(program, path).run(["scores"], {n: v.numpy() for n, v in given.items()})[0]
-        off = float((torch.from_numpy(got) - want).abs().max()) / scale
-        worst = max(worst, off if off == off else float("inf"))
-    return _held(worst, max(1e-3, rounding(program)), file, "score")
+        got = _open(program, path).run(names, {n: v.numpy() for n, v in given.items()})
+        for name, value in zip(names, got, strict=True):
+            off = float((torch.from_numpy(value) - found[name]).abs().max())
+            off /= max(1.0, float(found[name].abs().max()))
+            worst = max(worst, off if off == off else float("inf"))
+    return _held(worst, max(1e-3, rounding(program)), file, "value")
 
 
-CHECKS = {"encode": encode_error, "compress": compress_error, "filter": filter_error}  # entry -> its check
+# what an entry's name begins with -> its check
+CHECKS = {"encode": encode_error, "compress": compress_error, "filter": part_error, "prompt": part_error}
 
 
 def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ from accel.ir.program import Program
 from accel.lowering import triton as here
 from accel.passes.check import rounding, run_both_ways
 
-_IN_PLACE = ("step", "filter")  # entries that write the state
 _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
 
@@ -72,7 +71,8 @@ def lower_program(program: Program) -> Lowered:
     tensors: dict[str, Tensor] = {}  # parameters on the device, which all entries share
     for name, entry in program.entries.items():
         builder = Builder(program, device, tensors)
-        states = [i for i in entry.inputs if f"{i}.next" in entry.outputs] if name in _IN_PLACE else []
+        in_place = name not in ("encode", "compress")
+        states = [i for i in entry.inputs if f"{i}.next" in entry.outputs] if in_place else []
         outputs = builder.entry(entry, states)
         defaults = {n: value.to(device) for n, value in entry.defaults.items()}
         lowered.compiled[name] = Compiled(builder.module(), entry.inputs, outputs, states, defaults)

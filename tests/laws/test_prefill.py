@@ -10,10 +10,10 @@ import torch.nn.functional as F
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
-from accel.ir.prefill import Filter
+from accel.ir.prefill import Pick
 from accel.runtime import prefill
 
-from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, last_scores, module
+from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
 
 AXIS = find_axes()["prefill.prune"]
 NAMES = AXIS.names()
@@ -110,7 +110,7 @@ def law_picks(picks):
     """As many as asked for, in order, the ends among them; the rest are the best."""
     rng = np.random.default_rng(0)
     for count in (1, 5, 9, 40):
-        plan, scores = Filter(9, 2, 3), rng.normal(size=count).astype(np.float32)
+        plan, scores = Pick(9, 2, 3), rng.normal(size=count).astype(np.float32)
         found = picks(plan, scores)
         assert found.tolist() == sorted(set(found.tolist())) and found.size == min(9, count)
         assert {*range(min(2, count)), *range(max(0, count - 3), count)} <= set(found.tolist())
@@ -119,7 +119,7 @@ def law_picks(picks):
         assert not rest.size or scores[inner].min() >= scores[rest].max()
         scores[count // 2 :] = np.nan
         assert picks(plan, scores).size == min(9, count)
-    few = picks(Filter(4, 2, 3), np.zeros(20, np.float32))  # of the ends, the newest go first
+    few = picks(Pick(4, 2, 3), np.zeros(20, np.float32))  # of the ends, the newest go first
     assert few.tolist() == [0, 17, 18, 19]
 
 
@@ -133,7 +133,7 @@ def test_the_law_of_picks_catches(broken):
         if broken == "many":
             return np.arange(scores.size)
         if broken == "ends":
-            return prefill.picks(Filter(plan.tokens, 0, 0), scores)
+            return prefill.picks(Pick(plan.tokens, 0, 0), scores)
         found = prefill.picks(plan, -scores if broken == "worst" else scores)
         return found[::-1] if broken == "unordered" else found
 
@@ -171,3 +171,95 @@ def test_gemfilter_shares_the_weights_and_checks_its_entry():
     assert compiled.report["errors"]["filter"] < 1e-4
     entry = compiled.artifact.entries["filter"]
     assert entry.outputs == ("scores",) and entry.inputs == ("tokens", "positions", "slots", "rows")
+
+
+# promptdistill
+
+
+def distilled(model, tokens, layer, kept=KEPT):
+    """The positions that go on, by transformers' own attention."""
+    scores = last_scores(model, tokens, layer).mean(0)
+    scores[-1] = 0
+    near = F.avg_pool1d(scores[None], 5, stride=1, padding=2)[0]
+    return best(near, kept, len(tokens) - 1)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt_neox", "gpt2"])
+def test_deeper_layers_see_what_promptdistill_picks(arch):
+    model = module(arch)
+    got, held = prompted(pruned("promptdistill", arch), after=3)
+    assert np.array_equal(held, LENGTHS + 3)
+    for row, n in enumerate(LENGTHS):
+        tokens = np.concatenate([ROWS[row, :n], TOKENS[row, 30:33]])
+        kept = distilled(model, tokens[:n], 1)
+        assert far(got[row], hiding(model, tokens, kept, 1)[n - 1 :]) < 1e-4
+        other = [*range(n - len(kept), n)]  # the control: the newest tokens
+        assert n <= KEPT or far(got[row], hiding(model, tokens, other, 1)[n - 1 :]) > 1e-3
+
+
+def state(session):
+    return {n: v.numpy() for n, v in session._stepper._state.items()}
+
+
+def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monkeypatch):
+    monkeypatch.setattr("accel.runtime.session.STEP", 4)
+    with pruned("promptdistill").session(3) as session, built("llama").session(3) as whole:
+        for each in (session, whole):
+            each.prompt(ROWS, LENGTHS)
+        got, want = state(session), state(whole)
+        for part in "kv":
+            for layer in (0, 1):
+                assert far(got[f"kv.{layer}.{part}"], want[f"kv.{layer}.{part}"]) < 1e-6
+            assert got[f"kv.2.{part}"].shape[2] == KEPT and want[f"kv.2.{part}"].shape[2] == 32
+        for row, n in enumerate(LENGTHS):
+            found = got["kv.pos.1"][row]
+            kept = distilled(module("llama"), ROWS[row, :n], 1)
+            assert found[found >= 0].tolist() == kept
+        cache = sum(v.nbytes for n, v in want.items() if n.startswith("kv.2"))
+        saved = cache * (32 - KEPT) // 32
+        assert whole.stats["kv_bytes"] - session.stats["kv_bytes"] == saved - 3 * 8 * KEPT
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
+    monkeypatch.setattr("accel.runtime.session.STEP", 4)
+    model = pruned("promptdistill", target=target)
+    one = slice(0, 1)
+    with model.session() as session, model.session() as fresh, built("llama").session() as whole:
+        session.run(TOKENS[one, :25])  # what lies in the slots is in nobody's way later
+        session.rewind(0)
+        first = session.prompt(ROWS[one])
+        assert far(first, fresh.prompt(ROWS[one])) < 1e-6
+        assert session.held_from.tolist() == [30]
+        with pytest.raises(InputError, match="to 29: deeper layers dropped .* of 30.*; give 30 or more, or 0"):
+            session.rewind(29)
+        later = [s.run(TOKENS[one, 30:37]) for s in (session, fresh)]
+        with session.fork() as other:
+            other.rewind(32)
+            again = other.run(TOKENS[one, 32:37])
+        assert far(later[0], later[1]) < 1e-6 and far(again, later[0][:, 2:]) < 1e-5
+        assert far(session.prompt(TOKENS[one, 37:]), fresh.run(TOKENS[one, 37:], last_only=True)) < 1e-6
+        session.rewind(0)
+        assert session.held_from.tolist() == [0]
+        assert far(session.run(TOKENS[one]), whole.run(TOKENS[one])) < 1e-5
+        session.rewind(3)
+        assert far(session.run(TOKENS[one, 3:9]), whole.run(TOKENS[one, 3:9])) > 1e-3  # other contexts
+        whole.rewind(3)
+        assert far(session.run(TOKENS[one, 9:12]), whole.run(TOKENS[one, 3:12])[:, 6:]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"kv.score": {"use": "knorm"}}, "promptdistill: kv.score puts .*; leave one of the two out"),
+        ({"numerics": {"use": "bit-exact"}}, "bit-exact and a method of prefill"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_by_name(tables, words):
+    with pytest.raises(PassError, match=words):
+        built("llama", tables=tables, use="promptdistill")
+
+
+def test_a_last_layer_has_nothing_to_save():
+    with pytest.raises(PassError, match="no layer comes after layer 2 of 3"):
+        pruned("promptdistill", layer=2)

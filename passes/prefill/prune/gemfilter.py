@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from torch import Tensor
+from dataclasses import dataclass
 
 from accel.ir.errors import RecipeError
-from accel.ir.prefill import Filter, Prefill
+from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
-from accel.passes.prefill.prune._filter import add_filter
+from accel.passes.prefill.prune._cut import scoring
 from accel.passes.prefill.prune._layer import deciding
 
 _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
@@ -46,16 +44,8 @@ class GemFilter(Base):
 
     def run(self, program: Program) -> Report:
         layer = deciding(program, "gemfilter", self.layer, _SHARE)
-        add_filter(program, layer, self.score, self.kernel)
-        found = program.facts.prefill or Prefill()
-        program.facts.prefill = replace(
-            found, filter=Filter(self.tokens, self.sinks, self.recent)
-        )
+        entry = scoring(program, 0, layer, self.score, self.kernel, whole=False)
+        program.entries["filter"] = entry
+        program.facts.prefill = Prefill(filter=Pick(self.tokens, self.sinks, self.recent))
         program.facts.notes.append(f"gemfilter picks a prompt's tokens at layer {layer}")
         return Report(changed=1)
-
-    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Sums over heads are sums of queries, where they share a key."""
-        shared = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # [B,G,N,D]
-        worth: Tensor = (shared.float() @ keys.float().transpose(-1, -2)).sum(1)
-        return worth

@@ -1,0 +1,89 @@
+"""The joint of methods whose deeper layers hold fewer tokens of a prompt: slots of their own, and the step in parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.kv import kv_append
+from accel.ir.program import Editor, Program, Region, State
+from accel.ir.sizes import grows
+from accel.ir.trace import Renamed, trace
+from accel.passes.prefill.prune._layer import layer_calls
+from accel.passes.state.recurrent import buffer
+
+_SLOTS = 73  # example number of slots while shapes are worked out
+
+
+def check_state(program: Program, method: str) -> None:
+    """Raise PassError where what the model keeps of a token cannot differ from layer to layer."""
+    reason = None
+    if program.facts.kv is not None:
+        reason = (
+            "kv.score puts what it keeps of all layers' slots in one order, and here deeper layers hold "
+            "fewer; leave one of the two out, or use gemfilter"
+        )
+    elif any(s.role == "recurrent" for s in program.state):
+        reason = (
+            "a recurrent state is computed again from the tokens after a rewind, and deeper layers saw only "
+            "some; leave prefill.prune out for this model, or use gemfilter"
+        )
+    elif any(layer.shares is not None for layer in program.facts.layers):
+        reason = (
+            "layers of this model read the keys of others, which hold other tokens; leave prefill.prune "
+            "out for it, or use gemfilter"
+        )
+    if reason:
+        raise PassError(f"{method}: {reason}")
+
+
+def own_slots(program: Program, first: int, stage: int) -> None:
+    """Layers from `first` on write slots of their own, whose positions are `kv.pos.<stage> [B,C<stage>]`:
+    as many before a call's tokens as hold earlier ones.
+    """
+    step, graph = program.step, program.step.graph
+    editor, outputs = Editor(program, graph), program.step.output_nodes()
+    calls = layer_calls(program, step)[first:]
+    name, letter = f"kv.pos.{stage}", f"C{stage}"
+    old = "kv.pos" if stage == 1 else f"kv.pos.{stage - 1}"
+    batch, before = step.input(old).meta["val"].shape
+    slots, written = step.input("slots"), outputs[f"{old}.next"]
+    slots = written.args[2]  # type: ignore[assignment]
+    letters = {"B": batch, letter: editor.symbol(letter, _SLOTS + stage)}
+    held = buffer(program, editor, State(name, "pos", None, "int64", ("B", letter), -1), letters)
+
+    def filled(pos: Tensor, seen: Tensor) -> Tensor:
+        return ((pos >= 0) & (pos < seen[:, None])).sum(1)
+
+    with graph.inserting_before(written):
+        at = trace(editor, name, filled, held, step.input("slots"))
+        positions = editor.call(kv_append.default, held, step.input("positions"), at)
+    step.set_outputs({**outputs, f"{name}.next": positions})
+    renamed = Renamed(editor, [before], [letters[letter]])
+    for call in calls:
+        call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)  # type: ignore
+        _rename(call, renamed)
+    layers = range(first, len(program.facts.layers))
+    for index, state in enumerate(program.state):
+        if state.layer in layers and grows(state.shape):
+            program.state[index] = replace(state, shape=tuple(_own(d, letter) for d in state.shape))
+            holder = step.input(state.name)
+            holder.meta["val"] = renamed(holder.meta["val"])
+
+
+def _own(size: int | str, letter: str) -> int | str:
+    """C -> C1, C/16 -> C1/16."""
+    if isinstance(size, str) and size.startswith("C"):
+        return letter + "/".join(["", *size.split("/")[1:]])
+    return size
+
+
+def _rename(call: fx.Node, renamed: Renamed) -> None:
+    """Let the values of a layer have the new number of slots."""
+    region = call.target
+    assert isinstance(region, Region)
+    for node in (call, *call.users, *region.graph.nodes):
+        if "val" in node.meta:
+            node.meta["val"] = renamed(node.meta["val"])

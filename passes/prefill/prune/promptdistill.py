@@ -1,0 +1,58 @@
+"""PromptDistill (arXiv:2503.23274): past a middle layer, only the prompt's best tokens go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.prefill import Pick, Prefill
+from accel.ir.program import Program
+from accel.passes import Report
+from accel.passes.prefill.prune import Base
+from accel.passes.prefill.prune._cut import ending, scoring
+from accel.passes.prefill.prune._layer import deciding
+from accel.passes.prefill.prune._stages import check_state, own_slots
+
+_SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
+
+
+@dataclass(frozen=True)
+class PromptDistill(Base):
+    """A prompt goes through the layers up to `layer` (-1: 13 of 32). The `tokens` that its last query likes
+    best there, by q k^T averaged over the heads and over `kernel` neighbours, go on through the others, at
+    their own positions; the last token is one of them. Layers after `layer` hold no others of the prompt.
+
+    The first layers keep the keys of all of the prompt's tokens, which later tokens look at: what the
+    paper's cache truncation would drop of them, kv.score does by layer and head.
+    """
+
+    tokens: int = 1024
+    layer: int = -1
+    kernel: int = 5
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.layer < -1:
+            raise RecipeError(
+                f"prefill.prune.promptdistill: tokens is {self.tokens} and layer {self.layer}; give at least 1 "
+                "and -1"
+            )
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise RecipeError(
+                f"prefill.prune.promptdistill: kernel is {self.kernel}; give an odd number of at least 1"
+            )
+
+    def run(self, program: Program) -> Report:
+        check_state(program, "promptdistill")
+        layer = deciding(program, "promptdistill", self.layer, _SHARE)
+        count = len(program.facts.layers)
+        if layer == count - 1:
+            raise PassError(
+                f"promptdistill: no layer comes after layer {layer} of {count}, so nothing would be saved; "
+                "give an earlier one"
+            )
+        own_slots(program, layer + 1, 1)
+        program.entries["prompt.0"] = scoring(program, 0, layer, self.score, self.kernel, whole=True)
+        program.entries["prompt.1"] = ending(program, layer + 1)
+        program.facts.prefill = Prefill(stages=(Pick(self.tokens, 0, 1),))
+        program.facts.notes.append(f"promptdistill picks a prompt's tokens at layer {layer}")
+        return Report(changed=count - layer - 1)
