@@ -43,7 +43,7 @@ def trace(
             traced, before = make_fx(function)(*values), values
         if memo is not None:
             memo[key] = traced, values
-    renamed = Renamed(editor, _sizes(before), _sizes(values))
+    renamed = _Renamed(editor, before, values)
     env: dict[fx.Node, Any] = {}
     waiting = iter(operands)
     for node in traced.graph.nodes:
@@ -80,15 +80,14 @@ def _form(values: Sequence[Tensor]) -> Any:
     return tuple((v.dtype, shape) for v, shape in zip(values, shapes, strict=True))
 
 
-class Renamed:
-    """Fake values as they are where symbols in their sizes are others."""
+class _Renamed:
+    """Fake values of one trace, as they are with other symbols as the operands' sizes."""
 
-    def __init__(self, editor: Editor, before: Sequence[Any], now: Sequence[Any]):
-        """Sizes, one by one."""
+    def __init__(self, editor: Editor, before: Sequence[Tensor], now: Sequence[Tensor]):
         self.fake = editor.fake
         self.symbols = {
             a.node.expr: b.node.expr
-            for a, b in zip(before, now, strict=True)
+            for a, b in zip(_sizes(before), _sizes(now), strict=True)
             if isinstance(a, torch.SymInt) and a.node.expr != b.node.expr
         }
 

@@ -10,7 +10,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, Region, State
 from accel.ir.sizes import grows
-from accel.ir.trace import Renamed, trace
+from accel.ir.trace import _Renamed, trace
 from accel.passes.prefill.prune._layer import layer_calls
 from accel.passes.state.recurrent import buffer
 
@@ -48,10 +48,10 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     calls = layer_calls(program, step)[first:]
     name, letter = f"kv.pos.{stage}", f"C{stage}"
     old = "kv.pos" if stage == 1 else f"kv.pos.{stage - 1}"
-    batch, before = step.input(old).meta["val"].shape
+    before = step.input(old).meta["val"]
     slots, written = step.input("slots"), outputs[f"{old}.next"]
     slots = written.args[2]  # type: ignore[assignment]
-    letters = {"B": batch, letter: editor.symbol(letter, _SLOTS + stage)}
+    letters = {"B": before.shape[0], letter: editor.symbol(letter, _SLOTS + stage)}
     held = buffer(program, editor, State(name, "pos", None, "int64", ("B", letter), -1), letters)
 
     def filled(pos: Tensor, seen: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def own_slots(program: Program, first: int, stage: int) -> None:
         at = trace(editor, name, filled, held, step.input("slots"))
         positions = editor.call(kv_append.default, held, step.input("positions"), at)
     step.set_outputs({**outputs, f"{name}.next": positions})
-    renamed = Renamed(editor, [before], [letters[letter]])
+    renamed = _Renamed(editor, [before], [held.meta["val"]])
     for call in calls:
         call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)  # type: ignore
         _rename(call, renamed)
@@ -80,7 +80,7 @@ def _own(size: int | str, letter: str) -> int | str:
     return size
 
 
-def _rename(call: fx.Node, renamed: Renamed) -> None:
+def _rename(call: fx.Node, renamed: _Renamed) -> None:
     """Let the values of a layer have the new number of slots."""
     region = call.target
     assert isinstance(region, Region)
