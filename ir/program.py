@@ -19,14 +19,12 @@ from accel.ir.prefill import Prefill
 from accel.ir.sizes import in_numbers
 from accel.ir.weights import Change, Weights
 
-DTYPES = {
-    "float32": torch.float32, "float16": torch.float16, "int64": torch.int64, "int8": torch.int8,
-}  # fmt: skip
+DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
 
 
 @dataclass(frozen=True)
 class State:
-    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, and P<layer>; C/16
+    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, P and P<layer>; C/16
     is one for every 16 slots (`ir.sizes`).
 
     A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it;
@@ -142,10 +140,12 @@ class EncoderFacts:
 class KvFacts:
     """What a recipe does with the KV cache beyond appending to it.
 
-    observe: the last queries of a row that the entry `compress` takes, per layer.
+    observe: last queries of a row that the entry `compress` takes. flush: it drops nothing, and moves
+    blocks of so many tokens (`kv.codec`).
     """
 
     observe: int = 0
+    flush: int = 0
 
 
 @dataclass

@@ -50,6 +50,12 @@ def assemble(recipe: Recipe) -> Plan:
         if isinstance(method, Pass):
             plan.passes.append(method)
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
+        if (codec := plan.methods.get("kv.codec")) is not None and codec.block:
+            raise RecipeError(
+                f"recipe '{recipe.name}': kv.codec '{recipe.tables['kv.codec']['use']}' encodes blocks of tokens that "
+                f"follow each other, and {eviction[0]} leaves gaps between them; use a codec of single tokens "
+                "(kv-int8), or leave one of the two out"
+            )
         plan.passes.insert(0, _compress(plan, axes, eviction))  # before what it keeps is encoded
     return plan
 

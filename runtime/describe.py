@@ -63,11 +63,13 @@ def state_json(program: Program) -> list[dict[str, Any]]:
 
 
 def kv_bytes(program: Program) -> int:
-    """Bytes of state that each token of a row takes."""
+    """Bytes of state that each token of a row takes; in blocks, where a codec makes such."""
+    block = program.facts.kv.flush if program.facts.kv is not None else 0
     return math.ceil(
         sum(
             per_slot(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
             for s in program.state
-            if grows(s.shape)
+            if ("P" in s.shape if block else grows(s.shape))
         )
+        / max(1, block)
     )

@@ -108,9 +108,9 @@ class EagerStepper:
     def compress(self, keeper: Keeper, seen: Ints) -> None:
         """One run of the compress entry."""
         recent = int(self._state["kv.pos"].shape[1])
-        kept = {v.layer: v.name for v in self._program.state if v.role == "kept.pos"}
-        slots = {layer: recent + self._state[name].shape[2] for layer, name in kept.items()}
-        given = {n: self._tensor(a) for n, a in keeper.given(seen, slots).items()}
+        kept = {v.layer or 0: v.name for v in self._program.state if v.role == "kept.pos"}
+        slots = {layer: int(self._state[name].shape[2]) for layer, name in kept.items()}
+        given = {n: self._tensor(a) for n, a in keeper.given(seen, recent, slots).items()}
         with torch.no_grad():
             out = self._program.run("compress", {**given, **self._state})
         found = trimmed({n.removesuffix(".next"): v.cpu().numpy() for n, v in out.items()})

@@ -29,7 +29,8 @@ class KvPlan:
     """How the cache is compressed: out of a recipe, by `kv_plan`.
 
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
-    queries leave a mark that cannot be taken back.
+    queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
+    (`runtime/blocks.py`).
     """
 
     budget: Budget
@@ -37,6 +38,7 @@ class KvPlan:
     heads: dict[int, int]
     observe: int
     counts: bool
+    flush: int = 0
 
 
 def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan | None:
@@ -46,9 +48,10 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
     return KvPlan(
         host_method(tables, "kv.budget", "uniform"),
         host_method(tables, "kv.when", "prompt"),
-        {s.layer: s.shape[1] for s in state if s.role == "kept.pos"},
+        {s.layer: s.shape[1] for s in state if s.role == "kept.pos" and s.layer is not None},
         kv.observe,
         any(s.role == "mass" for s in state),
+        kv.flush,
     )
 
 
@@ -88,14 +91,14 @@ class Keeper:
         self._calm = lengths + room + 1  # budgets do not shrink before
         return bool((room < 0).any())
 
-    def given(self, lengths: Ints, slots: Mapping[int, int]) -> Arrays:
-        """Inputs of the entry, beside the state; `slots`: those of each layer, kept and recent."""
+    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+        """Inputs of the entry, beside the state; of so many slots: `recent` ones, `kept` ones of each layer."""
         given: Arrays = {"seen": lengths.copy()}
         tokens = self._tokens(lengths)
         for (layer, heads), keep in zip(self.plan.heads.items(), tokens, strict=True):
             most = self.plan.budget.most(int(keep.max()), heads)
             given[f"keep.{layer}"] = keep
-            given[f"ranks.{layer}"] = np.arange(max(1, min(most, slots[layer])))
+            given[f"ranks.{layer}"] = np.arange(max(1, min(most, recent + kept[layer])))
         if self.plan.observe:
             given["query_positions"] = self._query_positions
             given |= {f"queries.{layer}": self._queries[f"queries.{layer}"] for layer in self.plan.heads}
@@ -162,16 +165,18 @@ class Keeper:
 
 def trimmed(found: Arrays) -> Arrays:
     """What the entry gave, by state name, without the slots behind the last one that is used."""
-    used = {}
+    used: dict[int | None, int] = {}
     for name, array in found.items():
-        if name.endswith(".pos"):
-            layer = _layer(name)
+        if name.endswith(".pos") and (layer := _layer(name)) is not None:
             filled = np.flatnonzero((array >= 0).any(axis=(0, 1)))
             used[layer] = int(filled[-1]) + 1 if filled.size else 0
-    return {name: array[:, :, : used[_layer(name)]] for name, array in found.items()}
+    return {
+        name: array[:, :, : used[layer]] if (layer := _layer(name)) in used else array
+        for name, array in found.items()
+    }
 
 
-def _layer(name: str) -> int:
+def _layer(name: str) -> int | None:
+    """The layer that a state value is of, where it is of one."""
     found = re.match(r"\w+\.(\d+)\.", name)
-    assert found is not None, name
-    return int(found[1])
+    return None if found is None else int(found[1])

@@ -53,9 +53,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Kv:
-    """What a recipe does with the cache: `observe` queries of each row go into the entry `compress`."""
+    """What a recipe does with the cache: `observe` queries of each row go into the entry `compress`, or
+    blocks of `flush` tokens are moved by it.
+    """
 
     observe: int = 0
+    flush: int = 0
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,7 @@ def _facts(f: Fields) -> Facts:
         parameters=f.integer("parameters"),
         layers=tuple(layer.value for layer in f.objects("layers")),
         encoder=_encoder(f.object("encoder")) if f.value.get("encoder") is not None else None,
-        kv=Kv(f.object("kv").integer("observe")) if f.value.get("kv") is not None else None,
+        kv=_kv(f.object("kv")) if f.value.get("kv") is not None else None,
         depth=_depth(f.object("depth"), f.integer("num_layers")) if "depth" in f.value else None,
         prefill=_prefill(f.object("prefill")) if "prefill" in f.value else None,
     )
@@ -315,6 +318,10 @@ def _prefill(f: Fields) -> Prefill:
 
 def _pick(f: Fields) -> Pick:
     return Pick(f.integer("tokens", 1), f.integer("sinks"), f.integer("recent"))
+
+
+def _kv(f: Fields) -> Kv:
+    return Kv(f.integer("observe"), f.integer("flush") if "flush" in f.value else 0)
 
 
 def _depth(f: Fields, layers: int) -> Depth:
@@ -339,7 +346,7 @@ def _state(f: Fields) -> StateValue:
         whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
         letter = isinstance(size, str) and LETTER.fullmatch(size)
         if not whole and not letter:
-            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X' or 'P0'")
+            raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X', 'P' or 'P0'")
         shape.append(size)
     dtype = f.text("dtype")
     if dtype not in DTYPES:

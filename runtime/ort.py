@@ -270,8 +270,8 @@ class OrtStepper:
         assert self._other_entry is not None
         recent = self._buffers["kv.pos"].shape[1]
         kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
-        slots = {layer: recent + self._buffers[name].shape[2] for layer, name in kept.items()}
-        given = {**self._buffers, **keeper.given(seen, slots)}
+        slots = {layer: self._buffers[name].shape[2] for layer, name in kept.items()}
+        given = {**self._buffers, **keeper.given(seen, recent, slots)}
         session = self._other_entry("compress")
         names = [o.name for o in session.get_outputs()]
         wanted = {i.name: given[i.name] for i in session.get_inputs()}

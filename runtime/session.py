@@ -12,6 +12,7 @@ import numpy as np
 from accel.ir.depth import Depth
 from accel.ir.errors import AccelError, InputError
 from accel.ir.prefill import Prefill
+from accel.runtime.blocks import keeper as keeper_of
 from accel.runtime.depth import Controls, Plans
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.given import call_tokens, rewind_target
@@ -63,7 +64,7 @@ class Session:
         self._room: list[int] = []  # slots of the buffers
         self._lengths: Ints = np.zeros(batch, np.int64)
         self._past = Past(batch) if stepper.recurrent else None
-        self._keeper = None if kv is None else Keeper(kv, batch)
+        self._keeper = None if kv is None else keeper_of(kv, batch)
         self._prefill = prefill
         self._pruner = Pruner(prefill[0].stages, batch) if prefill and prefill[0].stages else None
         self._plans = None if depth is None else Plans(depth, batch)

@@ -43,7 +43,7 @@ class Stepper(Protocol):
 
     def compress(self, keeper: Keeper, seen: Ints) -> None:
         """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
-        what it gives, the recent part is gone until `resize`.
+        what it gives; the recent part too, or it is gone until `resize`.
         """
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:

@@ -16,6 +16,7 @@ from accel.ir.op import Op
 from accel.ir.ops import (
     codec,
     experts,
+    groups,
     kv,
     norm,
     quantized,
@@ -76,6 +77,31 @@ def coded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
 def decoded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     q = torch.from_numpy(rng.integers(-127, 128, (b, 2, c, 10), np.int8))
     return [q, randn(rng, b, 2, c).abs()]
+
+
+def unpacked_blocks(width: int, *how: Any) -> Callable[..., list[Any]]:
+    """Blocks of 8 rows: one constant, one with NaN, one of large and small numbers."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        x = randn(rng, b, 2, c, 8, width)
+        x[0, 0, 0], x[-1, 1, -1, 3, 0] = 3.3, float("nan")
+        x[0, 1, 0] *= torch.tensor([1e-6, 1e-3, 1, 0, 10, 1e3, -1e4, 1])[:, None]
+        return [x, *how]
+
+    return make
+
+
+def packed_blocks(width: int, bits: int, group: int, along: str) -> Callable[..., list[Any]]:
+    """At the smallest there are none."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        parts = groups.group_quantize(randn(rng, b, 2, c, 8, width), bits, group, along)
+        return [*(p[:, :, : c if c > 1 else 0] for p in parts), bits, group, along, 8, width]
+
+    return make
+
+
+GROUPS = [(10, 2, 4, "rows"), (10, 2, 4, "channels"), (7, 4, 8, "rows"), (9, 4, 16, "channels"), (12, 8, 2, "rows")]
 
 
 def add_scale(eps: float, *bias: Tensor | None) -> Callable[..., list[Any]]:
@@ -272,6 +298,14 @@ def cases() -> list[Case]:
         Case("kv_append-scales", kv.kv_append, append(2)),
         Case("encode_rows", codec.encode_rows, coded_rows),
         Case("decode_rows", codec.decode_rows, decoded_rows),
+        *(
+            Case(f"group_{what}-{how[1]}-{how[3]}", op, make(*how))
+            for how in GROUPS
+            for what, op, make in (
+                ("quantize", groups.group_quantize, unpacked_blocks),
+                ("dequantize", groups.group_dequantize, packed_blocks),
+            )
+        ),
         Case("kv_append-positions", kv.kv_append, append()),
         Case("rms_norm", norm.rms_norm, scale(1e-5, 36), (1,)),
         Case("rms_norm-heads", norm.rms_norm, scale(0.1, 3, 9), (1,)),

@@ -12,7 +12,10 @@ from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
 
 pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
-KINDS = {"float32": TensorProto.FLOAT, "int8": TensorProto.INT8, "int64": TensorProto.INT64}
+KINDS = {
+    "float32": TensorProto.FLOAT, "int8": TensorProto.INT8, "int64": TensorProto.INT64,
+    "uint8": TensorProto.UINT8, "float16": TensorProto.FLOAT16,
+}  # fmt: skip
 SHAPES = [(4, 4, 64), (4, 1, 64), (14, 2, 64), (6, 2, 24), (3, 3, 10), (2, 1, 7)]
 SLOTS = 300
 

@@ -4,6 +4,7 @@ from accel.ir.ops import (
     attention,
     codec,
     experts,
+    groups,
     kv,
     mass,
     norm,
@@ -15,5 +16,6 @@ from accel.ir.ops import (
 from accel.ir.ops.attention import Mask
 
 __all__ = [
-    "Mask", "attention", "codec", "experts", "kv", "mass", "norm", "quantized", "recurrence", "rope", "rows",
+    "Mask", "attention", "codec", "experts", "groups", "kv", "mass", "norm", "quantized", "recurrence", "rope",
+    "rows",
 ]  # fmt: skip

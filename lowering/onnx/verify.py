@@ -101,6 +101,8 @@ def compress_error(program: Program, file: Path, bound: float = 1e-3) -> float:
         off = (torch.from_numpy(value).float() - want[name].float()).abs()
         if want[name].dtype is torch.int8:  # a number between two codes may go to either
             off = (off - 1).clamp(min=0)
+        if want[name].dtype is torch.uint8:  # the same, of several codes in a byte
+            off = (off > 0).float().mean(dim=-1, keepdim=True) * 255
         scale = 1e-6 if name.endswith(".pos.next") else max(1.0, float(want[name].abs().max()))
         worst = max(worst, float(off.max()) / scale)
     return _held(worst, bound, file, "value")
@@ -147,6 +149,8 @@ def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     letters = {"B": 2, "C": 24, "W": 3} | {f"P{i}": 8 for i in range(len(program.facts.layers))}
     letters |= {f"N{i}": 9 for i in range(len(program.facts.layers))}
+    if program.facts.kv is not None and (block := program.facts.kv.flush):
+        letters |= {"C": 24 + 2 * block, "P": 3, "F": 2, "N": 4, "M": 5}
     found: dict[str, Tensor] = {}
     for holder in entry.graph.find_nodes(op="placeholder"):
         name, value = str(holder.target), holder.meta["val"]
@@ -160,6 +164,16 @@ def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
             )
         elif value.dtype is torch.int8:
             found[name] = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+        elif value.dtype is torch.uint8:
+            found[name] = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        elif value.dtype is torch.float16:
+            found[name] = torch.rand(shape, generator=generator).half()
+        elif kind == "fresh":
+            found[name] = torch.arange(shape[0] * shape[1]).reshape(shape)
+        elif kind == "places":  # old and new blocks; the second row has fewer
+            found[name] = torch.tensor([[0, 1, 3, 4], [0, 3, -1, -1]])
+        elif kind == "tail":
+            found[name] = torch.tensor([[7, 8, 9, 10, 11], [3, 4, -1, -1, -1]])
         elif kind == "seen":
             found[name] = torch.tensor([30, 21])
         elif kind == "keep":
@@ -169,9 +183,9 @@ def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
         elif kind == "query_positions":
             found[name] = torch.tensor([[27, 28, 29], [-1, 19, 20]])
         elif name == "kv.pos":
-            found[name] = torch.arange(8, 32).repeat(2, 1)
+            found[name] = torch.arange(8, 8 + shape[1]).repeat(2, 1)
         else:  # positions that were kept
-            found[name] = torch.arange(8).expand(shape).clone()
+            found[name] = torch.arange(shape[-1]).expand(shape).clone()
             found[name][:, 0, 6:] = -1
     return found
 

@@ -74,7 +74,7 @@ class Part:
 
     k: Tensor
     v: Tensor
-    pos: Tensor  # [B,S], or [B,G,S]
+    pos: Tensor  # [B,S], or [B,G,S], or [B,1,S]
     scales: tuple[Tensor, Tensor] | None = None
     lists: tuple[Tensor, Tensor] | None = None
 
@@ -145,7 +145,7 @@ def _launch(
     batch, heads, tokens, width = q.shape
     q, k, v, pos = (rows(t) for t in (q, part.k, part.v, part.pos))
     groups, slots, wide = k.shape[1], k.shape[2], v.shape[3]
-    tiles, per_head = -(-tokens // tiling.tokens), int(pos.dim() == 3)
+    tiles, per_head = -(-tokens // tiling.tokens), pos.dim() == 3 and pos.shape[1] > 1
     lists = part.lists or (out, out)
     k_scale, v_scale = part.scales or (out, out)
     tree = form.tree is not None and last

@@ -28,9 +28,11 @@ class BitExact(Base):
 
     def run(self, program: Program) -> Report:
         if program.facts.kv is not None:
+            other, why = "kv.score", "what is dropped, and when,"
+            if program.facts.kv.flush:
+                other, why = "kv.codec", "which tokens a query reads in codes"
             raise PassError(
-                "bit-exact and kv.score: what is dropped, and when, depends on how tokens share calls; "
-                "leave one of them out"
+                f"bit-exact and {other}: {why} depends on how tokens share calls; leave one of them out"
             )
         if program.facts.prefill is not None:
             raise PassError(

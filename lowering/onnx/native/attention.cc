@@ -4,6 +4,8 @@
 // AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
 //
+// AttentionGroups: the same, where what was kept lies in blocks of codes (grouped.h), and what came since as it is.
+//
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
 // number of threads and the way the work is cut.
@@ -33,11 +35,13 @@ enum Mask { kCausal, kWindow, kChunked, kFull };
 struct Settings {
   float scale, softcap;
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
+  int64_t bits, rows, k_group, v_group, k_along, v_along;  // of blocks
 };
 
-// Slots that lie one after another: what was kept, each head's own, and what came since.
+// Slots that lie one after another: what was kept, each head's own or of the same tokens, and what came since.
 struct Segment {
-  abi::Tensor k, v, k_scale, v_scale;  // with scales keys and values are codes
+  abi::Tensor k, v, k_scale, v_scale, k_least, v_least;  // with scales keys and values are codes
+  grouped::Blocks k_blocks, v_blocks;
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
   std::shared_ptr<const std::vector<Slots>> slots;  // [B], or [B G]
@@ -316,7 +320,8 @@ void empty(float* sofar, int64_t W) {
 int64_t group(int64_t left) { return left > kGroup ? 6 : left; }
 
 // Keys or values of a segment from a slot on, counted over the heads of all rows.
-Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, int64_t slot) {
+Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const grouped::Blocks& blocks, int64_t slot) {
+  if (blocks.codes) return {nullptr, nullptr, nullptr, blocks.width, &blocks, slot};
   bool codes = scale.data != nullptr;
   return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
 }
@@ -356,8 +361,8 @@ void work(Call& c, int64_t item) {
       }
       continue;
     }
-    Rows here = rows_at(s.k, s.k_scale, pair * C + index * kChunk);
-    Rows values = rows_at(s.v, s.v_scale, pair * C + index * kChunk);
+    Rows here = rows_at(s.k, s.k_scale, s.k_blocks, pair * C + index * kChunk);
+    Rows values = rows_at(s.v, s.v_scale, s.v_blocks, pair * C + index * kChunk);
     if (c.turned) {
       int64_t used = std::min(kChunk, C - index * kChunk);
       turn(here.read(used, room.data()), c.D, used, keys.data());
@@ -390,6 +395,20 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
+enum Form { kFloats, kInt8, kGroups };
+
+// Blocks of `width` channels, and whether the tensors are of their sizes.
+bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out) {
+  const abi::Tensor &x = keys ? s.k : s.v, &scale = keys ? s.k_scale : s.v_scale, &least = keys ? s.k_least : s.v_least;
+  *out = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), c.set.bits, c.set.rows,
+          keys ? c.set.k_group : c.set.v_group, keys ? c.D : c.W, bool(keys ? c.set.k_along : c.set.v_along)};
+  if (c.set.rows <= 0 || out->group <= 0 || (out->along && c.set.rows % out->group)) return false;
+  int64_t blocks = c.B * c.G * (s.C / c.set.rows);
+  return (c.set.bits == 2 || c.set.bits == 4 || c.set.bits == 8) && s.C % c.set.rows == 0 && x.rank == 4 &&
+         x.count() == blocks * c.set.rows * out->bytes() && scale.rank && scale.count() == blocks * out->groups() &&
+         least.rank && least.count() == scale.count();
+}
+
 // Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any.
 bool same(const Call& c, const Segment& s, bool coded) {
   for (const abi::Tensor* scale : {&s.k_scale, &s.v_scale})
@@ -398,24 +417,29 @@ bool same(const Call& c, const Segment& s, bool coded) {
          s.v.size[1] == c.G && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
 }
 
-abi::Status* prepare(const Kernel& kernel, abi::Context* context, bool coded, Call& c) {
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Call& c) {
   const abi::Api& api = kernel.api;
   Segment &kept = c.segments[0], &recent = c.segments[1];
   abi::Tensor k_pos, kept_pos;
   abi::Tensor* inputs[] = {&c.q,           &recent.k,       &recent.v,     &c.q_pos, &k_pos,  &c.bias,
                            &c.sink,        &kept.k,         &kept.v,       &kept_pos,
                            &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale};
-  for (size_t i = 0; i < (coded ? 14 : 10); ++i)
+  if (form == kGroups) inputs[10] = &kept.k_scale, inputs[11] = &kept.k_least, inputs[12] = &kept.v_scale, inputs[13] = &kept.v_least;
+  bool coded = form == kInt8;
+  for (size_t i = 0; i < (form ? 14 : 10); ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
   c.G = recent.k.size[1], c.W = recent.v.size[3];
   bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
+  bool apart = kept_pos.size[1] == c.G;
   recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
               k_pos.size[1] == recent.C && same(c, recent, coded) &&
-              (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == c.G && same(c, kept, coded)));
+              (!some || (kept_pos.size[0] == c.B && (apart || kept_pos.size[1] == 1) &&
+                         (form == kGroups ? blocks_of(c, kept, true, &kept.k_blocks) && blocks_of(c, kept, false, &kept.v_blocks)
+                                          : same(c, kept, coded))));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
@@ -432,16 +456,16 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, bool coded, Ca
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
   recent.by_head = false, recent.slots = slots::of(k_pos.as<int64_t>(), c.B, recent.C);
-  kept.by_head = true;
-  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), c.B * c.G, kept.C);
+  kept.by_head = apart;
+  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), apart ? c.B * c.G : c.B, kept.C);
   if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
   return nullptr;
 }
 
-template <bool kCoded>
+template <Form kForm>
 abi::Status* run(const Kernel& self, abi::Context* context) {
-  Call c;
-  if (abi::Status* s = prepare(self, context, kCoded, c)) return s;
+  Call c = {};
+  if (abi::Status* s = prepare(self, context, kForm, c)) return s;
   size_t items = c.B * c.G * c.blocks * c.splits;
   if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
   if (c.splits > 1) join(c);
@@ -457,19 +481,38 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"packed", &Settings::packed, nullptr},
 };
 
-template <bool kCoded>
+constexpr abi::Attribute<Settings> kWithBlocks[] = {
+    kAttributes[0], kAttributes[1], kAttributes[2], kAttributes[3], kAttributes[4], kAttributes[5],
+    {"bits", &Settings::bits, nullptr},
+    {"rows", &Settings::rows, nullptr},
+    {"k_group", &Settings::k_group, nullptr},
+    {"v_group", &Settings::v_group, nullptr},
+    {"k_along", &Settings::k_along, nullptr},
+    {"v_along", &Settings::v_along, nullptr},
+};
+
+int type_of(Form form, size_t i) {
+  if (i == 3 || i == 4 || i == 9) return abi::kInt64;
+  if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
+  if (form == kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
+  return abi::kFloat;
+}
+
+template <Form kForm>
 abi::Op op() {
-  abi::Op op = abi::op_of<Settings, kAttributes, run<kCoded>>();
-  op.name = [](const abi::Op*) { return kCoded ? "AttentionInt8" : "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(kCoded ? 14 : 10); };
-  op.input_type = [](const abi::Op*, size_t i) {
-    bool codes = kCoded && (i == 1 || i == 2 || i == 7 || i == 8);
-    return int(codes ? abi::kInt8 : i == 3 || i == 4 || i == 9 ? abi::kInt64 : abi::kFloat);
-  };
+  abi::Op op = {};
+  if constexpr (kForm == kGroups)
+    op = abi::op_of<Settings, kWithBlocks, run<kForm>>();
+  else
+    op = abi::op_of<Settings, kAttributes, run<kForm>>();
+  op.name = [](const abi::Op*) { return kForm == kInt8 ? "AttentionInt8" : kForm ? "AttentionGroups" : "Attention"; };
+  op.input_count = [](const abi::Op*) { return size_t(kForm ? 14 : 10); };
+  op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;
 }
 
 }  // namespace
 
-abi::Op attention_op(bool coded) { return coded ? op<true>() : op<false>(); }
+abi::Op attention_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
+abi::Op attention_groups_op() { return op<kGroups>(); }

@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 
+#include "grouped.h"
 #include "vector.h"
 
 namespace coded {
@@ -56,25 +57,32 @@ inline void decode(const int8_t* codes, const float* scales, int64_t count, int6
   }
 }
 
-// Rows as they lie: floats, or codes.
+// Rows as they lie: floats, or codes, or blocks of codes from a row on.
 struct Rows {
   const float* floats;
   const int8_t* codes;
   const float* scales;
   int64_t width;
+  const grouped::Blocks* blocks = nullptr;
+  int64_t first = 0;
 
   Rows at(int64_t row) const {
+    if (blocks) return {nullptr, nullptr, nullptr, width, blocks, first + row};
     if (codes) return {nullptr, codes + row * width, scales + row, width};
     return {floats + row * width, nullptr, nullptr, width};
   }
   // `count` rows from here as floats; coded ones are decoded into `room`.
   const float* read(int64_t count, float* room) const {
-    if (!codes) return floats;
-    decode(codes, scales, count, width, room);
+    if (floats) return floats;
+    if (blocks)
+      blocks->read(first, count, room);
+    else
+      decode(codes, scales, count, width, room);
     return room;
   }
   // Ask for memory before it is needed: a processor by itself looks ahead too late here.
   void ahead(int64_t row, int64_t count) const {
+    if (blocks) return;  // it is little
     const int8_t* from = codes ? codes : reinterpret_cast<const int8_t*>(floats);
     int64_t each = width * (codes ? sizeof *codes : sizeof *floats);
     for (int64_t i = row * each; i < (row + count) * each; i += 64) __builtin_prefetch(from + i);

@@ -16,12 +16,14 @@ from accel.lowering.onnx.native import DOMAIN
 
 # the numbers that native/linear.cc gives to them
 GATES = {("QuickGelu", ""): 1, ("Gelu", "none"): 2, ("Gelu", "tanh"): 3}
+# attention -> what writes the slots that it reads
+_PLACES = {"Attention": "Place", "AttentionInt8": "PlaceInt8", "AttentionGroups": "Place"}
 
 
 def join(b: Builder, outputs: Collection[str]) -> None:
     """Let Linear take in norms, gates and sums, and Attention the layout of its rows and codes."""
     read = {value for node in b.nodes for value in reads(node)}.union(outputs)
-    b.nodes = [n for n in b.nodes if n.op_type != "Decode" or read.intersection(n.output)]
+    b.nodes = [n for n in b.nodes if n.op_type not in ("Decode", "DecodeGroups") or read.intersection(n.output)]
     for rewrite in (_norms, _gates, _sums, _places):
         rewrite(_Graph(b, outputs))
 
@@ -137,7 +139,7 @@ def _sums(g: _Graph) -> None:
 
 def _places(g: _Graph) -> None:
     """Packed product -> heads -> norms and rope -> cache and attention -> rows: Place, then Attention."""
-    for attention in (*g.of("Attention", DOMAIN), *g.of("AttentionInt8", DOMAIN)):
+    for attention in (n for op in _PLACES for n in g.of(op, DOMAIN)):
         cache = _cache(g, attention)
         back = g.reader(attention.output[0], "Transpose")
         rows = g.reader(back.output[0], "Reshape") if back is not None else None
@@ -161,7 +163,7 @@ def _places(g: _Graph) -> None:
         slots = cache.writes[0].input[2]
         held = [n.input[0] for n in cache.writes]
         place = helper.make_node(
-            attention.op_type.replace("Attention", "Place"),
+            _PLACES[attention.op_type],
             [*held[2:], packed.input[0], slots, *held[:2], *tables, q_side.norm, k_side.norm],
             [attention.input[0], *(n.output[0] for n in cache.writes)],
             name=f"{attention.name}.place", domain=DOMAIN, heads=g.ints(split.input[1])[0],
@@ -203,7 +205,8 @@ class _Cache:
 
 def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
     """Of an attention over a cache that the step writes."""
-    read = [*attention.input[1:3], *attention.input[10:12]]
+    coded = attention.op_type == "AttentionInt8"
+    read = [*attention.input[1:3], *(attention.input[10:12] if coded else ())]
     writes = [n for n in (g.maker(i, "TensorScatter") for i in read) if n is not None]
     if len(writes) != len(read):
         return None

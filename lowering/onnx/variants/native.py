@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx
 import torch
 
-from accel.ir.ops import attention, codec, quantized
+from accel.ir.ops import attention, codec, groups, quantized
 from accel.lowering import Table
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.native import DOMAIN, library
-from accel.lowering.onnx.native.join import join
+from accel.lowering.onnx.native.join import attributes, join
 
 lower = Table("native", bit_exact=True, missing=lambda: library()[1], join=join)
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/attention.cc
@@ -24,6 +25,13 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     x = attention.Operands[str](*operands, **more)
     if x.tree is not None:
         return NotImplemented
+    common: dict[str, Any] = dict(
+        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
+        window=x.window, exact=int(b.bit_exact), packed=0,
+    )  # fmt: skip
+    blocks = [made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))]
+    if len(blocks) == 2:
+        return _over_blocks(b, x, blocks, common)
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
@@ -31,16 +39,40 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     read = [codes[name][0] if coded and name in codes else name for name in given]
     return b.node(
         "AttentionInt8" if coded else "Attention", *read, x.kept_pos, *(codes[n][1] for n in held if coded),
-        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap),
-        mask=_MASKS.index(x.mask), window=x.window, exact=int(b.bit_exact), packed=0,
+        **common,
     )  # fmt: skip
+
+
+def _over_blocks(
+    b: Builder, x: attention.Operands[str], blocks: list[onnx.NodeProto], common: dict[str, Any]
+) -> Any:
+    """Attention that reads blocks of codes, before slots of floats."""
+    k, v = (attributes(made) for made in blocks)
+    (k_codes, *k_groups), (v_codes, *v_groups) = (made.input for made in blocks)
+    given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, k_codes, v_codes, _of_all(b, x.kept_pos))
+    return b.node(
+        "AttentionGroups", *given, *k_groups, *v_groups, **common, bits=k["bits"], rows=k["rows"],
+        k_group=k["group"], v_group=v["group"], k_along=k["along"], v_along=v["along"],
+    )  # fmt: skip
+
+
+def _of_all(b: Builder, positions: str | None) -> str | None:
+    """Positions [B,1,P], where each head has the same."""
+    made = next((n for n in reversed(b.nodes) if positions in n.output), None)
+    same = made is not None and made.op_type == "Expand" and b.shape(made.input[0])[1] == 1
+    return made.input[0] if made is not None and same else positions
+
+
+def _made(b: Builder, value: str, op: str) -> onnx.NodeProto | None:
+    """accel's operator of that name that makes a value."""
+    made = next((n for n in reversed(b.nodes) if value in n.output), None)
+    return made if made is not None and (made.op_type, made.domain) == (op, DOMAIN) else None
 
 
 def _codes(b: Builder, value: str) -> list[str]:
     """The codes and scales that a value was decoded from, where it was."""
-    made = next((n for n in reversed(b.nodes) if value in n.output), None)
-    coded = made is not None and (made.op_type, made.domain) == ("Decode", DOMAIN)
-    return list(made.input) if made is not None and coded else []
+    made = _made(b, value, "Decode")
+    return [] if made is None else list(made.input)
 
 
 @lower(codec.encode_rows.default)
@@ -52,6 +84,27 @@ def encode_rows(b: Builder, x: str) -> Any:
 def decode_rows(b: Builder, q: str, scale: str) -> Any:
     """Only for who needs the numbers: attention reads the codes."""
     return b.node("Decode", q, scale, domain=DOMAIN)
+
+
+@lower(groups.group_dequantize.default)
+def group_dequantize(
+    b: Builder,
+    codes: str,
+    scale: str,
+    least: str,
+    bits: int,
+    group: int,
+    along: str,
+    rows: int,
+    width: int,
+) -> Any:
+    """Only for who needs the numbers: attention reads the codes."""
+    if b.rank(codes) != 4:
+        return NotImplemented
+    return b.node(
+        "DecodeGroups", codes, scale, least, domain=DOMAIN, bits=bits, group=group, along=int(along == "rows"),
+        rows=rows, width=width,
+    )  # fmt: skip
 
 
 @lower(quantized.quantized_linear.default)

@@ -16,6 +16,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.program import DTYPES, Editor, Entry, Program, State
 from accel.ir.trace import Memo, trace
 from accel.passes import Pass, Report
+from accel.passes.kv.codec._blocks import hold
 from accel.passes.state.cache import Cache
 
 Sizes = tuple[int, ...]
@@ -25,33 +26,45 @@ STORED = ("k", "v", "kept.k", "kept.v")  # roles of the state that is
 @dataclass(frozen=True)
 class Base(Pass, ABC):
     """`kv.<layer>.k/v [B,G,C,D]`, and what eviction kept of them -> the parts that a codec makes of them,
-    for each slot by itself.
+    for each slot by itself, or for blocks of R = `block` tokens. `role` is "k" or "v".
 
-    A call's own keys and values are read back as they are stored too, so that a call of T tokens gives
-    what T calls of one do, and a slot that is written again leaves no trace. `role` is "k" or "v".
+    By itself: a call's own keys and values are read back as they are stored too, so that a call of T
+    tokens gives what T calls of one do, and a slot that is written again leaves no trace.
+    In blocks: the newest R tokens at least stay exact, and older ones go into `kept.<layer>` (_blocks.py).
     """
 
     after = (Cache,)
     flat = True
     grade = "approximate"
 
+    @property
+    def block(self) -> int:
+        """Tokens that are encoded together; 0: each by itself."""
+        return 0
+
     @abstractmethod
     def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of D = `width` numbers: name -> (dtype, sizes after [B,G,C]). The first is named ""."""
+        """What is kept of D = `width` numbers, or of a block: name -> (dtype, sizes after [B,G,C] or, of
+        blocks, [B,G,P]). The first is named "".
+        """
 
     @abstractmethod
     def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        """x [B,G,T,D] -> its parts [B,G,T,…]. A row (one slot of one head) must not depend on others."""
+        """x [B,G,T,D] -> its parts [B,G,T,…]; blocks [B,G,P,R,D] -> [B,G,P,n]. A row (one slot, or block,
+        of one head) must not depend on others.
+        """
 
     @abstractmethod
-    def decode(self, role: str, parts: dict[str, Tensor]) -> Tensor:
-        """Parts [B,G,C,…] -> [B,G,C,D] float32."""
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+        """Parts [B,G,C,…] -> [B,G,C,D] float32, D = `width`; of blocks [B,G,P,n] -> [B,G,P R,D]."""
 
     @abstractmethod
-    def bits(self, role: str, width: int) -> float:
+    def bits_of(self, role: str, width: int) -> float:
         """Bits that a number takes, all told, where D = `width`."""
 
     def run(self, program: Program) -> Report:
+        if self.block:
+            return hold(self, program)
         report, layout = Report(), {s.name: [s] for s in program.state}
         for state in program.state:
             if state.role in STORED:
@@ -118,8 +131,8 @@ class Base(Pass, ABC):
         outputs |= {f"{part.name}.next": node for part, node in zip(layout, new, strict=bool(new))}
 
         def decode(*parts: Tensor) -> Tensor:
-            names = self.parts(role, int(state.shape[3]))
-            return self.decode(role, dict(zip(names, parts, strict=True)))
+            width = int(state.shape[3])
+            return self.decode(role, dict(zip(self.parts(role, width), parts, strict=True)), width)
 
         with graph.inserting_before(place):
             memo = memos.setdefault(f"decode {role} {state.shape[3]}", {})

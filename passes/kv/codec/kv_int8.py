@@ -23,9 +23,9 @@ class KvInt8(Base):
         q, scale = encode_rows(x)
         return {"": q, "scale": scale}
 
-    def decode(self, role: str, parts: dict[str, Tensor]) -> Tensor:
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         decoded: Tensor = decode_rows(parts[""], parts["scale"])
         return decoded
 
-    def bits(self, role: str, width: int) -> float:
+    def bits_of(self, role: str, width: int) -> float:
         return 8 + 32 / width

@@ -1,0 +1,106 @@
+"""Blocks of rows in a few bits a number, each group of numbers in steps of its own between its ends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from accel.ir.op import Op
+
+LEAST = 2.0**-24  # the smallest step: of float16 the smallest number
+WIDER = 1 + 2.0**-10  # a step in float16 is none too small
+
+
+def _grouped(x: Tensor, group: int, along: str) -> tuple[Tensor, int]:
+    """x [..,R,D] with the groups' axis apart, and which one that is: [..,R/group,group,D], or
+    [..,R,n,group], where the last number stands in for those that the last group lacks.
+    """
+    if along == "rows":
+        return x.unflatten(-2, (-1, group)), -2
+    short = -x.shape[-1] % group
+    wide = torch.cat((x, x[..., -1:].expand(*x.shape[:-1], short)), dim=-1) if short else x
+    return wide.unflatten(-1, (-1, group)), -1
+
+
+def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tensor, Tensor, Tensor]:
+    most, per, (rows, width) = 2**bits - 1, 8 // bits, x.shape[-2:]
+    cut, axis = _grouped(x, group, along)
+    low, high = cut.amin(axis, keepdim=True), cut.amax(axis, keepdim=True)
+    broken = (cut * 0).sum(axis, keepdim=True)  # NaN, where a number is none
+    least = torch.where(broken.isnan(), 0, low).half().float()
+    step = torch.maximum(
+        (high - least) / most, (least - low) * 2
+    )  # so that no number is further off than half of it
+    scale = (step * WIDER + LEAST + broken).half()
+    steps = ((cut - least) / scale.float()).round().clamp(0, most)
+    whole = (
+        torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width].long()
+    )
+    place = torch.tensor([1 << bits * i for i in range(per)], device=x.device)
+    codes = (pad(whole, (0, -width % per)).unflatten(-1, (-1, per)) * place).sum(-1)
+    return codes.to(torch.uint8).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
+
+
+def block_sizes(rows: int, width: int, bits: int, group: int, along: str) -> tuple[int, int]:
+    """Bytes of a block's codes, and its groups."""
+    codes = rows * -(-width * bits // 8)
+    return codes, rows // group * width if along == "rows" else rows * -(-width // group)
+
+
+def _quantized_shape(x: Tensor, bits: int, group: int, along: str) -> tuple[Tensor, Tensor, Tensor]:
+    codes, groups = block_sizes(int(x.shape[-2]), int(x.shape[-1]), bits, group, along)
+    half = x.new_empty((*x.shape[:-2], groups), dtype=torch.float16)
+    return x.new_empty((*x.shape[:-2], codes), dtype=torch.uint8), half, half.clone()
+
+
+# x [..,R,D] -> codes uint8 [..,R ceil(D bits / 8)], scale and least float16, one of each group: `group` rows
+# of a channel (along "rows"; R is a multiple), or `group` channels of a row ("channels"; the last group
+# may have fewer). Code j of a row lies from bit j bits on, lowest first; a row begins with a byte. No
+# number is further off than half a step; of a group that holds NaN or an infinity, or numbers beyond
+# float16, none comes back finite.
+group_quantize = Op(
+    "group_quantize",
+    "(Tensor x, int bits, int group, str along) -> (Tensor, Tensor, Tensor)",
+    reference=_group_quantize,
+    shape=_quantized_shape,
+)
+
+
+def _group_dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    least: Tensor,
+    bits: int,
+    group: int,
+    along: str,
+    rows: int,
+    width: int,
+) -> Tensor:
+    per = 8 // bits
+    shifts = torch.tensor([bits * i for i in range(per)], dtype=torch.uint8, device=codes.device)
+    each = codes.unflatten(-1, (rows, -1)).unsqueeze(-1) >> shifts & (2**bits - 1)
+    steps = each.flatten(-2)[..., :width].float()
+    if along == "rows":
+        of = [x.unflatten(-1, (rows // group, 1, width)) for x in (scale.float(), least.float())]
+        x = (steps.unflatten(-2, (-1, group)) * of[0] + of[1]).flatten(-3, -2)
+    else:
+        of = [
+            x.unflatten(-1, (rows, -1)).repeat_interleave(group, -1)[..., :width]
+            for x in (scale.float(), least.float())
+        ]
+        x = steps * of[0] + of[1]
+    out: Tensor = x.flatten(-3, -2)
+    return out
+
+
+# What group_quantize made of blocks [..,P,R,D], codes and groups [..,P,n] -> their rows one after another,
+# float32 [..,P R,D].
+group_dequantize = Op(
+    "group_dequantize",
+    "(Tensor codes, Tensor scale, Tensor least, int bits, int group, str along, int rows, int width) -> Tensor",
+    reference=_group_dequantize,
+    shape=lambda codes, scale, least, bits, group, along, rows, width: scale.new_empty(
+        (*codes.shape[:-2], codes.shape[-2] * rows, width), dtype=torch.float32
+    ),
+)

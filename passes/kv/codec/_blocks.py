@@ -1,0 +1,233 @@
+"""Codecs that encode tokens in blocks: what is old lies in codes, what is new as it is until a block of it is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.rows import take_rows
+from accel.ir.program import Editor, Entry, KvFacts, Program, State
+from accel.ir.trace import Memo, trace
+from accel.passes import Report
+from accel.passes.recognise.region import sizes
+from accel.passes.state.recurrent import buffer
+
+if TYPE_CHECKING:
+    from accel.passes.kv.codec import Base
+
+POSITIONS = "kept.pos"
+_BLOCKS, _OLD, _NEW, _STORED, _TAIL = 31, 37, 5, 41, 43  # example sizes while shapes are worked out
+
+
+@dataclass
+class _Cache:
+    """The keys or values of one layer: the step's buffer, and the parts of what is stored."""
+
+    state: State
+    recent: fx.Node
+    parts: list[State]
+    stored: list[fx.Node]
+
+
+def hold(codec: Base, program: Program) -> Report:
+    """attention over `kv.<layer>` -> attention over `kept.<layer>` in codes and `kv.<layer>`; an entry
+    `compress` moves whole blocks of tokens from the latter to the former.
+
+    Its inputs, beside the state: `fresh [F,R]`, the slots of F new blocks; `places [B,P]`, which block each
+    row has in each place, new ones counted after old ones (-1: none); `tail [B,M]`, the slots of what
+    stays (-1: nothing). All layers hold the same tokens, so one `kept.pos [B,1,P,R]` says which.
+    """
+    sites = _sites(program)
+    if not sites:
+        raise PassError(
+            f"{type(codec).__name__}: {program.facts.name} has no cache of keys and values to store "
+            "otherwise; leave the kv.codec recipe out"
+        )
+    editor = Editor(program, program.step.graph)
+    batch = program.step.input("tokens").meta["val"].shape[0]
+    letters = {"B": batch, "P": editor.symbol("P", _BLOCKS)}
+    where = State(POSITIONS, POSITIONS, None, "int64", ("B", 1, "P", codec.block), -1)
+    positions = buffer(program, editor, where, letters)
+    caches: dict[str, _Cache] = {}
+    for node in sites:
+        for i in (1, 2):
+            recent = _buffer_of(node, i)
+            if str(recent.target) not in caches:
+                caches[str(recent.target)] = _declare(codec, program, editor, recent, letters)
+    memo: dict[Any, Memo] = {}
+    for node in sites:
+        _read(codec, editor, node, caches, positions, memo)
+    program.facts.kv = KvFacts(flush=codec.block)
+    program.entries["compress"] = _entry(codec, program, list(caches.values()), positions)
+    return Report(changed=len(caches))
+
+
+def _sites(program: Program) -> list[fx.Node]:
+    """Attention over slots that the step appends to, that of several layers over one cache included."""
+    found = []
+    for node in program.nodes(attention.default, entry=program.step):
+        keys = node.args[1]
+        if not (isinstance(keys, fx.Node) and keys.target is kv_append.default):
+            continue
+        if operands_of(node).bias is not None:
+            raise PassError(
+                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read stored blocks yet; "
+                "use a codec of single tokens (kv-int8), or leave kv.codec out"
+            )
+        found.append(node)
+    return found
+
+
+def _buffer_of(node: fx.Node, index: int) -> fx.Node:
+    """The placeholder of the keys (1) or values (2) that attention reads."""
+    stored = node.args[index]
+    assert isinstance(stored, fx.Node) and isinstance(stored.args[0], fx.Node)
+    return stored.args[0]
+
+
+def _role(state: State) -> str:
+    """ "k" or "v"."""
+    return state.role.rpartition(".")[2]
+
+
+def _declare(
+    codec: Base, program: Program, editor: Editor, recent: fx.Node, letters: dict[str, Any]
+) -> _Cache:
+    """State for what is stored of a buffer."""
+    state = next(s for s in program.state if s.name == recent.target)
+    if state.shape[2] != "C":
+        raise PassError(
+            f"layer {state.layer} has slots of its own for the tokens that prefill.prune leaves it, and kv.codec of "
+            "blocks stores the same tokens of every layer; use a codec of single tokens (kv-int8), or leave "
+            "one of the two out"
+        )
+    _, heads, _, width = sizes(recent)
+    layout = []
+    for part, (dtype, inner) in codec.parts(_role(state), int(width)).items():
+        tail = f".{part}" if part else ""
+        name, role = f"kept.{state.layer}.{_role(state)}{tail}", f"kept.{_role(state)}{tail}"
+        layout.append(State(name, role, state.layer, dtype, ("B", int(heads), "P", *inner), 0))
+    return _Cache(state, recent, layout, [buffer(program, editor, s, letters) for s in layout])
+
+
+def _read(
+    codec: Base,
+    editor: Editor,
+    node: fx.Node,
+    caches: dict[str, _Cache],
+    positions: fx.Node,
+    memo: dict[Any, Memo],
+) -> None:
+    """Attention reads what is stored before what is new."""
+    found: dict[str, fx.Node] = {}
+    with editor.graph.inserting_before(node):
+        for part, i in (("k", 1), ("v", 2)):
+            cache = caches[str(_buffer_of(node, i).target)]
+            if i == 2 and cache is caches[str(_buffer_of(node, 1).target)]:
+                found["v"] = found["k"]
+                continue
+            role, width = _role(cache.state), int(sizes(cache.recent)[3])
+            name = f"{cache.state.name}.stored"
+
+            def decode(*parts: Tensor, role: str = role, width: int = width) -> Tensor:
+                return codec.decode(
+                    role, dict(zip(codec.parts(role, width), parts, strict=True)), width
+                )
+
+            found[part] = trace(
+                editor,
+                name,
+                decode,
+                *cache.stored,
+                like=node,
+                memo=memo.setdefault((role, width), {}),
+            )
+        heads = int(sizes(found["k"])[1])
+        flat = trace(
+            editor, POSITIONS, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
+        )
+    node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
+
+
+def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.Node) -> Entry:
+    """The graph that moves blocks."""
+    graph, source = fx.Graph(), Editor(program, program.step.graph)
+    batch = program.step.input("tokens").meta["val"].shape[0]
+
+    def holder(name: str, value: Any) -> fx.Node:
+        node = graph.placeholder(name)
+        node.meta["val"] = value
+        return node
+
+    def counted(name: str, *shape: Any) -> fx.Node:
+        with source.fake:
+            return holder(name, torch.empty(shape, dtype=torch.int64))
+
+    fresh = counted("fresh", source.symbol("F", _NEW), codec.block)
+    places = counted("places", batch, source.symbol("N", _STORED))
+    tail = counted("tail", batch, source.symbol("M", _TAIL))
+    held = holder("kv.pos", program.step.input("kv.pos").meta["val"])
+    where = holder(POSITIONS, positions.meta["val"])
+    given = [
+        [holder(str(n.target), n.meta["val"]) for n in (cache.recent, *cache.stored)]
+        for cache in caches
+    ]
+    editor = Editor(program, graph)
+    moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
+    outputs = {"kept.pos.next": moved[0], "kv.pos.next": moved[1]}
+    memo: dict[str, Memo] = {"k": {}, "v": {}}
+    for cache, nodes in zip(caches, given, strict=True):
+        role = _role(cache.state)
+
+        def move(
+            fresh: Tensor,
+            places: Tensor,
+            tail: Tensor,
+            recent: Tensor,
+            *old: Tensor,
+            role: str = role,
+        ) -> tuple[Tensor, ...]:
+            new = codec.encode(role, _blocks(recent, fresh))
+            kept = [
+                _taken(torch.cat((a, new[part]), dim=2), places)
+                for part, a in zip(codec.parts(role, recent.shape[3]), old, strict=True)
+            ]
+            return (*kept, _taken(recent, tail))
+
+        name = f"compress.{cache.state.name}"
+        *kept, left = trace(editor, name, move, fresh, places, tail, *nodes, memo=memo[role])
+        outputs |= {f"{s.name}.next": node for s, node in zip(cache.parts, kept, strict=True)}
+        outputs[f"{cache.state.name}.next"] = left
+    graph.output(tuple(outputs.values()))
+    return Entry(graph, list(outputs))
+
+
+def _blocks(recent: Tensor, fresh: Tensor) -> Tensor:
+    """recent [B,G,C,D] -> its slots fresh [F,R], [B,G,F,R,D]."""
+    found: Tensor = recent.index_select(2, fresh.flatten()).unflatten(2, fresh.shape)
+    return found
+
+
+def _taken(x: Tensor, places: Tensor) -> Tensor:
+    """x [B,G,C,n], places [B,P] (-1: any) -> [B,G,P,n]; whole rows are copied, each in one."""
+    batch, groups, _, width = x.shape
+    index = places.clamp(min=0)[:, None].expand(-1, groups, -1).flatten(0, 1)
+    found: Tensor = take_rows(x.flatten(0, 1), index)
+    return found.reshape(batch, groups, places.shape[1], width)
+
+
+def _moved_positions(
+    stored: Tensor, held: Tensor, fresh: Tensor, places: Tensor, tail: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Positions of the blocks [B,1,P,R] and of what stays [B,M], -1 where there is nothing."""
+    new = _blocks(held[:, None, :, None], fresh)[..., 0]
+    kept = _taken(torch.cat((stored, new), dim=2), places)
+    kept = kept.masked_fill((places < 0)[:, None, :, None], -1)
+    left = held.gather(1, tail.clamp(min=0)).masked_fill(tail < 0, -1)
+    return kept, left

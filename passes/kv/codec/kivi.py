@@ -1,0 +1,63 @@
+"""KIVI (arXiv:2402.02750): keys by channel, values by token, in 2 or 4 bits; the newest tokens stay as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
+from accel.passes.kv.codec import Base, Sizes
+
+
+@dataclass(frozen=True)
+class Kivi(Base):
+    """`bits` 2, 4 or 8; `group`: tokens of a channel of the keys, or channels of a token of the values, that
+    share a step and a smallest number, float16 each; `residual`: so many tokens at least stay exact,
+    and so many are encoded together.
+    """
+
+    bits: int = 2
+    group: int = 32
+    residual: int = 128
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise RecipeError(f"kv.codec.kivi: bits is {self.bits}; give 2, 4 or 8")
+        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+            raise RecipeError(
+                f"kv.codec.kivi: residual is {self.residual} and group {self.group}; give a residual that is a "
+                "multiple of the group, both at least 1"
+            )
+
+    @property
+    def error(self) -> float:  # type: ignore[override]
+        """Of random weights, where errors grow from layer to layer; in 2 bits it says no more than finite."""
+        return {8: 0.1, 4: 1.0, 2: 4.0}[self.bits]
+
+    @property
+    def block(self) -> int:
+        return self.residual
+
+    def _along(self, role: str) -> str:
+        return "rows" if role == "k" else "channels"
+
+    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+        codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
+        half = ("float16", (groups,))
+        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+
+    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
+        codes, scale, least = group_quantize(x, self.bits, self.group, self._along(role))
+        return {"": codes, "scale": scale, "least": least}
+
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+        decoded: Tensor = group_dequantize(
+            *parts.values(), self.bits, self.group, self._along(role), self.block, width
+        )
+        return decoded
+
+    def bits_of(self, role: str, width: int) -> float:
+        codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
+        return (8 * codes + 32 * groups) / (self.block * width)
