@@ -24,11 +24,11 @@ DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", 
 
 @dataclass(frozen=True)
 class State:
-    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, P and P<layer>; C/16
-    is one for every 16 slots (`ir.sizes`).
+    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, M, Z, P and P<layer>;
+    C/16 is one for every 16 slots (`ir.sizes`).
 
     A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it;
-    a role `kept.…` the same of the entry `compress`, each time that it runs.
+    `kept.…` the same of `compress`, each time that it runs, or of the session (`kept.block.…`).
     """
 
     name: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-# rows, the encoder's positions, slots (of layers that see a prompt pruned: C1, …), kept blocks, a layer's kept slots
-LETTER = re.compile(r"[BX]|C\d*(/[1-9]\d*)?|P\d*")
+# rows, the encoder's positions, blocks of a row and of a pool, slots (of layers that see a prompt pruned: C1, …), kept
+# blocks, a layer's kept slots
+LETTER = re.compile(r"[BXMZ]|C\d*(/[1-9]\d*)?|P\d*")
 
 
 def in_numbers(shape: Sequence[int | str], letters: Mapping[str, int]) -> tuple[int, ...]:

@@ -74,6 +74,10 @@ def _state_rules(program: Program) -> list[str]:
     outputs = step.output_nodes()
     for state in program.state:
         name = state.name
+        if state.role.startswith("kept.block."):  # the session writes it, between calls
+            if name not in step.inputs:
+                broken.append(f"state '{name}' is not an input of step")
+            continue
         if state.cross or state.kept:
             writer = "encode" if state.cross else "compress"
             if name not in step.inputs or f"{name}.next" not in program.entries[writer].outputs:

@@ -57,6 +57,9 @@ class NumericCheck:
                 part = self.apart[case][way] if self.apart else want[:, rows]
                 scale = max(1.0, float(part.abs().max()))
                 errors.append(((got - part).abs().amax(-1) / scale).flatten())
+            if step.entry == "step" and (pair := run_in_blocks(program, tokens)):
+                scale = max(1.0, float(pair[1].abs().max()))
+                errors.append(((pair[0] - pair[1]).abs().amax(-1) / scale).flatten())
         chooses = step.error > Pass.error and program.nodes(torch.ops.aten.topk.default)
         each = torch.cat(errors) if errors else torch.zeros(1)
         worst = float(each.median() if chooses else each.max())
@@ -158,6 +161,28 @@ def _compressed(
     for state in program.state:
         if grows(state.shape):
             buffers[state.name] = state.allocate(B=batch, C=slots)
+
+
+def run_in_blocks(program: Program, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Logits of a few tokens behind a block of them that lies in the pool, and those where it lies in the
+    rows' own slots; none where the program reads no pool.
+    """
+    pools = [s for s in program.state if "Z" in s.shape]
+    size = int(pools[0].shape[2]) if pools else 0
+    batch, end = tokens.shape[0], size + 3
+    if not pools or end > program.facts.max_context:
+        return None
+    tokens = tokens.repeat(1, -(-end // tokens.shape[1]))[:, :end]
+    letters = {"B": batch, "C": end + 3}
+    buffers = {s.name: s.allocate(**letters) for s in program.state}
+    _call(program, {}, buffers, tokens, 0, size)
+    want = _call(program, {}, buffers, tokens, size, end)
+    for state in program.state:
+        if state in pools:
+            buffers[state.name] = buffers[state.name.replace("pool.", "kv.")][:, :, :size].clone()
+    buffers["table"] = torch.arange(batch)[:, None]
+    buffers |= {s.name: s.allocate(**letters) for s in program.state if grows(s.shape)}
+    return _call(program, {}, buffers, tokens, size, end, base=size), want
 
 
 def run_concatenated(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:

@@ -49,6 +49,9 @@ def assemble(recipe: Recipe) -> Plan:
         plan.methods[name] = method
         if isinstance(method, Pass):
             plan.passes.append(method)
+    _apart(plan)
+    if "kv.reuse" in plan.methods:
+        plan.passes[:0] = plan.methods["kv.reuse"].steps()  # before slots are encoded
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
         if (codec := plan.methods.get("kv.codec")) is not None and codec.block:
             raise RecipeError(
@@ -58,6 +61,18 @@ def assemble(recipe: Recipe) -> Plan:
             )
         plan.passes.insert(0, _compress(plan, axes, eviction))  # before what it keeps is encoded
     return plan
+
+
+def _apart(plan: Plan) -> None:
+    """Refuse methods of which one says that it cannot go with the other."""
+    uses = {axis: f"{axis} = {plan.recipe.tables[axis]['use']}" for axis in plan.methods}
+    for axis, method in plan.methods.items():
+        for other in plan.methods:
+            if other != axis and hasattr(method, "apart") and (why := method.apart(other, plan.methods[other])):
+                raise RecipeError(
+                    f"recipe '{plan.recipe.name}': {uses[axis]} cannot go with {uses[other]}: {why}; leave one "
+                    "of the two out"
+                )
 
 
 def _compress(plan: Plan, axes: dict[str, Axis], named: list[str]) -> Pass:

@@ -22,6 +22,7 @@ from accel.runtime.loop import Base as Loop
 from accel.runtime.loop import Row
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Meter, Output, Stream, Transcript
+from accel.runtime.pages import Pages, pool_of
 from accel.runtime.prefill import unseen
 from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_text
 from accel.runtime.sample.standard import Standard
@@ -67,6 +68,7 @@ class CompiledModel:
         self._loop: Loop = host_method(tables, "loop", "autoregressive")
         state = artifact.state if artifact is not None else getattr(program, "state", ())
         self._kv = kv_plan(tables, facts.kv, state)
+        self._pool = pool_of(tables, state)
         self._costs: Costs | None = None
         self._asked = False
 
@@ -182,6 +184,7 @@ class CompiledModel:
             least=self._least,
             kv=self._kv,
             prefill=self._prefill(int(batch)),
+            pages=None if self._pool is None else Pages(self._pool, int(batch)),
         )
 
     def _prefill(self, batch: int) -> tuple[Prefill, Callable[[], Stepper]] | None:
@@ -220,6 +223,11 @@ class CompiledModel:
         items = as_prompts(prompts, self.facts, self.tokenizer, start)
         _one_each(sources, len(items))
         return sources, items
+
+    @property
+    def pool(self) -> dict[str, int] | None:
+        """Blocks of tokens that the model's sessions share (`Pool.stats`); None: they share none."""
+        return None if self._pool is None else self._pool.stats
 
     @property
     def tuning(self) -> Tuning | None:

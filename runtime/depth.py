@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,21 @@ class Plans:
         # the first token of each row that a layer lacks [L,B]
         self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
         self._noted: Controls | None = None
+        self._told: Controls | None = None
+
+    def tell(
+        self,
+        control: Callable[[dict[str, npt.NDArray[Any]]], None],
+        run_layers: Any,
+        threshold: Any,
+        before: Ints,
+        after: Ints,
+    ) -> None:
+        """Let `control` of a stepper know what the next call runs (`controls`), where that is news."""
+        controls = self.controls(run_layers, threshold, before, after)
+        if controls is not self._told:
+            control(controls.arrays(self.depth))
+            self._told = controls
 
     def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
         """What the next call is told, in which rows grow from `before` to `after` tokens [B].
@@ -79,9 +95,10 @@ class Plans:
             found = Controls(both if both.any() else complete, found.threshold)
         return found if threshold is None else Controls(found.layers, self._limit(threshold))
 
-    def ran(self, controls: Controls, before: Ints, after: Ints) -> None:
-        """Note what a call left out."""
-        if controls is self._noted:
+    def ran(self, before: Ints, after: Ints) -> None:
+        """Note what the call that was told last left out."""
+        controls = self._told
+        if controls is None or controls is self._noted:
             return
         rows = after > before
         if self.depth.cache == NESTED:

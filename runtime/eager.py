@@ -127,10 +127,19 @@ class EagerStepper:
                 now[mask] = value.fill
                 self._state[value.name] = now
 
+    def held(self) -> dict[str, npt.NDArray[Any]]:
+        """See stepper.Stepper."""
+        return {name: tensor.numpy() for name, tensor in self._state.items()}
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See stepper.Stepper."""
+        self._state = {**self._state, **{n: torch.from_numpy(a) for n, a in arrays.items()}}
+
     def copy(self) -> EagerStepper:
-        """An independent stepper with a copy of the state."""
+        """An independent stepper with a copy of the state that is written."""
         other = type(self)(self._program, self._batch, self._device)
-        other._state = {name: tensor.clone() for name, tensor in self._state.items()}
+        shared = {v.name for v in self._program.state if v.kept}
+        other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
         other._controls = self._controls
         return other
 
@@ -154,8 +163,9 @@ class EagerStepper:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all state tensors."""
-        return sum(t.numel() * t.element_size() for t in self._state.values())
+        """Bytes of all state tensors but a pool's."""
+        pooled = {v.name for v in self._program.state if "Z" in v.shape}
+        return sum(t.numel() * t.element_size() for n, t in self._state.items() if n not in pooled)
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy on the device."""

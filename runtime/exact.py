@@ -12,7 +12,12 @@ from accel.runtime.session import Session
 
 
 def check_target(plan: Plan, target: str) -> None:
-    """Raise RecipeError where a target cannot keep the promise of equal rows."""
+    """Raise RecipeError where a target cannot keep the promise of equal rows, or has no shared blocks."""
+    if "kv.reuse" in plan.methods and target == "triton":
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}' has kv.reuse, whose blocks lie in this process' memory, which target "
+            "'triton' does not read; use target='onnx', or leave kv.reuse out"
+        )
     if "numerics" in plan.methods and target == "triton":
         raise RecipeError(
             f"recipe '{plan.recipe.name}' promises equal bits for equal rows, which target 'triton' does "

@@ -64,3 +64,12 @@ def rewind_target(length: Any, held: Ints) -> Ints:
             f"give 0..{held[row]}"
         )
     return wanted
+
+
+def check_no_plan(run_layers: Any, threshold: Any) -> None:
+    """Of a model that always runs all layers. Raises InputError."""
+    if run_layers is not None or threshold is not None:
+        raise InputError(
+            "run_layers and threshold are for models whose layers may be left out; build this one with a "
+            "depth recipe, as unified-skip"
+        )

@@ -164,7 +164,6 @@ class OrtStepper:
             o.name: tuple(o.shape[2:]) for o in session.get_outputs() if o.name.startswith("queries.")
         }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
-        self._kv_bytes = 0
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
@@ -283,7 +282,6 @@ class OrtStepper:
             buffers[name] = aligned(array.shape, array.dtype.name)
             np.copyto(buffers[name], array)
         self._buffers = buffers  # bound by the next resize
-        self._kv_bytes = sum(a.nbytes for a in (*buffers.values(), *self._spare.values()))
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See stepper.Stepper. Of what forks may share, a copy is changed."""
@@ -297,6 +295,14 @@ class OrtStepper:
             np.copyto(buffers[value.name], old)
             buffers[value.name][rows] = value.fill
         self._bind(buffers)
+
+    def held(self) -> dict[str, npt.NDArray[Any]]:
+        """See stepper.Stepper."""
+        return self._buffers
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See stepper.Stepper."""
+        self._buffers = {**self._buffers, **arrays}  # bound by the next resize
 
     def copy(self) -> OrtStepper:
         """An independent stepper with a copy of the state."""
@@ -318,7 +324,6 @@ class OrtStepper:
                 other._bind(copies)
             else:
                 other._buffers = copies
-                other._kv_bytes = self._kv_bytes
         return other
 
     @property
@@ -339,15 +344,15 @@ class OrtStepper:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all state buffers."""
-        return self._kv_bytes
+        """Bytes of all state buffers but a pool's."""
+        own = [self._buffers[v.name] for v in self._state if v.name in self._buffers and "Z" not in v.shape]
+        return sum(a.nbytes for a in (*own, *self._spare.values()))
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
         self._decode, self._other, self._observing = [], [], []
         self._values = []
         self._buffers, self._spare = {}, {}
-        self._kv_bytes = 0
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
         """Bind each buffer as input and as output, in all bindings; take them over only when all
@@ -377,7 +382,6 @@ class OrtStepper:
             decode[-1].bind_ortvalue_output("logits", self._logits_value)
         self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
-        self._kv_bytes = sum(a.nbytes for held in (buffers, spare) for a in held.values())
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""

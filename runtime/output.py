@@ -78,6 +78,7 @@ class Meter:
         self.tuning = tuning
         self.costs = costs
         self.calls = 0
+        self.reused = 0
         self.kv_bytes = 0
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
@@ -89,13 +90,14 @@ class Meter:
         """Pass a loop's tokens on; time until the first is prefill, the rest decode, the consumer's
         own is neither.
         """
-        first, before = True, self.calls
+        first, before, reused = True, self.calls, self.reused
         while True:
             start = time.perf_counter()
             pair = next(tokens, None)
             spent = time.perf_counter() - start
             stats = session.stats
             self.calls = before + int(stats["calls"])
+            self.reused = reused + int(stats["reused"])
             self.kv_bytes = max(self.kv_bytes, int(stats["kv_bytes"]))
             if first:
                 self.prefill_seconds += spent
@@ -108,16 +110,17 @@ class Meter:
             yield pair
 
     def stats(self, rows: list[Row]) -> dict[str, Any]:
-        """calls: of the graph; tokens: new ones; tokens_per_call: of the two; tokens_per_second:
-        while decoding, without each group's first token; kv_bytes: largest state of a group;
-        peak_memory: of the process, bytes; kernels: the variant of the step; costs: c(T)/c(1) of a
-        call of T tokens, None where `CompiledModel.costs` was never asked for on this machine;
-        finish: why each row ended.
+        """calls: of the graph; tokens: new ones; reused: tokens of prompts that had been run before;
+        tokens_per_call: of the two; tokens_per_second: while decoding, without each group's first
+        token; kv_bytes: largest state of a group; peak_memory: of the process, bytes; kernels: the
+        variant of the step; costs: c(T)/c(1) of a call of T tokens, None where `CompiledModel.costs`
+        was never asked for on this machine; finish: why each row ended.
         """
         tokens = sum(len(row.tokens) for row in rows)
         return {
             "calls": self.calls,
             "tokens": tokens,
+            "reused": self.reused,
             "prompt_tokens": sum(int(row.prompt.size) for row in rows),
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,

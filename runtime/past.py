@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from accel.runtime.ints import Ints
+from accel.runtime.log import Log
 
 SNAPSHOTS = 8  # copies of the state that are kept
 EVERY = 256  # most single-token calls from one copy to the next
@@ -43,7 +44,7 @@ class Past:
     """
 
     def __init__(self, batch: int):
-        self._tokens: Ints = np.zeros((batch, EVERY), np.int64)
+        self._log = Log(batch)
         self._held: Ints = np.zeros(batch, np.int64)  # tokens that the state has taken in
         self._saved: list[_Saved] = []
         self._single = 0  # calls of one token since the last copy
@@ -74,8 +75,8 @@ class Past:
         if not missing.any():
             return None
         columns = np.arange(int(missing.max()))
-        places = np.minimum(self._held[:, None] + columns, self._tokens.shape[1] - 1)
-        return np.take_along_axis(self._tokens, places, 1), missing, self._held.copy()
+        places = np.minimum(self._held[:, None] + columns, self._log.ids.shape[1] - 1)
+        return np.take_along_axis(self._log.ids, places, 1), missing, self._held.copy()
 
     def before(self, holder: Holder, width: int) -> None:
         """Copy the state where it is due, before a call of `width` columns."""
@@ -101,19 +102,13 @@ class Past:
 
     def after(self, tokens: Ints, positions: Ints) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
-        rows, columns = np.nonzero(positions >= 0)
-        places = positions[rows, columns]
-        if places.size and int(places.max()) >= self._tokens.shape[1]:
-            more = np.zeros((len(self._tokens), 2 * int(places.max())), np.int64)
-            more[:, : self._tokens.shape[1]] = self._tokens
-            self._tokens = more
-        self._tokens[rows, places] = tokens[rows, columns]
+        self._log.note(tokens, positions)
         self._held += (positions >= 0).sum(1)
 
     def copy(self) -> Past:
         """An independent past; the copies of the state, which nobody writes, are shared."""
         other = Past(len(self._held))
-        other._tokens, other._held = self._tokens.copy(), self._held.copy()
+        other._log, other._held = self._log.copy(), self._held.copy()
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned) for s in self._saved]
         other._single, other._wide = self._single, self._wide
         return other

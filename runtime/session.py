@@ -13,11 +13,12 @@ from accel.ir.depth import Depth
 from accel.ir.errors import AccelError, InputError
 from accel.ir.prefill import Prefill
 from accel.runtime.blocks import keeper as keeper_of
-from accel.runtime.depth import Controls, Plans
+from accel.runtime.depth import Plans
 from accel.runtime.encode import Encoder, entry_inputs
-from accel.runtime.given import call_tokens, rewind_target
+from accel.runtime.given import call_tokens, check_no_plan, rewind_target
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import LOST, Keeper, KvPlan
+from accel.runtime.pages import Pages
 from accel.runtime.past import Past
 from accel.runtime.prefill import Pruner, filtered
 from accel.runtime.stepper import Logits, Stepper, at_least
@@ -49,10 +50,10 @@ class Session:
         least: int = 1,
         kv: KvPlan | None = None,
         prefill: tuple[Prefill, Callable[[], Stepper]] | None = None,
+        pages: Pages | None = None,
     ):
-        """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how
-        the cache is compressed. `prefill`: what is done to prompts, and where an
-        empty cache comes from.
+        """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how the cache is
+        compressed. `prefill`: what is done to prompts, and where an empty cache comes from. `pages`: shared blocks.
         """
         self.batch = batch
         self._least = least
@@ -67,8 +68,8 @@ class Session:
         self._keeper = None if kv is None else keeper_of(kv, batch)
         self._prefill = prefill
         self._pruner = Pruner(prefill[0].stages, batch) if prefill and prefill[0].stages else None
+        self._pages = pages
         self._plans = None if depth is None else Plans(depth, batch)
-        self._told: Controls | None = None
         self._calls = 0
         self._tokens = 0
         self._seconds = 0.0
@@ -114,10 +115,16 @@ class Session:
             raise InputError("this model has an encoder: call session.encode(inputs) before run")
         ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
         after = self._lengths + (ids.shape[1] if counts is None else counts)
-        controls = self._tell(stepper, run_layers, threshold, after)
-        before = self._keeper and self._keeper.copy()
+        if self._plans is None:
+            check_no_plan(run_layers, threshold)
+        else:
+            self._plans.tell(stepper.control, run_layers, threshold, self._lengths, after)
+        before, held = self._keeper and self._keeper.copy(), self._lengths
         try:
             self._catch_up(stepper)
+            if last_only and self._pages is not None:
+                ids, counts, found = self._pages.admit(stepper, ids, counts, held)
+                self._lengths, self._room = held + found, [] if found.any() else self._room
             if counts is None and ids.shape[1] <= CHUNK:
                 logits = self._whole(stepper, ids, last_only)
             else:
@@ -126,9 +133,12 @@ class Session:
             self._compress("call", after)
         except BaseException as error:
             self._undo(before, error)
+            if self._pages is not None and self._pages.cut(stepper, held):
+                self._room = []
+            self._lengths = held
             raise
-        if self._plans is not None and controls is not None:
-            self._plans.ran(controls, self._lengths, after)
+        if self._plans is not None:
+            self._plans.ran(held, after)
         self._lengths = after
         return logits
 
@@ -170,6 +180,8 @@ class Session:
             self._catch_up(stepper)
             self._compress("prompt", self._lengths)
             self._keeper.end_prompt()
+        if self._pages is not None and self._pages.file(stepper, self._lengths):
+            self._room = []
 
     @property
     def held_from(self) -> Ints:
@@ -191,6 +203,8 @@ class Session:
             self._keeper.rewound(wanted)
         if self._pruner is not None:
             self._pruner.rewind(wanted)
+        if self._pages is not None and self._pages.cut(self._open(), wanted):
+            self._room = []
         self._lengths = wanted
         if self._plans is not None:
             self._plans.forget(wanted)
@@ -213,15 +227,15 @@ class Session:
 
     @property
     def stats(self) -> dict[str, float]:
-        """calls: graph calls; tokens: real ones run; seconds in the graph; kv_bytes: state buffers
-        now.
+        """calls: graph calls; tokens: real ones run; reused: those that others had run; seconds in the
+        graph; kv_bytes: state buffers now, without blocks that sessions share.
         """
-        kv_bytes = self._stepper.kv_bytes if self._stepper else 0
         return {
             "calls": self._calls,
             "tokens": self._tokens,
+            "reused": 0 if self._pages is None else self._pages.reused,
             "seconds": self._seconds,
-            "kv_bytes": kv_bytes,
+            "kv_bytes": self._stepper.kv_bytes if self._stepper else 0,
         }
 
     def fork(self) -> Session:
@@ -235,6 +249,7 @@ class Session:
             depth=None if self._plans is None else self._plans.depth,
             least=self._least,
             prefill=self._prefill,
+            pages=self._pages and self._pages.copy(),
         )
         other._keeper = self._keeper and self._keeper.copy()
         other._encoded = self._encoded
@@ -248,6 +263,8 @@ class Session:
     def close(self) -> None:
         """Free the cache. Closing twice is harmless."""
         if self._stepper is not None:
+            if self._pages is not None:
+                self._pages.close(self._stepper, self._lengths)
             self._stepper.close()
             self._stepper = None
 
@@ -262,33 +279,16 @@ class Session:
             raise InputError("this session is closed; open another with model.session()")
         return self._stepper
 
-    def _tell(
-        self, stepper: Stepper, run_layers: Any, threshold: Any, after: Ints
-    ) -> Controls | None:
-        """Let the next calls run the layers that are asked for, where that can be asked."""
-        if self._plans is None:
-            if run_layers is not None or threshold is not None:
-                raise InputError(
-                    "run_layers and threshold are for models whose layers may be left out; build this "
-                    "one with a depth recipe, as unified-skip"
-                )
-            return None
-        controls = self._plans.controls(run_layers, threshold, self._lengths, after)
-        if controls is not self._told:
-            stepper.control(controls.arrays(self._plans.depth))
-            self._told = controls
-        return controls
-
     def _whole(self, stepper: Stepper, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""
         width = ids.shape[1]
         if width == 1:  # a token: little else should be done besides the graph
             first = np.zeros((self.batch, 1), np.int64)
-            return self._step(stepper, ids, self._lengths[:, None], self._slots(), first, ids.size)
+            return self._step(stepper, ids, self._lengths[:, None], self._lengths - self._base, first, ids.size)
         positions = self._lengths[:, None] + np.arange(width)
         rows = np.arange(width - 1 if last_only else 0, width)
         rows = np.broadcast_to(rows, (self.batch, rows.size))
-        return self._step(stepper, ids, positions, self._slots(), rows, ids.size)
+        return self._step(stepper, ids, positions, self._lengths - self._base, rows, ids.size)
 
     def _catch_up(self, stepper: Stepper) -> None:
         """Run again what recurrent state lacks after a rewind. Those tokens were looked at before, and
@@ -314,10 +314,10 @@ class Session:
         self._keeper = before
 
     def _chunks(
-        self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool, base: Any = 0
+        self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool, base: Any = None
     ) -> Logits:
         """Graph calls of at most CHUNK columns, from position `first` [B] on; a row's padding gets
-        position -1 and writes no KV that is seen. `base`: of slot 0 where no keeper says it.
+        position -1 and writes no KV that is seen. `base`: the position of slot 0, by default what is known.
         """
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
         out = np.zeros(shape, np.float32)
@@ -328,7 +328,7 @@ class Session:
             held = first + np.minimum(counts, start)
             if start and self._keeper is not None:
                 self._compress("part", held)
-            slots = held - (base if self._keeper is None else self._keeper.base)
+            slots = held - (self._base if base is None else base)
             real = columns < left[:, None]
             positions = np.where(real, held[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
@@ -361,6 +361,8 @@ class Session:
             self._keeper.observe(stepper.observed, positions)
         if self._past is not None:
             self._past.after(tokens, positions)
+        if self._pages is not None:
+            self._pages.log.note(tokens, positions)
         self._count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
 
@@ -377,9 +379,11 @@ class Session:
         self._tokens += tokens
         self._seconds += time.perf_counter() - start
 
-    def _slots(self) -> Ints:
-        """The first free slot of each row [B]."""
-        return self._lengths if self._keeper is None else self._lengths - self._keeper.base
+    @property
+    def _base(self) -> Ints | int:
+        """The position of slot 0 of each row [B]."""
+        split = self._keeper or self._pages
+        return 0 if split is None else split.base
 
     def _compress(self, moment: str, lengths: Ints) -> None:
         """Compress the cache where the recipe says so; rows hold `lengths` [B] tokens."""

@@ -51,6 +51,12 @@ class Stepper(Protocol):
         see a prompt pruned.
         """
 
+    def held(self) -> dict[str, npt.NDArray[Any]]:
+        """The state by name, to be read until the next call; empty before the first."""
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Other buffers for some of the state: shared where the step only reads them. `resize` comes next."""
+
     @property
     def observed(self) -> dict[str, npt.NDArray[np.float32]]:
         """Queries [B,T,H,D] of the last step, where it was told to `observe`."""

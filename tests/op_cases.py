@@ -67,6 +67,19 @@ def append(*inner: int) -> Callable[..., list[Any]]:
     return make
 
 
+def pooled(*inner: int) -> Callable[..., list[Any]]:
+    """A pool of c blocks of three slots; some blocks of a table are none."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        return [randn(rng, c, 2, 3, *inner), torch.from_numpy(rng.integers(-1, c, (b, t)))]
+
+    return make
+
+
+def block_table(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    return [torch.from_numpy(rng.integers(-1, 9, (b, t))), 2, 3]
+
+
 def coded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     """A row of zeros, one with a huge number, one of the smallest that there are."""
     x = randn(rng, b, 2, t, 10)
@@ -296,6 +309,9 @@ def cases() -> list[Case]:
         ),
         Case("kv_append-heads", kv.kv_append, append(2, 6)),
         Case("kv_append-scales", kv.kv_append, append(2)),
+        Case("gather_blocks-heads", kv.gather_blocks, pooled(6)),
+        Case("gather_blocks-scales", kv.gather_blocks, pooled()),
+        Case("block_positions", kv.block_positions, block_table),
         Case("encode_rows", codec.encode_rows, coded_rows),
         Case("decode_rows", codec.decode_rows, decoded_rows),
         *(

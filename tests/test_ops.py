@@ -25,7 +25,19 @@ from accel.lowering.onnx.export import export, load_rules
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.table import lower
 
-from .op_cases import CASES, LONGEST, SIZES, TRACE, Case, append, constant, gated, operators, turn
+from .op_cases import (
+    CASES,
+    LONGEST,
+    SIZES,
+    TRACE,
+    Case,
+    append,
+    constant,
+    gated,
+    operators,
+    pooled,
+    turn,
+)
 
 
 def test_every_operator_has_a_case_and_a_lowering():
@@ -305,6 +317,18 @@ def test_kv_append_equals_a_loop(inner):
             want[b, slots[b] + t] = new[b, t]
     assert torch.equal(kv.kv_append(buffer, new, slots), want)
     assert torch.equal(buffer, before), "the reference does not write in place"
+
+
+def test_blocks_equal_a_loop():
+    pool, table = pooled(5)(2, 4, 6, np.random.default_rng(0))
+    table[0, 1] = -1
+    found, where = kv.gather_blocks(pool, table), kv.block_positions(table, 2, 3)
+    for b, m in itertools.product(range(2), range(4)):
+        there = int(table[b, m]) >= 0
+        for e in range(3):
+            assert (where[b, :, 3 * m + e] == (3 * m + e if there else -1)).all()
+            if there:
+                assert torch.equal(found[b, :, 3 * m + e], pool[table[b, m], :, e])
 
 
 def test_lookup_and_take_rows_equal_indexing():

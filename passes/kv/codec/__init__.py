@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
-from accel.ir.ops.kv import kv_append
+from accel.ir.ops.kv import gather_blocks, kv_append
 from accel.ir.program import DTYPES, Editor, Entry, Program, State
 from accel.ir.trace import Memo, trace
 from accel.passes import Pass, Report
@@ -20,7 +20,7 @@ from accel.passes.kv.codec._blocks import hold
 from accel.passes.state.cache import Cache
 
 Sizes = tuple[int, ...]
-STORED = ("k", "v", "kept.k", "kept.v")  # roles of the state that is
+STORED = ("k", "v", "kept.k", "kept.v", "kept.block.k", "kept.block.v")  # roles of the state that is
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,16 @@ class Base(Pass, ABC):
             width = int(state.shape[3])
             return self.decode(role, dict(zip(self.parts(role, width), parts, strict=True)), width)
 
-        with graph.inserting_before(place):
-            memo = memos.setdefault(f"decode {role} {state.shape[3]}", {})
-            decoded = trace(editor, state.name, decode, *held, like=read, memo=memo)
-        read.replace_all_uses_with(decoded)
+        memo = memos.setdefault(f"decode {role} {state.shape[3]}", {})
+        for gather in [u for u in holder.users if u.target is gather_blocks.default]:
+            with graph.inserting_before(gather):  # what a row's blocks hold, not the whole pool
+                blocks = [editor.call(gather_blocks.default, x, gather.args[1], like=gather) for x in held]
+                decoded = trace(editor, state.name, decode, *blocks, like=gather, memo=memo)
+            gather.replace_all_uses_with(decoded)
+            graph.erase_node(gather)
+        if read.users:
+            with graph.inserting_before(place):
+                read.replace_all_uses_with(trace(editor, state.name, decode, *held, like=read, memo=memo))
         for node in dict.fromkeys((read, holder)):
             graph.erase_node(node)
 

@@ -25,6 +25,11 @@ def check_state(program: Program, method: str) -> None:
             "kv.score puts what it keeps of all layers' slots in one order, and here deeper layers hold "
             "fewer; leave one of the two out, or use gemfilter"
         )
+    elif any("Z" in s.shape for s in program.state):
+        reason = (
+            "kv.reuse shares blocks that hold a token in every layer, and here deeper layers hold fewer; leave "
+            "one of the two out, or use gemfilter"
+        )
     elif any(s.role == "recurrent" for s in program.state):
         reason = (
             "a recurrent state is computed again from the tokens after a rewind, and deeper layers saw only "

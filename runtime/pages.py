@@ -1,0 +1,170 @@
+"""What one session does with a pool of blocks: begins behind a prefix that is known, leaves its own for others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from accel.ir.axis import host_method
+from accel.runtime.ints import Ints
+from accel.runtime.log import Log
+from accel.runtime.pool import ROOT, Arrays, Pool
+
+
+class Holder(Protocol):
+    """A stepper, as far as its buffers go."""
+
+    def held(self) -> Arrays:
+        """The state by name, to be read."""
+
+    def put(self, arrays: Arrays) -> None:
+        """Other buffers for some of the state, which later steps may write; then `resize`."""
+
+
+class Pages:
+    """The blocks that each row's first tokens lie in; the tokens from `base` [B] on lie in its own slots.
+
+    Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
+    its slots. `reused`: tokens that were not run again.
+    """
+
+    def __init__(self, pool: Pool, batch: int):
+        self.pool = pool
+        self.base: Ints = np.zeros(batch, np.int64)
+        self.log = Log(batch)
+        self.reused = 0
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        weakref.finalize(self, _release, pool, self._rows).atexit = False  # of sessions never closed
+
+    def copy(self) -> Pages:
+        """Of a fork: it uses the same blocks."""
+        other = Pages(self.pool, len(self._rows))
+        for mine, theirs in zip(self._rows, other._rows, strict=True):
+            self.pool.share(mine)
+            theirs.extend(mine)
+        other.base, other.log = self.base.copy(), self.log.copy()
+        return other
+
+    def admit(
+        self, holder: Holder, tokens: Ints, counts: Ints | None, lengths: Ints
+    ) -> tuple[Ints, Ints | None, Ints]:
+        """Of the tokens [B,T] that rows of `lengths` [B] are given, `counts` [B] of them real (None: all): what
+        is left to run, how many of that are real, and how many each row now holds without.
+
+        Those are full blocks that are known, of rows that held nothing; the last token is always left.
+        """
+        found, given = np.zeros_like(lengths), counts
+        counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
+        blocks = [list(row) for row in self._rows]
+        for row in np.flatnonzero((lengths == 0) & (counts > 1)).tolist():
+            blocks[row] = self.pool.find(tokens[row, : counts[row] - 1])
+            found[row] = len(blocks[row]) * self.pool.block
+        if not found.any():
+            return tokens, given, found
+        self._lay(holder, blocks, lengths)
+        columns = np.arange(int(found.max()))
+        self.log.note(tokens[:, : columns.size], np.where(columns < found[:, None], columns, -1))
+        self.reused += int(found.sum())
+        left = counts - found
+        places = np.minimum(found[:, None] + np.arange(int(left.max())), tokens.shape[1] - 1)
+        return np.take_along_axis(tokens, places, 1), left, found
+
+    def file(self, holder: Holder, lengths: Ints) -> bool:
+        """Leave the full blocks of rows of `lengths` [B] tokens in the pool, as far as it has room; whether
+        there were any.
+        """
+        blocks = self._filed(holder, lengths)
+        if blocks == self._rows:
+            return False
+        self._lay(holder, blocks, lengths)
+        return True
+
+    def _filed(self, holder: Holder, lengths: Ints) -> list[list[int]]:
+        """The blocks of each row, with those that were filled now; all are in use."""
+        size, held = self.pool.block, holder.held()
+        blocks = [list(row) for row in self._rows]
+        for row, mine in enumerate(blocks):
+            for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
+                slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
+                parts = {n: held[_own(n)][row][:, slots] for n in self.pool.arrays}
+                ids = self.log.ids[row, start : start + size]
+                block = self.pool.add(mine[-1] if mine else ROOT, ids, parts)
+                if block is None:
+                    break
+                mine.append(block)
+        return blocks
+
+    def cut(self, holder: Holder, lengths: Ints) -> bool:
+        """Rows are rewound to `lengths` [B]; whether one of them ends within its blocks."""
+        if not (lengths < self.base).any():
+            return False
+        keep = [int(n) // self.pool.block for n in np.minimum(lengths, self.base)]
+        gone = [row[n:] for row, n in zip(self._rows, keep, strict=True)]
+        self._lay(holder, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
+        for blocks in gone:
+            self.pool.release(blocks)
+        return True
+
+    def close(self, holder: Holder, lengths: Ints) -> None:
+        """Leave what is whole to others, and let go of all blocks."""
+        self._rows[:] = self._filed(holder, lengths)
+        _release(self.pool, self._rows)
+
+    def _lay(self, holder: Holder, blocks: Sequence[list[int]], lengths: Ints) -> None:
+        """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
+        held, size = holder.held(), self.pool.block
+        base = np.array([len(row) * size for row in blocks], np.int64)
+        own = np.maximum(lengths - base, 0)
+        columns = np.arange(int(own.max(initial=0)))
+        new: Arrays = {"kv.pos": np.where(columns < own[:, None], base[:, None] + columns, -1)}
+        for name, pool in self.pool.arrays.items():
+            old = held.get(_own(name))
+            shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
+            new[_own(name)] = np.zeros(shape, pool.dtype)
+            for row in np.flatnonzero(own).tolist():
+                assert old is not None
+                mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
+                new[_own(name)][row, :, : own[row]] = mine
+        table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
+        for row, ids in enumerate(blocks):
+            table[row, : len(ids)] = ids
+        holder.put({**self.pool.arrays, **new, "table": table})
+        for mine, ids in zip(self._rows, blocks, strict=True):
+            mine[:] = ids
+        self.base = base
+
+
+def _own(name: str) -> str:
+    """The buffer of a row's own slots that a pool's array belongs to."""
+    return name.replace("pool.", "kv.", 1)
+
+
+def _slots(pool: Any, blocks: Sequence[int], own: Any, start: int, end: int) -> Any:
+    """What the tokens from `start` to `end` of one row have, [G,n,..]: of its blocks, then of its slots."""
+    size = pool.shape[2]
+    base = len(blocks) * size
+    parts = [own[:, max(start - base, 0) : max(end - base, 0)]]
+    if start < base:
+        first = start // size
+        stored = np.concatenate([pool[i] for i in blocks[first:]], axis=1)
+        parts.insert(0, stored[:, start - first * size : end - first * size])
+    return np.concatenate(parts, axis=1)
+
+
+def _release(pool: Pool, rows: Sequence[list[int]]) -> None:
+    for row in rows:
+        pool.release(row)
+        row.clear()
+
+
+def pool_of(tables: Any, state: Sequence[Any]) -> Pool | None:
+    """The pool that a model's sessions share, where its step reads one; memory is taken as it fills."""
+    parts = [v for v in state if "Z" in v.shape]
+    if not parts:
+        return None
+    method = host_method(tables, "kv.reuse", "paged-prefix")
+    arrays = {v.name: np.zeros((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
+    return Pool(method.block, arrays)

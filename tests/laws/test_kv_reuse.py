@@ -1,0 +1,53 @@
+"""Laws of reuse: a method says what it promises, what it cannot go with, and both sides hear why."""
+
+import pytest
+
+from accel.ir.axis import find_axes
+from accel.ir.errors import RecipeError
+from accel.ir.recipe import Recipe
+from accel.passes import Pass
+from accel.runtime.assemble import EVICTION, GRADES, assemble
+
+AXES = find_axes()
+NAMES = AXES["kv.reuse"].names()
+
+
+def law(method):
+    """Passes that do something, a grade as weak as theirs, and a reason wherever it stands apart."""
+    steps = method.steps()
+    assert steps and all(isinstance(step, Pass) for step in steps)
+    assert GRADES.index(method.grade) >= max(GRADES.index(step.grade) for step in steps)
+    assert any(method.apart(axis, None) for axis in EVICTION), "what was dropped cannot be reused"
+    assert not method.apart("weights", None) and not method.apart("loop", None)
+    for axis in AXES:
+        assert isinstance(method.apart(axis, None), str)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_law(name):
+    law(AXES["kv.reuse"].build(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_law_catches_a_promise_that_the_passes_do_not_keep(name):
+    class Boasts(AXES["kv.reuse"].method(name)):
+        grade = GRADES[0]
+
+    class Careless(AXES["kv.reuse"].method(name)):
+        def apart(self, axis, method):
+            return ""
+
+    for broken in (Boasts(), Careless()):
+        with pytest.raises(AssertionError):
+            law(broken)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("axis", EVICTION)
+def test_eviction_is_refused_with_both_sides_named(name, axis):
+    use = AXES[axis].names()[0]
+    recipe = Recipe(name="both", tables={"kv.reuse": {"use": name}, axis: {"use": use}})
+    with pytest.raises(RecipeError) as caught:
+        assemble(recipe)
+    assert f"kv.reuse = {name}" in str(caught.value) and f"{axis} = {use}" in str(caught.value)
+    assert "leave one of the two out" in str(caught.value)

@@ -1,0 +1,71 @@
+"""Sessions over shared blocks on the eager target, without the checks of a whole build."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accel.ir.program import Program
+from accel.ir.spec import verify
+from accel.passes.kv.paged import Paged
+from accel.runtime.eager import EagerEngine
+from accel.runtime.pages import Pages, pool_of
+from accel.runtime.pool import Pool
+from accel.runtime.session import Session
+
+BLOCK = 4
+
+
+@dataclass
+class Shared:
+    """A program that reads blocks, with a pool of its own, and the same program without."""
+
+    program: Program
+    plain: Program
+    blocks: int = 64
+    pool: Pool = field(init=False)
+
+    def __post_init__(self) -> None:
+        Paged(BLOCK).run(self.program)
+        verify(self.program, "Paged")
+        self.anew(self.blocks)
+
+    def anew(self, blocks: int) -> None:
+        """Another pool, empty."""
+        table = {"use": "paged-prefix", "block": BLOCK, "blocks": blocks}
+        found = pool_of({"kv.reuse": table}, self.program.state)
+        assert found is not None
+        self.pool = found
+
+    def session(self, batch: int = 1, wrap: Any = None) -> Session:
+        stepper: Any = EagerEngine(self.program).stepper(batch)
+        return self._session(wrap(stepper) if wrap else stepper, batch, Pages(self.pool, batch))
+
+    def dense(self, batch: int = 1) -> Session:
+        return self._session(EagerEngine(self.plain).stepper(batch), batch, None)
+
+    def _session(self, stepper: Any, batch: int, pages: Pages | None) -> Session:
+        facts = self.program.facts
+        return Session(
+            stepper, batch, vocab_size=facts.vocab_size, max_context=facts.max_context, pages=pages
+        )
+
+    def tokens(self, *shape: int, seed: int = 0) -> Any:
+        return np.random.default_rng(seed).integers(3, self.program.facts.vocab_size, shape)
+
+
+def shared(stateful: Any, name: str = "llama", **options: Any) -> Shared:
+    return Shared(stateful(name), stateful(name), **options)
+
+
+def close(a: Any, b: Any) -> None:
+    np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
+
+
+
+
+def named(text: str, *words: str) -> bool:
+    return all(re.search(re.escape(word), text) for word in words)
