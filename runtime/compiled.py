@@ -15,6 +15,7 @@ from accel.ir.errors import ArtifactError, InputError
 from accel.ir.prefill import Prefill
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.costs import Costs, known, measured
+from accel.runtime.edits import EditableSession
 from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.keeper import kv_plan
@@ -69,6 +70,7 @@ class CompiledModel:
         state = artifact.state if artifact is not None else getattr(program, "state", ())
         self._kv = kv_plan(tables, facts.kv, state)
         self._pool = pool_of(tables, state)
+        self._sessions = EditableSession if "shift" in getattr(artifact or program, "entries", ()) else Session
         self._costs: Costs | None = None
         self._asked = False
 
@@ -174,7 +176,7 @@ class CompiledModel:
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
-        return Session(
+        return self._sessions(
             self._engine.stepper(int(batch)),
             int(batch),
             vocab_size=self.facts.vocab_size,

@@ -19,11 +19,20 @@ class Log:
         """Take a call's tokens [B,T] at these positions; -1 is padding."""
         rows, columns = np.nonzero(positions >= 0)
         places = positions[rows, columns]
-        if places.size and int(places.max()) >= self.ids.shape[1]:
-            more = np.zeros((len(self.ids), 2 * int(places.max())), np.int64)
+        self._reach(int(places.max(initial=-1)))
+        self.ids[rows, places] = tokens[rows, columns]
+
+    def put(self, row: int, start: int, tokens: Ints) -> None:
+        """Let a row hold these tokens [n] from a position on."""
+        self._reach(start + len(tokens))
+        self.ids[row, start : start + len(tokens)] = tokens
+
+    def _reach(self, position: int) -> None:
+        """Make room for a token there."""
+        if position >= self.ids.shape[1]:
+            more = np.zeros((len(self.ids), 2 * position), np.int64)
             more[:, : self.ids.shape[1]] = self.ids
             self.ids = more
-        self.ids[rows, places] = tokens[rows, columns]
 
     def copy(self) -> Log:
         """One of its own."""

@@ -70,9 +70,7 @@ class Session:
         self._pruner = Pruner(prefill[0].stages, batch) if prefill and prefill[0].stages else None
         self._pages = pages
         self._plans = None if depth is None else Plans(depth, batch)
-        self._calls = 0
-        self._tokens = 0
-        self._seconds = 0.0
+        self._calls, self._tokens, self._seconds = 0, 0, 0.0
 
     def encode(self, inputs: Any, lengths: Any = None) -> None:
         """Give the encoder its input, once for all steps: token ids [B,X] or features [B, ...].
@@ -190,6 +188,10 @@ class Session:
             return self._pruner.ends.copy()
         return np.zeros_like(self._lengths) if self._keeper is None else self._keeper.base.copy()
 
+    def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
+        """See `accel.runtime.edits.EditableSession`, which a model built with `pie` opens. Raises InputError."""
+        raise InputError("this model cannot edit what it holds; build it with kv.reuse = pie (recipe 'pie')")
+
     def rewind(self, length: Any) -> None:
         """Forget every token from `length` on: an int, or one per row [B]. Forward is an
         InputError.
@@ -240,7 +242,7 @@ class Session:
 
     def fork(self) -> Session:
         """An independent session that holds the same tokens; its stats start at 0."""
-        other = Session(
+        other = type(self)(
             self._open().copy(),
             self.batch,
             vocab_size=self.vocab_size,
@@ -332,10 +334,7 @@ class Session:
             real = columns < left[:, None]
             positions = np.where(real, held[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
-            if last_only:
-                rows = np.where(ends, left - 1, 0)[:, None]
-            else:
-                rows = np.broadcast_to(columns, part.shape)
+            rows = np.where(ends, left - 1, 0)[:, None] if last_only else np.broadcast_to(columns, part.shape)
             logits = self._step(stepper, part, positions, slots, rows, int(real.sum()))
             if last_only:
                 out[ends] = logits[ends]

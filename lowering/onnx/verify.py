@@ -140,8 +140,27 @@ def part_error(program: Program, file: Path) -> float:
     return _held(worst, max(1e-3, rounding(program)), file, "value")
 
 
-# what an entry's name begins with -> its check
-CHECKS = {"encode": encode_error, "compress": compress_error, "filter": part_error, "prompt": part_error}
+def shift_error(program: Program, file: Path, bound: float = 1e-4) -> float:
+    """The largest error of the shift entry on random keys that go forth and back.
+
+    Raises:
+        LoweringError: as `onnx_error`.
+    """
+    random = torch.Generator().manual_seed(0)
+    given = {"delta": torch.tensor([[3, 3, 0], [-5, -5, 1]])}
+    for holder in program.entries["shift"].graph.find_nodes(op="placeholder")[1:]:
+        _, groups, _, width = holder.meta["val"].shape
+        given[str(holder.target)] = torch.randn(2, int(groups), 3, int(width), generator=random)
+    want = program.run("shift", given)
+    got = _open(program, file).run(list(want), {n: v.numpy() for n, v in given.items()})
+    off = [float((torch.from_numpy(a) - b).abs().max()) for a, b in zip(got, want.values(), strict=True)]
+    return _held(max(off), bound, file, "key")
+
+
+CHECKS = {  # what an entry's name begins with -> its check
+    "encode": encode_error, "compress": compress_error, "filter": part_error, "prompt": part_error,
+    "shift": shift_error,
+}  # fmt: skip
 
 
 def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
