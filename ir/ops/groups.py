@@ -37,8 +37,8 @@ def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tenso
     whole = (
         torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width].long()
     )
-    place = torch.tensor([1 << bits * i for i in range(per)], device=x.device)
-    codes = (pad(whole, (0, -width % per)).unflatten(-1, (-1, per)) * place).sum(-1)
+    place = torch.tensor([[1 << bits * i] for i in range(per)], device=x.device)
+    codes = (pad(whole, (0, -width % per)).unflatten(-1, (per, -1)) * place).sum(-2)
     return codes.to(torch.uint8).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
 
 
@@ -56,7 +56,8 @@ def _quantized_shape(x: Tensor, bits: int, group: int, along: str) -> tuple[Tens
 
 # x [..,R,D] -> codes uint8 [..,R ceil(D bits / 8)], scale and least float16, one of each group: `group` rows
 # of a channel (along "rows"; R is a multiple), or `group` channels of a row ("channels"; the last group
-# may have fewer). Code j of a row lies from bit j bits on, lowest first; a row begins with a byte. No
+# may have fewer). A row's n bytes hold its first n codes in their lowest bits, the next n above them, and so
+# on: a byte that is widened once gives a number of each. No
 # number is further off than half a step; of a group that holds NaN or an infinity, or numbers beyond
 # float16, none comes back finite.
 group_quantize = Op(
@@ -78,8 +79,8 @@ def _group_dequantize(
     width: int,
 ) -> Tensor:
     per = 8 // bits
-    shifts = torch.tensor([bits * i for i in range(per)], dtype=torch.uint8, device=codes.device)
-    each = codes.unflatten(-1, (rows, -1)).unsqueeze(-1) >> shifts & (2**bits - 1)
+    shifts = torch.tensor([[bits * i] for i in range(per)], dtype=torch.uint8, device=codes.device)
+    each = codes.unflatten(-1, (rows, 1, -1)) >> shifts & (2**bits - 1)
     steps = each.flatten(-2)[..., :width].float()
     if along == "rows":
         of = [x.unflatten(-1, (rows // group, 1, width)) for x in (scale.float(), least.float())]

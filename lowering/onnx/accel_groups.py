@@ -50,9 +50,9 @@ def group_quantize(b: Builder, x: str, bits: int, group: int, along: str) -> tup
     whole = _last(b, b.node("Reshape", steps, b.ints(*lead, rows, -1)), width)
     if short := -width % per:
         whole = str(b.node("Pad", whole, b.ints(0, short), None, b.ints(-1)))
-    cut = b.node("Reshape", whole, b.ints(*lead, rows, -1, per))
-    place = b.constant([float(1 << bits * i) for i in range(per)], "float32")
-    total = b.node("ReduceSum", b.node("Mul", cut, place), b.ints(rank), keepdims=0)
+    cut = b.node("Reshape", whole, b.ints(*lead, rows, per, -1))
+    place = b.constant([[float(1 << bits * i)] for i in range(per)], "float32")
+    total = b.node("ReduceSum", b.node("Mul", cut, place), b.ints(rank - 1), keepdims=0)
     codes = b.node("Reshape", b.node("Cast", total, to=DTYPES[torch.uint8]), b.ints(*lead, -1))
     return (
         str(codes),
@@ -75,8 +75,8 @@ def group_dequantize(
 ) -> str:
     per, lead = 8 // bits, [0] * (b.rank(codes) - 1)
     wide = -(-width // per)
-    shifts = b.constant([bits * i for i in range(per)], "uint8")
-    apart = b.node("Reshape", codes, b.ints(*lead, rows, wide, 1))
+    shifts = b.constant([[bits * i] for i in range(per)], "uint8")
+    apart = b.node("Reshape", codes, b.ints(*lead, rows, 1, wide))
     if bits < 8:
         apart = b.node("BitShift", apart, shifts, direction="RIGHT")
         apart = b.node("BitwiseAnd", apart, b.constant(2**bits - 1, torch.uint8))

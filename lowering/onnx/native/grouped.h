@@ -34,26 +34,22 @@ inline v8 halves_at(const uint16_t* p) {
 #endif
 }
 
-// Eight codes of BITS, lowest first.
-template <int BITS>
-inline v8 eight(const uint8_t* codes) {
+// Eight bytes, each in a lane.
+inline i8 lanes(const uint8_t* codes) {
 #if defined(__AVX2__)
-  if constexpr (BITS == 8)
-    return (v8)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
-  uint32_t word = 0;
-  std::memcpy(&word, codes, BITS == 8 ? 4 : BITS);
-  const __m256i shifts = _mm256_setr_epi32(0, BITS, 2 * BITS, 3 * BITS, 4 * BITS, 5 * BITS, 6 * BITS, 7 * BITS);
-  __m256i each = _mm256_srlv_epi32(_mm256_set1_epi32(int(word)), shifts);
-  return (v8)_mm256_cvtepi32_ps(_mm256_and_si256(each, _mm256_set1_epi32((1 << BITS) - 1)));
+  return (i8)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
 #else
-  v8 x;
-  for (int i = 0; i < 8; ++i) x[i] = float(codes[i * BITS / 8] >> (i * BITS % 8) & ((1 << BITS) - 1));
+  i8 x;
+  for (int i = 0; i < 8; ++i) x[i] = codes[i];
   return x;
 #endif
 }
 
-inline float one(const uint8_t* codes, int64_t i, int64_t bits) {
-  return float(codes[i * bits / 8] >> (i * bits % 8) & ((1 << bits) - 1));
+// The numbers that the codes in some bits of each lane are.
+template <int BITS>
+inline v8 numbers(i8 x, int shift) {
+  if constexpr (BITS < 8) x = (x >> shift) & all((1 << BITS) - 1);
+  return __builtin_convertvector(x, v8);
 }
 
 // What blocks lie in: [blocks, rows * bytes] codes, [blocks, groups] steps and smallest numbers.
@@ -85,39 +81,55 @@ struct Blocks {
         down<BITS>(from, scale + at, least + at, some, out);
       } else {
         int64_t at = block * groups() + r * each();
-        for (int64_t i = 0; i < some; ++i)
-          across<BITS>(from + i * bytes(), scale + at + i * each(), least + at + i * each(), out + i * width);
+        across<BITS>(from, scale + at, least + at, some, out);
       }
       row += some, count -= some, out += some * width;
     }
   }
 
+  // Code `w` of a row.
+  float one(const uint8_t* from, int64_t w) const {
+    int64_t n = bytes();
+    return float(from[w % n] >> (w / n * bits) & ((1 << bits) - 1));
+  }
+
   // Rows of one group each channel.
   template <int BITS>
   void down(const uint8_t* from, const uint16_t* step, const uint16_t* first, int64_t count, float* out) const {
-    int64_t stride = bytes(), w = 0;
-    for (; w + 8 <= width; w += 8) {
-      v8 s = halves_at(step + w), m = halves_at(first + w);
-      const uint8_t* codes = from + w * BITS / 8;
-      for (int64_t i = 0; i < count; ++i) store(out + i * width + w, fused(eight<BITS>(codes + i * stride), s, m));
+    constexpr int PER = 8 / BITS;
+    int64_t n = bytes(), whole = n * PER == width ? n / 8 * 8 : 0;
+    for (int64_t w = 0; w < whole; w += 8) {
+      v8 s[PER], m[PER];
+      for (int j = 0; j < PER; ++j) s[j] = halves_at(step + j * n + w), m[j] = halves_at(first + j * n + w);
+      for (int64_t i = 0; i < count; ++i) {
+        i8 x = lanes(from + i * n + w);
+        for (int j = 0; j < PER; ++j)
+          store(out + i * width + j * n + w, fused(numbers<BITS>(x, BITS * j), s[j], m[j]));
+      }
     }
-    for (; w < width; ++w)
-      for (int64_t i = 0; i < count; ++i)
-        out[i * width + w] = std::fma(one(from + i * stride, w, BITS), number(step[w]), number(first[w]));
+    for (int64_t w = 0; w < width; ++w)
+      for (int64_t i = 0; i < count && w % n >= whole; ++i)
+        out[i * width + w] = std::fma(one(from + i * n, w), number(step[w]), number(first[w]));
   }
 
-  // A row, whose channels are in groups.
+  // Rows, whose channels are in groups.
   template <int BITS>
-  void across(const uint8_t* from, const uint16_t* step, const uint16_t* first, float* out) const {
-    for (int64_t g = 0, w = 0; w < width; ++g) {
-      int64_t end = std::min(width, w + group);
-      float s = number(step[g]), m = number(first[g]);
-      v8 scale = all(s), least = all(m);
-      while (w < end)
-        if (w % 8 == 0 && w + 8 <= end)
-          store(out + w, fused(eight<BITS>(from + w * BITS / 8), scale, least)), w += 8;
-        else
-          out[w] = std::fma(one(from, w, BITS), s, m), ++w;
+  void across(const uint8_t* from, const uint16_t* step, const uint16_t* first, int64_t count, float* out) const {
+    constexpr int PER = 8 / BITS;
+    int64_t n = bytes(), size = std::min(group, width), run = std::min(size, n), of[PER];
+    bool even = n * PER == width && run % 8 == 0 && (size % n == 0 || n % size == 0);
+    for (int j = 0; j < PER; ++j) of[j] = j * n / size;
+    for (int64_t i = 0; i < count; ++i, from += n, step += each(), first += each(), out += width) {
+      for (int64_t w = 0; w < width && !even; ++w)
+        out[w] = std::fma(one(from, w), number(step[w / group]), number(first[w / group]));
+      for (int64_t start = 0, k = 0; start < n && even; start += run, ++k) {
+        v8 s[PER], m[PER];
+        for (int j = 0; j < PER; ++j) s[j] = all(number(step[of[j] + k])), m[j] = all(number(first[of[j] + k]));
+        for (int64_t w = start; w < start + run; w += 8) {
+          i8 x = lanes(from + w);
+          for (int j = 0; j < PER; ++j) store(out + j * n + w, fused(numbers<BITS>(x, BITS * j), s[j], m[j]));
+        }
+      }
     }
   }
 };
