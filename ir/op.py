@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+REFERENCES: dict[Any, Callable[..., Any]] = {}  # overload -> what computes it, with gradients
 LIBRARY = torch.library.Library("accel", "DEF")
 
 
@@ -26,6 +27,7 @@ class Op:
     def __post_init__(self) -> None:
         LIBRARY.define(self.name + self.schema)
         LIBRARY.impl(self.name, self.reference, "CompositeExplicitAutograd")
+        REFERENCES[self.default] = self.reference
         torch.library.register_fake(f"accel::{self.name}", self.shape, lib=LIBRARY)
 
     @property

@@ -40,7 +40,7 @@ def trace(
         traced, before = memo[key]
     else:
         with editor.fake, enable_python_dispatcher(), torch.no_grad():
-            traced, before = make_fx(function)(*values), values
+            traced, before = make_fx(function, pre_dispatch=True)(*values), values
         if memo is not None:
             memo[key] = traced, values
     renamed = _Renamed(editor, before, values)
@@ -66,6 +66,10 @@ def trace(
     raise ValueError(f"{name} returns nothing")
 
 
+def _expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def _sizes(values: Sequence[Tensor]) -> list[Any]:
     return [size for value in values for size in value.shape]
 
@@ -85,6 +89,7 @@ class _Renamed:
 
     def __init__(self, editor: Editor, before: Sequence[Tensor], now: Sequence[Tensor]):
         self.fake = editor.fake
+        self.made: dict[Any, Tensor] = {}  # by type and sizes before: most nodes share theirs
         self.symbols = {
             a.node.expr: b.node.expr
             for a, b in zip(_sizes(before), _sizes(now), strict=True)
@@ -99,9 +104,12 @@ class _Renamed:
             return self._size(value)
         if not isinstance(value, Tensor):
             return value
-        shape, stride = ([self._size(s) for s in part] for part in (value.shape, value.stride()))
-        with self.fake:
-            return torch.empty_strided(shape, stride, dtype=value.dtype)
+        key = value.dtype, *(tuple(map(_expr, part)) for part in (value.shape, value.stride()))
+        if key not in self.made:
+            shape, stride = ([self._size(s) for s in part] for part in (value.shape, value.stride()))
+            with self.fake:
+                self.made[key] = torch.empty_strided(shape, stride, dtype=value.dtype)
+        return self.made[key]
 
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt):

@@ -116,6 +116,12 @@ def kept(session: Session) -> dict[int, np.ndarray]:
     return {int(n.split(".")[1]): a for n, a in found.items()}
 
 
+def held(session: Session) -> int:
+    """Tokens that a row holds at most."""
+    slots = [int((p >= 0).sum(2).max()) for p in kept(session).values()]
+    return max(slots, default=0) + int((session.lengths - session.held_from).max())
+
+
 _MADE: dict[str, Case] = {}
 
 

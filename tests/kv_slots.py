@@ -60,6 +60,8 @@ def slots(
         "kept_pos": kept_pos,
         "kept_mass": randn(B, G, P).abs(),
         "kept_mass.recent": randn(B, G, C).abs(),
+        "kept_notes": -randn(B, G, P).abs(),
+        "kept_notes.recent": -randn(B, G, C).abs(),
         "queries": randn(B, W, G * R, D),
         "query_positions": last.clamp(min=-1),
     }

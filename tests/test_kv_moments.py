@@ -8,7 +8,18 @@ from accel.ir.recipe import Recipe
 from accel.runtime import session as session_module
 from accel.runtime.assemble import assemble
 
-from .kv_case import RECIPES, Case, close, decoded, evicted, evicting, kept, ragged_is_alone, recipe
+from .kv_case import (
+    RECIPES,
+    Case,
+    close,
+    decoded,
+    evicted,
+    evicting,
+    held,
+    kept,
+    ragged_is_alone,
+    recipe,
+)
 
 
 @pytest.fixture
@@ -56,12 +67,6 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
         session.run(tokens[:, [i]])
     assert asked and held(session) <= 12 + 4
     assert session.held_from.max() > 0
-
-
-def held(session) -> int:
-    """Tokens that a row holds at most."""
-    slots = [int((p >= 0).sum(2).max()) for p in kept(session).values()]
-    return max(slots, default=0) + int((session.lengths - session.held_from).max())
 
 
 @pytest.mark.parametrize("name", RECIPES)

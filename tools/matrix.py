@@ -18,11 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import models
 import numpy as np
+import torch
 from rich.progress import track
+from train import Soft, over_state
 
 import accel
 from accel.ir.axis import find_axes
@@ -30,6 +33,8 @@ from accel.ir.capture import capture
 from accel.ir.errors import AccelError, InputError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.passes.trained import Trained, write
+from accel.passes.trained import sample as sample_of
 from accel.runtime import optimize as building
 from accel.runtime.assemble import EVICTION, assemble
 
@@ -97,11 +102,22 @@ def recipe_of(case: Case) -> Recipe:
     return Recipe(name=str(case), tables=tables)
 
 
+def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
+    """A trained part of random numbers, for a program that `over_state` gave."""
+    soft, generator = Soft(program, kind()), torch.Generator().manual_seed(seed)
+    parts = soft.start(8, seed)
+    for part in parts.values():
+        for tensor in part.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    write(soft.method, file, parts, sample_of(program, soft.keys), {})
+
+
 @dataclass
 class Matrix:
     """Runs cases; each architecture is captured once."""
 
     programs: dict[str, Program] = field(default_factory=dict)
+    folder: Any = field(default_factory=TemporaryDirectory)  # of trained parts
 
     def run(self, case: Case) -> Outcome:
         start = time.perf_counter()
@@ -116,7 +132,7 @@ class Matrix:
         return Outcome(case, kind, why, time.perf_counter() - start)
 
     def _compare(self, case: Case) -> tuple[str, str]:
-        job = building._Job(assemble(recipe_of(case)), "eager", lambda *_: None)
+        job = building._Job(assemble(self._recipe(case)), "eager", lambda *_: None)
         program = self._program(case.architecture)
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         building._rewrite(job, program, None, None)
@@ -134,6 +150,18 @@ class Matrix:
                     if off := different(want, drive(model), bound, turns):
                         return "wrong", f"{kernels}: {off}"
         return "equal", ""
+
+    def _recipe(self, case: Case) -> Recipe:
+        """Its recipe; a method with a trained part gets one that has learnt nothing."""
+        recipe, axes = recipe_of(case), find_axes()
+        for axis, table in recipe.tables.items():
+            kind = axes[axis].method(table["use"])
+            if issubclass(kind, Trained):
+                file = Path(self.folder.name) / f"{case.architecture}.{kind.key}.safetensors"
+                if not file.exists():
+                    random_part(over_state(self._program(case.architecture)), kind, file)
+                table["trained"] = str(file)
+        return recipe
 
     def _program(self, architecture: str) -> Program:
         if architecture not in self.programs:

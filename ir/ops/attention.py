@@ -94,8 +94,11 @@ def operands_of(node: fx.Node) -> Operands[Any]:
     return Operands(*args, **more)
 
 
-def weights(x: Operands[Tensor]) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T + mask) [B,H,T,S], and the values [B,H,S,Dv] that it mixes."""
+def weights(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + mask) [B,H,T,S], and the values [B,H,S,Dv] that it mixes.
+
+    `added` [B,H,T,S] or none: what training adds to the scores.
+    """
     k, v = x.k, x.v
     repeat = x.q.shape[1] // k.shape[1]
     where = x.k_pos[:, None]  # [B,1,S]
@@ -116,6 +119,8 @@ def weights(x: Operands[Tensor]) -> tuple[Tensor, Tensor]:
         assert x.first is not None  # ir/spec.py
         before = k.shape[2] - x.k_pos.shape[1]  # kept
         seen = seen & own_visible(x.tree, x.first + before, k.shape[2]).unsqueeze(1)
+    if added is not None:
+        scores = scores + added
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     if x.sink is not None:  # one more key of that score, whose value is nothing

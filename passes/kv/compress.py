@@ -18,6 +18,7 @@ from accel.ir.program import Editor, Entry, KvFacts, Program, State
 from accel.ir.trace import Memo, trace
 from accel.passes import Pass, Report
 from accel.passes.kv.keep import Base as Keep
+from accel.passes.kv.note import add_notes
 from accel.passes.kv.score import Base as Score
 from accel.passes.recognise.region import sizes
 from accel.passes.state.cache import Cache
@@ -71,6 +72,10 @@ class Compress(Pass):
         _check_values(self.keep, sites)
         _check_readers(program, sites)
         _read_kept(program, sites)
+        if "notes" in _parameters(self.score):
+            stored = {s.layer: s.node.args[1] for s in sites}
+            for layer, buffers in add_notes(program, self.score, stored).items():  # type: ignore[arg-type]
+                next(s for s in sites if s.layer == layer).kept.update(buffers)
         if self.score.observe:
             _give_queries(program, sites)
         program.facts.kv = KvFacts(observe=int(self.score.observe))
@@ -307,8 +312,8 @@ def chooser(
         if "queries" in x:
             given["queries"] = x["queries"].transpose(1, 2)
             given["query_positions"] = x["query_positions"]
-        if "kept_mass" in x:
-            given["mass"] = torch.cat((x["kept_mass"], x["kept_mass.recent"]), dim=2)
+        told = [name for name in ("mass", "notes") if f"kept_{name}" in x]
+        given |= {n: torch.cat((x[f"kept_{n}"], x[f"kept_{n}.recent"]), dim=2) for n in told}
         scores = step.score(**{n: given[n] for n in _parameters(step.score)}).float()
         scores = _protected(step.score, scores, where, x["seen"])
         counts = step.budget.heads(scores, x["keep"])  # [B,G]
@@ -322,8 +327,7 @@ def chooser(
         out = {"k": given["keys"].gather(2, index), "pos": stays}
         if not shared:
             out["v"] = step.keep(**{n: given[n] for n in _parameters(step.keep)})
-        if "mass" in given:
-            out["mass"] = given["mass"].gather(2, chosen)
+        out |= {name: given[name].gather(2, chosen) for name in told}
         return out
 
     return cut

@@ -118,11 +118,14 @@ def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> fx.No
 
 
 def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """The nodes computed from `start` that `end`, or the state written on the way to it, needs."""
+    """The nodes computed from `start` that `end` needs, or that branch off before it to state alone."""
     below = ancestors([end], stop={start})
     found: dict[fx.Node, None] = {start: None}
+    ended = False
     for node in graph.nodes:
-        if node in below and node is not start and any(p in found for p in node.all_input_nodes):
+        inside = node in below or not ended
+        ended |= node is end
+        if inside and node is not start and any(p in found for p in node.all_input_nodes):
             found[node] = None
         elif node.target is operator.getitem and node.args[0] in found:
             found[node] = None  # the state after a recurrence, which nothing in the layer reads

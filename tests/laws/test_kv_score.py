@@ -16,6 +16,7 @@ from ..kv_slots import AXES, SCALE, C, D, G, P, build, choose, real, sets, slots
 NAMES = AXES["score"].names()
 some = settings(max_examples=6, deadline=None, derandomize=True)
 seeds = st.integers(0, 1 << 20)
+TOLD = ("kept_mass", "kept_mass.recent", "kept_notes", "kept_notes.recent")
 
 
 # Laws, of any score
@@ -41,7 +42,7 @@ def law_rows(score, seed):
     for order in ([2, 0, 1], [1], [2]):
         assert sets(choose(taken(x, order), 7, score)) == [want[i] for i in order]
     louder = {n: v.clone() for n, v in x.items()}
-    for name in ("recent_k", "kept_k", "queries", "kept_mass", "kept_mass.recent"):
+    for name in ("recent_k", "kept_k", "queries", *TOLD):
         louder[name][1] *= 1000
     assert [sets(choose(louder, 7, score))[i] for i in (0, 2)] == [want[0], want[2]]
 
@@ -58,12 +59,13 @@ def law_empty(score, seed):
         gone = (where < 0) | (where >= x["seen"][:, None, None])
         for name in ("k", "v"):
             loud[f"{part}_{name}"][gone] = 50.0
-        loud["kept_mass" + (".recent" if part == "recent" else "")][gone] = 1e6
+        for told in ("mass", "notes"):
+            loud[f"kept_{told}" + (".recent" if part == "recent" else "")][gone] = 1e6
     loud["queries"][x["query_positions"] < 0] = 50.0
     assert sets(choose(loud, 7, score)) == want
     wide = {n: v for n, v in x.items()}
     for name, value in x.items():
-        if name.startswith("kept") and name != "kept_mass.recent":
+        if name.startswith("kept") and not name.endswith(".recent"):
             more = torch.full(
                 (*value.shape[:2], 5, *value.shape[3:]), -1 if name == "kept_pos" else 9.0
             )
@@ -88,11 +90,11 @@ def law_no_number(score, seed):
     x = {n: v.clone() for n, v in x.items()}
     x["recent_k"][1, :, 5] = float("nan")
     x["recent_v"][1, :, 5] = float("nan")
-    x["kept_mass.recent"][1, :, 5] = float("nan")
+    x["kept_mass.recent"][1, :, 5] = x["kept_notes.recent"][1, :, 5] = float("nan")
     found = sets(choose(x, 6, score))
     assert (found[0], found[2]) == (clean[0], clean[2])
     assert all(len(head) == 6 for head in found[1])
-    if set(kv_slots.parameters(score)) & {"keys", "mass"} and "queries" not in kv_slots.parameters(
+    if set(kv_slots.parameters(score)) & {"keys", "mass", "notes"} and "queries" not in kv_slots.parameters(
         score
     ):
         assert all(5 not in head for head in found[1])
@@ -121,6 +123,7 @@ def test_scores_are_finite_numbers_of_each_slot(name, seed):
         "values": torch.cat((x["kept_v"], x["recent_v"]), dim=2),
         "positions": where.masked_fill(where >= x["seen"][:, None, None], -1),
         "mass": torch.cat((x["kept_mass"], x["kept_mass.recent"]), dim=2),
+        "notes": torch.cat((x["kept_notes"], x["kept_notes.recent"]), dim=2),
         "queries": x["queries"].transpose(1, 2),
         "query_positions": x["query_positions"],
         "seen": x["seen"],

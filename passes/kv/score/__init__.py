@@ -19,6 +19,7 @@ class Base:
     | `positions` [B,G,S] | of each slot; -1: nothing there |
     | `seen` [B] | tokens of each row so far |
     | `queries` [B,H,W,D], `query_positions` [B,W] | the last `observe` queries; -1: fewer |
+    | `notes` [B,G,S] | what `note` said of the slot's token |
     | `mass` [B,G,S] | attention that every query so far gave to the slot, summed |
     | `scale` | what attention multiplies q k^T by |
 
@@ -33,3 +34,9 @@ class Base:
     grade: ClassVar[str] = "approximate"
 
     __call__: Callable[..., Tensor]
+
+    def note(self, hidden: Tensor, **trained: Tensor) -> Tensor:
+        """What is noted of each token when it is cached, for scores that name `notes`: hidden
+        [B,T,E], that its key is made of -> [B,T,G]. `trained`: a layer's trained tensors, if any.
+        """
+        raise NotImplementedError(f"{type(self).__name__} asks for notes and says nothing of a token")

@@ -1,0 +1,141 @@
+"""Trained parts: small modules beside a frozen model, in a safetensors file that a recipe names.
+
+`tools/train.py METHOD` makes such a file. What comes with accel is for the bundled model.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.program import Program
+from accel.passes.recognise.region import sizes
+
+Parts = dict[int, dict[str, Tensor]]  # layer -> name -> tensor
+_SAMPLES = 64  # numbers of a weight that tell one model from another
+_LINEAR = torch.ops.aten.linear.default
+
+
+@dataclass(frozen=True)
+class Trained(ABC):
+    """A method with tensors that training finds. `trained`: their file; empty: what comes with accel."""
+
+    trained: str = ""
+    key: ClassVar[str]  # the method's name
+
+    @abstractmethod
+    def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
+        """Name -> size of what a layer has, whose input is `width` wide, over so many KV heads."""
+
+    def parts(self, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
+        """What was trained for this model. `keys`: what each layer appends to its cache of keys.
+
+        Raises PassError: there is none, it is damaged, or it is another method's or model's.
+        """
+        file = Path(self.trained) if self.trained else Path(
+            str(files("accel.reference") / f"{self.key}.safetensors")
+        )  # fmt: skip
+        another = (
+            f"train it: python tools/train.py {self.key} MODEL --out FILE, and name the FILE in the recipe, "
+            f"as `trained`"
+        )
+        if not file.is_file():
+            raise PassError(f"{self.key}: {file} does not exist; {another}")
+        try:
+            with safe_open(file, framework="pt") as opened:
+                told = opened.metadata() or {}
+                tensors = {name: opened.get_tensor(name).float() for name in opened.keys()}
+        except (OSError, SafetensorError) as error:
+            raise PassError(f"{self.key}: {file} is no whole safetensors file ({error}); {another}") from error
+        if told.get("method") != self.key:
+            raise PassError(
+                f"{self.key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}"
+            )
+        if not same_model(told.get("model", ""), sample(program, keys)):
+            whose = str(file) if self.trained else "what comes with accel"
+            raise PassError(f"{self.key}: {whose} was trained for another model; for {program.facts.name}, {another}")
+        return self._by_layer(tensors, keys, file)
+
+    def _by_layer(self, tensors: dict[str, Tensor], keys: Mapping[int, fx.Node], file: Path) -> Parts:
+        found: Parts = {}
+        for layer, node in keys.items():
+            want = self.sizes(int(sizes(source(node))[-1]), int(sizes(node)[1]))
+            found[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in want}
+            for name, size in want.items():
+                has = tuple(found[layer][name].shape)
+                if len(has) != len(size) or any(w not in (h, -1) for h, w in zip(has, size, strict=True)):
+                    raise PassError(
+                        f"{self.key}: {file} has {layer}.{name} of size {list(has)}, this model needs {list(size)} "
+                        "(-1: any); train it again for this model"
+                    )
+        return found
+
+
+def write(method: Trained, file: Path, parts: Parts, model: str, told: Mapping[str, Any]) -> None:
+    """A file that `parts` reads; whole or not at all."""
+    flat = {f"{layer}.{n}": t.detach().half().contiguous() for layer, ts in parts.items() for n, t in ts.items()}
+    new = file.with_name(file.name + ".new")
+    save_file(flat, new, {"method": method.key, "model": model, "told": json.dumps(dict(told))})
+    new.replace(file)
+
+
+def source(keys: fx.Node) -> fx.Node:
+    """The input of the product that makes a layer's keys [B,G,T,D]: its hidden state [B,T,E]."""
+    found, todo, seen = set(), [keys], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is _LINEAR:
+            found.add(node.args[0])
+            continue
+        todo += [n for n in node.all_input_nodes if n.op == "call_function" and _floats(n)]
+    found = {f for f in found if f not in seen}
+    one = next(iter(found), None)
+    if len(found) != 1 or not isinstance(one, fx.Node):
+        raise PassError(
+            f"{keys.name}: these keys are made of {len(found)} values, and a trained part reads the one hidden "
+            "state that they are made of; use another method for this model"
+        )
+    return one
+
+
+def sample(program: Program, keys: Mapping[int, fx.Node]) -> str:
+    """A few numbers of the weights of the first of these keys, as JSON: which model this is."""
+    node = keys[min(keys)]
+    while node.target is not _LINEAR:
+        node = next(n for n in node.all_input_nodes if n.op == "call_function" and _floats(n))
+    weight = node.args[1]
+    while isinstance(weight, fx.Node) and weight.op != "get_attr":
+        weight = weight.args[0]
+    assert isinstance(weight, fx.Node)
+    flat = program.params[str(weight.target)].float().flatten()
+    step = max(1, flat.numel() // _SAMPLES)
+    return json.dumps([round(float(x), 6) for x in flat[::step][:_SAMPLES]])
+
+
+def same_model(told: str, found: str) -> bool:
+    """Whether two samples are of one model, in whatever type its weights are."""
+    try:
+        a, b = (torch.tensor(json.loads(text), dtype=torch.float32) for text in (told, found))
+    except (ValueError, TypeError):
+        return False
+    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=0.02, atol=float(b.abs().max()) / 100))
+
+
+def _floats(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    one = value[0] if isinstance(value, (tuple, list)) and value else value
+    return isinstance(one, Tensor) and one.is_floating_point()
