@@ -18,16 +18,29 @@ class Pick:
 
 
 @dataclass(frozen=True)
+class Segments:
+    """A prompt runs `tokens` at a time; what begins at `threshold` or later, and is not its last, by the
+    entry `sparse`.
+    """
+
+    tokens: int
+    threshold: int
+
+
+@dataclass(frozen=True)
 class Prefill:
     """filter: which tokens the model sees, by the entry `filter`. stages: which tokens the layers after each
-    part of the step see; the parts are the entries `prompt.0`, `prompt.1`, …
+    part of the step see; the parts are the entries `prompt.0`, `prompt.1`, … segments: how a prompt is cut
+    where stretches of it read some of the keys.
     """
 
     filter: Pick | None = None
     stages: tuple[Pick, ...] = ()
+    segments: Segments | None = None
 
     @property
     def entries(self) -> tuple[str, ...]:
         """The graphs that a session asks for this, beside the step."""
         parts = range(len(self.stages) + 1 if self.stages else 0)
-        return (*(["filter"] if self.filter else []), *(f"prompt.{i}" for i in parts))
+        others = {"filter": self.filter, "sparse": self.segments}
+        return (*(name for name, plan in others.items() if plan), *(f"prompt.{i}" for i in parts))

@@ -30,7 +30,8 @@ def per_slot(shape: Sequence[int | str]) -> float:
 
 def _size(size: str, letters: Mapping[str, int]) -> int:
     letter = size.partition("/")[0]
-    return -(-letters.get(letter, letters.get(letter[0], 0)) // _each(size))
+    other = letters.get("C", 0) if letter.startswith("C") else 0
+    return -(-letters.get(letter, other) // _each(size))
 
 
 def _each(size: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel.ir.depth import CACHES, Depth
 from accel.ir.errors import ArtifactError, unknown
-from accel.ir.prefill import Pick, Prefill
+from accel.ir.prefill import Pick, Prefill, Segments
 from accel.ir.sizes import LETTER
 from accel.lowering.onnx.variants import PORTABLE
 
@@ -249,7 +249,7 @@ def parse(raw: Any) -> Manifest:
     if (facts.encoder is None) == ("encode" in entries):
         raise ArtifactError(f"{MANIFEST}: model.encoder and entries.encode go together; {_BUILD_AGAIN}")
     wanted = () if facts.prefill is None else facts.prefill.entries
-    if set(wanted) != {name for name in entries if name.partition(".")[0] in ("filter", "prompt")}:
+    if set(wanted) != {name for name in entries if name.partition(".")[0] in ("filter", "prompt", "sparse")}:
         raise ArtifactError(
             f"{MANIFEST}: model.prefill and its entries go together ({', '.join(wanted)}); {_BUILD_AGAIN}"
         )
@@ -313,7 +313,11 @@ def _facts(f: Fields) -> Facts:
 
 def _prefill(f: Fields) -> Prefill:
     first = None if f.value.get("filter") is None else _pick(f.object("filter"))
-    return Prefill(first, tuple(_pick(stage) for stage in f.objects("stages")))
+    stages = tuple(_pick(stage) for stage in f.objects("stages"))
+    if f.value.get("segments") is None:
+        return Prefill(first, stages)
+    cut = f.object("segments")
+    return Prefill(first, stages, Segments(cut.integer("tokens", 1), cut.integer("threshold")))
 
 
 def _pick(f: Fields) -> Pick:

@@ -4,13 +4,14 @@ layers see.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.ir.prefill import Pick, Prefill
+from accel.ir.prefill import Pick, Prefill, Segments
 from accel.runtime.ints import Ints
 from accel.runtime.stepper import Logits, Stepper
 
@@ -57,6 +58,41 @@ def filtered(
     worth = part.run({"tokens": ids})["scores"]
     picked = [picks(plan, row[0, :n]) for row, n in zip(worth, counts, strict=True)]
     return *_taken(ids, picked), part.calls
+
+
+def in_segments(
+    plan: Segments,
+    ids: Ints,
+    counts: Ints,
+    dense: Callable[[Ints, Ints, Ints, Ints, int], Logits],
+    sparse: Callable[[Ints, Ints, Ints, int], None],
+) -> Logits:
+    """Run prompts [B,T] of `counts` [B] real tokens from an empty cache on, segment by segment; the logits
+    [B,1,V] after each row. Rows whose segment is their last go by `dense` (tokens, positions, slots, rows,
+    real tokens), those for whom it is one between by `sparse`; to the other call a row is padding, which
+    is written behind its segment.
+    """
+    out: Logits | None = None
+    for start in range(0, int(counts.max()), plan.tokens):
+        part = ids[:, start : min(start + plan.tokens, int(counts.max()))]
+        end, columns = start + part.shape[1], np.arange(part.shape[1])
+        between = (counts > end) & (start >= plan.threshold)
+        for rows, skips in ((~between & (counts > start), False), (between, True)):
+            if not rows.any():
+                continue
+            real = rows[:, None] & (start + columns < counts[:, None])
+            positions = np.where(real, start + columns, -1)
+            slots = np.where(rows, start, np.minimum(counts, end))
+            if skips:
+                sparse(part, positions, slots, int(real.sum()))
+                continue
+            ends = rows & (counts <= end)
+            last = np.where(ends, counts - start - 1, 0)[:, None]
+            logits = dense(part, positions, slots, last, int(real.sum()))
+            out = np.zeros_like(logits) if out is None else out
+            out[ends] = logits[ends]
+    assert out is not None  # the last segment is dense
+    return out
 
 
 class Pruner:

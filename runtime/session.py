@@ -5,29 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from accel.ir.depth import Depth
-from accel.ir.errors import AccelError, InputError
-from accel.ir.prefill import Prefill
+from accel.ir.errors import InputError
+from accel.ir.prefill import Prefill, Segments
 from accel.runtime.blocks import keeper as keeper_of
 from accel.runtime.depth import Plans
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.given import call_tokens, check_no_plan, rewind_target
+from accel.runtime.held import Held
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import LOST, Keeper, KvPlan
+from accel.runtime.keeper import KvPlan
 from accel.runtime.pages import Pages
-from accel.runtime.past import Past
-from accel.runtime.prefill import Pruner, filtered
+from accel.runtime.prefill import Pruner, filtered, in_segments
 from accel.runtime.stepper import Logits, Stepper, at_least
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
 STEP = 256  # the KV buffers grow by this many slots
 
 
-class Session:
+class Session(Held):
     """A cache of B rows. `run` appends tokens, `rewind` forgets them, `fork` copies the whole.
 
     Rewinding is free where all state is a KV cache (`free_rewind`); recurrent state goes back to a
@@ -55,22 +56,15 @@ class Session:
         """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how the cache is
         compressed. `prefill`: what is done to prompts, and where an empty cache comes from. `pages`: shared blocks.
         """
-        self.batch = batch
+        super().__init__(stepper, batch, None if kv is None else keeper_of(kv, batch), pages)
         self._least = least
         self.vocab_size = vocab_size
         self.max_context = max_context
         self._encoder = encoder
         self._encoded = encoder is None
-        self._stepper: Stepper | None = stepper
-        self._room: list[int] = []  # slots of the buffers
-        self._lengths: Ints = np.zeros(batch, np.int64)
-        self._past = Past(batch) if stepper.recurrent else None
-        self._keeper = None if kv is None else keeper_of(kv, batch)
         self._prefill = prefill
         self._pruner = Pruner(prefill[0].stages, batch) if prefill and prefill[0].stages else None
-        self._pages = pages
         self._plans = None if depth is None else Plans(depth, batch)
-        self._calls, self._tokens, self._seconds = 0, 0, 0.0
 
     def encode(self, inputs: Any, lengths: Any = None) -> None:
         """Give the encoder its input, once for all steps: token ids [B,X] or features [B, ...].
@@ -108,9 +102,22 @@ class Session:
         all for a prompt, the recipe's for single tokens after it), and `threshold` from which
         confidence on an exit is taken (default: none in a prompt, then the recipe's).
         """
-        stepper = self._open()
+        self._open()
         if not self._encoded:
             raise InputError("this model has an encoder: call session.encode(inputs) before run")
+        return self._run(tokens, lengths, last_only, run_layers, threshold)
+
+    def _run(
+        self,
+        tokens: Any,
+        lengths: Any,
+        last_only: bool,
+        run_layers: Any = None,
+        threshold: float | None = None,
+        segments: Segments | None = None,
+    ) -> Logits:
+        """See `run`; `segments`: of a prompt that is run so."""
+        stepper = self._open()
         ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
         after = self._lengths + (ids.shape[1] if counts is None else counts)
         if self._plans is None:
@@ -123,11 +130,15 @@ class Session:
             if last_only and self._pages is not None:
                 ids, counts, found = self._pages.admit(stepper, ids, counts, held)
                 self._lengths, self._room = held + found, [] if found.any() else self._room
-            if counts is None and ids.shape[1] <= CHUNK:
+            if counts is None and ids.shape[1] <= CHUNK and segments is None:
                 logits = self._whole(stepper, ids, last_only)
             else:
                 full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
-                logits = self._chunks(stepper, ids, full, self._lengths, last_only)
+                if segments is None or int(full.max()) <= segments.threshold:
+                    logits = self._chunks(stepper, ids, full, self._lengths, last_only)
+                else:
+                    calls = partial(self._step, stepper), partial(self._sparse, stepper)
+                    logits = in_segments(segments, ids, full, *calls)
             self._compress("call", after)
         except BaseException as error:
             self._undo(before, error)
@@ -164,7 +175,9 @@ class Session:
                 with closing(spare()) as other:
                     tokens, lengths, calls = filtered(plan.filter, other, ids, counts, CHUNK)
                 self._count(calls, 0, start)
-        logits = self.run(tokens, lengths, last_only=True)
+        first = self._prefill is not None and not self._lengths.any()
+        segments = self._prefill[0].segments if self._prefill and first else None
+        logits = self._run(tokens, lengths, True, segments=segments)
         self.end_prompt()
         return logits
 
@@ -262,24 +275,11 @@ class Session:
         other._plans = self._plans and self._plans.copy()
         return other
 
-    def close(self) -> None:
-        """Free the cache. Closing twice is harmless."""
-        if self._stepper is not None:
-            if self._pages is not None:
-                self._pages.close(self._stepper, self._lengths)
-            self._stepper.close()
-            self._stepper = None
-
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _open(self) -> Stepper:
-        if self._stepper is None:
-            raise InputError("this session is closed; open another with model.session()")
-        return self._stepper
 
     def _whole(self, stepper: Stepper, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""
@@ -304,16 +304,6 @@ class Session:
                 self._chunks(stepper, ids, counts, first, True, base)
             finally:
                 self._keeper = keeper
-
-    def _undo(self, before: Keeper | None, error: BaseException) -> None:
-        """After a call that failed: `before` is what was known of the compressed part."""
-        if before is None or self._keeper is None:
-            return
-        if before.plan.counts or (self._keeper.base != before.base).any():
-            self.close()
-            if isinstance(error, Exception):
-                raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
-        self._keeper = before
 
     def _chunks(
         self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool, base: Any = None
@@ -373,27 +363,15 @@ class Session:
             stepper.resize(*room)
             self._room = room
 
-    def _count(self, calls: int, tokens: int, start: float) -> None:
-        self._calls += calls
-        self._tokens += tokens
-        self._seconds += time.perf_counter() - start
-
-    @property
-    def _base(self) -> Ints | int:
-        """The position of slot 0 of each row [B]."""
-        split = self._keeper or self._pages
-        return 0 if split is None else split.base
-
-    def _compress(self, moment: str, lengths: Ints) -> None:
-        """Compress the cache where the recipe says so; rows hold `lengths` [B] tokens."""
-        keeper = self._keeper
-        if keeper is None or not keeper.due(moment, lengths):
-            return
+    def _sparse(
+        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, real: int
+    ) -> None:
+        """A segment of a prompt that reads some of the keys before it."""
+        self._need(stepper, [int(slots.max()) + tokens.shape[1]])
         start = time.perf_counter()
-        self._open().compress(keeper, lengths)
-        keeper.compressed(lengths)
-        self._room = []
-        if self._past is not None:
-            self._past.pin(self._open())
-        self._calls += 1
-        self._seconds += time.perf_counter() - start
+        rows = np.zeros((self.batch, 1), np.int64)
+        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        queries = stepper.part("sparse", given)
+        if self._keeper is not None and queries:
+            self._keeper.observe(queries, positions)
+        self._count(1, real, start)

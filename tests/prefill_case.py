@@ -21,10 +21,12 @@ _MADE: dict = {}
 
 
 def module(name):
+    """An architecture's module; of other layers than LAYERS where the name says, as llama:4."""
     if name not in _MADE:
-        layers, models.LAYERS = models.LAYERS, LAYERS
+        kind, _, count = name.partition(":")
+        layers, models.LAYERS = models.LAYERS, int(count or LAYERS)
         try:
-            _MADE[name] = models.ARCHITECTURES[name]()
+            _MADE[name] = models.ARCHITECTURES[kind]()
         finally:
             models.LAYERS = layers
     return _MADE[name]
@@ -110,3 +112,47 @@ def best(scores, count, *always):
 
 def far(got, want):
     return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
+
+
+def critical(model, tokens, count, *, segment, block, budget, threshold, fusion=0.25):
+    """Logits [T,V] of transformers' own model where segments of a prompt of `count` tokens read the blocks
+    of keys that CritiPrefill says.
+    """
+    plain, before = ALL_ATTENTION_FUNCTIONS["sdpa"], {}
+
+    def attend(module, query, key, value, *rest, **more):
+        if module.layer_idx < 1:
+            return plain(module, query, key, value, *rest, **more)
+        heads, groups = query.shape[1], key.shape[1]
+        scale = more.get("scaling") or query.shape[-1] ** -0.5
+        hidden = torch.ones(heads, *[query.shape[2]] * 2).triu(1).bool()
+        for start in range(0, count, segment):
+            if start < max(threshold, budget) or start + segment >= count:
+                continue
+            for g in range(groups):
+                mine = range(g * heads // groups, (g + 1) * heads // groups)
+                worth = []
+                for at in range(0, start, block):
+                    k = key[0, g, at : at + block]
+                    each = []
+                    for h in mine:
+                        q = query[0, h, start : start + segment]
+                        ends = torch.stack([q.amax(0), q.amin(0)])
+                        each.append(max((ends @ k.amax(0)).mean(), (ends @ k.amin(0)).mean()))
+                    worth.append(sum(each) / len(each))
+                share = (torch.stack(worth) * scale).softmax(0)
+                if (start, g) in before:
+                    share = fusion * before[start, g] + (1 - fusion) * share
+                before[start, g] = share
+                for at in set(range(len(worth))) - set(share.topk(budget // block).indices.tolist()):
+                    hidden[mine, start : start + segment, at * block : (at + 1) * block] = True
+        keys, values = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
+        scores = (query @ keys.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
+        return (scores.softmax(-1) @ values).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        with torch.no_grad():
+            return model(torch.tensor(tokens)[None], use_cache=False).logits[0].numpy()
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain

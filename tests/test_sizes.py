@@ -15,6 +15,7 @@ def test_a_part_of_the_slots_counts_what_is_begun(slots, pages):
 
 def test_letters_that_are_not_given_are_nothing():
     assert in_numbers(("B", "P3", "C", 5), {"B": 2}) == (2, 0, 0, 5)
+    assert in_numbers(("C", "C1", "P1"), {"C": 3, "P": 4}) == (3, 3, 0)  # what layers have of their own
 
 
 def test_what_grows_with_the_slots():
@@ -22,11 +23,11 @@ def test_what_grows_with_the_slots():
     assert per_slot(("B", 4, "C", 8)) == 32 and per_slot(("B", 4, "C/16", 8)) == 2
 
 
-@pytest.mark.parametrize("size", ["C", "C/16", "B", "X", "P12"])
+@pytest.mark.parametrize("size", ["C", "C/16", "B", "X", "P12", "P", "C1", "C2/16"])
 def test_letters(size):
     assert LETTER.fullmatch(size)
 
 
-@pytest.mark.parametrize("size", ["C/", "C/0", "C/016", "B/2", "CC", "P", "c"])
+@pytest.mark.parametrize("size", ["C/", "C/0", "C/016", "B/2", "CC", "PP", "c"])
 def test_what_is_no_letter(size):
     assert not LETTER.fullmatch(size)

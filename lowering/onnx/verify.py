@@ -157,9 +157,63 @@ def shift_error(program: Program, file: Path, bound: float = 1e-4) -> float:
     return _held(max(off), bound, file, "key")
 
 
+def segment_error(program: Program, file: Path) -> float:
+    """The largest error of what any variant of the entry `sparse` writes and gives for random tokens over
+    random keys and values, relative to the largest of each output. Where products or the cache round, a
+    close choice of blocks may turn: there the median of the tokens counts.
+
+    Raises:
+        LoweringError: as `onnx_error`.
+    """
+    assert program.facts.prefill is not None and program.facts.prefill.segments is not None
+    entry, plan = program.entries["sparse"], program.facts.prefill.segments
+    start = -(-plan.threshold // plan.tokens) * plan.tokens
+    width = min(5, program.facts.max_context - start)
+    tokens, positions = example(1, width, program.facts.vocab_size, 7)
+    given = {
+        "tokens": tokens,
+        "positions": positions + start,
+        "slots": torch.full((1,), start),
+        "rows": torch.zeros(1, 1, dtype=torch.int64),
+        **_filled(program, entry, -(-(start + width) // BLOCK) * BLOCK),
+    }
+    given = {n: v for n, v in given.items() if n in entry.inputs}
+    want = program.run("sparse", given)
+    loose, worst = rounding(program), 0.0
+    for path in sorted(file.parent.glob("sparse*.onnx")):
+        got = _open(program, path).run(list(want), {n: v.numpy() for n, v in given.items()})
+        for value, right in zip(got, want.values(), strict=True):
+            right = right.float()
+            each = (torch.from_numpy(value).float() - right).abs() / max(1.0, float(right.abs().max()))
+            off = float(each.median() if loose else each.max()) if each.numel() else 0.0
+            worst = max(worst, off if off == off else float("inf"))
+    return _held(worst, max(1e-3, loose), file, "value")
+
+
+def _filled(program: Program, entry: Entry, slots: int) -> dict[str, Tensor]:
+    """State of one row whose `slots` hold random keys and values of as many tokens."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for state in program.state:
+        if state.name not in entry.inputs:
+            continue
+        blank = state.allocate(B=1, C=slots)
+        if state.role == "pos":
+            found[state.name] = torch.arange(slots)[None]
+        elif blank.dtype is torch.float32:
+            found[state.name] = torch.randn(blank.shape, generator=generator).abs() + 0.1
+            if state.role in ("k", "v"):
+                found[state.name] = torch.randn(blank.shape, generator=generator)
+        elif blank.dtype is torch.int8:
+            found[state.name] = torch.randint(-127, 128, blank.shape, generator=generator, dtype=torch.int8)
+        else:
+            found[state.name] = blank
+    return found
+
+
 CHECKS = {  # what an entry's name begins with -> its check
     "encode": encode_error, "compress": compress_error, "filter": part_error, "prompt": part_error,
-    "shift": shift_error,
+    "shift": shift_error, "sparse": segment_error,
 }  # fmt: skip
 
 

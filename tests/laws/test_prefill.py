@@ -251,7 +251,7 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"kv.score": {"use": "knorm"}}, "promptdistill: kv.score puts .*; leave one of the two out"),
+        ({"kv.score": {"use": "knorm"}}, "promptdistill: what kv.score keeps.*; leave one of the two out"),
         ({"numerics": {"use": "bit-exact"}}, "bit-exact and a method of prefill"),
     ],
 )

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, fx
+from torch import Tensor
 from torch.nn.functional import pad
 
 from accel.ir.errors import PassError
-from accel.ir.program import Entry, Program, Region
-
-
-def layer_calls(program: Program, entry: Entry) -> list[fx.Node]:
-    """The calls of all layers of an entry, in order. Raises PassError where they were not found."""
-    calls = [n for n in entry.graph.nodes if isinstance(n.target, Region)]
-    count = len(program.facts.layers)
-    if not calls or len(calls) != count:
-        raise PassError(
-            f"prefill.prune: {len(calls)} of {count} layers were found in the graph, and a prompt can only be "
-            "pruned between layers; leave prefill.prune out for this model"
-        )
-    return calls
+from accel.ir.program import Program
 
 
 def deciding(program: Program, method: str, layer: int, share: float) -> int:

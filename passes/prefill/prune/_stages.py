@@ -11,7 +11,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, Region, State
 from accel.ir.sizes import grows
 from accel.ir.trace import _Renamed, trace
-from accel.passes.prefill.prune._layer import layer_calls
+from accel.passes.prefill._entry import layer_calls
 from accel.passes.state.recurrent import buffer
 
 _SLOTS = 73  # example number of slots while shapes are worked out
@@ -20,15 +20,25 @@ _SLOTS = 73  # example number of slots while shapes are worked out
 def check_state(program: Program, method: str) -> None:
     """Raise PassError where what the model keeps of a token cannot differ from layer to layer."""
     reason = None
-    if program.facts.kv is not None:
+    if program.facts.prefill is not None and program.facts.prefill.segments is not None:
         reason = (
-            "kv.score puts what it keeps of all layers' slots in one order, and here deeper layers hold "
-            "fewer; leave one of the two out, or use gemfilter"
+            "prefill.sparse reads a prompt in segments, which deeper layers would not have; leave one of "
+            "the two out, or use gemfilter"
+        )
+    elif program.facts.kv is not None:
+        reason = (
+            "what kv.score keeps, or a kv.codec stores in blocks, is taken from slots that all layers fill alike, "
+            "and here deeper layers hold fewer; leave one of the two out, or use gemfilter"
         )
     elif any("Z" in s.shape for s in program.state):
         reason = (
             "kv.reuse shares blocks that hold a token in every layer, and here deeper layers hold fewer; leave "
             "one of the two out, or use gemfilter"
+        )
+    elif any(s.name == "table" for s in program.state):
+        reason = (
+            "kv.reuse shares blocks that hold the same tokens in all layers, and here deeper layers hold fewer; "
+            "leave one of the two out, or use gemfilter"
         )
     elif any(s.role == "recurrent" for s in program.state):
         reason = (

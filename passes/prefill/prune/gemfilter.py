@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from accel.ir.errors import RecipeError
 from accel.ir.prefill import Pick, Prefill
@@ -46,6 +46,7 @@ class GemFilter(Base):
         layer = deciding(program, "gemfilter", self.layer, _SHARE)
         entry = scoring(program, 0, layer, self.score, self.kernel, whole=False)
         program.entries["filter"] = entry
-        program.facts.prefill = Prefill(filter=Pick(self.tokens, self.sinks, self.recent))
+        found = program.facts.prefill or Prefill()
+        program.facts.prefill = replace(found, filter=Pick(self.tokens, self.sinks, self.recent))
         program.facts.notes.append(f"gemfilter picks a prompt's tokens at layer {layer}")
         return Report(changed=1)

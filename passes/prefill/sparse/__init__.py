@@ -1,0 +1,75 @@
+"""prefill.sparse: which of the keys before it each stretch of a long prompt reads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.ir.prefill import Prefill, Segments
+from accel.ir.program import Program
+from accel.passes import Pass, Report
+from accel.passes.fuse.residual import Residual
+from accel.passes.prefill.sparse._segment import sparse_entry
+from accel.passes.recognise.layers import Layers
+
+__all__ = ["Base"]
+
+
+@dataclass(frozen=True)
+class Base(Pass, ABC):
+    """A session gives a prompt in segments of `segment` tokens, from an empty cache on. One that begins at
+    `threshold` or later, and is not a prompt's last, reads its own tokens and `budget` of those before it, in
+    blocks of `block` that every KV head chooses for itself in each layer from `first` on, where these see all
+    tokens. All others, and all that is not given as a prompt, read everything.
+
+    Segments that begin before there is more than the budget to choose from read everything too.
+    """
+
+    segment: int = 512
+    block: int = 32
+    budget: int = 2048
+    threshold: int = 4096
+    first: int = 1
+
+    after = (Layers, Residual)
+    rank = 2
+    grade = "approximate"
+
+    def __post_init__(self) -> None:
+        name = f"prefill.sparse.{type(self).__name__.lower()}"
+        if min(self.segment, self.block, self.budget) < 1 or min(self.threshold, self.first) < 0:
+            raise RecipeError(
+                f"{name}: segment is {self.segment}, block {self.block}, budget {self.budget}, threshold "
+                f"{self.threshold} and first {self.first}; give at least 1, 1, 1, 0 and 0"
+            )
+        if self.segment % self.block or self.budget % self.block:
+            raise RecipeError(
+                f"{name}: segment = {self.segment} and budget = {self.budget} must be whole blocks of "
+                f"{self.block} tokens"
+            )
+
+    @abstractmethod
+    def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:
+        """What a segment's queries [B,H,T,D] make of blocks of keys, whose largest and smallest numbers are
+        high, low [B,G,NB,D]: [B,G,NB], higher is read. Attention multiplies q k^T by `scale`.
+        """
+
+    def fuse(self, weights: Tensor, before: Tensor) -> Tensor:
+        """Softmax of a layer's scores over the blocks [B,G,NB], and what this gave in the layer before
+        (of another form where `fuses` is false): what the blocks are chosen by.
+        """
+        return weights
+
+    def run(self, program: Program) -> Report:
+        threshold = max(self.threshold, self.budget)
+        if program.facts.max_context <= threshold + self.segment:
+            why = f"prompts of at most {program.facts.max_context} tokens read all keys"
+            return Report(refused=[f"{why}: no segment of {self.segment} from {threshold} on is followed by others"])
+        entry, layers = sparse_entry(program, self)
+        program.entries["sparse"] = entry
+        found = program.facts.prefill or Prefill()
+        program.facts.prefill = replace(found, segments=Segments(self.segment, threshold))
+        return Report(changed=layers)

@@ -1,0 +1,160 @@
+"""Laws of prompts whose segments read some of the keys, over every method found, and parity of each."""
+
+import numpy as np
+import pytest
+
+import accel
+from accel.ir.axis import find_axes
+from accel.ir.errors import PassError, RecipeError
+
+from ..prefill_case import TOKENS, built, critical, far, module
+
+AXIS = find_axes()["prefill.sparse"]
+NAMES = AXIS.names()
+CUT = {"segment": 8, "block": 4, "budget": 8, "threshold": 8}
+LENGTHS = np.array([45, 29, 7])
+ROWS = TOKENS[:, :45]
+
+
+def sparse(name, arch="llama", target="eager", tables=None, **options):
+    return built(arch, target, {"prefill.sparse": {"use": name, **CUT, **options}, **(tables or {})})
+
+
+def prompted(model, tokens=ROWS, lengths=LENGTHS, after=3):
+    with model.session(len(tokens)) as session:
+        out = [session.prompt(tokens, lengths)]
+        out += [session.run(TOKENS[: len(tokens), [45 + i]]) for i in range(after)]
+        assert session.lengths.tolist() == [n + after for n in lengths]
+        return np.concatenate(out, axis=1)
+
+
+def state(session):
+    return {n: v.numpy() for n, v in session._stepper._state.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_prompts_and_calls_read_all_keys(name):
+    base = built("llama")
+    want = prompted(base)
+    for options in ({"threshold": 48}, {"budget": 48}, {"segment": 40}):
+        assert far(prompted(sparse(name, **options)), want) < 1e-5
+    assert far(prompted(sparse(name)), want) > 1e-3  # the control
+    model = sparse(name)
+    with model.session(3) as session, base.session(3) as whole:
+        assert far(session.run(ROWS, LENGTHS), whole.run(ROWS, LENGTHS)) < 1e-6
+        later = session.prompt(TOKENS[:, 45:], [3, 3, 3])
+        assert far(later, whole.prompt(TOKENS[:, 45:], [3, 3, 3])) < 1e-6
+    prompts = [list(row[:n]) for row, n in zip(ROWS, LENGTHS, strict=True)]
+    short = [p[:8] for p in prompts]
+    assert model.generate(short, 5, eos=[]).tokens == base.generate(short, 5, eos=[]).tokens
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
+    model, calls = sparse(name, budget=16, threshold=16), []
+    part = accel.runtime.eager.EagerStepper.part
+    monkeypatch.setattr(
+        accel.runtime.eager.EagerStepper,
+        "part",
+        lambda self, entry, given: calls.append(entry) or part(self, entry, given),
+    )
+    lengths = np.array([31, 25, 7])  # the segment from 16 on chooses among 16 tokens
+    tokens = ROWS[:, :31]
+    assert far(prompted(model, tokens, lengths), prompted(built("llama"), tokens, lengths)) < 1e-5
+    assert calls == ["sparse"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_layers_hold_what_they_do_in_the_whole_model(name):
+    with sparse(name).session(3) as session, built("llama").session(3) as whole:
+        for each in (session, whole):
+            each.prompt(ROWS, LENGTHS)
+        got, want = state(session), state(whole)
+        for key in want:
+            held = got[key][0, ..., :45, :] if key != "kv.pos" else got[key][0, :45]
+            right = want[key][0, ..., :45, :] if key != "kv.pos" else want[key][0, :45]
+            if key.startswith("kv.2"):
+                assert far(held, right) > 1e-3
+            else:
+                assert far(held, right) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_as_if_alone(name):
+    model = sparse(name)
+    together = prompted(model)
+    for row, n in enumerate(LENGTHS):
+        with model.session() as session:
+            alone = [session.prompt(ROWS[[row], :n])]
+            alone += [session.run(TOKENS[[row], [[45 + i]]]) for i in range(3)]
+        assert far(np.concatenate(alone, 1)[0], together[row]) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+def test_onnx_is_the_eager_oracle(name, arch):
+    want, compiled = prompted(sparse(name, arch)), sparse(name, arch, "onnx")
+    assert compiled.report["errors"]["sparse"] < 1e-4
+    for kernels in compiled.artifact.entries["step"].graphs:
+        with accel.load(compiled.artifact.path, kernels=kernels) as model:
+            assert far(prompted(model), want) < 1e-4
+
+
+@pytest.mark.parametrize("arch", ["llama:4", "gpt_neox", "gpt2"])
+def test_critiprefill_is_what_its_paper_says(arch):
+    got, model = prompted(sparse("critiprefill", arch)), module(arch)
+    for row, n in enumerate(LENGTHS):
+        tokens = np.concatenate([ROWS[row, :n], TOKENS[row, 45:48]])
+        assert far(got[row], critical(model, tokens, n, **CUT)[n - 1 :]) < 1e-4
+        # the controls: fewer blocks; the first choice stays, which only a layer after the second can tell
+        others = [{"budget": 4}, *([{"fusion": 1.0}] if arch == "llama:4" else [])]
+        for other in others:
+            wrong = critical(model, tokens, n, **{**CUT, **other})
+            assert n < 40 or far(got[row], wrong[n - 1 :]) > 1e-4
+
+
+def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
+    tables = {"kv.score": {"use": "snapkv", "window": 4}, "kv.budget": {"use": "uniform", "tokens_kept": 12}}
+    want, got = (prompted(sparse("critiprefill", target=t, tables=tables)) for t in ("eager", "onnx"))
+    assert far(got, want) < 1e-4
+    model = sparse("critiprefill", tables=tables)
+    with model.session(3) as session:
+        session.prompt(ROWS, LENGTHS)
+        found = state(session)
+        kept = {n: v for n, v in found.items() if n.startswith("kept.") and n.endswith("pos")}
+        assert all(v.shape[2] == 12 for v in kept.values()) and len(kept) == 3
+        assert session.held_from.tolist() == LENGTHS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"segment": 0}, "segment is 0"),
+        ({"threshold": -1}, "threshold -1"),
+        ({"block": 3}, "must be whole blocks of 3 tokens"),
+        ({"fusion": 1.5}, "fusion is 1.5"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(RecipeError, match=f"critiprefill.*{words}"):
+        AXIS.build("critiprefill", **options)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"prefill.prune": {"use": "promptdistill"}}, "promptdistill: prefill.sparse reads"),
+        ({"kv.score": {"use": "h2o"}}, "prefill.sparse: kv.score counts the attention"),
+        ({"numerics": {"use": "bit-exact"}}, "bit-exact and a method of prefill"),
+    ],
+)
+def test_what_cannot_go_together_is_refused_by_name(tables, words):
+    with pytest.raises(PassError, match=words):
+        sparse("critiprefill", tables=tables)
+
+
+def test_a_context_without_such_segments_is_left_as_it_is():
+    compiled = built("llama", tables={"prefill.sparse": {"use": "critiprefill"}})
+    assert compiled.facts.prefill is None and "sparse" not in compiled.program.entries
+    (step,) = [s for s in compiled.report["steps"] if s["name"] == "CritiPrefill"]
+    assert "prompts of at most 64 tokens read all keys" in step["refused"][0]
