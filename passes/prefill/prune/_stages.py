@@ -35,11 +35,6 @@ def check_state(program: Program, method: str) -> None:
             "kv.reuse shares blocks that hold a token in every layer, and here deeper layers hold fewer; leave "
             "one of the two out, or use gemfilter"
         )
-    elif any(s.name == "table" for s in program.state):
-        reason = (
-            "kv.reuse shares blocks that hold the same tokens in all layers, and here deeper layers hold fewer; "
-            "leave one of the two out, or use gemfilter"
-        )
     elif any(s.role == "recurrent" for s in program.state):
         reason = (
             "a recurrent state is computed again from the tokens after a rewind, and deeper layers saw only "
