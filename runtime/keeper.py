@@ -165,18 +165,18 @@ class Keeper:
 
 def trimmed(found: Arrays) -> Arrays:
     """What the entry gave, by state name, without the slots behind the last one that is used."""
-    used: dict[int | None, int] = {}
+    used: dict[tuple[str, str], int] = {}
     for name, array in found.items():
-        if name.endswith(".pos") and (layer := _layer(name)) is not None:
+        if name.endswith(".pos") and (part := _part(name)):
             filled = np.flatnonzero((array >= 0).any(axis=(0, 1)))
-            used[layer] = int(filled[-1]) + 1 if filled.size else 0
+            used[part] = int(filled[-1]) + 1 if filled.size else 0
     return {
-        name: array[:, :, : used[layer]] if (layer := _layer(name)) in used else array
+        name: array[:, :, : used[part]] if (part := _part(name)) in used else array
         for name, array in found.items()
     }
 
 
-def _layer(name: str) -> int | None:
-    """The layer that a state value is of, where it is of one."""
-    found = re.match(r"\w+\.(\d+)\.", name)
-    return None if found is None else int(found[1])
+def _part(name: str) -> Any:
+    """Whose slots a state value has, where they are a layer's own: what was kept of it, or demoted."""
+    found = re.match(r"(\w+)\.(\d+)\.", name)
+    return found and ("low" if found[1] == "low" else "kept", found[2])

@@ -102,7 +102,7 @@ def compress_error(program: Program, file: Path, bound: float = 1e-3) -> float:
         if want[name].dtype is torch.int8:  # a number between two codes may go to either
             off = (off - 1).clamp(min=0)
         if want[name].dtype is torch.uint8:  # the same, of several codes in a byte
-            off = (off > 0).float().mean(dim=-1, keepdim=True) * 255
+            off = (off > 0).float().mean() * 255
         scale = 1e-6 if name.endswith(".pos.next") else max(1.0, float(want[name].abs().max()))
         worst = max(worst, float(off.max()) / scale)
     return _held(worst, bound, file, "value")
@@ -221,6 +221,7 @@ def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
     """Of a compress entry: two rows, the second shorter, each head with some slots that are empty."""
     generator = torch.Generator().manual_seed(0)
     letters = {"B": 2, "C": 24, "W": 3} | {f"P{i}": 8 for i in range(len(program.facts.layers))}
+    letters |= {f"Q{i}": 7 for i in range(len(program.facts.layers))}
     letters |= {f"N{i}": 9 for i in range(len(program.facts.layers))}
     if program.facts.kv is not None and (block := program.facts.kv.flush):
         letters |= {"C": 24 + 2 * block, "P": 3, "F": 2, "N": 4, "M": 5}

@@ -17,6 +17,7 @@ from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Entry, KvFacts, Program, State
 from accel.ir.trace import Memo, trace
 from accel.passes import Pass, Report
+from accel.passes.kv import low
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.note import add_notes
 from accel.passes.kv.score import Base as Score
@@ -71,7 +72,7 @@ class Compress(Pass):
             return Report(refused=["no layer of this model has a cache of keys; leave kv.score out for it"])
         _check_values(self.keep, sites)
         _check_readers(program, sites)
-        _read_kept(program, sites)
+        _read_kept(program, sites, self.keep)
         if "notes" in _parameters(self.score):
             stored = {s.layer: s.node.args[1] for s in sites}
             for layer, buffers in add_notes(program, self.score, stored).items():  # type: ignore[arg-type]
@@ -147,7 +148,7 @@ def _check_readers(program: Program, sites: list[_Site]) -> None:
         )
 
 
-def _read_kept(program: Program, sites: list[_Site]) -> None:
+def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
     """State for what is kept, and attention over it."""
     editor = Editor(program, program.step.graph)
     outputs = program.step.output_nodes()
@@ -169,6 +170,8 @@ def _read_kept(program: Program, sites: list[_Site]) -> None:
         state = State(name, "kept.pos", site.layer, "int64", ("B", groups, letter), -1)
         site.kept["pos"] = buffer(program, editor, state, letters)
         added = {f"kept_{p}": site.kept.get(p, site.kept["k"]) for p in ("k", "v", "pos")}
+        if keep.demotes:
+            added = low.read(program, editor, keep, site.node, added, site.kept)
         site.node.kwargs = {**site.node.kwargs, **added}
         if site.mass:
             _add_mass(program, editor, site, letters, outputs, memos)
@@ -212,7 +215,9 @@ def _add_mass(
 
     def add(before: Tensor, since: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
         drawn = attention_mass(**rest, **dict(zip(read, values, strict=True)))
-        return before + drawn[..., : before.shape[2]], since + drawn[..., before.shape[2] :]
+        first = drawn.shape[2] - before.shape[2] - since.shape[2]  # tokens that were demoted come before
+        last = first + before.shape[2]
+        return before + drawn[..., first:last], since + drawn[..., last:]
 
     with editor.graph.inserting_before(editor.graph.find_nodes(op="output")[0]):  # outside of any layer
         memo = memos.setdefault((*rest.items(), *read), {})
@@ -328,6 +333,8 @@ def chooser(
         if not shared:
             out["v"] = step.keep(**{n: given[n] for n in _parameters(step.keep)})
         out |= {name: given[name].gather(2, chosen) for name in told}
+        if step.keep.demotes:
+            out |= low.demoted(step.keep, given, x, ~mask.visible(after, x["kept_low.pos"]))
         return out
 
     return cut

@@ -17,7 +17,20 @@ seeds = st.integers(0, 1 << 20)
 
 
 def kept(keep, x, count=5):
+    if keep.demotes:
+        x = x | no_others(keep)
     return choose(x, count, build("score", "snapkv"), keep=keep, most=count)
+
+
+def no_others(keep):
+    """What `compress` takes where nothing was demoted yet."""
+    kinds = {"uint8": torch.uint8, "float16": torch.float16}
+    parts = {
+        f"kept_low.{role}.{part}".rstrip("."): torch.zeros(B, G, 0, count, dtype=kinds[dtype])
+        for role in "kv"
+        for part, (dtype, count) in keep.parts(D).items()
+    }
+    return parts | {"kept_low.pos": torch.full((B, G, 0), -1)}
 
 
 def law_mixture(keep, seed):
@@ -47,6 +60,7 @@ def law_nothing_goes(keep, seed):
     """Where every token stays, values do."""
     x = slots(seed)
     want = choose(x, 99, build("score", "snapkv"))
+    x = x | no_others(keep) if keep.demotes else x
     found = choose(x, 99, build("score", "snapkv"), keep=keep)
     assert torch.equal(want["v"], found["v"])
 

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-__all__ = ["Base"]
+__all__ = ["Base", "Parts"]
+
+Parts = dict[str, tuple[str, int]]  # name -> (dtype, numbers of a token); the first is named ""
 
 
 class Base:
@@ -15,10 +17,16 @@ class Base:
 
     Given `keys`, `values` [B,G,S,D] of all slots, `positions` [B,G,S] (-1: nothing there), and of those
     that stay `chosen` [B,G,N] (slots; which of them are real: `real` [B,G,N]), it gives the values
-    [B,G,N,D] that are stored with the keys of the chosen slots.
+    [B,G,N,D] that are stored with the keys of the chosen slots. A method that `demotes` keeps the others too, in
+    the `parts` that it makes of D numbers: `encode` [B,G,S,D], and `decode` them again.
     """
 
     grade: ClassVar[str] = "approximate"
     merges: ClassVar[bool] = True  # whether values change, so that they must not be keys too
+    demotes: ClassVar[bool] = False  # whether tokens that do not stay go on in another form
+
+    parts: Callable[[int], Parts]
+    encode: Callable[[Tensor], dict[str, Tensor]]
+    decode: Callable[[dict[str, Tensor], int], Tensor]
 
     __call__: Callable[..., Tensor]
