@@ -43,7 +43,7 @@ AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change
 # Small enough for a prompt of PROMPT tokens to feel it, wherever a method has such an option.
 SMALL = {
     "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
-    "speedup": 1.4,
+    "speedup": 1.4, "residual": 8, "group": 4,
 }  # fmt: skip
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
