@@ -1,0 +1,76 @@
+"""The leaderboard's tool: every recipe has a case, questions cover every depth, a page comes of its results."""
+
+import json
+from collections import Counter
+
+import leaderboard
+import leaderboard_measure as measure
+import leaderboard_page as page
+import numpy as np
+import pytest
+
+from accel.ir.recipe import bundled
+
+
+def test_every_recipe_has_cases_and_base_is_first():
+    found = leaderboard.cases()
+    assert found[0].name == "base" and len({c.name for c in found}) == len(found)
+    assert {c.recipe for c in found} == set(bundled())
+    first = {c.recipe for c in found[: len(bundled())]}
+    assert first == set(bundled()), "each recipe once, before any at another value"
+
+
+def test_a_sweep_sets_the_option():
+    rows = [c for c in leaderboard.cases() if c.recipe == "snapkv"]
+    assert {c.tables["kv.budget"]["tokens_kept"] for c in rows} == {c.value for c in rows}
+    assert len(rows) == 3 and all(c.tables["kv.score"] == {"use": "snapkv"} for c in rows)
+
+
+def test_questions_are_as_many_of_every_kind():
+    asked = list(measure.questions(1))
+    counts = Counter((task, length, depth) for task, length, depth, *_ in asked)
+    assert len(counts) == len(measure.TASKS) * len(measure.LENGTHS) * measure.DEPTHS
+    assert set(counts.values()) == {1}
+    for _, _, depth, text, answer in asked:
+        assert depth == int(measure.DEPTHS * text.find(answer) / len(text))
+
+
+def test_odds_add_up():
+    odds = measure.log_odds(np.array([[1e4, 0.0, -1e4], [0.0, 1.0, 2.0]], np.float32))
+    np.testing.assert_allclose(np.exp(odds).sum(-1), 1)
+
+
+def result(name, share, kl, **more):
+    recipe, _, value = name.partition("@")
+    speed = {"tokens_per_second": 100.0, "ratio": share, "least": share / 2, "most": share * 2}
+    cells = [
+        f"{t} {n} {d}"
+        for t in measure.TASKS
+        for n in measure.LENGTHS
+        for d in range(measure.DEPTHS)
+    ]
+    return {
+        "name": name, "recipe": recipe, "value": float(value) if value else None, "family": "kv",
+        "samples": {"windows": 1, "prompts": 2, "rounds": 3}, "kv_bytes": int(1e7 * share), "peak_memory": 10**8,
+        "quality": {"perplexity": 50.0, "kl": kl, "agreement": 1 - kl, "tokens": 9},
+        "recall": {c: [1, 2] if c.endswith("0") else [2, 2] for c in cells},
+        "speed": {"prefill": speed, "decode": speed}, **more,
+    }  # fmt: skip
+
+
+def test_the_page(tmp_path):
+    rows = [result("base", 1, 0), result("some@128", 0.25, 0.3), result("some@512", 0.5, 0.1)]
+    page.write(tmp_path, [*rows, {"name": "odd", "refused": "no cache of keys"}])
+    text = (tmp_path / "leaderboard.md").read_text()
+    assert "| some@128 | kv | 50.0 | 0.3000 | 70.0% | 88 | 88 | 2.50 | 0.25 |" in text
+    assert "- `odd`: no cache of keys" in text
+    for picture in ("budget", "recall", "speed"):
+        assert (tmp_path / "pictures" / f"leaderboard-{picture}.png").stat().st_size > 5000
+    assert page.share(rows[0], 500, 0) == 0.5 and page.share(rows[0], 500, 1) == 1
+
+
+def test_a_result_is_whole_or_not_there(tmp_path):
+    leaderboard.keep(tmp_path / "a.json", {"x": 1})
+    with pytest.raises(TypeError):
+        leaderboard.keep(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
