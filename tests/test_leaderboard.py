@@ -65,7 +65,7 @@ def test_the_page(tmp_path):
     assert "| some@128 | kv | 50.0 | 0.3000 | 70.0% | 88 | 88 | 2.50 | 0.25 |" in text
     assert "- `odd`: no cache of keys" in text
     for picture in ("budget", "recall", "speed"):
-        assert (tmp_path / "pictures" / f"leaderboard-{picture}.png").stat().st_size > 5000
+        assert (tmp_path / "leaderboard" / f"{picture}.png").stat().st_size > 5000
     assert page.share(rows[0], 500, 0) == 0.5 and page.share(rows[0], 500, 1) == 1
 
 

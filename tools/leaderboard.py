@@ -44,7 +44,6 @@ THREADS = 1
 SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("kv.budget", "tokens_kept"): (256, 128, 512),
     ("prefill.prune", "tokens"): (256, 128, 512),
-    ("kv.codec", "bits"): (2, 4),
     ("kv.select", "tokens"): (256, 128, 512),
     ("depth", "speedup"): (2.0, 1.34),
     ("depth", "threshold"): (0.9, 0.5),

@@ -20,13 +20,13 @@ Result = dict[str, Any]
 
 def write(folder: Path, results: list[Result]) -> None:
     """The page and its pictures."""
-    pictures = folder / "pictures"
+    pictures = folder / "leaderboard"
     pictures.mkdir(parents=True, exist_ok=True)
     right = sorted((r for r in results if "quality" in r), key=_order)
     base = next(r for r in right if r["name"] == "base")
-    _budget_picture(pictures / "leaderboard-budget.png", right, base)
-    _recall_picture(pictures / "leaderboard-recall.png", right)
-    _speed_picture(pictures / "leaderboard-speed.png", right)
+    _budget_picture(pictures / "budget.png", right, base)
+    _recall_picture(pictures / "recall.png", right)
+    _speed_picture(pictures / "speed.png", right)
     samples = base["samples"]
     refused = [f"- `{r['name']}`: {r['refused']}" for r in results if "refused" in r]
     text = TEMPLATE.read_text(encoding="utf-8").format(
@@ -67,9 +67,14 @@ def _table(results: list[Result], base: Result) -> list[str]:
         rows.append(
             f"| {r['name']} | {r['family']} | {q['perplexity']:.1f} | {q['kl']:.4f} | {q['agreement']:.1%} "
             f"| {100 * share(r, LENGTHS[0]):.0f} | {100 * share(r, LENGTHS[1]):.0f} | {r['kv_bytes'] / 1e6:.2f} "
-            f"| {r['kv_bytes'] / base['kv_bytes']:.2f} | {speeds[0]} | {speeds[1]} | {r['peak_memory'] / 1e6:.0f} |"
+            f"| {r['kv_bytes'] / base['kv_bytes']:.2f} | {speeds[0]} | {speeds[1]} "
+            f"| {_megabytes(r.get('peak_memory'))} |"
         )
     return rows
+
+
+def _megabytes(count: int | None) -> str:
+    return "–" if count is None else f"{count / 1e6:.0f}"
 
 
 def _ratio(s: dict[str, float]) -> str:
