@@ -63,6 +63,24 @@ def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
     return make
 
 
+def by_pages(mask: str, size: int, heads: int, groups: int, kept: bool = False):
+    """Every query reads its own slot and up to four others, of its group's choice."""
+    plain = beside_kept(mask, size, heads, groups) if kept else attend(mask, size, heads, groups)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = plain(b, t, c, rng)
+        order = rng.permuted(np.tile(np.arange(c), (b, groups, t, 1)), axis=3)[..., :4]
+        missing = np.full((b, groups, t, 4 - order.shape[3]), -1)
+        own = np.broadcast_to(np.arange(t)[:, None], (b, groups, t, 1))
+        order = np.where((rng.random(order.shape) < 0.2) | (order == own), -1, order)
+        pages = np.concatenate([own, order, missing], axis=3)
+        operands[4][:, :t] = torch.where(operands[3] < 0, operands[4][:, :t], operands[3])
+        none = [None] * (16 - len(operands))
+        return [*operands, *none, torch.from_numpy(pages), 1]
+
+    return make
+
+
 def attention_cases() -> list[Case]:
     masks = [("causal", 0), ("window", 1), ("window", 4), ("chunk", 3), ("full", 0)]
     made = [
@@ -99,5 +117,8 @@ def attention_cases() -> list[Case]:
     ):
         make = beside_kept(mask, 4, 4, groups)
         made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
+    for mask, groups, kept in [("causal", 2, False), ("window", 4, False), ("full", 1, False), ("chunk", 2, True)]:
+        name = f"attention-pages-{mask}-{groups}{'-kept' * kept}"
+        made.append(Case(name, attention.attention, by_pages(mask, 4, 4, groups, kept)))
     made.append(Case("attention_mass", mass.attention_mass, attend("causal", 0, 4, 2), (5,)))
     return made

@@ -19,6 +19,7 @@ from accel.ir.ops import (
     groups,
     kv,
     norm,
+    pages,
     quantized,
     recurrence,
     rope,
@@ -72,6 +73,15 @@ def pooled(*inner: int) -> Callable[..., list[Any]]:
 
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
         return [randn(rng, c, 2, 3, *inner), torch.from_numpy(rng.integers(-1, c, (b, t)))]
+
+    return make
+
+
+def paged(*inner: int) -> Callable[..., list[Any]]:
+    """Pages of one slot, since there may be any number of slots."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        return [randn(rng, b, 2, c, *inner), torch.from_numpy(rng.integers(0, c, b)), 1, 1]
 
     return make
 
@@ -339,6 +349,14 @@ def cases() -> list[Case]:
             for s in ((), (7,), (2, 3))
         ),
         Case("take_rows", rows.take_rows, take),
+        Case("kv_pages", pages.kv_pages, paged(6)),
+        Case("kv_pages-scales", pages.kv_pages, paged()),
+        Case(
+            "few_to_many",
+            pages.few_to_many,
+            lambda b, t, c, r: [query_positions(r, b, t, c), key_positions(r, b, c), 4, 9],
+        ),
+        Case("dots", pages.dots, lambda b, t, c, r: [randn(r, b, 3, t, 7), randn(r, b, 3, c, 7)]),
         *(Case(f"expert_linear-{t}", experts.expert_linear, routed(t), (2,)) for t in (False, True)),
     ]  # fmt: skip
 

@@ -76,7 +76,7 @@ def attention(rng, shape, tokens, exact, mask):
     kept = [keys(rng, groups, size, 40), keys(rng, groups, size + 3, 40)]
     places = np.where(rng.random((2, groups, 40)) < 0.8, np.arange(40), -1)
     settings = dict(
-        scale=0.3, softcap=0.0, mask=mask, window=90 if mask else 0, exact=exact, packed=0
+        scale=0.3, softcap=0.0, mask=mask, window=90 if mask else 0, exact=exact, packed=0, page=0
     )
     coded = [
         q,
@@ -89,6 +89,7 @@ def attention(rng, shape, tokens, exact, mask):
         kept[0][1],
         kept[1][1],
         places,
+        None,
         k_scale,
         v_scale,
         kept[0][2],
@@ -106,20 +107,20 @@ def test_attention_is_that_over_the_decoded_bit_for_bit(shape):
         (got,) = run("AttentionInt8", coded, ["float32"], **settings)
         (want,) = run("Attention", plain, ["float32"], **settings)
         np.testing.assert_array_equal(got, want)
-        bare = [*coded[:7], None, None, None, *coded[10:12]]  # without what was kept
+        bare = [*coded[:7], None, None, None, None, *coded[11:13]]  # without what was kept
         (got,) = run("AttentionInt8", bare, ["float32"], **settings)
         np.testing.assert_array_equal(got, run("Attention", plain[:7], ["float32"], **settings)[0])
 
 
 def test_a_scale_of_another_slot_is_noticed():
     coded, plain, settings = attention(np.random.default_rng(0), SHAPES[0], 3, 0, 0)
-    coded[10] = np.roll(coded[10], 1, axis=2)
+    coded[11] = np.roll(coded[11], 1, axis=2)
     (got,) = run("AttentionInt8", coded, ["float32"], **settings)
     (want,) = run("Attention", plain, ["float32"], **settings)
     assert np.abs(got - want).max() > 1e-3
 
 
-@pytest.mark.parametrize("index", [10, 11, 12])
+@pytest.mark.parametrize("index", [11, 12, 13])
 def test_scales_that_do_not_fit_are_an_error(index):
     coded, _, settings = attention(np.random.default_rng(0), SHAPES[0], 2, 0, 0)
     coded[index] = coded[index][:, :, :-1].copy()

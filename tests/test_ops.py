@@ -164,6 +164,8 @@ def test_a_wrong_lowering_is_caught(monkeypatch, tmp_path):
 
 # References against another formulation
 
+WHOLE = [n for n in CASES if n.startswith("attention-") and "kept" not in n and "pages" not in n]
+
 
 def sees(mask: str, size: int, q: int, k: int) -> bool:
     if k < 0:
@@ -214,7 +216,7 @@ def by_loops(
     return out.float()
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention-") and "kept" not in n])
+@pytest.mark.parametrize("name", WHOLE)
 def test_attention_equals_loops_over_what_each_query_sees(name):
     compared = 0
     for sizes in SIZES:
@@ -227,7 +229,7 @@ def test_attention_equals_loops_over_what_each_query_sees(name):
     assert compared > 100
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n.startswith("attention-") and "kept" not in n])
+@pytest.mark.parametrize("name", WHOLE)
 def test_attention_equals_torchs(name):
     operands = CASES[name].operands((2, 4, 9))
     q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, *more = operands

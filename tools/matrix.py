@@ -43,7 +43,7 @@ AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change
 # Small enough for a prompt of PROMPT tokens to feel it, wherever a method has such an option.
 SMALL = {
     "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
-    "speedup": 1.4, "residual": 8, "group": 4,
+    "speedup": 1.4, "residual": 8, "group": 4, "page": 4, "tokens_read": 12,
 }  # fmt: skip
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
@@ -137,7 +137,7 @@ class Matrix:
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         building._rewrite(job, program, None, None)
         axes = {axis for axis, _ in case.tables}
-        chooses = bool(axes & set(EVICTION)) or "prefill.prune" in axes
+        chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune"})
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
         oracle = building._in_process(job, program, None, None)

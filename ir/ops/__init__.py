@@ -8,6 +8,7 @@ from accel.ir.ops import (
     kv,
     mass,
     norm,
+    pages,
     quantized,
     recurrence,
     rope,
@@ -16,6 +17,6 @@ from accel.ir.ops import (
 from accel.ir.ops.attention import Mask
 
 __all__ = [
-    "Mask", "attention", "codec", "experts", "groups", "kv", "mass", "norm", "quantized", "recurrence", "rope",
-    "rows",
+    "Mask", "attention", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized", "recurrence",
+    "rope", "rows",
 ]  # fmt: skip

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from accel.ir.op import Op
+from accel.ir.ops.pages import read_pages
 
 MASKS = ("causal", "window", "chunk", "full")
 
@@ -85,6 +87,8 @@ class Operands(Generic[T]):
     kept_pos: T | None = None
     tree: T | None = None
     first: T | None = None
+    pages: T | None = None
+    page: int = 0
 
 
 def operands_of(node: fx.Node) -> Operands[Any]:
@@ -121,6 +125,9 @@ def weights(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
         seen = seen & own_visible(x.tree, x.first + before, k.shape[2]).unsqueeze(1)
     if added is not None:
         scores = scores + added
+    if x.pages is not None and x.pages.shape[2]:
+        read = read_pages(x.pages, x.page, x.k_pos.shape[1]).repeat_interleave(repeat, dim=1)
+        seen = seen & F.pad(read, (k.shape[2] - x.k_pos.shape[1], 0), value=True)
     # finite, so that a row of padding, which sees nothing, stays finite too
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     if x.sink is not None:  # one more key of that score, whose value is nothing
@@ -139,12 +146,14 @@ def _attention(*operands: Any, **more: Any) -> Tensor:
 # kept_k, kept_v [B,G,P,D], kept_pos [B,G,P]: slots before those of k and v, each head's its own; or none.
 # tree [B,T,T] bool or none: which of the call's own keys, whose slots are first[b] .. first[b]+T-1,
 # each query may see, if the positions let it (of a tree of guesses: a token's ancestors and itself).
+# pages [B,G,T,K] or none: what of k and v the queries of a group read, as numbers of stretches of `page`
+# slots (-1: none); [B,G,0,K]: all of it. Kept slots are always read.
 # -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
     "float softcap, str mask, int window, Tensor? sink=None, Tensor? kept_k=None, Tensor? kept_v=None, "
-    "Tensor? kept_pos=None, Tensor? tree=None, Tensor? first=None) -> Tensor",
+    "Tensor? kept_pos=None, Tensor? tree=None, Tensor? first=None, Tensor? pages=None, int page=0) -> Tensor",
     reference=_attention,
     shape=lambda q, k, v, *rest, **more: q.new_empty((*q.shape[:3], v.shape[3])),
 )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from accel.ir.ops import attention, kv, mass, norm, rope, rows
+from accel.lowering.onnx.accel_pages import gathered, page_mask
 from accel.lowering.onnx.aten_nn import product
+from accel.lowering.onnx.branch import either
 from accel.lowering.onnx.builder import DTYPES, Builder
 from accel.lowering.onnx.table import lower
 
@@ -85,8 +88,22 @@ def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> str:
-    """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
+    """Over chosen pages: of one token only these are read, of several all slots, most of them hidden."""
     x = Operands(*operands, **more)
+    if x.pages is None:
+        return _attend(b, x)
+    whole, out, tokens = replace(x, pages=None), b.out, b.size(x.pages, 2)
+
+    def chosen() -> tuple[str, ...]:
+        single = b.node("Equal", tokens, b.constant(1, torch.int64))
+        return either(b, single, lambda: [_attend(b, gathered(b, x))], lambda: [_attend(b, x)], [out])
+
+    some = b.node("Greater", tokens, b.constant(0, torch.int64))
+    return either(b, some, chosen, lambda: [_attend(b, whole)], [out])[0]
+
+
+def _attend(b: Builder, x: Operands) -> str:
+    """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
     heads, wide = int(b.shape(x.q)[1]), int(b.shape(x.v)[3])
     probs, keys = _weights(b, x)
     v = x.v
@@ -128,7 +145,7 @@ def _weights(b: Builder, x: Operands) -> tuple[str, str]:
         if repeat > 1:
             shape = b.concat_ints([0, groups, -1, b.size(x.k_pos, 1)])
             hidden = b.node("Reshape", hidden, shape)
-    elif repeat > 1 and (x.mask != "full" or x.tree):  # which is [B,1,1,C]
+    elif repeat > 1 and (x.mask != "full" or x.tree or x.pages):  # which is [B,1,1,C]
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     scores = str(b.node("Add", scores, hidden))
     probs = _beside(b, scores, x.sink, x.q_pos, groups) if x.sink else b.node("Softmax", scores, axis=-1)
@@ -166,6 +183,8 @@ def position_mask(b: Builder, x: Operands) -> str:
     """
     own = _own(b, x.tree, str(x.first), x.k_pos) if x.tree else None
     hidden = _hidden(b, x.q_pos, x.k_pos, x.mask, x.window, own)
+    if x.pages is not None:
+        hidden = str(b.node("Min", hidden, page_mask(b, x, _NOTHING)))
     if x.kept_pos is not None:
         groups = int(b.shape(x.kept_pos)[1])
         hidden = b.node("Expand", hidden, b.ints(1, groups, 1, 1))

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Conditional, Entry, Program, Region, graphs_of
 from accel.ir.weights import Stored
@@ -180,7 +180,8 @@ def lower_entry(
     """One entry as an ONNX model whose large weights lie in the weights file."""
     b = builder or Builder(weights.add)
     b.shared_params = shared(program, entry)
-    if any(isinstance(node.target, Conditional) for node in entry.graph.nodes):
+    paged = any(operands_of(n).pages for n in program.nodes(attention.default, entry=entry))
+    if paged or any(isinstance(node.target, Conditional) for node in entry.graph.nodes):
         b.common.update(n for n in entry.inputs if n.startswith(SEEDS))
     b.initializers += [small(name, value) for name, value in entry.defaults.items()]
     inputs = {n: n for n in entry.inputs}

@@ -105,9 +105,9 @@ def _operands(
     b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
 ) -> tuple[Any, Any]:
     """The node's arguments as inputs of the probe; what the node reads twice is one input. Where keys or
-    values are decoded, their codes and scales are.
+    values are decoded, their codes and scales are. Nothing was kept, and every page is read.
     """
-    options = {n: v for n, v in node.kwargs.items() if not n.startswith("kept_")}
+    options = {n: v for n, v in node.kwargs.items() if not n.startswith(("kept_", "page"))}
     named = zip(_NAMES, node.args, strict=False)
     args = [None if role.startswith("kept_") else value for role, value in named]
     given: dict[str, Any] = dict(zip(_NAMES, args, strict=False)) | options

@@ -234,7 +234,7 @@ def attention_rule(b: Builder, *operands: Any, **more: Any) -> Any:
     """
     x = Operands[fx.Node](*operands, **more)
     width, wide = int(b.shape(x.q)[3]), int(b.shape(x.v)[3])
-    if max(width, wide) > _widest(b.device):
+    if max(width, wide) > _widest(b.device) or x.pages is not None:
         return NotImplemented
     repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
     lists = b.once(survey, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)

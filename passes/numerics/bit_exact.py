@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.quantized import quantized_expert_linear
 from accel.ir.program import Program
@@ -61,6 +61,11 @@ class BitExact(Base):
                 "tokens change; build it without the bit-exact recipe"
             )
         nodes = program.nodes(attention.default, entry=program.step)
+        if any(operands_of(node).pages for node in nodes):
+            raise PassError(
+                "bit-exact and kv.select: which pages a token reads is no promise of equal bits, since a long "
+                "call reads all of them; leave one of them out"
+            )
         if any(int(node.all_input_nodes[0].meta["val"].shape[3]) > WIDEST for node in nodes):
             raise PassError(
                 f"bit-exact: this model's heads are wider than {WIDEST}, and onnxruntime cuts products "

@@ -6,6 +6,8 @@
 //
 // AttentionGroups: the same, where what was kept lies in blocks of codes (grouped.h), and what came since as it is.
 //
+// Where each query of a group lists the pages that it reads, so many slots each, the others are passed over.
+//
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
 // number of threads and the way the work is cut.
@@ -35,6 +37,7 @@ enum Mask { kCausal, kWindow, kChunked, kFull };
 struct Settings {
   float scale, softcap;
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
+  int64_t page;
   int64_t bits, rows, k_group, v_group, k_along, v_along;  // of blocks
 };
 
@@ -47,12 +50,25 @@ struct Segment {
   std::shared_ptr<const std::vector<Slots>> slots;  // [B], or [B G]
 };
 
+// Slots of a segment that are gone through together: tiles [from, to) of its C slots.
+struct Piece {
+  Rows k, v;  // from the first tile on
+  const Slots* slots;
+  int64_t C, from, to;
+  Range held;  // positions
+  bool full;   // no slot is empty
+  bool on;     // what comes after it is read too
+
+  int64_t used() const { return std::min(to * kTile, C) - from * kTile; }
+};
+
 struct Call {
   Settings set;
-  abi::Tensor q, q_pos, bias, sink;
+  abi::Tensor q, q_pos, bias, sink, pages;
   Segment segments[2];
   float* out;
   int64_t B, H, G, T, D, W, R, rows, chunks, blocks, splits;
+  int64_t listed;  // pages that a query lists; 0: it reads everything
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
 };
@@ -218,35 +234,32 @@ void mix_run(const Call& c, const float* const* p, Rows v, int64_t count, float*
   }
 }
 
-// Values mixed by the weights p over the tiles [from, to), those that a row does not see left out.
-void mix(const Call& c, const Row& row, const float* p, Rows v, int64_t C, int64_t from, int64_t to, float* room,
-         float* out) {
-  for (int64_t tile = from; tile < to;) {
+// Values mixed by the weights p over the tiles of a piece, those that a row does not see left out.
+void mix(const Call& c, const Row& row, const float* p, const Piece& x, float* room, float* out) {
+  for (int64_t tile = x.from; tile < x.to;) {
     int64_t start = tile;
-    while (tile < to && !hidden(row, tile)) ++tile;
-    int64_t count = std::min(tile * kTile, C) - start * kTile;
-    const float* weights = p + (start - from) * kTile;
-    if (tile > start) mix_run<1>(c, &weights, v.at((start - from) * kTile), count, room, &out);
-    while (tile < to && hidden(row, tile)) ++tile;
+    while (tile < x.to && !hidden(row, tile)) ++tile;
+    int64_t count = std::min(tile * kTile, x.C) - start * kTile;
+    const float* weights = p + (start - x.from) * kTile;
+    if (tile > start) mix_run<1>(c, &weights, x.v.at((start - x.from) * kTile), count, room, &out);
+    while (tile < x.to && hidden(row, tile)) ++tile;
   }
 }
 
-// One chunk's partial result [largest score, sum of weights, mixed values] of N rows, the chunk `index` of C
-// slots; `turned` keys, or none: `k` as they lie. There is room for kNear keys or values.
+// The partial result [largest score, sum of weights, mixed values] of N rows over a piece; `turned` keys, or
+// none: as they lie. There is room for kNear keys or values.
 template <int N>
-void chunk(const Call& c, const Row* rows, Rows k, const float* turned, Rows v, int64_t C, int64_t index, float* room,
-           float** out) {
-  int64_t from = index * kChunk / kTile, to = (std::min((index + 1) * kChunk, C) + kTile - 1) / kTile;
-  int64_t used = std::min(kChunk, C - index * kChunk), full = (used + 7) / 8 * 8;
-  const Slots& slots = *rows[0].slots;
-  bool whole = slots.full[index];  // every row sees every slot
-  for (int n = 0; n < N; ++n) whole = whole && slots.chunks[index].within(rows[n].seen);
+void go(const Call& c, const Row* rows, const Piece& x, const float* turned, float* room, float** out) {
+  int64_t from = x.from, to = x.to, used = x.used(), full = (used + 7) / 8 * 8;
+  Rows k = x.k, v = x.v;
+  bool whole = x.full;  // every row sees every slot
+  for (int n = 0; n < N; ++n) whole = whole && x.held.within(rows[n].seen);
   alignas(32) float s[N][kChunk];
   const float* q[N];
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    k.ahead(j + 2 * kNear, kNear);
+    if (x.on) k.ahead(j + 2 * kNear, kNear);
     v.ahead(j, kNear);
     direct_all<N>(c, rows, k.at(j).read(std::min(kNear, used - j), room), from, j, used, whole, at);
   }
@@ -286,7 +299,7 @@ void chunk(const Call& c, const Row* rows, Rows k, const float* turned, Rows v, 
     if constexpr (N > some) mix_run<N - some>(c, weights + some, v, used, room, mixed + some);
     return;
   }
-  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], v, C, from, to, room, mixed[n]);
+  for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], x, room, mixed[n]);
 }
 
 // What is known so far of a row, and one more partial result.
@@ -326,14 +339,61 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const grouped::Bloc
   return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
 }
 
+// Tiles [from, to) of a segment, for one head of one batch row.
+Piece piece_of(const Call& c, const Segment& s, int64_t pair, int64_t from, int64_t to) {
+  const Slots* slots = &(*s.slots)[s.by_head ? pair : pair / c.G];
+  int64_t slot = pair * s.C + from * kTile;
+  Rows k = rows_at(s.k, s.k_scale, s.k_blocks, slot), v = rows_at(s.v, s.v_scale, s.v_blocks, slot);
+  return {k, v, slots, s.C, from, to, {kFar, -1}, true, true};
+}
+
+// The rows that go together: `first`, then one every `step`. Where queries list pages, they are of one token.
+struct Block {
+  int64_t first, step, count;
+};
+
+Block block_of(const Call& c, int64_t block) {
+  if (!c.listed) return {block * kRows, 1, std::min(kRows, c.rows - block * kRows)};
+  int64_t head = block / c.T * kRows;
+  return {head * c.T + block % c.T, c.T, std::min(kRows, c.R - head)};
+}
+
+// The pages that a token's queries read, in the order of memory.
+void list(const Call& c, int64_t pair, int64_t token, std::vector<int64_t>& out) {
+  const int64_t* pages = c.pages.as<int64_t>() + (pair * c.T + token) * c.listed;
+  out.clear();
+  for (int64_t i = 0; i < c.listed; ++i)
+    if (pages[i] >= 0 && pages[i] < c.segments[1].C / c.set.page) out.push_back(pages[i]);
+  std::sort(out.begin(), out.end());
+}
+
+// The listed pages from number `at` on, below `end`, that lie side by side; moves `at` behind them.
+Piece run_of(const Call& c, int64_t pair, const std::vector<int64_t>& pages, size_t& at, size_t end) {
+  int64_t tiles = c.set.page / kTile, first = pages[at];
+  while (++at < end && pages[at] == pages[at - 1] + 1) continue;
+  Piece x = piece_of(c, c.segments[1], pair, first * tiles, (pages[at - 1] + 1) * tiles);
+  x.on = false;
+  for (int64_t tile = x.from; tile < x.to; ++tile) {
+    x.held.add(x.slots->tiles[tile]);
+    x.full = x.full && !x.slots->holes[tile];
+  }
+  if (at < pages.size()) {
+    Piece next = piece_of(c, c.segments[1], pair, pages[at] * tiles, (pages[at] + 1) * tiles);
+    next.k.ahead(0, c.set.page);
+    next.v.ahead(0, c.set.page);
+  }
+  return x;
+}
+
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
 void work(Call& c, int64_t item) {
   int64_t split = item % c.splits, block = item / c.splits % c.blocks, pair = item / c.splits / c.blocks;
   int64_t b = pair / c.G, g = pair % c.G, width = c.W + 2;
-  int64_t first = block * kRows, count = std::min(kRows, c.rows - first);
+  auto [first, step, count] = block_of(c, block);
   int64_t each = (c.chunks + c.splits - 1) / c.splits;
   int64_t start = split * each, end = std::min(c.chunks, start + each);
   thread_local std::vector<float> buffer, keys, room;
+  thread_local std::vector<int64_t> pages;
   buffer.resize((kRows + kGroup) * width);
   keys.resize(kChunk * c.D);
   room.resize((c.turned ? kChunk : kNear) * std::max(c.D, c.W));
@@ -342,43 +402,43 @@ void work(Call& c, int64_t item) {
   Row rows[kRows];
   Range seen = {kFar, -1};  // by any row
   for (int64_t r = 0; r < count; ++r) {
-    rows[r] = row_of(c, b, g, first + r);
+    rows[r] = row_of(c, b, g, first + r * step);
     seen.add(rows[r].seen);
     empty(buffer.data() + r * width, c.W);
   }
-  auto keep = [&](int64_t r, int64_t i, float* part) {
-    if (c.splits == 1) return merge(buffer.data() + r * width, part, c.W);
-    std::copy(part, part + width, c.partial.data() + ((pair * c.rows + first + r) * c.chunks + i) * width);
+  auto known = [&, first = first, step = step](int64_t r, int64_t i) {  // of a row, of chunk i where they are kept
+    if (c.splits == 1) return buffer.data() + r * width;
+    return c.partial.data() + ((pair * c.rows + first + r * step) * c.chunks + i) * width;
   };
-  for (int64_t i = start; i < end; ++i) {
-    const Segment& s = c.segments[i >= c.segments[0].last];
-    const Slots* slots = &(*s.slots)[s.by_head ? pair : b];
-    int64_t index = i - s.first, C = s.C;
-    if (slots->chunks[index].misses(seen)) {
-      for (int64_t r = 0; r < count && c.splits > 1; ++r) {
-        empty(parts[0], c.W);
-        keep(r, i, parts[0]);
-      }
-      continue;
-    }
-    Rows here = rows_at(s.k, s.k_scale, s.k_blocks, pair * C + index * kChunk);
-    Rows values = rows_at(s.v, s.v_scale, s.v_blocks, pair * C + index * kChunk);
+  auto over = [&, count = count](Piece x, int64_t i) {
     if (c.turned) {
-      int64_t used = std::min(kChunk, C - index * kChunk);
-      turn(here.read(used, room.data()), c.D, used, keys.data());
-      values = Rows{values.read(used, room.data()), nullptr, nullptr, c.W};
+      turn(x.k.read(x.used(), room.data()), c.D, x.used(), keys.data());
+      x.v = Rows{x.v.read(x.used(), room.data()), nullptr, nullptr, c.W};
     }
-    for (int64_t r = 0; r < count; ++r) rows[r].slots = slots;
+    for (int64_t r = 0; r < count; ++r) rows[r].slots = x.slots;
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
-      static constexpr decltype(&chunk<1>) run[] = {chunk<1>, chunk<2>, chunk<3>, chunk<4>,
-                                                    chunk<5>, chunk<6>, chunk<7>, chunk<8>};
-      run[n - 1](c, rows + r, here, c.turned ? keys.data() : nullptr, values, C, index, room.data(), parts);
-      for (int64_t j = 0; j < n; ++j) keep(r + j, i, parts[j]);
+      static constexpr decltype(&go<1>) run[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go<7>, go<8>};
+      run[n - 1](c, rows + r, x, c.turned ? keys.data() : nullptr, room.data(), parts);
+      for (int64_t j = 0; j < n; ++j) merge(known(r + j, i), parts[j], c.W);
     }
+  };
+  if (c.listed) list(c, pair, block % c.T, pages);
+  for (int64_t i = start; i < end; ++i) {
+    const Segment& s = c.segments[i >= c.segments[0].last];
+    for (int64_t r = 0; r < count && c.splits > 1; ++r) empty(known(r, i), c.W);
+    int64_t index = i - s.first;
+    if (c.listed && &s == &c.segments[1]) {
+      size_t some = kChunk / c.set.page, at = index * some, last = std::min(pages.size(), at + some);
+      while (at < last) over(run_of(c, pair, pages, at, last), i);
+      continue;
+    }
+    Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, s.C) + kTile - 1) / kTile);
+    x.held = x.slots->chunks[index], x.full = x.slots->full[index];
+    if (!x.held.misses(seen)) over(x, i);
   }
   if (c.splits == 1)
-    for (int64_t r = 0; r < count; ++r) write(c, b, rows[r], first + r, buffer.data() + r * width);
+    for (int64_t r = 0; r < count; ++r) write(c, b, rows[r], first + r * step, known(r, 0));
 }
 
 void join(Call& c) {
@@ -423,10 +483,10 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   abi::Tensor k_pos, kept_pos;
   abi::Tensor* inputs[] = {&c.q,           &recent.k,       &recent.v,     &c.q_pos, &k_pos,  &c.bias,
                            &c.sink,        &kept.k,         &kept.v,       &kept_pos,
-                           &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale};
-  if (form == kGroups) inputs[10] = &kept.k_scale, inputs[11] = &kept.k_least, inputs[12] = &kept.v_scale, inputs[13] = &kept.v_least;
+                           &c.pages,       &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale};
+  if (form == kGroups) inputs[11] = &kept.k_scale, inputs[12] = &kept.k_least, inputs[13] = &kept.v_scale, inputs[14] = &kept.v_least;
   bool coded = form == kInt8;
-  for (size_t i = 0; i < (form ? 14 : 10); ++i)
+  for (size_t i = 0; i < (form ? 15 : 11); ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
@@ -442,12 +502,17 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
                                           : same(c, kept, coded))));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
+  c.listed = c.pages.rank == 4 && c.pages.size[2] ? c.pages.size[3] : 0;
+  if (c.listed && (c.set.page < kNear || kChunk % c.set.page || recent.C % c.set.page || c.pages.size[0] != c.B ||
+                   c.pages.size[1] != c.G || c.pages.size[2] != c.T))
+    return api.fail("Attention: the lists of pages do not fit the queries and the cache");
   kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
-  c.chunks = recent.last = recent.first + (recent.C + kChunk - 1) / kChunk;
-  c.blocks = (c.rows + kRows - 1) / kRows;
+  int64_t slots = c.listed ? c.listed * c.set.page : recent.C;
+  c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
+  c.blocks = c.listed ? c.T * ((c.R + kRows - 1) / kRows) : (c.rows + kRows - 1) / kRows;
   int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
   c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
-  c.turned = !c.set.exact && c.rows >= kTurned;
+  c.turned = !c.set.exact && (c.listed ? c.R : c.rows) >= kTurned;
   int64_t by_head[] = {c.B, c.H, c.T, c.W}, by_token[] = {c.B, c.T, c.H * c.W};
   const int64_t* sizes = c.set.packed ? by_token : by_head;
   abi::Value* out = nullptr;
@@ -479,10 +544,11 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"window", &Settings::window, nullptr},
     {"exact", &Settings::exact, nullptr},
     {"packed", &Settings::packed, nullptr},
+    {"page", &Settings::page, nullptr},
 };
 
 constexpr abi::Attribute<Settings> kWithBlocks[] = {
-    kAttributes[0], kAttributes[1], kAttributes[2], kAttributes[3], kAttributes[4], kAttributes[5],
+    kAttributes[0], kAttributes[1], kAttributes[2], kAttributes[3], kAttributes[4], kAttributes[5], kAttributes[6],
     {"bits", &Settings::bits, nullptr},
     {"rows", &Settings::rows, nullptr},
     {"k_group", &Settings::k_group, nullptr},
@@ -492,7 +558,7 @@ constexpr abi::Attribute<Settings> kWithBlocks[] = {
 };
 
 int type_of(Form form, size_t i) {
-  if (i == 3 || i == 4 || i == 9) return abi::kInt64;
+  if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
   return abi::kFloat;
@@ -506,7 +572,7 @@ abi::Op op() {
   else
     op = abi::op_of<Settings, kAttributes, run<kForm>>();
   op.name = [](const abi::Op*) { return kForm == kInt8 ? "AttentionInt8" : kForm ? "AttentionGroups" : "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(kForm ? 14 : 10); };
+  op.input_count = [](const abi::Op*) { return size_t(kForm ? 15 : 11); };
   op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;

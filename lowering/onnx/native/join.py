@@ -174,18 +174,19 @@ def _places(g: _Graph) -> None:
             place.input.pop()
         attention.output[0] = rows.output[0]
         _set(attention, packed=1)
-        gone = [*cache.writes, *cache.codes, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows]
+        gone = [*cache.codes, *q_side.nodes, *k_side.nodes, split, heads, packed, back, rows]
         for node in asked:  # Place gives queries by token
             place.output[0] = attention.input[0] = node.output[0]
-        g.replace([*gone, *asked], attention, place, attention)
+        first, *others = cache.writes  # before whoever reads the cache beside attention
+        g.replace([*gone, *asked, *others], first, place)
 
 
 def _asked(g: _Graph, attention: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """The node that gives the step's queries by token, where the step gives them; no reader any more."""
+    """The node that gives queries by token, to the step's caller or to who chooses pages; no reader any more."""
     readers = g.readers[attention.input[0]]
     turned = [
         n for n in readers
-        if n.op_type == "Transpose" and attributes(n)["perm"] == [0, 2, 1, 3] and n.output[0] in g.kept
+        if n.op_type == "Transpose" and attributes(n)["perm"] == [0, 2, 1, 3]
     ]  # fmt: skip
     g.readers[attention.input[0]] = [n for n in readers if n not in turned[:1]]
     return turned[:1]
@@ -206,7 +207,7 @@ class _Cache:
 def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
     """Of an attention over a cache that the step writes."""
     coded = attention.op_type == "AttentionInt8"
-    read = [*attention.input[1:3], *(attention.input[10:12] if coded else ())]
+    read = [*attention.input[1:3], *(attention.input[11:13] if coded else ())]
     writes = [n for n in (g.maker(i, "TensorScatter") for i in read) if n is not None]
     if len(writes) != len(read):
         return None

@@ -7,27 +7,30 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, codec, groups, quantized
+from accel.ir.ops import attention, codec, groups, pages, quantized
 from accel.lowering import Table
+from accel.lowering.onnx.accel_codec import decode_rows as decoded
+from accel.lowering.onnx.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import attributes, join
 
 lower = Table("native", bit_exact=True, missing=lambda: library()[1], join=join)
+_PAGE = 16  # slots that native/attention.cc reads together
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/attention.cc
 
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
-    """Every form has one, a tree aside; `exact` keeps a row's bits the same however many rows a call
+    """Every form has one, a tree and small pages aside; `exact` keeps a row's bits the same however many rows a call
     has. Codes are read as they lie.
     """
     x = attention.Operands[str](*operands, **more)
-    if x.tree is not None:
+    if x.tree is not None or (x.pages is not None and x.page % _PAGE):
         return NotImplemented
     common: dict[str, Any] = dict(
         domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
-        window=x.window, exact=int(b.bit_exact), packed=0,
+        window=x.window, exact=int(b.bit_exact), packed=0, page=x.page,
     )  # fmt: skip
     blocks = [made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))]
     if len(blocks) == 2:
@@ -38,7 +41,7 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
     read = [codes[name][0] if coded and name in codes else name for name in given]
     return b.node(
-        "AttentionInt8" if coded else "Attention", *read, x.kept_pos, *(codes[n][1] for n in held if coded),
+        "AttentionInt8" if coded else "Attention", *read, x.kept_pos, x.pages, *(codes[n][1] for n in held if coded),
         **common,
     )  # fmt: skip
 
@@ -51,7 +54,7 @@ def _over_blocks(
     (k_codes, *k_groups), (v_codes, *v_groups) = (made.input for made in blocks)
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, k_codes, v_codes, _of_all(b, x.kept_pos))
     return b.node(
-        "AttentionGroups", *given, *k_groups, *v_groups, **common, bits=k["bits"], rows=k["rows"],
+        "AttentionGroups", *given, x.pages, *k_groups, *v_groups, **common, bits=k["bits"], rows=k["rows"],
         k_group=k["group"], v_group=v["group"], k_along=k["along"], v_along=v["along"],
     )  # fmt: skip
 
@@ -73,6 +76,20 @@ def _codes(b: Builder, value: str) -> list[str]:
     """The codes and scales that a value was decoded from, where it was."""
     made = _made(b, value, "Decode")
     return [] if made is None else list(made.input)
+
+
+@lower(pages.dots.default)
+def dots(b: Builder, x: str, y: str) -> Any:
+    return b.node("Dots", x, y, domain=DOMAIN)
+
+
+@lower(pages.kv_pages.default)
+def kv_pages(b: Builder, buffer: str, first: str, count: Any, page: int) -> Any:
+    """Of codes, only those of the pages are decoded."""
+    codes = _codes(b, buffer)
+    if not codes:
+        return NotImplemented
+    return decoded(b, *(portable_pages(b, part, first, count, page) for part in codes))
 
 
 @lower(codec.encode_rows.default)

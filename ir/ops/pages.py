@@ -1,0 +1,60 @@
+"""Pages, stretches of a cache's slots: reading them, and weighing what is known of each against queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.ir.op import Op
+
+
+def _kv_pages(buffer: Tensor, first: Tensor, count: int, page: int) -> Tensor:
+    slots = first.unsqueeze(1) * page + torch.arange(count * page, device=first.device)
+    index = slots.clamp(max=buffer.shape[2] - 1)  # [B,count page]
+    index = index.view(*index.shape[:1], 1, -1, *[1] * (buffer.dim() - 3))
+    shape = (*buffer.shape[:2], count * page, *buffer.shape[3:])
+    read: Tensor = buffer.gather(2, index.expand(shape)).unflatten(2, (count, page))
+    return read
+
+
+# buffer [B,G,C,..], first [B] -> [B,G,count,page,..]: the slots of `count` pages from page first[b] on; where
+# the last one reaches past C, the last slot again
+kv_pages = Op(
+    "kv_pages",
+    "(Tensor buffer, Tensor first, SymInt count, int page) -> Tensor",
+    reference=_kv_pages,
+    shape=lambda buffer, first, count, page: buffer.new_empty(
+        (*buffer.shape[:2], count, page, *buffer.shape[3:])
+    ),
+)
+
+# q_pos [B,T], k_pos [B,S] -> bool []: whether T <= tokens and S > slots, few tokens that look at many
+few_to_many = Op(
+    "few_to_many",
+    "(Tensor q_pos, Tensor k_pos, int tokens, int slots) -> Tensor",
+    reference=lambda q_pos, k_pos, tokens, slots: q_pos.new_full(
+        (), q_pos.shape[1] <= tokens and k_pos.shape[1] > slots, dtype=torch.bool
+    ),
+    shape=lambda q_pos, *rest: q_pos.new_empty((), dtype=torch.bool),
+)
+
+# x [B,G,M,D], y [B,G,N,D] -> x yᵀ [B,G,M,N], reading y as it lies
+dots = Op(
+    "dots",
+    "(Tensor x, Tensor y) -> Tensor",
+    reference=lambda x, y: x @ y.transpose(-1, -2),
+    shape=lambda x, y: x.new_empty((*x.shape[:3], y.shape[2])),
+)
+
+
+def read_pages(pages: Tensor, page: int, slots: int) -> Tensor:
+    """Which slots lie in the pages [B,G,T,K] that a query reads (-1: none): bool [B,G,T,slots]."""
+    count = -(-slots // page)
+    listed = torch.where(pages < 0, count, pages)
+    read: Any = pages.new_zeros((*pages.shape[:3], count + 1), dtype=torch.bool).scatter(
+        3, listed, True
+    )
+    slotwise: Tensor = read[..., :count].repeat_interleave(page, dim=3)[..., :slots]
+    return slotwise

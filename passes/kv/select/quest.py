@@ -1,0 +1,27 @@
+"""Quest (arXiv:2406.10774): a page's largest and smallest keys, channel by channel, bound what a query gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.ir.ops.pages import dots
+from accel.passes.kv.select import Base, Sizes
+
+
+@dataclass(frozen=True)
+class Quest(Base):
+    """Read the pages whose bound on q · k is highest: sum over the channels of max(q high, q low)."""
+
+    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
+        return {"high": ("float32", (width,)), "low": ("float32", (width,))}
+
+    def summary(self, keys: Tensor) -> dict[str, Tensor]:
+        return {"high": keys.amax(3), "low": keys.amin(3)}
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        bound: Tensor = dots(queries.clamp(min=0), parts["high"]) + dots(
+            queries.clamp(max=0), parts["low"]
+        )
+        return bound

@@ -1,0 +1,282 @@
+"""Laws of the kv.select axis: a page speaks for itself, a token's choice depends on what came before it alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.ir.ops.attention import attention, operands_of
+from accel.ir.program import DTYPES, Conditional, ancestors, compute
+from accel.passes.kv.select import FEW, LEAST
+from accel.runtime.assemble import GRADES
+
+from ..select_case import AXIS, Selecting, built, close, singles
+
+NAMES = AXIS.names()
+each = pytest.mark.parametrize("name", NAMES)
+some = settings(max_examples=8, deadline=None, derandomize=True)
+B, G, R, N, D = 2, 2, 3, 5, 6
+
+
+def keys(seed, page=4):
+    return torch.randn(B, G, N, page, D, generator=torch.Generator().manual_seed(seed))
+
+
+def queries(seed, rows=R):
+    return torch.randn(B, G, rows, D, generator=torch.Generator().manual_seed(seed + 1))
+
+
+# What is kept of a page, and what a query makes of it
+
+
+def law_alone(method, seed):
+    """A page's parts and its score are those that it has among others, whatever these are."""
+    x, q = keys(seed), queries(seed)
+    whole = method.summary(x)
+    scores = method.score(q, whole)
+    assert scores.shape == (B, G, R, N) and scores.isfinite().all()
+    loud = x * torch.tensor([1.0, 1e3, 1.0, 1e3, 1e3])[:, None, None]
+    for found in (x[:, :, [0, 2]], loud[:, :, [0, 2]], loud):
+        pages = [0, 2] if found.shape[2] == N else [0, 1]
+        parts = method.summary(found)
+        for name, part in parts.items():
+            assert torch.equal(part[:, :, pages], whole[name][:, :, [0, 2]]), name
+        torch.testing.assert_close(method.score(q, parts)[..., pages], scores[..., [0, 2]])
+    torch.testing.assert_close(method.score(q[:, :, [1]], whole)[:, :, 0], scores[:, :, 1])
+
+
+@each
+@some
+@given(seed=st.integers(0, 1 << 20))
+def test_a_page_speaks_for_itself(name, seed):
+    law_alone(built(name), seed)
+
+
+@each
+def test_a_page_that_hears_others_is_caught(name):
+    method = built(name)
+
+    class Broken(type(method)):
+        def summary(self, keys):
+            return super().summary(keys - keys.mean(2, keepdim=True))
+
+    with pytest.raises(AssertionError):
+        law_alone(Broken(page=4), 0)
+
+
+@each
+def test_parts_are_as_declared(name):
+    method = built(name)
+    assert method.grade in GRADES
+    for width, page in ((1, 1), (6, 4), (64, 16)):
+        x = torch.randn(B, G, N, page, width)
+        parts, declared = method.summary(x), method.parts(width)
+        assert list(parts) == list(declared)
+        for part, (dtype, sizes) in declared.items():
+            assert parts[part].dtype == DTYPES[dtype] and parts[part].shape == (B, G, N, *sizes)
+
+
+# Sessions
+
+
+@pytest.fixture(scope="module")
+def made(stateful):
+    """made(name, **options) -> a small Llama of two layers with the method; none: without."""
+    kept = {}
+
+    def get(name=None, **options):
+        key = (name, *options.items())
+        if key not in kept:
+            kept[key] = Selecting(stateful("llama"), built(name, **options) if name else None)
+        return kept[key]
+
+    return get
+
+
+def lists(case, session, at=-1):
+    """What the tokens of a call would choose [B,G,T,K], of each layer, given the session's state now."""
+    found = []
+    graph = case.program.step.graph
+    state = session._stepper._state
+    for node in graph.find_nodes(op="call_function", target=attention.default):
+        wanted = operands_of(node).pages
+        tokens = np.full((session.batch, 1), 5)
+        given = {
+            "tokens": tokens, "positions": session.lengths[:, None], "slots": session.lengths,
+            "rows": np.zeros((session.batch, 1), np.int64),
+        }  # fmt: skip
+        inputs = {n: torch.from_numpy(np.array(a)) for n, a in given.items()} | state
+        values = {}
+        with torch.no_grad():
+            for each_ in graph.nodes:
+                if each_.op == "output":
+                    break
+                values[each_] = compute(each_, case.program.params, inputs, values)
+        found.append(values[wanted])
+    return found
+
+
+def law_lists(case, tokens):
+    """A token's own page comes first; the others lie before it, each once, as many as it may read."""
+    with case.session(2) as session:
+        session.run(tokens[:, :39], np.array([39, 14]))  # the next slot is a page's last
+        for pages in lists(case, session):
+            for row, length in enumerate(session.lengths):
+                for head in pages[row, :, 0].tolist():
+                    own, before = int(length) // case.method.page, [p for p in head[1:] if p >= 0]
+                    assert head[0] == own and len(set(before)) == len(before)
+                    assert all(0 <= p < own for p in before)
+                    assert len(before) == min(own, case.method.count - 1)
+
+
+def law_singles(case, tokens):
+    """A call of several tokens gives what as many calls of one do."""
+    with case.session(2) as session:
+        session.run(tokens[:, :34])
+        several = [session.run(tokens[:, a:b]) for a, b in ((34, 45), (45, 48))]
+        session.rewind(34)
+        close(np.concatenate(several, 1), singles(session, tokens[:, 34:48]))
+
+
+def law_rewind(case, tokens, wrap=None):
+    """What was forgotten leaves no trace, wherever in a page the session goes on."""
+    other = case.tokens(*tokens.shape, seed=9)
+    for length in (5, 16, 30):
+        with case.session(2) as straight, case.session(2, wrap) as bent:
+            for session in (straight, bent):
+                session.run(tokens[:, :length])
+            bent.run(other[:, length:44])
+            bent.rewind(length)
+            for a, b in ((length, length + 1), (length + 1, length + 7), (length + 7, 44)):
+                assert np.array_equal(straight.run(tokens[:, a:b]), bent.run(tokens[:, a:b]))
+            assert np.array_equal(singles(straight, tokens[:, 44:]), singles(bent, tokens[:, 44:]))
+
+
+def law_rows(case, tokens):
+    """A row beside a longer one is as it is alone."""
+    lengths = np.array([40, 7])
+    with case.session(2) as both:
+        first, then = both.run(tokens[:, :40], lengths), singles(both, tokens[:, 40:46])
+        for row, n in enumerate(lengths):
+            with case.session(1) as alone:
+                close(first[row, :n], alone.run(tokens[[row], :n])[0])
+                close(then[row], singles(alone, tokens[[row], 40:46])[0])
+
+
+def law_unwritten(case, tokens):
+    """Keys in slots that hold nothing, and what is said of pages that are not full, say nothing."""
+    with case.session(2) as clean, case.session(2) as dirty:
+        for session in (clean, dirty):
+            session.run(tokens[:, :33])
+        state = dirty._stepper._state
+        for name in state:
+            if name.endswith(".k"):
+                state[name][:, :, 33:] = math.nan
+            if name.startswith("pages."):
+                state[name][:, :, 33 // case.method.page :] = math.nan
+        assert np.array_equal(singles(clean, tokens[:, 33:46]), singles(dirty, tokens[:, 33:46]))
+
+
+LAWS = [law_lists, law_singles, law_rewind, law_rows, law_unwritten]
+
+
+@each
+@pytest.mark.parametrize("law", LAWS)
+def test_law(made, law, name):
+    case = made(name)
+    law(case, case.tokens(2, 56))
+
+
+@each
+def test_what_is_read_matters(made, name):
+    """Or the laws above would say nothing."""
+    small, whole = made(name), made()
+    tokens = whole.tokens(1, 60)
+    with small.session() as a, whole.session() as b:
+        first = [s.run(tokens[:, : FEW + 8]) for s in (a, b)]
+        assert np.array_equal(*first), "a long call reads everything"
+        assert (
+            np.abs(singles(a, tokens[:, FEW + 8 :]) - singles(b, tokens[:, FEW + 8 :])).max() > 1e-2
+        )
+
+
+@each
+@pytest.mark.parametrize("read", [64, 1 << 20])
+def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
+    case, whole = made(name, tokens_read=read), made()
+    tokens = whole.tokens(1, 60)
+    with case.session() as a, whole.session() as b:
+        close(a.run(tokens[:, :20]), b.run(tokens[:, :20]))
+        last = [5, 5]
+        for _ in range(30):
+            logits = [s.run(np.full((1, 1), t)) for s, t in zip((a, b), last, strict=True)]
+            close(*logits)
+            last = [int(x.argmax()) for x in logits]
+            assert last[0] == last[1]
+
+
+@each
+def test_the_choice_does_not_ask_for_values(made, name):
+    graph = made(name).program.step.graph
+    for layer, node in enumerate(graph.find_nodes(op="call_function", target=attention.default)):
+        pages = operands_of(node).pages
+        assert isinstance(pages.args[0].target, Conditional)
+        asked = {str(n.target) for n in ancestors([pages], set()) if n.op == "placeholder"}
+        assert f"kv.{layer}.k" in asked and f"kv.{layer}.v" not in asked
+
+
+# What the laws must catch
+
+
+def broken(stateful, method, **changed):
+    """The method with some of its parts replaced."""
+    return Selecting(stateful("llama"), type("Broken", (type(method),), changed)(**vars(method)))
+
+
+@each
+def test_tokens_that_choose_together_are_caught(stateful, name):
+    def vote(self, scores, seen):
+        return scores.amax(2).amax(2, keepdim=True).expand(-1, -1, scores.shape[3], -1)
+
+    case = broken(stateful, built(name), vote=vote)
+    with pytest.raises(AssertionError):
+        law_singles(case, case.tokens(2, 56))
+
+
+@each
+def test_pages_that_are_not_kept_up_to_date_are_caught(made, name):
+    """After the first call."""
+    case = made(name)
+
+    def frozen(stepper):
+        step, held = stepper.step, {}
+
+        def once(*args):
+            logits = step(*args)
+            now = {n: t for n, t in stepper._state.items() if n.startswith("pages.")}
+            stepper._state |= {n: held.setdefault(n, t) for n, t in now.items()}
+            return logits
+
+        stepper.step = once
+        return stepper
+
+    with pytest.raises(AssertionError):
+        law_rewind(case, case.tokens(2, 56), frozen)
+
+
+@each
+def test_a_page_that_is_listed_twice_is_caught(stateful, name):
+    """The token's own, were it chosen like others."""
+    case = broken(stateful, built(name, tokens_read=64))
+    (less,) = case.program.nodes(torch.ops.aten.lt.Tensor, entry=case.program.step)
+    less.target = torch.ops.aten.le.Tensor
+    with pytest.raises(AssertionError):
+        law_lists(case, case.tokens(2, 56))
+
+
+def test_three_pages_are_read_at_least():
+    for name in NAMES:
+        assert built(name, tokens_read=1).count == LEAST
