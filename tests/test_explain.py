@@ -58,6 +58,9 @@ def told(captured, recipe, **options):
 @pytest.mark.parametrize("name", bundled())
 def test_every_recipe_is_told(captured, name, tmp_path):
     e = told(captured, name)
+    if name == "pie":  # this model has no rope
+        assert "kv.reuse" in e.refused and e.nearest.recipe is not None
+        return
     assert not e.refused and e.recipe.name == name
     assert e.grade == assemble(Recipe.load(name)).grade
     tables = Recipe.load(name).tables

@@ -128,6 +128,10 @@ def _kept(
     prompt -= unseen(program.facts.prefill, prompt)
     if program.facts.kv is None or not layers:
         return 0.0, prompt
+    if block := program.facts.kv.flush:  # all stays; whole blocks beyond the exact part are codes
+        late = int(getattr(methods["kv.codec"], "residual", 0))
+        kept = max(0, prompt - late) // block * block
+        return float(kept), prompt - kept
     budget, when = methods["kv.budget"], methods["kv.when"]
     heads = max((s.shape[1] for s in program.state if s.role == "kept.pos"), default=1)
     seen = [budget.tokens(prompt, layer, layers) for layer in range(layers)]
