@@ -9,6 +9,7 @@ import torch
 import train
 from safetensors.torch import load_file, save_file
 
+import accel
 from accel.ir.errors import PassError
 from accel.passes.kv.score.trim_kv import TrimKV
 from accel.passes.trained import same_model, sample, write
@@ -221,3 +222,12 @@ def test_onnx_equals_the_oracle():
         matrix.Case("llama", (("kv.score", "trim-kv"), ("weights", "int8")))
     )
     assert outcome.kind == "equal", outcome.why
+
+
+def test_what_comes_with_accel_is_for_the_bundled_model():
+    with accel.optimize(train.REFERENCE, "trim-kv", target="eager") as model:
+        with model.session(1) as session:
+            session.run(np.arange(3, 83)[None])
+            notes = state(session)["note.3.recent"][0, :, :80]
+        assert (notes < 0).all() and notes.min() < 4 * notes.max() < 0, "tokens fade at their own rates"
+        assert len(model.generate(["def"], max_new_tokens=4).tokens[0]) == 4
