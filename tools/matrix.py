@@ -45,6 +45,7 @@ SMALL = {
     "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
     "speedup": 1.4, "residual": 8, "group": 4, "page": 4, "tokens_read": 12,
 }  # fmt: skip
+OWN = {"critiprefill": {"segment": 8, "block": 4, "budget": 8, "threshold": 8}}  # of one method
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
 FAULTS = ("Report it", "report it", "is not valid")  # no reason, but a bug that was caught
@@ -95,7 +96,8 @@ def recipe_of(case: Case) -> Recipe:
     tables: dict[str, dict[str, Any]] = {}
     for axis, method in case.tables:
         names = {f.name for f in dataclasses.fields(axes[axis].method(method))}
-        tables[axis] = {"use": method, **{n: v for n, v in SMALL.items() if n in names}}
+        small = OWN.get(method, {n: v for n, v in SMALL.items() if n in names})
+        tables[axis] = {"use": method, **small}
     if any(axis in EVICTION for axis in tables):  # the others say nothing without these
         tables.setdefault("kv.score", {"use": "knorm"})
         tables.setdefault("kv.budget", {"use": "uniform", "tokens_kept": SMALL["tokens_kept"]})
@@ -137,7 +139,7 @@ class Matrix:
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         building._rewrite(job, program, None, None)
         axes = {axis for axis, _ in case.tables}
-        chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune"})
+        chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
         oracle = building._in_process(job, program, None, None)
