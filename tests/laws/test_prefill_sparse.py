@@ -158,3 +158,12 @@ def test_a_context_without_such_segments_is_left_as_it_is():
     assert compiled.facts.prefill is None and "sparse" not in compiled.program.entries
     (step,) = [s for s in compiled.report["steps"] if s["name"] == "CritiPrefill"]
     assert "prompts of at most 64 tokens read all keys" in step["refused"][0]
+
+
+def test_a_choice_among_many_blocks_is_built():
+    """More of them than the slots that shapes are worked out with."""
+    model = sparse("critiprefill", "llama", "eager", segment=2, block=1, budget=38, threshold=38)
+    want = prompted(built("llama"))
+    assert far(prompted(model)[2], want[2]) < 1e-5 < far(prompted(model)[0], want[0])
+    large = sparse("critiprefill", "gpt_neox", segment=1, block=1, budget=62, threshold=0)
+    assert large.facts.prefill.segments.threshold == 62

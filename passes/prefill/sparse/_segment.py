@@ -12,9 +12,10 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Entry, Program, Region
-from accel.ir.trace import Memo, trace
+from accel.ir.trace import Memo, _Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, states
 
+_SLOTS = 59  # example number of slots, beyond those of the blocks
 _NEVER = torch.finfo(torch.float32).min
 
 
@@ -41,6 +42,7 @@ def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
     """
     _check(program)
     entry, calls = copied(program, 0, len(program.facts.layers) - 1)
+    _enlarge(program, entry, 3 * method.budget + _SLOTS)
     before: fx.Node | None = None
     memo: dict[object, Memo] = {}
     count = 0
@@ -58,6 +60,19 @@ def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
         )
     found = {n: v for n, v in entry.output_nodes().items() if n.startswith("queries.")}
     return finished(entry, calls, {**found, **dict(states(entry.output_nodes(), calls))}), count
+
+
+def _enlarge(program: Program, entry: Entry, example: int) -> None:
+    """Let the number of slots be one of which the example has enough blocks to choose from."""
+    editor, held = Editor(program, entry.graph), entry.input("kv.pos").meta["val"]
+    slots = editor.symbol("C", example)
+    with editor.fake:
+        wide = torch.empty((held.shape[0], slots), dtype=held.dtype)
+    renamed = _Renamed(editor, [held], [wide])
+    for graph in program.graphs(entry):
+        for node in graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = renamed(node.meta["val"])
 
 
 def _check(program: Program) -> None:
