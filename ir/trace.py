@@ -34,7 +34,7 @@ def trace(
     `memo`: shared by calls of one function, which is then traced once for operands that differ only in
     which symbols their sizes are: layers cost little more than the first.
     """
-    values = [o.meta["val"] for o in operands]
+    values = _apart(editor, [o.meta["val"] for o in operands])
     key = _form(values)
     if memo is not None and key in memo:
         traced, before = memo[key]
@@ -68,6 +68,17 @@ def trace(
 
 def _expr(size: Any) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _apart(editor: Editor, values: Sequence[Any]) -> list[Any]:
+    """Values of which no two are one object: the tracer tells operands apart by that, and nodes may share."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor) and any(value is other for other in found):
+            with editor.fake:
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+        found.append(value)
+    return found
 
 
 def _sizes(values: Sequence[Tensor]) -> list[Any]:
