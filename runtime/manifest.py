@@ -351,6 +351,8 @@ def _state(f: Fields) -> StateValue:
         letter = isinstance(size, str) and LETTER.fullmatch(size)
         if not whole and not letter:
             raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X', 'P' or 'P0'")
+        if size == "Z" and not f.text("role").startswith("kept.block."):
+            raise _wrong(f"{f.where}.shape[{i}]", size, "a letter of what a session holds: Z is of blocks that share")
         shape.append(size)
     dtype = f.text("dtype")
     if dtype not in DTYPES:

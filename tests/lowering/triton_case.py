@@ -31,7 +31,7 @@ def sees(operands: list[Any]) -> Tensor:
     """Which tokens of an attention's operands see a slot, bool [B,T]."""
     q_pos, k_pos, mask, window = operands[3], operands[4], operands[8], operands[9]
     seen = Mask(mask, window).visible(q_pos[:, :, None], k_pos[:, None, :])
-    if len(operands) > 15:
+    if len(operands) > 15 and operands[14] is not None:
         seen = seen & own_visible(operands[14], operands[15], k_pos.shape[1])
     return seen.any(-1)
 

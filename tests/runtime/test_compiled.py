@@ -55,11 +55,11 @@ def test_each_prompt_gets_what_it_would_get_alone(toy, target, options, request)
 
 def test_the_law_catches_rows_that_see_one_another(toy, model, monkeypatch):
     """The control: a loop that gives padding to the model as if it were text."""
-    plain_run = module.Session.run
+    plain_run = module.Session._run
     monkeypatch.setattr(
         module.Session,
-        "run",
-        lambda self, tokens, lengths=None, **o: plain_run(self, tokens, None, **o),
+        "_run",
+        lambda self, tokens, lengths, *o, **more: plain_run(self, tokens, None, *o, **more),
     )
     assert model.generate(PROMPTS[0], 9).tokens == [plain(toy, PROMPTS[0], 9)], "right alone"
     assert model.generate(PROMPTS, 9).tokens != [plain(toy, p, 9) for p in PROMPTS]
