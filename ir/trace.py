@@ -43,7 +43,7 @@ def trace(
             traced, before = make_fx(function, pre_dispatch=True)(*values), values
         if memo is not None:
             memo[key] = traced, values
-    renamed = _Renamed(editor, before, values)
+    renamed = Renamed(editor, before, values)
     env: dict[fx.Node, Any] = {}
     waiting = iter(operands)
     for node in traced.graph.nodes:
@@ -95,7 +95,7 @@ def _form(values: Sequence[Tensor]) -> Any:
     return tuple((v.dtype, shape) for v, shape in zip(values, shapes, strict=True))
 
 
-class _Renamed:
+class Renamed:
     """Fake values of one trace, as they are with other symbols as the operands' sizes."""
 
     def __init__(self, editor: Editor, before: Sequence[Tensor], now: Sequence[Tensor]):

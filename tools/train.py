@@ -76,20 +76,23 @@ class Soft:
                 values[node], over = self._attend(node, values, parts[layer], budget)
                 excess = excess + over / len(parts)
             elif node.target in REFERENCES:
-                args, kwargs = (
-                    fx.node.map_arg(a, lambda n: operand(n, self.fixed, values)) for a in (node.args, node.kwargs)
-                )
+                args, kwargs = self._given(node, values)
                 values[node] = REFERENCES[node.target](*args, **kwargs)
             else:
                 values[node] = compute(node, self.fixed, inputs, values)
         return values[self.program.step.output_nodes()["logits"]], excess
 
-    def _attend(
-        self, node: fx.Node, values: dict[fx.Node, Any], part: dict[str, Tensor], budget: int
-    ) -> tuple[Tensor, Tensor]:
+    def _given(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, Any]:
+        """The values of a node's operands."""
         args, kwargs = (
             fx.node.map_arg(a, lambda n: operand(n, self.fixed, values)) for a in (node.args, node.kwargs)
         )
+        return args, kwargs
+
+    def _attend(
+        self, node: fx.Node, values: dict[fx.Node, Any], part: dict[str, Tensor], budget: int
+    ) -> tuple[Tensor, Tensor]:
+        args, kwargs = self._given(node, values)
         x = Operands[Tensor](*args, **kwargs)
         notes = self.method.note(values[self.hidden[node.meta["layer"]]], **part).transpose(1, 2)  # [B,G,T]
         after = x.q_pos[:, :, None] - x.k_pos[:, None]

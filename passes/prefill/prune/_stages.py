@@ -10,7 +10,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, Region, State
 from accel.ir.sizes import grows
-from accel.ir.trace import _Renamed, trace
+from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import layer_calls
 from accel.passes.state.recurrent import buffer
 
@@ -71,7 +71,7 @@ def own_slots(program: Program, first: int, stage: int) -> None:
         at = trace(editor, name, filled, held, step.input("slots"))
         positions = editor.call(kv_append.default, held, step.input("positions"), at)
     step.set_outputs({**outputs, f"{name}.next": positions})
-    renamed = _Renamed(editor, [before], [held.meta["val"]])
+    renamed = Renamed(editor, [before], [held.meta["val"]])
     for call in calls:
         call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)  # type: ignore
         _rename(call, renamed)
@@ -90,7 +90,7 @@ def _own(size: int | str, letter: str) -> int | str:
     return size
 
 
-def _rename(call: fx.Node, renamed: _Renamed) -> None:
+def _rename(call: fx.Node, renamed: Renamed) -> None:
     """Let the values of a layer have the new number of slots."""
     region = call.target
     assert isinstance(region, Region)

@@ -12,7 +12,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Entry, Program, Region
-from accel.ir.trace import Memo, _Renamed, trace
+from accel.ir.trace import Memo, Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, states
 
 _SLOTS = 59  # example number of slots, beyond those of the blocks
@@ -68,7 +68,7 @@ def _enlarge(program: Program, entry: Entry, example: int) -> None:
     slots = editor.symbol("C", example)
     with editor.fake:
         wide = torch.empty((held.shape[0], slots), dtype=held.dtype)
-    renamed = _Renamed(editor, [held], [wide])
+    renamed = Renamed(editor, [held], [wide])
     for graph in program.graphs(entry):
         for node in graph.nodes:
             if "val" in node.meta:
