@@ -17,34 +17,14 @@ from accel.ir.calibration import Calibration
 from accel.ir.depth import Depth
 from accel.ir.prefill import Prefill
 from accel.ir.sizes import in_numbers
+from accel.ir.state import StateValue
 from accel.ir.weights import Change, Weights
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
 
 
-@dataclass(frozen=True)
-class State:
-    """One value that lives from call to call. `shape` mixes numbers and letters: B, C, X, M, Z, P and P<layer>;
-    C/16 is one for every 16 slots (`ir.sizes`).
-
-    A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it;
-    `kept.…` the same of `compress`, each time that it runs, or of the session (`kept.block.…`).
-    """
-
-    name: str
-    role: str
-    layer: int | None
-    dtype: str
-    shape: tuple[int | str, ...]
-    fill: float
-
-    @property
-    def cross(self) -> bool:
-        return self.role.startswith("cross.")
-
-    @property
-    def kept(self) -> bool:
-        return self.role.startswith("kept.")
+class State(StateValue):
+    """A value of a program's state."""
 
     def allocate(self, **letters: int) -> Tensor:
         """A new buffer, filled as an empty cache is; letters that are not given are 0."""
@@ -178,6 +158,7 @@ class Program:
     state: list[State] = field(default_factory=list)
     dims: dict[str, str] = field(default_factory=dict)  # symbol -> letter, for text
     calibration: Calibration | None = None  # what passes over the weights go by
+    traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
 
     @property
     def step(self) -> Entry:

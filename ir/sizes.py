@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 # rows, the encoder's positions, blocks of a row and of a pool, slots (of layers that see a prompt pruned: C1, …), kept
 # blocks, a layer's kept slots, those in fewer bits
 LETTER = re.compile(r"[BXMZ]|C\d*(/[1-9]\d*)?|P\d*|Q\d+")
+FEW = 32  # tokens of a call, up to which each reads pages of its own
 
 
 def in_numbers(shape: Sequence[int | str], letters: Mapping[str, int]) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def _state_rules(program: Program) -> list[str]:
     outputs = step.output_nodes()
     for state in program.state:
         name = state.name
-        if state.role.startswith("kept.block."):  # the session writes it, between calls
+        if state.shared:
             if name not in step.inputs:
                 broken.append(f"state '{name}' is not an input of step")
             continue

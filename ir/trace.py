@@ -14,8 +14,6 @@ from torch.fx.node import map_aggregate, map_arg
 
 from accel.ir.program import Editor
 
-Memo = dict[Any, tuple[fx.GraphModule, list[Any]]]  # form of the operands -> graph, the operands' values
-
 
 def trace(
     editor: Editor,
@@ -23,7 +21,7 @@ def trace(
     function: Callable[..., Any],
     *operands: fx.Node,
     like: fx.Node | None = None,
-    memo: Memo | None = None,
+    key: Any = None,
 ) -> Any:
     """Insert what `function` does with the operands at the graph's insertion point.
 
@@ -31,18 +29,18 @@ def trace(
     that it makes out of nothing becomes a parameter `<name>.<n>`. Returns the node, or nested tuples
     and dicts of nodes, as the function does.
 
-    `memo`: shared by calls of one function, which is then traced once for operands that differ only in
-    which symbols their sizes are: layers cost little more than the first.
+    `key`: hashable; what is traced under one key is the same function. It is traced once for operands that
+    differ only in which symbols their sizes are: layers, and builds of copies, cost little more than the first.
     """
     values = _apart(editor, [o.meta["val"] for o in operands])
-    key = _form(values)
-    if memo is not None and key in memo:
-        traced, before = memo[key]
+    known, form = editor.program.traces, (key, _form(values))
+    if key is not None and form in known:
+        traced, before = known[form]
     else:
         with editor.fake, enable_python_dispatcher(), torch.no_grad():
             traced, before = make_fx(function, pre_dispatch=True)(*values), values
-        if memo is not None:
-            memo[key] = traced, values
+        if key is not None:
+            known[form] = traced, values
     renamed = Renamed(editor, before, values)
     env: dict[fx.Node, Any] = {}
     waiting = iter(operands)

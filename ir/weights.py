@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 Change = Callable[[Tensor], Tensor]
+HELD = 1 << 28  # bytes of parameters that are kept between several runs of a program
 
 
 class Pages:
@@ -143,9 +144,30 @@ class Weights(MutableMapping[str, Tensor]):
     def __init__(self, items: Mapping[str, Tensor | Stored] | None = None):
         self._items = {name: Stored.of(item) for name, item in (items or {}).items()}
         self._scratch = Pages()
+        self._held: dict[str, Tensor] | None = None
+        self._room = 0  # bytes that may be held besides
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._items[name].read()
+        if self._held is None:
+            return self._items[name].read()
+        if name in self._held:
+            return self._held[name]
+        value = self._items[name].read()
+        self._room -= value.nbytes
+        if self._room >= 0:
+            self._held[name] = value
+        return value
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within it, parameters are read once, as far as they fit into HELD bytes: for what runs the program
+        several times, and changes none.
+        """
+        self._held, self._room = {}, HELD
+        try:
+            yield
+        finally:
+            self._held = None
 
     def __setitem__(self, name: str, value: Tensor | Stored) -> None:
         self._items[name] = Stored.of(value)

@@ -66,12 +66,15 @@ def run(
     passes: Sequence[Pass],
     check: Check | None = None,
     watch: Watch = lambda *_: None,
+    *,
+    done: Sequence[Pass] = (),
 ) -> list[Step]:
     """Run passes in order, verifying the program after each one.
 
     Args:
         check: measures the program's numeric error and raises PassError past the pass's bound.
         watch: sees every pass, its report line and the program (dumps, progress).
+        done: passes that the program went through before.
 
     Raises:
         PassError: a pass is out of order, found nothing that it had to find, broke the program's
@@ -79,7 +82,7 @@ def run(
     """
     from accel.ir.spec import verify
 
-    check_order(passes)
+    check_order([*done, *passes])
     steps: list[Step] = []
     for step in passes:
         name = type(step).__name__

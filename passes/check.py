@@ -50,10 +50,15 @@ class NumericCheck:
         that token's logits are others (in 8 bits so did 10 of 25 small random mixtures). After a pass that
         declares an error, half of the tokens count there: the median of each token's largest error.
         """
-        errors = []
+        with program.params.held():
+            return self._compared(program, step)
+
+    def _compared(self, program: Program, step: Pass) -> float:
+        errors, found = [], []
         for case, (tokens, want) in enumerate(self.cases):
-            ways = run_concatenated if step.entry == "genai" else run_both_ways
-            for way, (got, rows) in enumerate(ways(program, tokens)):
+            ways = (run_concatenated if step.entry == "genai" else run_both_ways)(program, tokens)
+            found.append([got for got, _ in ways])
+            for way, (got, rows) in enumerate(ways):
                 part = self.apart[case][way] if self.apart else want[:, rows]
                 scale = max(1.0, float(part.abs().max()))
                 errors.append(((got - part).abs().amax(-1) / scale).flatten())
@@ -71,14 +76,13 @@ class NumericCheck:
                 f"of the largest, more than {bound:.0e}. Report it; verify=False builds without the check"
             )
         if step.error > Pass.error:
-            self._rebase(program)
+            self._rebase(program, found)
         return worst
 
-    def _rebase(self, program: Program) -> None:
+    def _rebase(self, program: Program, found: list[list[Tensor]]) -> None:
         """After a pass that may move the logits, later ones are held to what it left: where tokens are
         encoded in blocks, way by way, for what a call itself brings is exact.
         """
-        found = [[got for got, _ in run_both_ways(program, tokens)] for tokens, _ in self.cases]
         self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, found, strict=True)]
         self.apart = found if _flush(program) else []
 
@@ -98,7 +102,10 @@ def _flush(program: Program) -> int:
 
 
 def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
-    """(logits, rows they belong to) of one whole call, and of the same tokens in several calls."""
+    """(logits, rows they belong to) of one whole call, and of the same tokens in several calls: of a cache
+    that is compressed, after the first one, so that two calls see the kept part and add to a recent one,
+    and then again, so that the last call sees what came of both.
+    """
     length = tokens.shape[1]
     positions = torch.arange(length).repeat(tokens.shape[0], 1)
     side = encoder_side(program, tokens.shape[0])
@@ -107,18 +114,16 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
         out = program.run("step", given)
         return [(out["logits"].float(), slice(0, length))]
     found = []
-    for cuts in ([0, length], _split(length)):
-        letters = {"B": tokens.shape[0], "C": max(length + 3, _flush(program))}
-        buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
-        for start, end in zip(cuts, cuts[1:], strict=False):
-            found.append((_call(program, side, buffers, tokens, start, end), slice(start, end)))
-    if "compress" in program.entries and length > 1:  # where every token stays, nothing is lost but by codes
+    letters = {"B": tokens.shape[0], "C": max(length + 3, _flush(program))}
+    compresses = "compress" in program.entries
+    for cuts in ([0, length], _split(length, 4 if compresses else 3)):
         buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
         base = 0
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
             found.append((_call(program, side, buffers, tokens, start, end, base), slice(start, end)))
-            (store_all if _flush(program) else keep_all)(program, buffers, end)
-            base = end
+            if compresses and i in (0, 2) and end < length:  # all tokens stay: nothing is lost but by codes
+                (store_all if _flush(program) else keep_all)(program, buffers, end)
+                base = end
     return found
 
 
@@ -167,7 +172,7 @@ def run_in_blocks(program: Program, tokens: Tensor) -> tuple[Tensor, Tensor] | N
     """Logits of a few tokens behind a block of them that lies in the pool, and those where it lies in the
     rows' own slots; none where the program reads no pool.
     """
-    pools = [s for s in program.state if "Z" in s.shape]
+    pools = [s for s in program.state if s.pooled]
     size = int(pools[0].shape[2]) if pools else 0
     batch, end = tokens.shape[0], size + 3
     if not pools or end > program.facts.max_context:
@@ -215,8 +220,10 @@ def _past_inputs(program: Program) -> list[fx.Node]:
     return [h for h in holders if str(h.target).startswith("past_key_values")]
 
 
-def _split(length: int) -> list[int]:
-    return sorted({0, length // 2, length // 2 + 1 if length > 1 else 0, length})
+def _split(length: int, calls: int) -> list[int]:
+    """Where a prompt is cut: in halves with a single token between them; the second in two, of four calls."""
+    cuts = {0, length // 2, length // 2 + 1 if length > 1 else 0, length}
+    return sorted(cuts | {(length // 2 + 1 + length) // 2} if calls == 4 else cuts)
 
 
 def _call(

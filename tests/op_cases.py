@@ -14,6 +14,7 @@ from torch import Tensor
 import accel.ir.ops as dialect
 from accel.ir.op import Op
 from accel.ir.ops import (
+    choice,
     codec,
     experts,
     groups,
@@ -82,6 +83,28 @@ def paged(*inner: int) -> Callable[..., list[Any]]:
 
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
         return [randn(rng, b, 2, c, *inner), torch.from_numpy(rng.integers(0, c, b)), 1, 1]
+
+    return make
+
+
+def ranged(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    high, low, keys = (randn(rng, b, 2, c, 6) for _ in range(3))
+    return [high, low, keys, query_positions(rng, b, t, c), torch.from_numpy(rng.integers(0, c - t + 1, b)), 1]
+
+
+BEST = [(2, "causal"), (5, "window"), (9, "chunk"), (3, "full")]
+
+
+def worthy(count: int, mask: str) -> Callable[..., list[Any]]:
+    """Whole numbers, of which many are equal, some none, some infinite."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        worth = randn(rng, b, 2, t, c).round()
+        for number in (float("nan"), float("inf"), -float("inf")):
+            worth[torch.from_numpy(rng.random(worth.shape) < 0.1)] = number
+        where = query_positions(rng, b, t, c), key_positions(rng, b, c)
+        slots = torch.from_numpy(rng.integers(0, c - t + 1, b))
+        return [worth, *where, slots, count, 1, mask, 4]
 
     return make
 
@@ -356,7 +379,13 @@ def cases() -> list[Case]:
             pages.few_to_many,
             lambda b, t, c, r: [query_positions(r, b, t, c), key_positions(r, b, c), 4, 9],
         ),
-        Case("dots", pages.dots, lambda b, t, c, r: [randn(r, b, 3, t, 7), randn(r, b, 3, c, 7)]),
+        Case(
+            "page_bounds",
+            choice.page_bounds,
+            lambda b, t, c, r: [randn(r, b, 3, t, 7), randn(r, b, 3, c, 7), randn(r, b, 3, c, 7)],
+        ),
+        Case("page_range", choice.page_range, ranged),
+        *(Case(f"best_pages-{n}-{m}", choice.best_pages, worthy(n, m)) for n, m in BEST),
         *(Case(f"expert_linear-{t}", experts.expert_linear, routed(t), (2,)) for t in (False, True)),
     ]  # fmt: skip
 

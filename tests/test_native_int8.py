@@ -20,7 +20,7 @@ SHAPES = [(4, 4, 64), (4, 1, 64), (14, 2, 64), (6, 2, 24), (3, 3, 10), (2, 1, 7)
 SLOTS = 300
 
 
-def run(op, operands, outputs, **attributes):
+def run(op, operands, outputs, threads=0, **attributes):
     """What one node of accel's gives for numpy operands (None: not given)."""
     given = {f"x{i}": a for i, a in enumerate(operands) if a is not None}
     names = [f"x{i}" if a is not None else "" for i, a in enumerate(operands)]
@@ -37,7 +37,7 @@ def run(op, operands, outputs, **attributes):
         helper.make_graph([node], "one", info, made), opset_imports=opsets, ir_version=10
     )
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level, options.intra_op_num_threads = 4, threads
     native.register(options)
     return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, given)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accel.ir.ops.attention import attention
+from accel.ir.ops.choice import best_pages, page_bounds, page_range
 from accel.lowering.onnx import native
 
 from .test_native_int8 import SLOTS, keys, run
@@ -109,10 +110,104 @@ def test_pages_beyond_the_cache_are_passed_over():
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 10])
 @pytest.mark.parametrize(("many", "width"), [(1, 1), (17, 7), (130, 10), (300, 64)])
-def test_dots_are_products(rows, many, width):
+def test_bounds_are_the_references(rows, many, width):
     rng = np.random.default_rng(rows + many)
-    x, y = (rng.standard_normal((2, 3, n, width)).astype(np.float32) for n in (rows, many))
-    (got,) = run("Dots", [x, y], ["float32"])
-    np.testing.assert_allclose(got, x @ y.transpose(0, 1, 3, 2), atol=2e-5)
-    swapped = run("Dots", [x, y[:, :, ::-1].copy()], ["float32"])[0]
-    assert many == 1 or np.abs(swapped - got).max() > 1e-3
+    q, high, low = (rng.standard_normal((2, 3, n, width)).astype(np.float32) for n in (rows, many, many))
+    high[0, 1, -1, 0], low[1, 2, 0, -1] = np.nan, np.nan
+    (got,) = run("PageBounds", [q, high, low], ["float32"])
+    want = page_bounds(*map(torch.from_numpy, (q, high, low))).numpy()
+    np.testing.assert_allclose(got, want, atol=2e-5)
+    assert np.isnan(got).sum() == 2 * rows
+    swapped = run("PageBounds", [q, low, high], ["float32"])[0]
+    assert np.nanmax(np.abs(swapped - got)) > 1e-3
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(
+    ("slots", "tokens", "page", "width"),
+    [(1, 1, 1, 1), (64, 1, 16, 8), (64, 33, 16, 10), (50, 50, 16, 7), (640, 600, 64, 24), (2048, 1700, 16, 19)],
+)
+def test_ranges_are_the_references(slots, tokens, page, width, coded):
+    rng = np.random.default_rng(slots + tokens)
+    _, codes, scale, x = keys(rng, 3, width, slots + 3)
+    codes, scale, x = (np.ascontiguousarray(a[:, :, 3:]) for a in (codes, scale, x))
+    if not coded:
+        x[0, 1, tokens // 2, 0], x[1, 2, -1, -1], x[1, 0, 0, 0] = np.nan, np.inf, -np.inf
+    pages = -(-slots // page)
+    held = [rng.standard_normal((2, 3, pages, width)).astype(np.float32) for _ in range(2)]
+    for start in {0, (slots - tokens) // 2, slots - tokens}:
+        begins = np.array([start, slots - tokens])  # rows lie apart
+        q_pos = np.full((2, tokens), -1)
+        name, read, more = ("PageRangeInt8", codes, [scale]) if coded else ("PageRange", x, [])
+        got = run(name, [*held, read, q_pos, begins, *more], ["float32"] * 2, page=page)
+        want = page_range(*(torch.from_numpy(a) for a in (*held, x, q_pos, begins)), page)
+        for mine, right, old in zip(got, want, held, strict=True):
+            np.testing.assert_array_equal(mine, right.numpy())
+            for row, first in enumerate(begins):
+                filled = slice(first // page, (first + tokens) // page)
+                other = np.delete(mine[row], np.r_[filled], axis=1)
+                np.testing.assert_array_equal(other, np.delete(old[row], np.r_[filled], axis=1))
+
+
+def choices(rng, batch, groups, tokens, slots, page, spread):
+    """Operands of BestPages, whose worths are often equal where `spread` is small."""
+    worth = (rng.standard_normal((batch, groups, tokens, -(-slots // page))) * spread).round().astype(np.float32)
+    for number in (np.nan, np.inf, -np.inf, -0.0):
+        worth[rng.random(worth.shape) < 0.05] = number
+    held = np.where(rng.random((batch, slots)) < 0.9, np.arange(slots), -1)
+    first = rng.integers(0, slots - tokens + 1, batch)
+    q_pos = first[:, None] + np.arange(tokens)
+    q_pos[-1, -1] = -1 if tokens > 1 else q_pos[-1, -1]  # padding
+    return [worth, q_pos, held, first]
+
+
+@pytest.mark.parametrize("spread", [0.4, 1e3])
+@pytest.mark.parametrize(
+    ("slots", "page"), [(1, 1), (7, 2), (40, 16), (33, 16), (900, 1), (5000, 4)], ids=str
+)
+def test_the_best_pages_are_the_references(slots, page, spread):
+    rng = np.random.default_rng(slots)
+    for tokens, count, (number, mask) in itertools.product(
+        (1, min(5, slots)), (1, 2, 9, 64), enumerate(("causal", "window", "chunk", "full"))
+    ):
+        x = choices(rng, 3, 2, tokens, slots, page, spread)
+        (got,) = run("BestPages", x, ["int64"], count=count, page=page, mask=number, window=slots // 2 + 1)
+        want = best_pages(*map(torch.from_numpy, x), count, page, mask, slots // 2 + 1)
+        np.testing.assert_array_equal(got, want.numpy())
+
+
+def test_of_equal_pages_the_earlier_is_chosen():
+    worth = np.zeros((1, 1, 1, 50), np.float32)
+    worth[..., 1::2] = -0.0
+    worth[..., [9, 30]] = 1
+    x = [worth, np.array([[49]]), np.arange(50)[None], np.array([49])]
+    (got,) = run("BestPages", x, ["int64"], count=6, page=1, mask=0, window=0)
+    assert got.flatten().tolist() == [49, 9, 30, 0, 1, 2]
+
+
+@pytest.mark.parametrize("op", ["PageRange", "BestPages"])
+def test_threads_give_the_same(op):
+    rng = np.random.default_rng(5)
+    x = choices(rng, 2, 4, 3, 4096, 16, 1.0)
+    kept = [rng.standard_normal((2, 4, n, 24)).astype(np.float32) for n in (256, 256, 4096)]
+    given = x if op == "BestPages" else [*kept, np.zeros((2, 3000), np.int64), np.array([5, 900])]
+    settings = dict(count=40, page=16, mask=0, window=0) if op == "BestPages" else dict(page=16)
+    types = ["int64"] if op == "BestPages" else ["float32"] * 2
+    alone, many = (run(op, given, types, threads=n, **settings) for n in (1, 4))
+    for a, b in zip(alone, many, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("op", "changed", "shape"),
+    [("BestPages", 0, (1, 2, 3, 9)), ("BestPages", 2, (1, 50)), ("PageRange", 0, (1, 2, 3, 4)), ("PageRange", 4, (3,))],
+)
+def test_sizes_that_do_not_fit_are_an_error(op, changed, shape):
+    rng = np.random.default_rng(0)
+    x = choices(rng, 1, 2, 3, 32, 16, 1.0)
+    if op == "PageRange":
+        x = [*(np.zeros((1, 2, n, 4), np.float32) for n in (2, 2, 32)), np.zeros((1, 3), np.int64), x[3]]
+    x[changed] = np.zeros(shape, x[changed].dtype)
+    settings = dict(count=4, page=16, mask=0, window=0) if op == "BestPages" else dict(page=16)
+    with pytest.raises(Exception, match="do not fit"):
+        run(op, x, ["int64"] if op == "BestPages" else ["float32"] * 2, **settings)

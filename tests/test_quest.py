@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import accel
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask, attention
-from accel.ir.ops.pages import dots
+from accel.ir.ops.choice import page_bounds
 from accel.passes.kv.select.quest import Quest
 from accel.passes.numerics.bit_exact import BitExact
 from accel.runtime.compiled import CompiledModel
@@ -44,9 +44,8 @@ def test_pages_of_one_slot_are_exact_top_k():
     q = torch.randn(1, 2, 1, 3, 10, generator=torch.Generator().manual_seed(1))
     positions, slots, held = torch.tensor([[29]]), torch.tensor([29]), torch.arange(30)[None]
     parts = quest.summary(x[:, :, :, None])
-    before = quest._before(Mask("causal"), positions, slots, held, *list(parts.values())[:1])
     queries = q.transpose(1, 2).reshape(1, 1, 6, 10)
-    found = quest._choose(list(parts), *before, queries, *parts.values())
+    found = quest._choose(list(parts), Mask("causal"), queries, positions, held, slots, *parts.values())
     logits = (q[:, :, 0] @ x.transpose(-1, -2)).amax(2)[..., :29]
     want = logits.topk(6, dim=2).indices
     assert found[0, :, 0, 0].tolist() == [29, 29]
@@ -77,7 +76,8 @@ def test_what_is_no_number_is_read():
     keys[0, 0, 2, 1, 0] = float("nan")
     score = Quest(page=4).score(torch.ones(1, 1, 1, 3), Quest(page=4).summary(keys))
     assert score.isnan().flatten().tolist() == [i == 2 for i in range(9)]
-    assert dots(torch.zeros(1, 1, 1, 3), torch.full((1, 1, 2, 3), 3e38)).abs().max() == 0
+    large = torch.full((1, 1, 2, 3), 3e38)
+    assert page_bounds(torch.zeros(1, 1, 1, 3), large, -large).abs().max() == 0
 
 
 # Builds

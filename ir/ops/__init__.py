@@ -2,6 +2,7 @@
 
 from accel.ir.ops import (
     attention,
+    choice,
     codec,
     experts,
     groups,
@@ -17,6 +18,6 @@ from accel.ir.ops import (
 from accel.ir.ops.attention import Mask
 
 __all__ = [
-    "Mask", "attention", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized", "recurrence",
-    "rope", "rows",
+    "Mask", "attention", "choice", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized",
+    "recurrence", "rope", "rows",
 ]  # fmt: skip

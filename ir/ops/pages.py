@@ -1,4 +1,4 @@
-"""Pages, stretches of a cache's slots: reading them, and weighing what is known of each against queries."""
+"""Pages, stretches of a cache's slots: reading them, and which of them a call wrote to."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ few_to_many = Op(
     shape=lambda q_pos, *rest: q_pos.new_empty((), dtype=torch.bool),
 )
 
-# x [B,G,M,D], y [B,G,N,D] -> x yᵀ [B,G,M,N], reading y as it lies
-dots = Op(
-    "dots",
-    "(Tensor x, Tensor y) -> Tensor",
-    reference=lambda x, y: x @ y.transpose(-1, -2),
-    shape=lambda x, y: x.new_empty((*x.shape[:3], y.shape[2])),
-)
+def pages_written(
+    buffer: Tensor, q_pos: Tensor, slots: Tensor, page: int
+) -> tuple[Tensor, int]:
+    """The pages of a buffer [B,G,C,..] that a call of q_pos [B,T] wrote to from slots [B] on: the first one's number
+    [B], and how many; some that were full before, where the last one would lie past the end.
+    """
+    total = (buffer.shape[2] + page - 1) // page
+    count = torch.sym_min((q_pos.shape[1] + page - 2) // page + 1, total)
+    return (slots // page).clamp(max=total - count), count
 
 
 def read_pages(pages: Tensor, page: int, slots: int) -> Tensor:

@@ -221,6 +221,16 @@ def _hidden(
     """
     q = b.node("Unsqueeze", q_pos, b.ints(1, 3))  # [B,1,T,1]
     k = b.node("Unsqueeze", k_pos, b.ints(*((1, 2) if b.rank(k_pos) == 2 else (2,))))  # [B,1 or G,1,C]
+    seen = visible(b, q, k, mask, window)
+    if own is not None:
+        seen = str(b.node("And", seen, own))
+    return str(
+        b.node("Where", seen, b.constant(0.0, torch.float32), b.constant(_NOTHING, torch.float32))
+    )
+
+
+def visible(b: Builder, q: str, k: str, mask: str, window: int) -> str:
+    """What positions q [..,T,1] may see of k [..,1,C], bool [..,T,C] (`ir.ops.attention.Mask`)."""
     zero = b.constant(0, torch.int64)
     seen = b.node("GreaterOrEqual", k, zero)
     if mask != "full":
@@ -232,11 +242,7 @@ def _hidden(
         size = b.constant(window, torch.int64)
         blocks = [b.node("Div", b.node("Max", p, zero), size) for p in (q, k)]
         seen = b.node("And", seen, b.node("Equal", *blocks))
-    if own is not None:
-        seen = b.node("And", seen, own)
-    return str(
-        b.node("Where", seen, b.constant(0.0, torch.float32), b.constant(_NOTHING, torch.float32))
-    )
+    return str(seen)
 
 
 def _bias(b: Builder, bias: str, q_pos: str, k_pos: str, mask: str) -> str:

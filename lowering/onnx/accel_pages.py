@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from accel.ir.ops import attention, pages
-from accel.lowering.onnx.aten_nn import product
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.table import lower
 
@@ -30,11 +29,6 @@ def kv_pages(b: Builder, buffer: str, first: str, count: Any, page: int) -> Any:
 def few_to_many(b: Builder, q_pos: str, k_pos: str, tokens: int, slots: int) -> Any:
     few = b.node("LessOrEqual", b.size(q_pos, 1), b.constant(tokens, torch.int64))
     return b.node("And", few, b.node("Greater", b.size(k_pos, 1), b.constant(slots, torch.int64)))
-
-
-@lower(pages.dots.default)
-def dots(b: Builder, x: str, y: str) -> Any:
-    return product(b, x, y, torch.float32, rank=4)
 
 
 def gathered(b: Builder, x: Operands) -> Operands:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -189,6 +190,27 @@ def truncated(b: Builder, x: str) -> Any:
 @lower(aten.trunc.default)
 def trunc(b: Builder, x: str) -> Any:
     return truncated(b, x) if b.out.dtype.is_floating_point else x
+
+
+@lower(aten.log_sigmoid.default)
+def log_sigmoid(b: Builder, x: str) -> Any:
+    """min(x, 0) - log(1 + exp(-|x|)): exact where exp(x) would overflow or vanish."""
+    rest = log1p(b, b.node("Exp", b.node("Neg", b.node("Abs", x))))
+    return b.node("Sub", b.node("Min", x, b.constant(0, b.out.dtype)), rest)
+
+
+@lower(aten.nan_to_num.default)
+def nan_to_num(b: Builder, x: str, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Any:
+    dtype = b.out.dtype
+    if not dtype.is_floating_point:
+        return x
+    out = b.node("Where", b.node("IsNaN", x), b.constant(nan or 0.0, dtype), x)
+    for value, infinity in ((posinf, math.inf), (neginf, -math.inf)):
+        if value is not None:
+            met = b.node("Equal", x, b.constant(infinity, dtype))
+            out = b.node("Where", met, b.constant(value, dtype), out)
+    ends = torch.finfo(dtype)
+    return b.node("Clip", out, b.constant(ends.min, dtype), b.constant(ends.max, dtype))
 
 
 # Activations

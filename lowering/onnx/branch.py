@@ -55,6 +55,7 @@ def _branch(
                 b.nodes.append(helper.make_node("Identity", [value], [output], name=output))
         if b.variant is not None:
             b.variant.join(b, outputs)
+        b.prune(outputs)
         infos = [_info(o, v) for o, v in zip(outputs, values, strict=True)]
         return helper.make_graph(b.nodes, f"{b.scope}{name}", [], infos)
     finally:

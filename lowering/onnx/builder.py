@@ -198,7 +198,7 @@ class Builder:
         return self.constant(np.array(values, np.int64))
 
     def prune(self, outputs: Iterable[str]) -> None:
-        """Drop the nodes and initializers that `outputs` do not need."""
+        """Drop the nodes that `outputs` do not need, and initializers, which branches share with what is around."""
         needed = set(outputs)
         kept = []
         for made in reversed(self.nodes):
@@ -206,7 +206,7 @@ class Builder:
                 kept.append(made)
                 needed.update(reads(made))
         self.nodes = kept[::-1]
-        self.initializers = [i for i in self.initializers if i.name in needed]
+        self.initializers = [i for i in self.initializers if self.above or i.name in needed]
 
     # Asking
 

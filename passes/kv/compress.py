@@ -15,7 +15,7 @@ from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Entry, KvFacts, Program, State
-from accel.ir.trace import Memo, trace
+from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv import low
 from accel.passes.kv.keep import Base as Keep
@@ -152,7 +152,6 @@ def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
     """State for what is kept, and attention over it."""
     editor = Editor(program, program.step.graph)
     outputs = program.step.output_nodes()
-    memos: dict[Any, Memo] = {}
     batch = program.step.input("tokens").meta["val"].shape[0]
     for site in sites:
         letter = f"P{site.layer}"
@@ -174,7 +173,7 @@ def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
             added = low.read(program, editor, keep, site.node, added, site.kept)
         site.node.kwargs = {**site.node.kwargs, **added}
         if site.mass:
-            _add_mass(program, editor, site, letters, outputs, memos)
+            _add_mass(program, editor, site, letters, outputs)
     program.step.set_outputs(outputs)
 
 
@@ -191,7 +190,6 @@ def _add_mass(
     site: _Site,
     letters: dict[str, Any],
     outputs: dict[str, fx.Node],
-    memos: dict[Any, Memo],
 ) -> None:
     """Attention that each slot drew, added up over the calls."""
     keys = _buffer_of(site, 1)
@@ -220,9 +218,9 @@ def _add_mass(
         return before + drawn[..., first:last], since + drawn[..., last:]
 
     with editor.graph.inserting_before(editor.graph.find_nodes(op="output")[0]):  # outside of any layer
-        memo = memos.setdefault((*rest.items(), *read), {})
+        key = "mass", *rest.items(), *read
         outputs[f"{kept}.next"], outputs[f"{recent}.next"] = trace(
-            editor, kept, add, *old, *read.values(), like=site.node, memo=memo
+            editor, kept, add, *old, *read.values(), like=site.node, key=key
         )
 
 
@@ -278,13 +276,12 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
             here["query_positions"] = holder("query_positions", blank((batch, window), torch.int64))
     outputs: dict[str, fx.Node] = {}
     editor = Editor(program, graph)
-    memos: dict[Any, Memo] = {}
     for site in sites:
         here = given[site.layer]
         x = operands_of(site.node)
-        memo = memos.setdefault((x.scale, x.mask, x.window, *here), {})
+        key = "compress", step, x.scale, x.mask, x.window, *here
         cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
-        found = trace(editor, f"compress.{site.layer}", cut, *here.values(), memo=memo)
+        found = trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key)
         outputs |= {f"{site.kept[part].target}.next": node for part, node in found.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))

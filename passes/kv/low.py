@@ -52,7 +52,7 @@ def read(
 
         with editor.graph.inserting_before(node):
             found[f"kept_{role}"] = trace(
-                editor, f"low.{layer}", joined, kept[f"kept_{role}"], *parts, like=node
+                editor, f"low.{layer}", joined, kept[f"kept_{role}"], *parts, like=node, key=("low", keep, width)
             )
     where = declare("pos", "int64", (), -1)
     with editor.graph.inserting_before(node):

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
-from accel.ir.trace import Memo, trace
+from accel.ir.trace import trace
 from accel.passes.kv.score import Base as Score
 from accel.passes.recognise.region import sizes
 from accel.passes.state.recurrent import buffer
@@ -24,7 +24,6 @@ def add_notes(program: Program, score: Score, stored: Mapping[int, fx.Node]) -> 
     editor, outputs = Editor(program, graph), program.step.output_nodes()
     keys = {layer: _node(node.args[1]) for layer, node in stored.items()}
     trained = score.parts(program, keys) if isinstance(score, Trained) else {}
-    memo: Memo = {}
     found: dict[int, dict[str, fx.Node]] = {}
     for layer, append in stored.items():
         old = _node(append.args[0])
@@ -45,7 +44,8 @@ def add_notes(program: Program, score: Score, stored: Mapping[int, fx.Node]) -> 
             def note(x: Tensor, *values: Tensor, names: tuple[str, ...] = tuple(weights)) -> Tensor:
                 return score.note(x, **dict(zip(names, values, strict=True))).transpose(1, 2)
 
-            made: Any = trace(editor, f"note.{layer}", note, hidden, *weights.values(), like=append, memo=memo)
+            key = "note", score, *weights
+            made: Any = trace(editor, f"note.{layer}", note, hidden, *weights.values(), like=append, key=key)
             written = editor.call(kv_append.default, here["notes.recent"], made, append.args[2], like=append)
         outputs[f"{recent.name}.next"] = written
     program.step.set_outputs(outputs)

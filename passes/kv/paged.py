@@ -10,14 +10,16 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import block_positions, gather_blocks, kv_append
 from accel.ir.program import Editor, Program, State
+from accel.ir.state import BLOCK
 from accel.passes import Pass, Report
+from accel.passes.kv._by_token import check_by_token
 from accel.passes.recognise.region import sizes
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
 
 _BLOCKS, _POOL = 37, 43  # example sizes while shapes are worked out
-POOL, TABLE = "kept.block.", "kept.block.table"  # roles
+TABLE = f"{BLOCK}table"  # its role
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,12 @@ class Paged(Pass):
 
     def run(self, program: Program) -> Report:
         nodes = [n for n in program.nodes(attention.default, entry=program.step) if _appends(n)]
-        _check(program, nodes)
+        if program.facts.encoder is not None:
+            raise PassError(
+                "what this decoder makes of a token depends on the encoder's input too, which kv.reuse does not "
+                "compare; leave it out for this model"
+            )
+        check_by_token(program, nodes, "so another session cannot go on from its middle")
         editor = Editor(program, program.step.graph)
         batch = program.step.input("tokens").meta["val"].shape[0]
         letters = {"B": batch, "M": editor.symbol("M", _BLOCKS), "Z": editor.symbol("Z", _POOL)}
@@ -68,7 +75,7 @@ class Paged(Pass):
         """The state value that holds in blocks what `old` [B,G,C,D] holds in slots."""
         state = next(s for s in program.state if s.name == old.target)
         _, groups, _, width = state.shape
-        name, role = state.name.replace("kv.", "pool.", 1), POOL + state.role
+        name, role = state.name.replace("kv.", "pool.", 1), BLOCK + state.role
         shape = ("Z", groups, self.block, width)
         return buffer(program, editor, State(name, role, state.layer, state.dtype, shape, 0), letters)
 
@@ -84,26 +91,3 @@ def _buffer(node: fx.Node, index: int) -> fx.Node:
     stored = node.args[index]
     assert isinstance(stored, fx.Node) and isinstance(stored.args[0], fx.Node)
     return stored.args[0]
-
-
-def _check(program: Program, nodes: list[fx.Node]) -> None:
-    """What a session would reuse must be all that the step knows of a row's tokens."""
-    for node in nodes:
-        if isinstance(node.args[5], fx.Node):
-            raise PassError(
-                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read shared blocks yet; "
-                "leave kv.reuse out for this model"
-            )
-    known = {"kv.pos", *(str(_buffer(n, i).target) for n in nodes for i in (1, 2))}
-    if program.facts.encoder is not None:
-        raise PassError(
-            "what this decoder makes of a token depends on the encoder's input too, which kv.reuse does not "
-            "compare; leave it out for this model"
-        )
-    if other := [s.name for s in program.state if s.name not in known]:
-        raise PassError(
-            f"'{other[0]}' is state that is no cache of keys and values by token, so another session cannot go "
-            "on from its middle; leave kv.reuse out for this model"
-        )
-    if not nodes:
-        raise PassError("no layer of this model has a cache of keys; leave kv.reuse out for it")

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Entry, Program, evaluate
 from accel.passes import Pass, Report
+from accel.passes.kv._by_token import check_by_token
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 
@@ -71,13 +72,10 @@ class Shift(Pass):
 def _rotations(program: Program) -> dict[int, fx.Node]:
     """Layer -> the rotation that gave the keys of its cache."""
     found: dict[int, fx.Node] = {}
-    for node in program.nodes(attention.default, entry=program.step):
+    sites = program.nodes(attention.default, entry=program.step)
+    check_by_token(program, sites, "which no rotation moves to another position")
+    for node in sites:
         keys, layer = node.args[1], node.meta.get("layer")
-        if operands_of(node).bias is not None:
-            raise PassError(
-                f"{node.name}: attention with a bias by position (ALiBi, T5), for which pie is not made; leave "
-                "kv.reuse out for this model"
-            )
         if not (isinstance(keys, fx.Node) and keys.target is kv_append.default and layer is not None):
             raise PassError(f"{node.name} reads keys that no cache of tokens holds; leave kv.reuse out for it")
         new = keys.args[1]
@@ -89,14 +87,6 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
         buffer = keys.args[0]
         assert isinstance(buffer, fx.Node)
         found[int(str(buffer.target).split(".")[1])] = new
-    names = {"kv.pos", *(f"kv.{layer}.{part}" for layer in found for part in "kv")}
-    if other := [s.name for s in program.state if s.name not in names]:
-        raise PassError(
-            f"'{other[0]}' is state that no rotation moves to another position; leave kv.reuse = pie out for this "
-            "model"
-        )
-    if not found:
-        raise PassError("no layer of this model has a cache of keys; leave kv.reuse out for it")
     return found
 
 

@@ -19,8 +19,9 @@ WIDEST = 128  # head size whose products are never cut
 class BitExact(Base):
     """A call of T tokens gives the rows of T calls of one, bit for bit.
 
-    Kernels take another way for a single row (4-bit products, attention with one query head per KV
-    head), so no call has fewer than two: the session adds a column of padding to a single token.
+    Kernels take rows two by two, and a last one that is left over in another way (4-bit products, on some
+    processors 8-bit ones, attention with one query head per KV head), so every call has an even number: the
+    session adds a column of padding to an odd one.
     Variants of the step that do not promise equal rows are not written.
     """
 

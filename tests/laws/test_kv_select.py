@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.choice import best_pages
 from accel.ir.program import DTYPES, Conditional, ancestors, compute
 from accel.passes.kv.select import FEW, LEAST
 from accel.runtime.assemble import GRADES
@@ -77,6 +78,45 @@ def test_parts_are_as_declared(name):
         assert list(parts) == list(declared)
         for part, (dtype, sizes) in declared.items():
             assert parts[part].dtype == DTYPES[dtype] and parts[part].shape == (B, G, N, *sizes)
+
+
+def law_update(method, seed):
+    """What it says of a page that the call fills is its summary; of pages that the call leaves alone, what it said."""
+    rng, page = np.random.default_rng(seed), method.page
+    for slots_, tokens in ((12, 1), (12, 5), (11, 11), (4, 1), (40, 30)):
+        x = torch.randn(2, G, slots_, D, generator=torch.Generator().manual_seed(seed))
+        slots = torch.from_numpy(rng.integers(0, slots_ - tokens + 1, 2))
+        slots[0] = min(page - 1, slots_ - tokens)
+        want = method.summary(x[:, :, : slots_ // page * page].unflatten(2, (-1, page)))
+        sizes = {name: (2, G, -(-slots_ // page), *tail) for name, (_, tail) in method.parts(D).items()}
+        held = {name: torch.full(shape, 9.0) for name, shape in sizes.items()}
+        found = method.update(held, x, torch.zeros(2, tokens, dtype=torch.int64), slots)
+        for name, part in found.items():
+            for row, start in enumerate(slots.tolist()):
+                filled = slice(start // page, (start + tokens) // page)
+                assert torch.equal(part[row][:, filled], want[name][row][:, filled]), name
+                far = (tokens + page - 2) // page + 1  # what is computed anew without need is full and near
+                for other in (n for n in range(part.shape[2]) if not start // page - far < n < start // page + far):
+                    assert (part[row][:, other] == 9).all(), name
+
+
+@each
+@some
+@given(seed=st.integers(0, 1 << 20))
+def test_what_is_kept_of_a_page_follows_its_keys(name, seed):
+    law_update(built(name), seed)
+
+
+@each
+def test_an_update_that_forgets_the_last_page_is_caught(name):
+    method = built(name)
+
+    class Broken(type(method)):
+        def update(self, held, keys, q_pos, slots):
+            return super().update(held, keys, q_pos[:, : q_pos.shape[1] - 1], slots)
+
+    with pytest.raises(AssertionError):
+        law_update(Broken(**vars(method)), 0)
 
 
 # Sessions
@@ -269,10 +309,16 @@ def test_pages_that_are_not_kept_up_to_date_are_caught(made, name):
 
 @each
 def test_a_page_that_is_listed_twice_is_caught(stateful, name):
-    """The token's own, were it chosen like others."""
+    """The token's own, in the place of another."""
     case = broken(stateful, built(name, tokens_read=64))
-    (less,) = case.program.nodes(torch.ops.aten.lt.Tensor, entry=case.program.step)
-    less.target = torch.ops.aten.le.Tensor
+    for node in case.program.nodes(best_pages.default, entry=case.program.step):
+        with node.graph.inserting_after(node):
+            own = node.graph.call_function(torch.ops.aten.slice.Tensor, (node, 3, 0, 1))
+        with node.graph.inserting_after(own):
+            more = node.graph.call_function(torch.ops.aten.slice.Tensor, (node, 3, 0, -1))
+        with node.graph.inserting_after(more):
+            twice = node.graph.call_function(torch.ops.aten.cat.default, ((own, more), 3))
+        node.replace_all_uses_with(twice, lambda user, new=(own, more): user not in new)
     with pytest.raises(AssertionError):
         law_lists(case, case.tokens(2, 56))
 

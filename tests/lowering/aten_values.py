@@ -48,6 +48,13 @@ def elementwise() -> Iterator[Call]:
     yield Call(aten.elu.default, X, 1.5, 2.0)
     yield Call(aten.gelu.default, X, approximate="tanh")
     yield Call(aten.silu.default, DOUBLE)
+    yield Call(aten.log_sigmoid.default, In(B, T, low=-200, high=200))
+    low, high = Call(aten.log.default, Call(aten.relu.default, X)), Call(aten.relu.default, Y)
+    broken = Call(aten.add.Tensor, low, Call(aten.reciprocal.default, high))  # -inf, inf and NaN
+    yield Call(aten.nan_to_num.default, broken)
+    yield Call(aten.nan_to_num.default, broken, 3.0, posinf=5.0)
+    yield Call(aten.nan_to_num.default, broken, None, None, -2.5)
+    yield Call(aten.nan_to_num.default, N, 1.0)
     for op in (aten.add, aten.sub, aten.mul, aten.div):
         yield Call(op.Tensor, X, Y)
         yield Call(op.Tensor, X, In(8))

@@ -24,15 +24,13 @@
 namespace {
 
 using coded::Rows;
-using slots::kChunk, slots::kFar, slots::kTile, slots::Range, slots::Slots;
+using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots;
 
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
 constexpr int64_t kGroup = 8;    // rows that go through it together, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-enum Mask { kCausal, kWindow, kChunked, kFull };
 
 struct Settings {
   float scale, softcap;
@@ -58,7 +56,10 @@ struct Piece {
   Range held;  // positions
   bool full;   // no slot is empty
   bool on;     // what comes after it is read too
+  const int64_t* pages = nullptr;  // where each page of it starts, in slots from `k` and `v`; none: they lie as they are
 
+  // Slots from number j on, as many as lie together.
+  int64_t place(int64_t j, int64_t page) const { return pages ? pages[j / page] + j % page : j; }
   int64_t used() const { return std::min(to * kTile, C) - from * kTile; }
 };
 
@@ -72,14 +73,6 @@ struct Call {
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
 };
-
-Range range(const Call& c, int64_t q) {
-  int64_t last = c.set.mask == kFull ? kFar : q;
-  int64_t first = 0;
-  if (c.set.mask == kWindow) first = std::max<int64_t>(0, q - c.set.window + 1);
-  if (c.set.mask == kChunked) first = std::max<int64_t>(q, 0) / c.set.window * c.set.window;
-  return {int32_t(first), int32_t(last)};
-}
 
 struct Row {
   const Slots* slots;
@@ -97,7 +90,7 @@ Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
   int64_t head = g * c.R + r / c.T, t = r % c.T;
   int64_t position = c.q_pos.as<int64_t>()[b * c.T + t];
   const float* q = c.q.as<float>() + place(c, b, head, t) * c.D;
-  return {nullptr, q, head, position, range(c, position)};
+  return {nullptr, q, head, position, slots::seen(c.set.mask, c.set.window, position)};
 }
 
 bool hidden(const Row& row, int64_t tile) { return row.slots->tiles[tile].misses(row.seen); }
@@ -215,13 +208,14 @@ void columns(const float* const* p, const float* v, int64_t W, int64_t count, fl
 
 // The same for all columns, kNear slots after another, so that memory is read as it lies.
 template <int N>
-void mix_run(const Call& c, const float* const* p, Rows v, int64_t count, float* room, float* const* out) {
+void mix_run(const Call& c, const float* const* p, const Piece& x, int64_t from, int64_t count, float* room,
+             float* const* out) {
   constexpr int V = N == 1 ? 8 : N == 2 ? 4 : 2;  // so that the sums stay in registers
   const float* weights[N];
   float* at[N];
   for (int64_t j = 0, some; j < count; j += some) {
     some = c.turned ? count : std::min(kNear, count - j);
-    const float* values = v.at(j).read(some, room);
+    const float* values = x.v.at(x.place(from + j, c.set.page)).read(some, room);
     int64_t w = 0;
     auto place = [&] {
       for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
@@ -241,7 +235,7 @@ void mix(const Call& c, const Row& row, const float* p, const Piece& x, float* r
     while (tile < x.to && !hidden(row, tile)) ++tile;
     int64_t count = std::min(tile * kTile, x.C) - start * kTile;
     const float* weights = p + (start - x.from) * kTile;
-    if (tile > start) mix_run<1>(c, &weights, x.v.at((start - x.from) * kTile), count, room, &out);
+    if (tile > start) mix_run<1>(c, &weights, x, (start - x.from) * kTile, count, room, &out);
     while (tile < x.to && hidden(row, tile)) ++tile;
   }
 }
@@ -251,7 +245,6 @@ void mix(const Call& c, const Row& row, const float* p, const Piece& x, float* r
 template <int N>
 void go(const Call& c, const Row* rows, const Piece& x, const float* turned, float* room, float** out) {
   int64_t from = x.from, to = x.to, used = x.used(), full = (used + 7) / 8 * 8;
-  Rows k = x.k, v = x.v;
   bool whole = x.full;  // every row sees every slot
   for (int n = 0; n < N; ++n) whole = whole && x.held.within(rows[n].seen);
   alignas(32) float s[N][kChunk];
@@ -259,9 +252,10 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    if (x.on) k.ahead(j + 2 * kNear, kNear);
-    v.ahead(j, kNear);
-    direct_all<N>(c, rows, k.at(j).read(std::min(kNear, used - j), room), from, j, used, whole, at);
+    int64_t place = x.place(j, c.set.page), next = j + 2 * kNear;
+    if (x.on && (!x.pages || next < used)) x.k.ahead(x.place(next, c.set.page), kNear);
+    x.v.ahead(place, kNear);
+    direct_all<N>(c, rows, x.k.at(place).read(std::min(kNear, used - j), room), from, j, used, whole, at);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -295,8 +289,8 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   }
   if (whole) {
     constexpr int some = N == 5 ? 3 : N > 6 ? 4 : N;
-    mix_run<some>(c, weights, v, used, room, mixed);
-    if constexpr (N > some) mix_run<N - some>(c, weights + some, v, used, room, mixed + some);
+    mix_run<some>(c, weights, x, 0, used, room, mixed);
+    if constexpr (N > some) mix_run<N - some>(c, weights + some, x, 0, used, room, mixed + some);
     return;
   }
   for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], x, room, mixed[n]);
@@ -367,22 +361,34 @@ void list(const Call& c, int64_t pair, int64_t token, std::vector<int64_t>& out)
   std::sort(out.begin(), out.end());
 }
 
-// The listed pages from number `at` on, below `end`, that lie side by side; moves `at` behind them.
-Piece run_of(const Call& c, int64_t pair, const std::vector<int64_t>& pages, size_t& at, size_t end) {
-  int64_t tiles = c.set.page / kTile, first = pages[at];
-  while (++at < end && pages[at] == pages[at - 1] + 1) continue;
-  Piece x = piece_of(c, c.segments[1], pair, first * tiles, (pages[at - 1] + 1) * tiles);
+// A page by itself.
+Piece page_of(const Call& c, int64_t pair, int64_t page) {
+  int64_t tiles = c.set.page / kTile;
+  Piece x = piece_of(c, c.segments[1], pair, page * tiles, (page + 1) * tiles);
   x.on = false;
   for (int64_t tile = x.from; tile < x.to; ++tile) {
     x.held.add(x.slots->tiles[tile]);
     x.full = x.full && !x.slots->holes[tile];
   }
-  if (at < pages.size()) {
-    Piece next = piece_of(c, c.segments[1], pair, pages[at] * tiles, (pages[at] + 1) * tiles);
-    next.k.ahead(0, c.set.page);
-    next.v.ahead(0, c.set.page);
-  }
   return x;
+}
+
+// Goes over the listed pages [at, end): those that queries see whole are one piece, the others each their own.
+template <typename F>
+void over_pages(const Call& c, int64_t pair, const std::vector<int64_t>& pages, size_t at, size_t end, Range seen, F over) {
+  thread_local std::vector<int64_t> whole;
+  whole.clear();
+  for (; at < end; ++at) {
+    Piece x = page_of(c, pair, pages[at]);
+    if (x.full && x.held.within(seen) && !c.turned && !c.bias.data)
+      whole.push_back(pages[at] * c.set.page);
+    else
+      over(x);
+  }
+  if (whole.empty()) return;
+  Piece x = piece_of(c, c.segments[1], pair, 0, whole.size() * c.set.page / kTile);
+  x.held = seen, x.pages = whole.data();
+  over(x);
 }
 
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
@@ -430,7 +436,7 @@ void work(Call& c, int64_t item) {
     int64_t index = i - s.first;
     if (c.listed && &s == &c.segments[1]) {
       size_t some = kChunk / c.set.page, at = index * some, last = std::min(pages.size(), at + some);
-      while (at < last) over(run_of(c, pair, pages, at, last), i);
+      over_pages(c, pair, pages, at, last, seen, [&](const Piece& x) { over(x, i); });
       continue;
     }
     Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, s.C) + kTile - 1) / kTile);

@@ -24,6 +24,17 @@ struct Range {
   }
 };
 
+enum Mask { kCausal, kWindow, kChunked, kFull };
+
+// What a mask lets a query at position q see.
+inline Range seen(int64_t mask, int64_t window, int64_t q) {
+  int64_t last = mask == kFull ? kFar : q;
+  int64_t first = 0;
+  if (mask == kWindow) first = std::max<int64_t>(0, q - window + 1);
+  if (mask == kChunked) first = std::max<int64_t>(q, 0) / window * window;
+  return {int32_t(first), int32_t(last)};
+}
+
 // The slots of one batch row.
 struct Slots {
   std::vector<int32_t> pos;  // padded with -1 to whole tiles

@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, codec, groups, pages, quantized
+from accel.ir.ops import attention, choice, codec, groups, pages, quantized
 from accel.lowering import Table
 from accel.lowering.onnx.accel_codec import decode_rows as decoded
 from accel.lowering.onnx.accel_pages import kv_pages as portable_pages
@@ -17,7 +17,7 @@ from accel.lowering.onnx.native.join import attributes, join
 
 lower = Table("native", bit_exact=True, missing=lambda: library()[1], join=join)
 _PAGE = 16  # slots that native/attention.cc reads together
-_MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/attention.cc
+_MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.h
 
 
 @lower(attention.attention.default)
@@ -78,9 +78,37 @@ def _codes(b: Builder, value: str) -> list[str]:
     return [] if made is None else list(made.input)
 
 
-@lower(pages.dots.default)
-def dots(b: Builder, x: str, y: str) -> Any:
-    return b.node("Dots", x, y, domain=DOMAIN)
+@lower(choice.page_range.default)
+def page_range(
+    b: Builder, high: str, low: str, keys: str, q_pos: str, slots: str, page: int
+) -> Any:
+    """Only the pages that a call wrote to, in place."""
+    read, *scales = _codes(b, keys) or [keys]
+    operands = (high, low, read, q_pos, slots, *scales)
+    return b.node("PageRangeInt8" if scales else "PageRange", *operands, domain=DOMAIN, outputs=2, page=page)
+
+
+@lower(choice.page_bounds.default)
+def page_bounds(b: Builder, q: str, high: str, low: str) -> Any:
+    return b.node("PageBounds", q, high, low, domain=DOMAIN)
+
+
+@lower(choice.best_pages.default)
+def best_pages(
+    b: Builder,
+    worth: str,
+    q_pos: str,
+    k_pos: str,
+    slots: str,
+    count: int,
+    page: int,
+    mask: str,
+    window: int,
+) -> Any:
+    return b.node(
+        "BestPages", worth, q_pos, k_pos, slots, domain=DOMAIN, count=count, page=page,
+        mask=_MASKS.index(mask), window=window,
+    )  # fmt: skip
 
 
 @lower(pages.kv_pages.default)

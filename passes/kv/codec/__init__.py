@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError
 from accel.ir.ops.kv import gather_blocks, kv_append
 from accel.ir.program import DTYPES, Editor, Entry, Program, State
-from accel.ir.trace import Memo, trace
+from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
 from accel.passes.state.cache import Cache
@@ -77,12 +77,11 @@ class Base(Pass, ABC):
                 f"{type(self).__name__}: {program.facts.name} has no cache of keys and values to store "
                 "otherwise; leave the kv.codec recipe out"
             )
-        memos: dict[str, Memo] = {}
         for entry in program.entries.values():
             outputs = entry.output_nodes()
             for state in program.state:
                 if state.role in STORED:
-                    self._store(program, entry, state, layout[state.name], outputs, memos)
+                    self._store(program, entry, state, layout[state.name], outputs)
             entry.set_outputs(outputs)
         program.state[:] = [part for parts in layout.values() for part in parts]
         return report
@@ -103,7 +102,6 @@ class Base(Pass, ABC):
         state: State,
         layout: list[State],
         outputs: dict[str, fx.Node],
-        memos: dict[str, Memo],
     ) -> None:
         """What an entry reads of a buffer is decoded, what it writes there encoded."""
         if state.name not in entry.inputs:
@@ -120,40 +118,39 @@ class Base(Pass, ABC):
         if written is not None and written.target is kv_append.default:
             read = place = written
             with graph.inserting_before(place):
-                parts = self._encoded(editor, state, written.args[1], memos, written)
+                parts = self._encoded(editor, state, written.args[1], written)
                 new = held = [
                     editor.call(kv_append.default, old, part, written.args[2], like=written)
                     for old, part in zip(held, parts, strict=True)
                 ]
         elif written is not None:
             with graph.inserting_before(graph.find_nodes(op="output")[0]):
-                new = self._encoded(editor, state, written, memos)
+                new = self._encoded(editor, state, written)
         outputs |= {f"{part.name}.next": node for part, node in zip(layout, new, strict=bool(new))}
 
         def decode(*parts: Tensor) -> Tensor:
             width = int(state.shape[3])
             return self.decode(role, dict(zip(self.parts(role, width), parts, strict=True)), width)
 
-        memo = memos.setdefault(f"decode {role} {state.shape[3]}", {})
+        key = "decode", self, role, int(state.shape[3])
         for gather in [u for u in holder.users if u.target is gather_blocks.default]:
             with graph.inserting_before(gather):  # what a row's blocks hold, not the whole pool
                 blocks = [editor.call(gather_blocks.default, x, gather.args[1], like=gather) for x in held]
-                decoded = trace(editor, state.name, decode, *blocks, like=gather, memo=memo)
+                decoded = trace(editor, state.name, decode, *blocks, like=gather, key=key)
             gather.replace_all_uses_with(decoded)
             graph.erase_node(gather)
         if read.users:
             with graph.inserting_before(place):
-                read.replace_all_uses_with(trace(editor, state.name, decode, *held, like=read, memo=memo))
+                read.replace_all_uses_with(trace(editor, state.name, decode, *held, like=read, key=key))
         for node in dict.fromkeys((read, holder)):
             graph.erase_node(node)
 
     def _encoded(
-        self, editor: Editor, state: State, x: Any, memos: dict[str, Memo], like: fx.Node | None = None
+        self, editor: Editor, state: State, x: Any, like: fx.Node | None = None
     ) -> list[fx.Node]:
         """The parts of a value, in the order that they are declared in."""
         role = _role(state)
-        memo = memos.setdefault(f"encode {role}", {})
-        found = trace(editor, state.name, partial(self.encode, role), x, like=like, memo=memo)
+        found = trace(editor, state.name, partial(self.encode, role), x, like=like, key=("encode", self, role))
         return [found[part] for part in self.parts(role, int(state.shape[3]))]
 
 

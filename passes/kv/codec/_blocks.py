@@ -13,7 +13,7 @@ from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Entry, KvFacts, Program, State
-from accel.ir.trace import Memo, trace
+from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.recognise.region import sizes
 from accel.passes.state.recurrent import buffer
@@ -60,9 +60,8 @@ def hold(codec: Base, program: Program) -> Report:
             recent = _buffer_of(node, i)
             if str(recent.target) not in caches:
                 caches[str(recent.target)] = _declare(codec, program, editor, recent, letters)
-    memo: dict[Any, Memo] = {}
     for node in sites:
-        _read(codec, editor, node, caches, positions, memo)
+        _read(codec, editor, node, caches, positions)
     program.facts.kv = KvFacts(flush=codec.block)
     program.entries["compress"] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
@@ -122,7 +121,6 @@ def _read(
     node: fx.Node,
     caches: dict[str, _Cache],
     positions: fx.Node,
-    memo: dict[Any, Memo],
 ) -> None:
     """Attention reads what is stored before what is new."""
     found: dict[str, fx.Node] = {}
@@ -146,7 +144,7 @@ def _read(
                 decode,
                 *cache.stored,
                 like=node,
-                memo=memo.setdefault((role, width), {}),
+                key=("decode", codec, role, width),
             )
         heads = int(sizes(found["k"])[1])
         flat = trace(
@@ -181,7 +179,6 @@ def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.No
     editor = Editor(program, graph)
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
     outputs = {"kept.pos.next": moved[0], "kv.pos.next": moved[1]}
-    memo: dict[str, Memo] = {"k": {}, "v": {}}
     for cache, nodes in zip(caches, given, strict=True):
         role = _role(cache.state)
 
@@ -201,7 +198,7 @@ def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.No
             return (*kept, _taken(recent, tail))
 
         name = f"compress.{cache.state.name}"
-        *kept, left = trace(editor, name, move, fresh, places, tail, *nodes, memo=memo[role])
+        *kept, left = trace(editor, name, move, fresh, places, tail, *nodes, key=("move", codec, role))
         outputs |= {f"{s.name}.next": node for s, node in zip(cache.parts, kept, strict=True)}
         outputs[f"{cache.state.name}.next"] = left
     graph.output(tuple(outputs.values()))

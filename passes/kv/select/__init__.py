@@ -4,7 +4,6 @@ keys of a page and of a query and what is known of pages; this pass puts them ar
 
 from __future__ import annotations
 
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,19 +16,21 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask, Operands, attention, operands_of
+from accel.ir.ops.choice import best_pages, pages_before
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
-from accel.ir.ops.pages import few_to_many, kv_pages
+from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
 from accel.ir.program import Conditional, Editor, Program, State
-from accel.ir.trace import Memo, trace
+from accel.ir.sizes import FEW
+from accel.ir.trace import trace
 from accel.passes import Pass, Report
+from accel.passes.clean.clean import remove_dead
 from accel.passes.recognise.region import sizes
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
 
 Sizes = tuple[int, ...]
-FEW = 32  # tokens of a call, up to which each reads pages of its own
 LEAST = 3  # pages that are read at least
 LARGEST = 128  # slots of a page: buffers are multiples of it
 _PAGES = 43  # example size while shapes are worked out
@@ -41,8 +42,8 @@ class Base(Pass, ABC):
     chooses: its own page (the newest, which may not be full) and the best of those before it.
 
     What a method keeps of each page, `pages.<layer>.<part> [B,G,C/page,…]`, is a function of the
-    page's keys alone. It is computed anew for the pages that a call writes to, so that a page's value holds
-    from the call on that fills it; before, no token asks for it, since it would be that token's own page.
+    page's keys alone. It is computed anew for the pages that a call writes to, or fills, so that a page's value
+    holds from the call on that fills it; before, no token asks for it, since it would be that token's own page.
     So rewinding stays free, and a call of up to FEW tokens gives what as many calls of one do. Longer
     calls read everything, as do the first `dense_layers` layers, and all of them while the buffers
     have no more pages than are read. What eviction kept is always read.
@@ -78,6 +79,16 @@ class Base(Pass, ABC):
     def summary(self, keys: Tensor) -> dict[str, Tensor]:
         """keys [B,G,N,page,D] -> the parts [B,G,N,…]. A page must not depend on others."""
 
+    def update(
+        self, held: dict[str, Tensor], keys: Tensor, q_pos: Tensor, slots: Tensor
+    ) -> dict[str, Tensor]:
+        """The parts [B,G,N,…] as they are after a call of positions [B,T] wrote its keys from slots [B] on into
+        [B,G,C,D]. A method may give what it says of full pages by an operator of its own, in place.
+        """
+        first, count = pages_written(keys, q_pos, slots, self.page)
+        found = self.summary(kv_pages(keys, first, count, self.page))
+        return {name: kv_append(old, found[name], first) for name, old in held.items()}
+
     @abstractmethod
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """queries [B,G,M,D], the parts [B,G,N,…] -> what each page is worth to them [B,G,M,N]."""
@@ -101,13 +112,12 @@ class Base(Pass, ABC):
                 f"{mass[0].name}: kv.score counts the attention that each token draws, and {name} reads only "
                 "some tokens; leave kv.select out, or use a kv.score that does not count"
             )
-        report, memos = Report(), _Memos({}, {}, {})
+        report = Report()
         graph = program.step.graph
         sites = [n for n in graph.nodes if n.target is attention.default]
         outputs = program.step.output_nodes()
         positions = program.step.input("positions")
         letters: dict[str, Any] = {}
-        shared: dict[Any, tuple[fx.Node, fx.Node]] = {}
         for node in sites:
             if why := self._dense(program, node):
                 report.refused.append(f"{node.name}: {why}")
@@ -120,7 +130,7 @@ class Base(Pass, ABC):
                     where = operands_of(node).k_pos
                     read = self.count * self.page
                     chooses = editor.call(few_to_many.default, positions, where, FEW, read)
-            self._select(program, node, chooses, letters, outputs, memos, shared)
+            self._select(program, node, chooses, letters, outputs)
             report.changed += 1
         program.step.set_outputs(outputs)
         return report
@@ -150,8 +160,6 @@ class Base(Pass, ABC):
         chooses: fx.Node,
         letters: dict[str, Any],
         outputs: dict[str, fx.Node],
-        memos: _Memos,
-        shared: dict[Any, tuple[fx.Node, fx.Node]],
     ) -> None:
         """Keep the pages' parts up to date, and let one attention read what they say."""
         editor, x = Editor(program, program.step.graph), operands_of(node)
@@ -164,86 +172,49 @@ class Base(Pass, ABC):
             held.append(buffer(program, editor, state, letters))
         slots = program.step.input("slots")
         with editor.graph.inserting_before(node):
-            update = self._updated(list(declared))
-            written = (x.k_pos, x.q_pos, slots, x.k)
-            *new, first = trace(editor, f"pages.{layer}", update, *written, like=node, memo=memos.updates)
-            stored = [
-                editor.call(kv_append.default, old, part, first, like=node)
-                for old, part in zip(held, new, strict=True)
-            ]
-            if (x.mask, x.window) not in shared:
-                where = partial(self._before, Mask(x.mask, x.window))
-                shared[x.mask, x.window] = trace(editor, "pages", where, x.q_pos, slots, x.k_pos, held[0])
+            update, written = partial(self._update, list(declared)), (x.k, x.q_pos, slots)
+            stored = trace(editor, f"pages.{layer}", update, *written, *held, like=node, key=("pages", self))
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
-            given = (chooses, *shared[x.mask, x.window], by_token, *stored)
-            choose = partial(self._choose, list(declared))
+            given = (chooses, by_token, x.q_pos, x.k_pos, slots, *stored.values())
+            mask = Mask(x.mask, x.window)
+            choose = partial(self._choose, list(declared), mask)
             region = Conditional(
                 f"choose.{layer}",
-                _graph(program, layer, choose, given, memos.choices),
-                _graph(program, layer, partial(_nothing, groups), given, memos.nothing),
+                _graph(program, layer, choose, given, ("choose", self, mask)),
+                _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
             )
             call = editor.graph.call_function(region, given)
             (out,) = region.graph.find_nodes(op="output")
             call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
             pages = editor.call(operator.getitem, call, 0, like=node)
         node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
-        outputs |= {f"{old.target}.next": part for old, part in zip(held, stored, strict=True)}
+        outputs |= {f"pages.{layer}.{part}.next": new for part, new in stored.items()}
 
-    def _updated(self, names: list[str]) -> Callable[..., tuple[Tensor, ...]]:
-        """(positions in the slots [B,C], of the call [B,T], slots [B], keys [B,G,C,D] with the call's own) -> the
-        parts [B,G,n,…] of the pages that the call wrote to, and the first one's number [B].
-        """
-
-        def update(
-            held: Tensor, positions: Tensor, slots: Tensor, keys: Tensor
-        ) -> tuple[Tensor, ...]:
-            total = (held.shape[1] + self.page - 1) // self.page
-            count = torch.sym_min((positions.shape[1] + self.page - 2) // self.page + 1, total)
-            # some that were full before, where the last one would lie past the end
-            first = (slots // self.page).clamp(max=total - count)
-            found = self.summary(kv_pages(keys, first, count, self.page))
-            return *(found[name] for name in names), first
-
-        return update
-
-    def _before(
-        self, mask: Mask, positions: Tensor, slots: Tensor, held: Tensor, part: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The same for layers of one mask: the pages that each token of a call may choose, bool [B,1,T,N], and
-        its own [B,1,T,1]. Positions of the call [B,T] and in the slots [B,C], slots [B], a part of pages.
-        """
-        ahead = torch.arange(positions.shape[1], device=slots.device)
-        own = ((slots[:, None] + ahead) // self.page)[:, None, :, None]
-        numbers = torch.arange(part.shape[2], device=slots.device)
-        ends = (numbers * self.page + self.page - 1).clamp(max=held.shape[1] - 1)
-        newest = held.index_select(1, ends)[:, None, None]  # a page's newest position
-        return mask.visible(positions[:, None, :, None], newest) & (numbers < own), own
+    def _update(
+        self, names: list[str], keys: Tensor, q_pos: Tensor, slots: Tensor, *held: Tensor
+    ) -> dict[str, Tensor]:
+        return self.update(dict(zip(names, held, strict=True)), keys, q_pos, slots)
 
     def _choose(
-        self, names: list[str], seen: Tensor, own: Tensor, queries: Tensor, *parts: Tensor
+        self,
+        names: list[str],
+        mask: Mask,
+        queries: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+        slots: Tensor,
+        *parts: Tensor,
     ) -> Tensor:
-        """What `_before` gives, queries [B,T,H,D], the parts -> the pages that they read [B,G,T,K], -1 where
-        there are fewer. A token's own page comes first.
+        """Queries [B,T,H,D] at positions [B,T], positions in the slots [B,C], the call's first slots [B], the parts
+        -> the pages that they read [B,G,T,K], -1 where there are fewer. A token's own page comes first.
         """
-        batch, _, tokens, total = seen.shape
-        groups, (heads, width) = parts[0].shape[1], queries.shape[2:]
+        (batch, tokens, heads, width), groups = queries.shape, parts[0].shape[1]
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
         scores = self.score(rows, dict(zip(names, parts, strict=True)))
+        seen, _ = pages_before(q_pos, k_pos, slots, scores.shape[3], self.page, mask)
         worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), seen[:, :, None])
-        worth = torch.where(worth.isnan(), math.inf, worth)  # no number: attention shall see it
-        worth = worth.masked_fill(~seen, -math.inf)
-        best, pages = worth.topk(torch.sym_min(self.count - 1, total), dim=3)
-        pages = pages.masked_fill(best == -math.inf, -1)
-        return torch.cat((own.expand(-1, groups, -1, -1), pages), dim=3)
-
-
-@dataclass
-class _Memos:
-    """What was traced for layers before."""
-
-    updates: Memo
-    choices: Memo
-    nothing: Memo
+        chosen: Tensor = best_pages(worth, q_pos, k_pos, slots, self.count, self.page, mask.kind, mask.size)
+        return chosen
 
 
 def _graph(
@@ -251,7 +222,7 @@ def _graph(
     layer: int,
     function: Callable[..., Tensor],
     given: tuple[fx.Node, ...],
-    memo: Memo,
+    key: Any,
 ) -> fx.Graph:
     """What a function does with operands, the first (a condition) left out."""
     graph = fx.Graph()
@@ -260,13 +231,14 @@ def _graph(
         holders.append(graph.placeholder(str(node.target) if node.op == "placeholder" else f"x{i}"))
         holders[-1].meta["val"] = node.meta["val"]
     editor = Editor(program, graph)
-    graph.output((trace(editor, f"pages.{layer}", function, *holders[1:], memo=memo),))
+    graph.output((trace(editor, f"pages.{layer}", function, *holders[1:], key=key),))
+    remove_dead(graph)  # what a vote did not ask for
     return graph
 
 
-def _nothing(groups: int, seen: Tensor, own: Tensor, *rest: Tensor) -> Tensor:
+def _nothing(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Tensor:
     """No list of pages [B,G,0,1], since everything is read."""
-    return own.new_zeros((own.shape[0], groups, 0, 1))
+    return q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
 
 
 def _recent(program: Program, x: Operands[Any]) -> bool:

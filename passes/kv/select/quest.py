@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from accel.ir.ops.pages import dots
+from accel.ir.ops.choice import page_bounds, page_range
 from accel.passes.kv.select import Base, Sizes
 
 
@@ -20,8 +20,12 @@ class Quest(Base):
     def summary(self, keys: Tensor) -> dict[str, Tensor]:
         return {"high": keys.amax(3), "low": keys.amin(3)}
 
+    def update(
+        self, held: dict[str, Tensor], keys: Tensor, q_pos: Tensor, slots: Tensor
+    ) -> dict[str, Tensor]:
+        high, low = page_range(held["high"], held["low"], keys, q_pos, slots, self.page)
+        return {"high": high, "low": low}
+
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        bound: Tensor = dots(queries.clamp(min=0), parts["high"]) + dots(
-            queries.clamp(max=0), parts["low"]
-        )
+        bound: Tensor = page_bounds(queries, parts["high"], parts["low"])
         return bound

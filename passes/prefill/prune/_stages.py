@@ -30,7 +30,7 @@ def check_state(program: Program, method: str) -> None:
             "what kv.score keeps, or a kv.codec stores in blocks, is taken from slots that all layers fill alike, "
             "and here deeper layers hold fewer; leave one of the two out, or use gemfilter"
         )
-    elif any("Z" in s.shape for s in program.state):
+    elif any(s.pooled for s in program.state):
         reason = (
             "kv.reuse shares blocks that hold a token in every layer, and here deeper layers hold fewer; leave "
             "one of the two out, or use gemfilter"

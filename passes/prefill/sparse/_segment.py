@@ -12,7 +12,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Entry, Program, Region
-from accel.ir.trace import Memo, Renamed, trace
+from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, states
 
 _SLOTS = 59  # example number of slots, beyond those of the blocks
@@ -44,14 +44,13 @@ def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
     entry, calls = copied(program, 0, len(program.facts.layers) - 1)
     _enlarge(program, entry, 3 * method.budget + _SLOTS)
     before: fx.Node | None = None
-    memo: dict[object, Memo] = {}
     count = 0
     for layer, call in enumerate(calls):
         region = call.target
         assert isinstance(region, Region)
         node = next((n for n in region.graph.nodes if n.target is attention.default), None)
         if node is not None and layer >= method.first and operands_of(node).mask == "causal":
-            before = _gathered(program, method, call, node, before, memo)
+            before = _gathered(program, method, call, node, before)
             count += 1
     if not count:
         raise PassError(
@@ -104,7 +103,6 @@ def _gathered(
     call: fx.Node,
     node: fx.Node,
     before: fx.Node | None,
-    memo: dict[object, Memo],
 ) -> fx.Node:
     """Let a layer's attention read the blocks that it chooses and its own tokens; gives the weights that
     it chose them by.
@@ -123,8 +121,8 @@ def _gathered(
     pick = gather(method, x.scale, x.v is x.k)
     with region.graph.inserting_before(node):
         editor = Editor(program, region.graph)
-        form = (x.scale, x.v is x.k, len(operands))
-        found = trace(editor, region.name, pick, *operands, like=node, memo=memo.setdefault(form, {}))
+        key = ("sparse", method, x.scale, x.v is x.k)
+        found = trace(editor, region.name, pick, *operands, like=node, key=key)
     old = found["old"], found.get("old_v", found["old"])
     own = found["own"], found.get("own_v", found["own"])
     node.args = (x.q, *own, x.q_pos, found["own_pos"], *node.args[5:10])

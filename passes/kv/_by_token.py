@@ -1,0 +1,38 @@
+"""What kv.reuse asks of a model: that caches of keys and values by token are all that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import operands_of
+from accel.ir.ops.kv import kv_append
+from accel.ir.program import Program
+
+
+def check_by_token(program: Program, sites: Sequence[fx.Node], why: str) -> None:
+    """Raise PassError where the model keeps more of its tokens than the caches that attention at `sites` reads, or
+    positions act on scores beside. `why`: what a method cannot do with other state.
+    """
+    for node in sites:
+        if operands_of(node).bias is not None:
+            raise PassError(
+                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read keys that were made elsewhere "
+                "yet; leave kv.reuse out for this model"
+            )
+    known = {"kv.pos", *(name for node in sites for name in _caches(node))}
+    if other := [s.name for s in program.state if s.name not in known]:
+        raise PassError(
+            f"'{other[0]}' is state that is no cache of keys and values by token, {why}; leave kv.reuse out for this "
+            "model"
+        )
+    if not sites:
+        raise PassError("no layer of this model has a cache of keys; leave kv.reuse out for it")
+
+
+def _caches(node: fx.Node) -> list[str]:
+    """State that holds keys and values which an attention reads."""
+    stored = [n for n in node.args[1:3] if isinstance(n, fx.Node) and n.target is kv_append.default]
+    return [str(n.args[0].target) for n in stored if isinstance(n.args[0], fx.Node)]
