@@ -1,13 +1,60 @@
-"""Axis: how the next token is picked from its logits."""
+"""Axis: how the next token is picked from its logits: from which distribution, and the draw from it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Base"]
+from accel.runtime.ints import Ints
+
+__all__ = ["Base", "Distribution"]
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """What a token is drawn from: tokens [n] in rising order and weights [n], none negative and not
+    all zero, in proportion to their probability; any other token has none.
+
+    `random` is False where nothing is drawn (greedy): one token, and no random number is taken.
+    """
+
+    tokens: Ints
+    weights: npt.NDArray[np.floating]
+    random: bool = True
+
+    @cached_property
+    def total(self) -> float:
+        """The sum of the weights."""
+        return float(self.weights.sum(dtype=np.float64))
+
+    @cached_property
+    def probabilities(self) -> npt.NDArray[np.float64]:
+        """Of each of `tokens`, [n]."""
+        return self.weights.astype(np.float64) / self.total
+
+    def of(self, token: int) -> float:
+        """The probability of one token."""
+        place = int(self.tokens.searchsorted(token))
+        there = place < len(self.tokens) and self.tokens[place] == token
+        return float(self.weights[place]) / self.total if there else 0.0
+
+    def dense(self, size: int) -> npt.NDArray[np.float64]:
+        """The probability of every token of a vocabulary, [V]."""
+        out = np.zeros(size)
+        out[self.tokens] = self.probabilities
+        return out
+
+    def draw(self, rng: np.random.Generator) -> int:
+        """A token, by one random number."""
+        if not self.random:
+            return int(self.tokens[0])
+        mass = self.weights.astype(np.float64).cumsum()
+        place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
+        return int(self.tokens[min(place, len(self.tokens) - 1)])
 
 
 class Base(ABC):
@@ -16,7 +63,17 @@ class Base(ABC):
     """
 
     @abstractmethod
+    def distribution(
+        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
+    ) -> Distribution:
+        """What the next token is drawn from. logits [V], not to be changed; seen [n], not to be kept:
+        prompt and new tokens so far.
+
+        Raises AccelError where the logits are not numbers.
+        """
+
     def __call__(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64], rng: np.random.Generator
     ) -> int:
-        """The next token. logits [V], not to be changed; seen [n]: prompt and new tokens so far."""
+        """The next token: a draw from its distribution."""
+        return self.distribution(logits, seen).draw(rng)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError, InputError
-from accel.runtime.sample import Base
+from accel.runtime.sample import Base, Distribution
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,20 @@ class Standard(Base):
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0; 1 is none")
 
-    def __call__(
-        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64], rng: np.random.Generator
-    ) -> int:
+    def distribution(
+        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
+    ) -> Distribution:
         if self.repetition_penalty != 1.0 and seen.size:
             logits = logits.copy()
             found = logits[seen]
             penalty = np.float32(self.repetition_penalty)
             logits[seen] = np.where(found < 0, found * penalty, found / penalty)
-        if not math.isfinite(logits.max()):  # NaN counts as the largest
+        best = logits.argmax()
+        if not math.isfinite(logits[best]):  # NaN counts as the largest
             raise AccelError(_NOT_A_NUMBER)
         if self.temperature == 0:
-            return int(logits.argmax())
-        tokens, weights = self.filtered(logits)
-        mass = weights.astype(np.float64).cumsum()
-        place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
-        return int(tokens[min(place, len(tokens) - 1)])
+            return Distribution(np.array([best]), np.ones(1), random=False)
+        return Distribution(*self.filtered(logits))
 
     def filtered(
         self, logits: npt.NDArray[np.float32]

@@ -35,21 +35,8 @@ def reference(logits, seen, o):
 
 
 def ours(logits, seen, o):
-    """Probabilities [V] of a sampler: what it would draw from."""
-    caught = {}
-
-    class Spy(Standard):
-        def filtered(self, changed):
-            caught["out"] = super().filtered(changed)
-            return caught["out"]
-
-    Spy(o.temperature, o.top_k, o.top_p, o.min_p, o.repetition_penalty)(
-        logits, seen, np.random.default_rng(0)
-    )
-    tokens, weights = caught["out"]
-    out = np.zeros(logits.size)
-    out[tokens] = weights / weights.sum()
-    return out
+    """Probabilities [V] of a sampler."""
+    return o.distribution(logits, seen).dense(logits.size)
 
 
 def law_distribution(o, size=5000, seed=0, sampler=ours):
@@ -129,6 +116,44 @@ def test_greedy():
     assert Standard(repetition_penalty=3.0)(-logits, np.array([0]), rng) == 3, (
         "negative ones are multiplied"
     )
+
+
+class Counted:
+    """A generator that knows how many numbers were taken."""
+
+    def __init__(self, seed=0):
+        self.rng, self.taken = np.random.default_rng(seed), 0
+
+    def random(self):
+        self.taken += 1
+        return self.rng.random()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_draw_takes_one_number_and_goes_by_the_sum_of_what_comes_before(options):
+    sampler, rng = Standard(**options), Counted()
+    logits = (np.random.default_rng(1).standard_normal(50) * 2).astype(np.float32)
+    law = sampler.distribution(logits, np.array([3]))
+    assert law.random and (np.diff(law.tokens) > 0).all()
+    mass = law.weights.astype(np.float64).cumsum()
+    for u in np.random.default_rng(0).random(20):
+        want = law.tokens[(mass <= u * mass[-1]).sum()]
+        assert sampler(logits, np.array([3]), rng) == want
+    assert rng.taken == 20
+
+
+def test_greedy_takes_no_number():
+    rng, logits = Counted(), np.array([1, 3, 3, 2], np.float32)
+    law = Standard().distribution(logits, np.zeros(0, np.int64))
+    assert (Standard()(logits, np.zeros(0, np.int64), rng), rng.taken) == (1, 0)
+    assert (law.dense(4).tolist(), law.of(1), law.of(2)) == ([0, 1, 0, 0], 1.0, 0.0)
+
+
+def test_probabilities_of_single_tokens():
+    law = Standard(1.0, top_k=2).distribution(
+        np.log([1, 6, 2, 1]).astype(np.float32), np.zeros(0, int)
+    )
+    assert [law.of(t) for t in (-1, 0, 1, 2, 3, 4)] == pytest.approx([0, 0, 0.75, 0.25, 0, 0])
 
 
 def test_seeds_reproduce():

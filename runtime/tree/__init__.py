@@ -1,0 +1,198 @@
+"""What a drafter proposes and a rule of verification judges: a tree of tokens, each with the law it was drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints, as_ints
+from accel.runtime.sample import Distribution
+
+__all__ = ["ROOT", "Tree", "without"]
+
+ROOT = -1  # the last committed token: the parent of the first drafted ones
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Drafted tokens; a chain is a tree, and N = 0 is a plain step.
+
+    tokens [N]; parents [N]: the node before each, lower than its own index, or ROOT. Siblings stand in
+    the order in which they were drawn. `q` [M,V], V or fewer columns: what tokens were really drawn
+    from, each row with the drafter's temperature and filters in it and a sum of 1; `rows` [N]: which
+    of them each node was drawn from, -1 where it was not drawn but chosen (an argmax, a look-up); by
+    default row i for node i, and -1 without `q`. Siblings were drawn without replacement, or each from
+    its whole row if `replacement`. Raises InputError where the parts do not fit.
+    """
+
+    tokens: Ints
+    parents: Ints
+    q: npt.NDArray[np.floating] | None = None
+    rows: Ints | None = None
+    replacement: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _line(self.tokens, "tokens", self.tokens))
+        object.__setattr__(self, "parents", _line(self.parents, "parents", self.tokens))
+        self._check_form()
+        self._check_rows()
+
+    @classmethod
+    def chain(cls, tokens: Any, q: npt.NDArray[np.floating] | None = None) -> Tree:
+        """Tokens [N] that follow each other, drawn from the rows of q [N,V]."""
+        tokens = as_ints(tokens, "tree: tokens")
+        return cls(tokens, np.arange(tokens.size) - 1, q)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> Ints:
+        """[N]; 1 for the children of the root."""
+        depths = np.zeros(len(self) + 1, np.int64)
+        for node, parent in enumerate(self.parents):
+            depths[node] = 1 + depths[parent]  # ROOT reads the last element, which stays 0
+        return depths[:-1]
+
+    @cached_property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """What each token of the call [last committed, *tokens] sees of it, [N+1,N+1]: its ancestors
+        and itself.
+        """
+        mask = np.eye(len(self) + 1, dtype=np.bool_)
+        for node, parent in enumerate(self.parents):
+            mask[node + 1] |= mask[parent + 1]
+        return mask
+
+    def positions(self, first: int) -> Ints:
+        """Of the tokens of that call, [N+1]; `first` is the position of the last committed one."""
+        return first + np.concatenate([[0], self.depths])
+
+    def children(self, node: int) -> Sequence[int]:
+        """The nodes after a node or ROOT, in the order in which they were drawn."""
+        return self._children.get(node, ())
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The nodes from below the root to this one; of ROOT, none."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = int(self.parents[node])
+        return tuple(reversed(path))
+
+    @property
+    def branch(self) -> int | None:
+        """The first node that does not follow the one before it; None in a chain."""
+        found = np.flatnonzero(self.parents != np.arange(len(self)) - 1)
+        return int(found[0]) if found.size else None
+
+    def law(self, node: int) -> Distribution:
+        """What a node's token was drawn from, given its earlier siblings; that token alone where it was
+        chosen. Raises InputError for a row of q that is no distribution.
+        """
+        row = int(self._drawn[node])
+        if self.q is None or row < 0:
+            return Distribution(self.tokens[node : node + 1], np.ones(1), random=False)
+        siblings = () if self.replacement else self.children(int(self.parents[node]))
+        tried = self.tokens[[s for s in siblings if s < node]]
+        whole = Distribution(self._ids, self.q[row])
+        if not (abs(whole.total - 1) < 1e-3 and whole.weights.min() >= 0):  # NaN is not near
+            raise InputError(
+                f"tree: row {row} of q is no distribution: it sums to {whole.total:.6g} and its least is "
+                f"{whole.weights.min():.6g}; give the probabilities that node {node} was drawn from"
+            )
+        return without(whole, tried) if tried.size else whole
+
+    @cached_property
+    def _ids(self) -> Ints:
+        """The tokens of q's columns."""
+        return np.arange(0 if self.q is None else self.q.shape[1])
+
+    @cached_property
+    def _drawn(self) -> Ints:
+        """The row of q of each node, [N]."""
+        if self.rows is not None:
+            return _line(self.rows, "rows", self.tokens)
+        return np.arange(len(self)) if self.q is not None else np.full(len(self), -1)
+
+    @cached_property
+    def _children(self) -> dict[int, list[int]]:
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents.tolist()):
+            children.setdefault(parent, []).append(node)
+        return children
+
+    def _check_form(self) -> None:
+        """Every parent before its child, every token an id, no token twice below one parent."""
+        wrong = np.flatnonzero((self.parents < ROOT) | (self.parents >= np.arange(len(self))))
+        if wrong.size:
+            node = int(wrong[0])
+            raise InputError(
+                f"tree: node {node} has parent {self.parents[node]}; a parent comes before its child: "
+                f"give one of {ROOT} (the last committed token) to {node - 1}"
+            )
+        wrong = np.flatnonzero(self.tokens < 0)
+        if wrong.size:
+            raise InputError(
+                f"tree: node {wrong[0]} has token {self.tokens[wrong[0]]}; ids are 0 or more"
+            )
+        if self.replacement:
+            return
+        for nodes in self._children.values():
+            first: dict[int, int] = {}
+            for node in nodes:
+                token = int(self.tokens[node])
+                if (other := first.setdefault(token, node)) != node:
+                    raise InputError(
+                        f"tree: siblings {other} and {node} hold token {token} both; merge them, or say "
+                        "replacement = True where they were drawn so"
+                    )
+
+    def _check_rows(self) -> None:
+        """Every drawn node has a row of q, and the row has a column for its token."""
+        rows, q = self._drawn, self.q
+        if q is not None and (q.ndim != 2 or q.dtype.kind != "f"):
+            raise InputError(
+                f"tree: q is {q.dtype} {list(q.shape)}; give float probabilities [rows, vocabulary]"
+            )
+        count, width = (0, 0) if q is None else q.shape
+        wrong = np.flatnonzero((rows < -1) | (rows >= count))
+        if wrong.size:
+            raise InputError(
+                f"tree: node {wrong[0]} was drawn from row {rows[wrong[0]]} of q, which has {count} rows; give "
+                "each drawn node its row, and -1 to what was not drawn"
+            )
+        wrong = np.flatnonzero((rows >= 0) & (self.tokens >= width))
+        if wrong.size:
+            raise InputError(
+                f"tree: node {wrong[0]} holds token {self.tokens[wrong[0]]}, and q has columns for 0..{width - 1}; "
+                "give the distribution that it was drawn from"
+            )
+
+
+def without(law: Distribution, tried: Ints) -> Distribution:
+    """What the next sibling is drawn from: a law over a whole vocabulary, 0..n-1, without the tokens tried
+    so far; where they were all that it had, even over the others (Sequoia, arXiv:2402.12374).
+    """
+    tried = tried[tried < law.tokens.size]
+    for weights in (law.weights.copy(), np.ones(law.tokens.size)):
+        weights[tried] = 0
+        if weights.any():
+            break
+    return Distribution(law.tokens, weights)
+
+
+def _line(value: Any, name: str, like: Any) -> Ints:
+    """Integers [N], as many as the tokens."""
+    line = as_ints(value, f"tree: {name}")
+    if line.ndim != 1 or line.size != np.size(like):
+        raise InputError(
+            f"tree: {name} has shape {list(line.shape)}; give one number for each token, [{np.size(like)}]"
+        )
+    return line

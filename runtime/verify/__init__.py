@@ -1,0 +1,122 @@
+"""Axis: which drafted tokens stand, and which token follows them, by the target's own distributions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints, check_vocabulary
+from accel.runtime.sample import Base as Sampler
+from accel.runtime.sample import Distribution
+from accel.runtime.tree import ROOT, Tree
+
+__all__ = ["Base", "Chance", "Target", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`path`: the accepted nodes, from below the root on, none or more; `token`: the one that follows."""
+
+    path: tuple[int, ...]
+    token: int
+
+
+class Chance:
+    """Where a rule's random choices come from; what is certain takes no random number."""
+
+    def __init__(self, rng: np.random.Generator):
+        self._rng = rng
+
+    def accept(self, probability: float) -> bool:
+        """True with this probability; never at 0, always at 1 or more."""
+        return probability > 0 and (probability >= 1 or self._rng.random() < probability)
+
+    def draw(self, law: Distribution) -> int:
+        """A token, as a sampler draws it."""
+        return law.draw(self._rng)
+
+
+class Target:
+    """A drafted tree, and what the target says after each of its nodes, computed where a rule first asks.
+
+    logits [N+1,V]: row 0 after the last committed token, row i+1 after node i; seen [n]: the tokens up to
+    the last committed one. Penalties see the draft before a node too. Raises InputError where the tree
+    does not fit the logits.
+    """
+
+    def __init__(self, tree: Tree, logits: npt.NDArray[np.float32], seen: Ints, sampler: Sampler):
+        if logits.ndim != 2 or len(logits) != len(tree) + 1:
+            raise InputError(
+                f"verify: logits {list(logits.shape)} for a tree of {len(tree)} tokens; give a row for the last "
+                f"committed token and one for each of the tree, [{len(tree) + 1}, vocabulary]"
+            )
+        check_vocabulary(tree.tokens, logits.shape[1], "verify: tree")
+        if tree.q is not None and tree.q.shape[1] > logits.shape[1]:
+            raise InputError(
+                f"verify: q has {tree.q.shape[1]} columns and the target {logits.shape[1]} tokens; draw from a q "
+                "without the tokens that the target lacks"
+            )
+        self.tree = tree
+        self._logits = logits
+        self._sampler = sampler
+        self._size = seen.size
+        self._ids = np.concatenate([seen, np.zeros(max(tree.depths, default=0), np.int64)])
+        self._laws: dict[int, Distribution] = {}
+
+    def law(self, node: int) -> Distribution:
+        """What the token after a node, or after ROOT, is drawn from. Raises AccelError where the logits are
+        not numbers.
+        """
+        if node not in self._laws:
+            path = list(self.tree.path(node))
+            end = self._size + len(path)
+            self._ids[self._size : end] = self.tree.tokens[path]
+            self._laws[node] = self._sampler.distribution(self._logits[node + 1], self._ids[:end])
+        return self._laws[node]
+
+
+class Base(ABC):
+    """A rule: a frozen dataclass whose fields are its options; it keeps nothing between rounds."""
+
+    # How tokens compare with those that the target alone would give: bit-exact (the same, given the same
+    # random numbers), distribution-exact or approximate.
+    grade: ClassVar[str]
+    branches: ClassVar[bool] = True  # False: takes chains only
+    instead: ClassVar[str] = ""  # the nearest rule that takes what this one does not
+
+    def __call__(self, target: Target, chance: Chance) -> Verdict:
+        """Judge a round. Greedy decoding takes what matches, by whatever rule.
+
+        Raises InputError for a tree that this rule does not take.
+        """
+        node = target.tree.branch
+        if node is not None and not self.branches:
+            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
+            raise InputError(
+                f"verify.{name} takes chains, and node {node} of the tree follows node "
+                f"{target.tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
+            )
+        if not target.law(ROOT).random:
+            return match(target, chance)
+        return self.judge(target, chance)
+
+    @abstractmethod
+    def judge(self, target: Target, chance: Chance) -> Verdict:
+        """The same where the target samples, for a tree of a form that this rule takes."""
+
+
+def match(target: Target, chance: Chance) -> Verdict:
+    """Draw from the target, and follow while the tree has what was drawn."""
+    node, path = ROOT, list[int]()
+    while True:
+        token = chance.draw(target.law(node))
+        found = [c for c in target.tree.children(node) if target.tree.tokens[c] == token]
+        if not found:
+            return Verdict(tuple(path), token)
+        node = found[0]
+        path.append(node)

@@ -1,0 +1,53 @@
+"""Typical acceptance (Medusa, arXiv:2401.10774): a token stands where its probability is above
+min(epsilon, delta exp(-entropy)). Not the target's distribution: likely drafts come more often than they should.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from accel.ir.errors import RecipeError
+from accel.runtime.sample import Distribution
+from accel.runtime.tree import ROOT
+from accel.runtime.verify import Base, Chance, Target, Verdict
+
+
+@dataclass(frozen=True)
+class MedusaTypical(Base):
+    """Trees; q is not read. The longest path of tokens that stand is taken, among equals the likeliest."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    grade = "approximate"
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise RecipeError(f"verify.medusa-typical: {name} is {value}; give 0 or more")
+
+    def judge(self, target: Target, chance: Chance) -> Verdict:
+        tree, ranks = target.tree, {ROOT: (0, 0.0)}
+        least: dict[int, float] = {}
+        for node, (parent, token) in enumerate(
+            zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+        ):
+            if parent not in ranks:
+                continue
+            law = target.law(parent)
+            least.setdefault(parent, self._least(law))
+            if (found := law.of(token)) > least[parent]:
+                length, likelihood = ranks[parent]
+                ranks[node] = (length + 1, likelihood + math.log(found))
+        last = max(ranks, key=lambda node: ranks[node])
+        return Verdict(tree.path(last), chance.draw(target.law(last)))
+
+    def _least(self, law: Distribution) -> float:
+        """What a token's probability has to exceed."""
+        p = law.probabilities
+        entropy = -float((p * np.log(p + 1e-5)).sum())
+        return min(self.epsilon, self.delta * math.exp(-entropy))

@@ -1,0 +1,323 @@
+"""Laws of verification: what comes out of drafted rounds is what the target gives alone, proved by walking every way
+that drafting and judging can fall.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel.runtime.sample import Distribution
+from accel.runtime.sample.standard import Standard
+from accel.runtime.tree import ROOT, Tree, without
+from accel.runtime.verify import Chance, Verdict
+from accel.runtime.verify._residual import excess, ratio, residual
+
+from ..verify_case import AXIS, CHAINS, DRAFTS, Stuck, World, alone, gap, sampled
+
+NAMES = AXIS.names()
+EXACT = [n for n in NAMES if AXIS.method(n).grade != "approximate"]
+TREES = ((-1, -1), (-1, -1, -1), (-1, 0, -1), (-1, -1, 0, 0, 1))
+SAMPLERS = {
+    "greedy": Standard(),
+    "plain": sampled(),
+    "cold": sampled(temperature=0.5),
+    "top_k": sampled(top_k=2),
+    "top_p": sampled(top_p=0.7),
+    "penalty": sampled(repetition_penalty=1.7),
+}
+PAIRS = list(itertools.product(SAMPLERS.values(), DRAFTS))
+many = settings(max_examples=250, deadline=None, derandomize=True)
+
+
+def takes(name, parents):
+    return AXIS.method(name).branches or parents in CHAINS
+
+
+def law_exact(rule, parents, pairs):
+    """The first three tokens have the target's joint law, to rounding."""
+    for sampler, draft in pairs:
+        assert gap(rule, World(sampler, draft), parents) < 1e-12, (sampler, draft)
+
+
+@pytest.mark.parametrize(
+    "name, parents",
+    [(n, p) for n in EXACT for p in CHAINS + TREES if takes(n, p)],
+    ids=str,
+)
+def test_tokens_are_the_target_s_own(name, parents):
+    few = [(s, DRAFTS[(i + len(parents)) % len(DRAFTS)]) for i, s in enumerate(SAMPLERS.values())]
+    pairs = PAIRS if len(parents) < 3 else few if len(parents) < 5 else few[1:4:2]
+    law_exact(AXIS.build(name), parents, pairs)
+
+
+@st.composite
+def forms(draw):
+    """The size of a vocabulary, and parents that have at most so many children each."""
+    size, parents = draw(st.integers(1, 4)), []
+    for node in range(draw(st.integers(0, 3))):
+        parents.append(draw(st.integers(ROOT, node - 1)))
+    full = any(parents.count(p) > size for p in parents)
+    return size, tuple(range(-1, len(parents) - 1)) if full else tuple(parents)
+
+
+@many
+@given(
+    name=st.sampled_from(EXACT),
+    form=forms(),
+    seed=st.integers(0, 1000),
+    draft=st.sampled_from(["same", "other", "holes", "sure", "chosen", "mixed"]),
+    sampler=st.builds(
+        Standard,
+        temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
+        top_k=st.sampled_from([None, 1, 2, 3]),
+        top_p=st.sampled_from([None, 0.5, 0.9]),
+        min_p=st.sampled_from([None, 0.2]),
+        repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
+    ),
+)
+def test_any_form_any_law(name, form, seed, draft, sampler):
+    size, parents = form
+    if size == 1 and draft == "holes":
+        draft = "other"  # one token cannot be left out
+    world = World(sampler, draft, seed, size)
+    if takes(name, parents):
+        assert gap(AXIS.build(name), world, parents, 2) < 1e-12
+
+
+def test_siblings_may_be_drawn_with_replacement():
+    for draft, parents in itertools.product(("same", "other", "holes"), ((-1, -1), (-1, -1, -1))):
+        world = World(sampled(), draft, replacement=True)
+        for name in ("rrs-wor", "sample-match"):
+            assert gap(AXIS.build(name), world, parents, 2) < 1e-12
+
+
+def test_a_rule_that_says_approximate_is():
+    """And exact where the target is greedy, as every rule."""
+    for name in set(NAMES) - set(EXACT):
+        rule = AXIS.build(name)
+        assert gap(rule, World(sampled()), (-1, 0)) > 1e-3
+        law_exact(rule, (-1, -1, 0), [(Standard(), draft) for draft in DRAFTS])
+
+
+# What the law catches: rejection with one thing wrong
+
+
+def rejection(
+    order=lambda children: children,
+    accept=lambda chance, probability: chance.accept(probability),
+    after=lambda owed, law: residual(owed, excess(owed, law)),
+    last=lambda target, node, owed: owed,
+    law=lambda tree, child: tree.law(child),
+):
+    """`descend` anew, so that a part can be replaced."""
+
+    def rule(target, chance):
+        tree, node, path = target.tree, ROOT, []
+        while True:
+            owed = target.law(node)
+            for child in order(tree.children(node)):
+                given_, token = law(tree, child), int(tree.tokens[child])
+                if accept(chance, ratio(owed, given_, token)):
+                    break
+                owed = after(owed, given_)
+            else:
+                return Verdict(tuple(path), chance.draw(last(target, node, owed)))
+            node = child
+            path.append(node)
+
+    return rule
+
+
+class Raw(Distribution):
+    """Weights that are taken for probabilities."""
+
+    total = 1.0
+
+
+def no_division(owed, law):
+    over = excess(owed, law)
+    return Raw(owed.tokens, over) if over.any() else owed
+
+
+def as_if_replaced(tree, child):
+    return Distribution(np.arange(tree.q.shape[1]), tree.q[child])
+
+
+def of_parent(target, node, owed):
+    """The bonus of a leaf, out of the row before it."""
+    leaf = node != ROOT and not target.tree.children(node)
+    return target.law(int(target.tree.parents[node])) if leaf else owed
+
+
+def uncut(target, chance):
+    """Block verification that stops at the first length that does not stand."""
+    kept, length = 1.0, 0
+    for node, token in enumerate(target.tree.tokens.tolist()):
+        kept = min(1.0, kept * ratio(target.law(node - 1), target.tree.law(node), token))
+        if not chance.accept(kept):
+            break
+        length = node + 1
+    law = target.law(length - 1)
+    if length < len(target.tree):
+        law = residual(law, excess(law, target.tree.law(length)))
+    return Verdict(tuple(range(length)), chance.draw(law))
+
+
+WRONG = {
+    "accepts always": rejection(accept=lambda chance, probability: True),
+    "nothing subtracted": rejection(after=lambda owed, law: owed),
+    "not renormalised": rejection(
+        after=no_division, last=lambda target, node, owed: Distribution(owed.tokens, owed.weights)
+    ),
+    "another order": rejection(order=lambda children: list(reversed(children))),
+    "without replacement taken for with": rejection(law=as_if_replaced),
+    "the bonus of another row": rejection(last=of_parent),
+    "a block cut at its first failure": uncut,
+}
+REACH = [(sampled(), "other"), (sampled(top_k=2), "other"), (sampled(temperature=0.5), "holes")]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_law_catches(name):
+    forms = [(-1, 0)] if name.startswith("a block") else [(-1, -1, 0), (-1, -1, -1)]
+    law_exact(rejection(), forms[0], REACH)
+    worlds = [World(*pair, seed) for seed in range(4) for pair in REACH]
+    assert any(gap(WRONG[name], world, f, 2) > 0.01 for world in worlds for f in forms)
+
+
+class Lying(World):
+    """A world whose drafter records another law than it drew from."""
+
+    def tree(self, parents, tokens, seen):
+        tree, logits = super().tree(parents, tokens, seen)
+        return self.recorded(tree), logits
+
+    def recorded(self, tree):
+        raise NotImplementedError
+
+
+class Warmer(Lying):
+    def recorded(self, tree):
+        q = tree.q**0.5
+        return dataclasses.replace(tree, q=q / q.sum(1, keepdims=True))
+
+
+class Argmax(Lying):
+    """A chosen token, recorded as drawn."""
+
+    def recorded(self, tree):
+        even = np.full((len(tree), self.size), 1 / self.size)
+        return dataclasses.replace(tree, q=even, rows=None)
+
+
+class Forgetful(Tree):
+    """Siblings drawn with replacement, of which the law says without."""
+
+    def law(self, node):
+        before = [s for s in self.children(int(self.parents[node])) if s < node]
+        return without(super().law(node), self.tokens[before])
+
+
+class Replaced(Lying):
+    def recorded(self, tree):
+        return Forgetful(tree.tokens, tree.parents, tree.q, replacement=True)
+
+
+@pytest.mark.parametrize("kind", [Warmer, Argmax, Replaced])
+def test_the_law_catches_a_drafter_that_says_another_q(kind):
+    draft = "chosen" if kind is Argmax else "other"
+    world = kind(sampled(), draft, 1, replacement=kind is Replaced)
+    assert gap(AXIS.build("rrs-wor"), world, (-1, -1), 2) > 0.01
+    assert gap(AXIS.build("sample-match"), world, (-1, -1), 2) < 1e-12, "reads no q"
+
+
+# With real random numbers
+
+
+def decoded(step, rng, length, prompt=(2, 0)):
+    seen = prompt
+    while len(seen) < length + len(prompt):
+        seen = (*seen, *step(seen, rng))
+    return seen[len(prompt) : len(prompt) + length]
+
+
+def law_same_numbers(rule, sampler, seed):
+    """The tokens of plain sampling with the same generator, whatever is drafted."""
+    world = World(sampler, size=4)
+    want = decoded(
+        lambda seen, rng: (sampler(world.logits(seen), np.array(seen), rng),),
+        np.random.default_rng(seed),
+        40,
+    )
+    for draft, parents in (
+        ("other", (-1, 0, 1)),
+        ("chosen", (-1, -1, 0, 0, 1)),
+        ("sure", (-1, -1)),
+    ):
+        world, luck = World(sampler, draft, size=4), Chance(np.random.default_rng(seed + 100))
+        tokens = {}
+
+        def drafted(parents, seen, chance, world=world, luck=luck, tokens=tokens):
+            return tokens.setdefault(seen, World.drafted(world, parents, seen, luck))
+
+        world.drafted = drafted  # by random numbers of its own
+        got = decoded(
+            lambda seen, rng, w=world, p=parents: w.round(rule, p, seen, Chance(rng)),
+            np.random.default_rng(seed),
+            40,
+        )
+        assert got == want
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if AXIS.method(n).grade == "bit-exact"])
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+def test_bit_exact_rules_give_the_tokens_of_the_same_numbers(name, sampler):
+    for seed in range(3):
+        law_same_numbers(AXIS.build(name), sampler, seed)
+
+
+def test_the_law_of_numbers_catches():
+    law_same_numbers(AXIS.build("rrs-wor"), Standard(), 0)
+    with pytest.raises(AssertionError):
+        law_same_numbers(AXIS.build("rrs-wor"), sampled(), 0)
+
+
+def surprise(rule, world, parents, rounds=4000):
+    """Chi-squared of the first two tokens against the target's law, 9 cells at most."""
+    want, rng = alone(world, 2), np.random.default_rng(7)
+    found = dict.fromkeys(want, 0)
+    for _ in range(rounds):
+        chance = Chance(rng)
+        found[
+            decoded(lambda seen, _, c=chance: world.round(rule, parents, seen, c), rng, 2, ())
+        ] += 1
+    return sum((found[k] - rounds * w) ** 2 / (rounds * w) for k, w in want.items())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_frequencies(name):
+    parents = (-1, -1, 0) if AXIS.method(name).branches else (-1, 0)
+    assert surprise(AXIS.build(name), World(sampled()), parents) < 30, "8 on average, by 4"
+
+
+def test_frequencies_catch():
+    assert surprise(WRONG["nothing subtracted"], World(sampled()), (-1, -1, -1)) > 60
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("number", [0.0, math.nextafter(1, 0)])
+def test_what_has_no_probability_never_comes(name, number):
+    """Not by the ends of the random numbers' range either."""
+    for draft, seed in itertools.product(("holes", "disjoint", "sure", "chosen"), range(5)):
+        world = World(sampled(top_p=0.8), draft, seed)
+        seen = ()
+        for _ in range(4):
+            chance = Chance(Stuck(number))
+            for token in world.round(AXIS.build(name), (-1, 0), seen, chance):
+                assert world.law(seen).of(token) > 0
+                seen = (*seen, token)
