@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import ArtifactError, unknown
-from accel.runtime.manifest import FORMAT, MANIFEST, Entry, Facts, File, Manifest, StateValue, parse
+from accel.ir.state import StateValue
+from accel.runtime.manifest import FORMAT, MANIFEST, Entry, Facts, File, Manifest, parse
 from accel.runtime.stage import Stage
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "Stage", "StateValue"]

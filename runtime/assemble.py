@@ -12,6 +12,11 @@ from accel.passes import Pass
 from accel.passes.kv.compress import Compress
 
 EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together
+DRAFTING = {  # axes of speculative decoding
+    "draft": "draft proposes tokens",
+    "verify": "verify says which drafted tokens stand",
+    "length": "length says how many tokens are drafted",
+}
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
 
@@ -39,6 +44,11 @@ def assemble(recipe: Recipe) -> Plan:
     """
     axes = find_axes()
     plan = Plan(recipe)
+    if "sample" in recipe.tables:
+        raise RecipeError(
+            f"recipe '{recipe.name}': how tokens are picked is asked with each request, not built in; leave [sample] "
+            "out, and give generate(temperature=…, top_k=…, top_p=…) or the same options to accel-compile run"
+        )
     for name, table in recipe.tables.items():
         axis = _axis(axes, recipe, name)
         options = {k: v for k, v in table.items() if k != "use"}
@@ -49,6 +59,7 @@ def assemble(recipe: Recipe) -> Plan:
         plan.methods[name] = method
         if isinstance(method, Pass):
             plan.passes.append(method)
+    _draft(plan, axes)
     _apart(plan)
     if "kv.reuse" in plan.methods:
         plan.passes[:0] = plan.methods["kv.reuse"].steps()  # before slots are encoded
@@ -60,7 +71,42 @@ def assemble(recipe: Recipe) -> Plan:
                 "(kv-int8), or leave one of the two out"
             )
         plan.passes.insert(0, _compress(plan, axes, eviction))  # before what it keeps is encoded
+        _apart(plan)  # of what it left out, too
     return plan
+
+
+def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
+    """The loop and what it works with: a recipe that drafts and names no loop decodes speculatively, and axes that
+    it leaves out get their default, which an artifact's recipe then says.
+    """
+    name, asked = plan.recipe.name, [axis for axis in DRAFTING if axis in plan.methods]
+    if asked and "draft" not in asked:
+        raise RecipeError(
+            f"recipe '{name}': {DRAFTING[asked[0]]}, and no [draft] drafts any; leave [{asked[0]}] out, or add [draft] "
+            f"with one of {', '.join(axes['draft'].names())}"
+        )
+    if "draft" in asked and "loop" not in plan.methods:
+        _default(plan, axes, "loop", "speculative")
+    wanted = plan.methods["loop"].asks if "loop" in plan.methods else {}
+    loop = plan.recipe.tables.get("loop", {}).get("use")
+    for axis in asked:
+        if axis not in wanted:
+            raise RecipeError(
+                f"recipe '{name}': loop = {loop} drafts no tokens, and {DRAFTING[axis]}; leave one of the two out "
+                "(a recipe with [draft] and without [loop] decodes speculatively)"
+            )
+    for axis, use in wanted.items():
+        if axis not in plan.methods and not use:
+            one = ", ".join(axes[axis].names())
+            raise RecipeError(f"recipe '{name}': loop = {loop} needs [{axis}]; add it with one of {one}")
+        if axis not in plan.methods:
+            _default(plan, axes, axis, use)
+
+
+def _default(plan: Plan, axes: dict[str, Axis], axis: str, use: str) -> None:
+    """A method that the recipe leaves out."""
+    plan.methods[axis] = axes[axis].build(use)
+    plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, axis: {"use": use}})
 
 
 def _apart(plan: Plan) -> None:
@@ -85,12 +131,9 @@ def _compress(plan: Plan, axes: dict[str, Axis], named: list[str]) -> Pass:
             f"says which; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
         )
     score = plan.methods["kv.score"]
-    tables = dict(plan.recipe.tables)
     for axis, use in (("kv.budget", "uniform"), ("kv.keep", "drop"), ("kv.when", score.when)):
         if axis not in plan.methods:
-            tables[axis] = {"use": use}
-            plan.methods[axis] = axes[axis].build(use)
-    plan.recipe = replace(plan.recipe, tables=tables)
+            _default(plan, axes, axis, use)
     return Compress(score, plan.methods["kv.budget"], plan.methods["kv.keep"])
 
 

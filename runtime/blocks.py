@@ -6,8 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from accel.runtime.companion import Abilities
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Arrays, Keeper, KvPlan
+from accel.runtime.keeper import Keeper, KvPlan
+from accel.runtime.stepper import Arrays
 
 
 class Blocks(Keeper):
@@ -16,6 +18,11 @@ class Blocks(Keeper):
     A row that has 2 R recent tokens or more gives up whole blocks of its oldest until fewer are left: so
     what is stored goes by the number of its tokens alone, and the newest R can always be rewound.
     """
+
+    @property
+    def abilities(self) -> Abilities:
+        """The newest block stays as it is; within a call of several tokens, more than that does."""
+        return Abilities(back=self.plan.flush, width=1)
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether any row has a block to give; `moment` does not matter."""

@@ -20,7 +20,7 @@ from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.keeper import kv_plan
 from accel.runtime.loop import Base as Loop
-from accel.runtime.loop import Row
+from accel.runtime.loop import Row, Setting
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Meter, Output, Stream, Transcript
 from accel.runtime.pages import Pages, pool_of
@@ -67,6 +67,7 @@ class CompiledModel:
         self._on_close = on_close
         tables = self.recipe.get("tables", {})
         self._loop: Loop = host_method(tables, "loop", "autoregressive")
+        self._methods = {axis: host_method(tables, axis, use) for axis, use in self._loop.asks.items()}
         state = artifact.state if artifact is not None else getattr(program, "state", ())
         self._kv = kv_plan(tables, facts.kv, state)
         self._pool = pool_of(tables, state)
@@ -104,7 +105,7 @@ class CompiledModel:
         options = (temperature, top_k, top_p, min_p, repetition_penalty)
         sources, prompts = self._sources(encoder_input, prompts)
         rows = self._rows(prompts, max_new_tokens, options, seed, stop, eos)
-        meter = Meter(self.tuning, self._known_costs())
+        meter = Meter(self.tuning, self._setting.costs)
         for _ in self._decode(rows, sources, meter):
             pass
         return Output(
@@ -144,7 +145,7 @@ class CompiledModel:
         if len(rows) != 1:
             raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
         row, script = rows[0]
-        meter = Meter(self.tuning, self._known_costs())
+        meter = Meter(self.tuning, self._setting.costs)
         tokens = self._decode(rows, sources, meter)
         return Stream(_pieces(tokens, script if text else None), meter, row)
 
@@ -154,9 +155,7 @@ class CompiledModel:
         """
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
-            raise InputError(
-                f"tokens have shape {list(ids.shape)}; logits takes [B, T], both 1 or more"
-            )
+            raise InputError(f"tokens have shape {list(ids.shape)}; logits takes [B, T], both 1 or more")
         sources = encoder_rows(encoder_input, self.facts.encoder, self.tokenizer)
         _one_each(sources, len(ids))
         out = []
@@ -183,7 +182,7 @@ class CompiledModel:
             max_context=self.facts.max_context,
             encoder=self.facts.encoder,
             depth=self.facts.depth,
-            least=self._least,
+            tile=self._tile,
             kv=self._kv,
             prefill=self._prefill(int(batch)),
             pages=None if self._pool is None else Pages(self._pool, int(batch)),
@@ -195,8 +194,8 @@ class CompiledModel:
         return None if plan is None or engine is None else (plan, partial(engine.stepper, batch))
 
     @property
-    def _least(self) -> int:
-        return 1 if self.artifact is None else self.artifact.manifest.least
+    def _tile(self) -> int:
+        return 1 if self.artifact is None else self.artifact.manifest.tile
 
     def _encoded(self, sources: Sources, start: int, batch: int) -> Session:
         """A session whose encoder, where there is one, was given the sources of rows from `start` on."""
@@ -240,20 +239,25 @@ class CompiledModel:
 
     @property
     def costs(self) -> Costs:
-        """What a call of 1..32 tokens costs here; measured when first asked for, in a few seconds at
-        most, and then remembered. Raises InputError where the model is closed.
+        """What a call of 1..32 tokens costs here; measured when first asked for (or when a model that drafts
+        first generates), in a few seconds at most, and then remembered. Raises InputError where the model is closed.
         """
         if self._costs is None:
             if self._engine is None:
                 raise InputError("this model is closed; load or optimize it again")
             self._costs = self._known_costs() or measured(
-                self._engine.stepper(1), self.facts, self._cost_key, self._least
+                self._engine.stepper(1), self.facts, self._cost_key, self._tile
             )
         return self._costs
 
     @property
     def _cost_key(self) -> dict[str, Any] | None:
         return self._engine.cost_key if isinstance(self._engine, OrtEngine) else None
+
+    @property
+    def _setting(self) -> Setting:
+        """What the loop is given; costs are measured where it asks for methods that go by them."""
+        return Setting(self._methods, self.costs if self._methods else self._known_costs())
 
     def _known_costs(self) -> Costs | None:
         """The costs, if they were ever measured on this machine."""
@@ -326,14 +330,12 @@ class CompiledModel:
             rows.append((row, script))
         return rows
 
-    def _decode(
-        self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter
-    ) -> Iterator[int]:
+    def _decode(self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter) -> Iterator[int]:
         """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
         for start in range(0, len(rows), self.facts.max_batch):
             group = [row for row, _ in rows[start : start + self.facts.max_batch]]
             with self._encoded(sources, start, len(group)) as session:
-                for _, token in meter.watch(self._loop.tokens(session, group), session):
+                for _, token in meter.watch(self._loop.tokens(session, group, self._setting), session):
                     yield token
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.encode import entry_inputs, shortest
+from accel.runtime.held import STEP
 from accel.runtime.machine import recall, remember
-from accel.runtime.session import STEP
-from accel.runtime.stepper import Facts, Stepper, at_least
+from accel.runtime.stepper import Facts, Stepper, whole_tiles
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SLOTS = 512  # of the cache that the calls read, or as many as the model has
@@ -55,13 +55,13 @@ def known(key: dict[str, Any] | None) -> Costs | None:
     return found if whole else None
 
 
-def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, least: int = 1) -> Costs:
+def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, tile: int = 1) -> Costs:
     """Measure with a fresh stepper of one row, which is closed after; keep it under the key.
 
-    `least`: as of `Session`.
+    `tile`: as of `Session`.
     """
     try:
-        costs = _measure(stepper, facts, least)
+        costs = _measure(stepper, facts, tile)
     finally:
         stepper.close()
     if key is not None:
@@ -69,11 +69,11 @@ def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, least: 
     return costs
 
 
-def _measure(stepper: Stepper, facts: Facts, least: int) -> Costs:
+def _measure(stepper: Stepper, facts: Facts, tile: int) -> Costs:
     if facts.encoder is not None:
         stepper.encode(entry_inputs(shortest(facts.encoder), None, 1, facts.encoder))
     held = min(SLOTS, facts.max_context)
-    stepper.resize(-(-(held + least) // STEP) * STEP)
+    stepper.resize(-(-(held + tile) // STEP) * STEP)
     widths = [t for t in TOKENS if t <= held]
     taken: dict[int, list[float]] = {t: [] for t in widths}
     limit = float("inf")
@@ -85,7 +85,7 @@ def _measure(stepper: Stepper, facts: Facts, least: int) -> Costs:
             at = held - width + np.arange(width)[None]
             rows = np.arange(width)[None]
             slots = at[:, 0]
-            tokens, at, rows = at_least(least, tokens, at, rows)
+            tokens, at, rows = whole_tiles(tile, tokens, at, rows)
             start = time.perf_counter()
             stepper.step(tokens, at, slots, rows)
             taken[width].append(time.perf_counter() - start)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.depth import NESTED, Depth
 from accel.ir.errors import InputError
+from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints
+from accel.runtime.stepper import Stepper
 
 NEVER = 2.0  # a confidence that no token reaches
 _FAR = np.iinfo(np.int64).max
@@ -37,12 +38,14 @@ def everything(depth: Depth | None) -> dict[str, npt.NDArray[Any]]:
     return {} if depth is None else Controls(np.ones(len(depth.plan), bool)).arrays(depth)
 
 
-class Plans:
+class Plans(Companion):
     """What a session knows of the layers that its tokens went through.
 
     Where caches are nested a layer that was left out for a token may run again only when that token
     is forgotten: by default it stays off, and a plan that switches it on is refused.
     """
+
+    steers = True
 
     def __init__(self, depth: Depth, batch: int):
         self.depth = depth
@@ -53,19 +56,20 @@ class Plans:
         self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
         self._noted: Controls | None = None
         self._told: Controls | None = None
+        self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
 
-    def tell(
-        self,
-        control: Callable[[dict[str, npt.NDArray[Any]]], None],
-        run_layers: Any,
-        threshold: Any,
-        before: Ints,
-        after: Ints,
-    ) -> None:
-        """Let `control` of a stepper know what the next call runs (`controls`), where that is news."""
+    @property
+    def abilities(self) -> Abilities:
+        """Single tokens go another way than several at once, unless the recipe's plan is all layers."""
+        same = all(self.depth.plan) and self.depth.threshold is None
+        return Abilities(width=None if same else 1)
+
+    def begin(self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any) -> None:
+        """Let the stepper know what the call runs (`controls`), where that is news."""
         controls = self.controls(run_layers, threshold, before, after)
+        self._before = before
         if controls is not self._told:
-            control(controls.arrays(self.depth))
+            stepper.control(controls.arrays(self.depth))
             self._told = controls
 
     def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
@@ -95,25 +99,27 @@ class Plans:
             found = Controls(both if both.any() else complete, found.threshold)
         return found if threshold is None else Controls(found.layers, self._limit(threshold))
 
-    def ran(self, before: Ints, after: Ints) -> None:
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
         """Note what the call that was told last left out."""
         controls = self._told
-        if controls is None or controls is self._noted:
-            return
-        rows = after > before
+        if moment != "call" or controls is None or controls is self._noted:
+            return None
+        rows = lengths > self._before
         if self.depth.cache == NESTED:
             out = ~controls.layers[:, None] & rows
-            self._lacks = np.where(out, np.minimum(self._lacks, before), self._lacks)
+            self._lacks = np.where(out, np.minimum(self._lacks, self._before), self._lacks)
         self._noted = controls if rows.all() else None
+        return None
 
-    def forget(self, lengths: Ints) -> None:
-        """Rows hold no more than `lengths` [B] tokens from now on."""
-        self._lacks[self._lacks >= lengths] = _FAR
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """Rows hold no more than `wanted` [B] tokens from now on."""
+        self._lacks[self._lacks >= wanted] = _FAR
         self._noted = None
+        return False
 
-    def copy(self) -> Plans:
+    def copy(self) -> Self:
         """An independent one that knows the same."""
-        other = Plans(self.depth, self._lacks.shape[1])
+        other = type(self)(self.depth, self._lacks.shape[1])
         other._lacks = self._lacks.copy()
         return other
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from accel.ir.sizes import grows, in_numbers
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Arrays, Keeper, trimmed
+from accel.runtime.keeper import trimmed
 from accel.runtime.prefill import forgettable
-from accel.runtime.stepper import Logits
+from accel.runtime.stepper import Arrays, Compression, Logits, alike
 
 
 class Steppable(Protocol):
@@ -49,6 +49,7 @@ class EagerStepper:
     def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
         self._program = program
         self._batch = batch
+        self.alike = alike(program.state)
         self._device = device
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}
@@ -105,7 +106,7 @@ class EagerStepper:
             out = self._program.run("encode", given)
         self._state = {**self._state, **{n.removesuffix(".next"): v for n, v in out.items()}}
 
-    def compress(self, keeper: Keeper, seen: Ints) -> None:
+    def compress(self, keeper: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
         recent = int(self._state["kv.pos"].shape[1])
         kept = {v.layer or 0: v.name for v in self._program.state if v.role == "kept.pos"}
@@ -164,7 +165,7 @@ class EagerStepper:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all state tensors but a pool's."""
-        pooled = {v.name for v in self._program.state if "Z" in v.shape}
+        pooled = {v.name for v in self._program.state if v.pooled}
         return sum(t.numel() * t.element_size() for n, t in self._state.items() if n not in pooled)
 
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from accel.ir.errors import InputError
+from accel.runtime.companion import Companion
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
-from accel.runtime.keeper import Arrays
 from accel.runtime.log import Log
 from accel.runtime.session import Session
-from accel.runtime.stepper import Logits, Stepper
+from accel.runtime.stepper import Arrays, Logits, Stepper
+
+
+class _Written(Companion):
+    """Which tokens the rows hold."""
+
+    def __init__(self, log: Log):
+        self.log = log
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See Companion."""
+        self.log.note(tokens, positions)
+
+    def copy(self) -> Self:
+        """See Companion."""
+        return type(self)(self.log.copy())
 
 
 class EditableSession(Session):
@@ -19,7 +34,12 @@ class EditableSession(Session):
 
     def __init__(self, stepper: Stepper, batch: int, **options: Any):
         super().__init__(stepper, batch, **options)
-        self._log = Log(batch)
+        self._companions += (_Written(Log(batch)),)
+
+    @property
+    def _log(self) -> Log:
+        (found,) = (one.log for one in self._companions if isinstance(one, _Written))
+        return found
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
         """Replace the tokens from `start` up to `stop` of a row by `tokens` [n], and return the logits [B,1,V]
@@ -53,13 +73,6 @@ class EditableSession(Session):
             self._lengths = held
             raise
         return logits
-
-    def fork(self) -> EditableSession:
-        """See `Session.fork`."""
-        other = super().fork()
-        assert isinstance(other, EditableSession)
-        other._log = self._log.copy()
-        return other
 
     def _edit(self, start: int, stop: int, tokens: Any, row: int) -> Ints:
         """The new tokens [n], checked like the rest."""
@@ -115,10 +128,3 @@ class EditableSession(Session):
                 held[name][row, start : start + len(array)] = np.arange(start, start + len(array))
             else:
                 held[name][row, :, start : start + array.shape[1]] = array
-
-    def _step(
-        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int
-    ) -> Logits:
-        logits = super()._step(stepper, tokens, positions, slots, rows, real)
-        self._log.note(tokens, positions)
-        return logits

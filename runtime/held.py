@@ -1,4 +1,4 @@
-"""What a session holds between its graph calls, and what is done then."""
+"""What a session holds between its graph calls, and how it makes one."""
 
 from __future__ import annotations
 
@@ -7,71 +7,154 @@ import time
 import numpy as np
 
 from accel.ir.errors import AccelError, InputError
+from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import LOST, Keeper
-from accel.runtime.pages import Pages
-from accel.runtime.past import Past
-from accel.runtime.stepper import Stepper
+from accel.runtime.stepper import Arrays, Logits, Stepper, whole_tiles
+
+STEP = 256  # the KV buffers grow by this many slots
+LOST = (
+    "a call failed ({}) after some of its tokens were compressed or counted, which cannot be taken back; "
+    "this session is closed, open another with model.session()"
+)
+_NO_QUERIES: Arrays = {}
 
 
 class Held:
-    """What `Session` is built on: it makes the calls."""
+    """What `Session` is built on: the stepper, how many tokens each row holds, and companions that follow."""
 
-    def __init__(self, stepper: Stepper, batch: int, keeper: Keeper | None, pages: Pages | None):
+    def __init__(self, stepper: Stepper, batch: int, companions: tuple[Companion, ...], tile: int):
         self.batch = batch
         self._stepper: Stepper | None = stepper
-        self._room: list[int] = []  # slots of the buffers
+        self._tile = tile
+        self._companions = companions
+        self._room: list[int] = []  # slots of the buffers; none where they are new
         self._lengths: Ints = np.zeros(batch, np.int64)
-        self._past = Past(batch) if stepper.recurrent else None
-        self._keeper = keeper
-        self._pages = pages
-        self._calls = 0
-        self._tokens = 0
-        self._seconds = 0.0
+        self._start_figures()
 
     def close(self) -> None:
         """Free the cache. Closing twice is harmless."""
         if self._stepper is not None:
-            if self._pages is not None:
-                self._pages.close(self._stepper, self._lengths)
+            for one in self._companions:
+                one.close(self._stepper, self._lengths)
             self._stepper.close()
             self._stepper = None
 
-    def _open(self) -> Stepper:
-        if self._stepper is None:
-            raise InputError("this session is closed; open another with model.session()")
-        return self._stepper
+    @property
+    def abilities(self) -> Abilities:
+        """What can be relied on before anything runs."""
+        found = Abilities(width=self._open().alike)
+        for one in self._companions:
+            found &= one.abilities
+        return found
 
-    def _undo(self, before: Keeper | None, error: BaseException) -> None:
-        """After a call that failed: `before` is what was known of the compressed part."""
-        if before is None or self._keeper is None:
-            return
-        if before.plan.counts or (self._keeper.base != before.base).any():
-            self.close()
-            if isinstance(error, Exception):
-                raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
-        self._keeper = before
+    @property
+    def held_from(self) -> Ints:
+        """The position of each row [B] up to which it can be rewound; 0 where nothing was dropped."""
+        found = np.zeros_like(self._lengths)
+        for one in self._companions:
+            found = np.maximum(found, one.held_from)
+        return found
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """calls: graph calls; tokens: real ones run; reused: those that others had run; seconds in the
+        graph; kv_bytes: state buffers now, without blocks that sessions share.
+        """
+        found: dict[str, float] = {
+            "calls": self._calls,
+            "tokens": self._tokens,
+            "reused": 0,
+            "seconds": self._seconds,
+            "kv_bytes": self._stepper.kv_bytes if self._stepper else 0,
+        }
+        for one in self._companions:
+            found |= one.stats
+        return found
+
+    def _start_figures(self) -> None:
+        self._calls = 0
+        self._tokens = 0
+        self._seconds = 0.0
 
     def _count(self, calls: int, tokens: int, start: float) -> None:
         self._calls += calls
         self._tokens += tokens
         self._seconds += time.perf_counter() - start
 
+    def _open(self) -> Stepper:
+        if self._stepper is None:
+            raise InputError("this session is closed; open another with model.session()")
+        return self._stepper
+
     @property
     def _base(self) -> Ints | int:
         """The position of slot 0 of each row [B]."""
-        split = self._keeper or self._pages
-        return 0 if split is None else split.base
+        for one in self._companions:
+            if one.base is not None:
+                return one.base
+        return 0
 
-    def _compress(self, moment: str, lengths: Ints) -> None:
-        """Compress the cache where the recipe says so; rows hold `lengths` [B] tokens."""
-        keeper = self._keeper
-        if keeper is None or not keeper.due(moment, lengths):
-            return
+    def _step(
+        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int
+    ) -> Logits:
+        """One graph call, after making room for every slot that it writes, padding included."""
+        wanted = rows.shape[1]
+        if self._tile > 1:
+            tokens, positions, rows = whole_tiles(self._tile, tokens, positions, rows)
+        ends, observe = slots + tokens.shape[1], False
+        room = [int(ends.max())]
+        for one in self._companions:
+            room += one.slots(ends)
+        self._need(stepper, room)
         start = time.perf_counter()
-        self._open().compress(keeper, lengths)
-        keeper.compressed(lengths)
-        self._room = []
-        if self._past is not None:
-            self._past.pin(self._open())
-        self._count(1, 0, start)
+        for one in self._companions:
+            observe |= one.before(stepper, tokens.shape[1])
+        logits = stepper.step(tokens, positions, slots, rows, observe)
+        for one in self._companions:
+            one.after(tokens, positions, stepper.observed if observe else _NO_QUERIES)
+        self._count(1, real, start)
+        return logits if wanted == rows.shape[1] else logits[:, :wanted]
+
+    def _sparse(self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
+        """A segment of a prompt that reads some of the keys before it."""
+        self._need(stepper, [int(slots.max()) + tokens.shape[1]])
+        start = time.perf_counter()
+        rows = np.zeros((self.batch, 1), np.int64)
+        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        queries = stepper.part("sparse", given)
+        for one in self._companions:
+            one.after(tokens, positions, queries)
+        self._count(1, real, start)
+
+    def _need(self, stepper: Stepper, slots: list[int]) -> None:
+        """Make room for so many slots, and in layers that see prompts pruned."""
+        if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):
+            had = self._room or [0] * len(slots)
+            room = [max(have, -(-n // STEP) * STEP) for n, have in zip(slots, had, strict=True)]
+            stepper.resize(*room)
+            self._room = room
+
+    def _settle(self, stepper: Stepper, moment: str, lengths: Ints) -> None:
+        """Let companions do what is due; rows hold `lengths` [B] tokens."""
+        for one in self._companions:
+            start = time.perf_counter()
+            calls = one.settle(stepper, moment, lengths)
+            if calls is None:
+                continue
+            self._room = []
+            for other in self._companions:
+                other.pin(stepper)
+            if calls:
+                self._count(calls, 0, start)
+
+    def _undo(self, stepper: Stepper, held: Ints, error: BaseException) -> None:
+        """After a call that failed: rows hold `held` [B] tokens as before, or the session closes."""
+        self._lengths = held
+        if any(one.lost() for one in self._companions):
+            self.close()
+            if isinstance(error, Exception):
+                raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
+            return
+        for one in self._companions:
+            if one.undo(stepper, held):
+                self._room = []

@@ -6,22 +6,18 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import host_method
 from accel.ir.errors import InputError
+from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
-
-Arrays = dict[str, npt.NDArray[Any]]
-LOST = (
-    "a call failed ({}) after some of its tokens were compressed or counted, which cannot be taken back; "
-    "this session is closed, open another with model.session()"
-)
+from accel.runtime.stepper import Arrays, Stepper
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
     )
 
 
-class Keeper:
+class Keeper(Companion):
     """The compressed part of one session's cache, in numbers.
 
     `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
@@ -69,10 +65,58 @@ class Keeper:
         self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
         self._query_positions: Ints = np.zeros((batch, 0), np.int64)
+        self._memo: Keeper | None = None  # as it was before the call
 
-    def copy(self) -> Keeper:
+    @property
+    def abilities(self) -> Abilities:
+        """Where it may be due after a token, no call of several is the same, and none can be taken back."""
+        single = self.plan.when.single
+        return Abilities(back=0 if single or self.plan.counts else None, width=1 if single else None)
+
+    @property
+    def held_from(self) -> Ints:
+        """See Companion."""
+        return self.base.copy()
+
+    def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
-        return copy(self)
+        other = copy(self)
+        other._memo = None
+        return other
+
+    def begin(self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any) -> None:
+        """See Companion."""
+        self._memo = self.copy()
+
+    def lost(self) -> bool:
+        """See Companion."""
+        memo = self._memo
+        return memo is not None and bool(self.plan.counts or (self.base != memo.base).any())
+
+    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
+        """See Companion."""
+        if self._memo is not None:
+            vars(self).update(vars(self._memo))
+        return False
+
+    def before(self, stepper: Stepper, width: int) -> bool:
+        """See Companion."""
+        return self.observes(width)
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See Companion."""
+        if queries and self.observes(tokens.shape[1]):
+            self.observe(queries, positions)
+
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+        """See Companion."""
+        due = self.due(moment, lengths)
+        if due:
+            stepper.compress(self, lengths)
+            self.compressed(lengths)
+        if moment == "prompt":
+            self.end_prompt()
+        return 1 if due else None
 
     def observes(self, tokens: int) -> bool:
         """Whether the queries of a call of so many tokens are needed."""
@@ -118,13 +162,10 @@ class Keeper:
         self._query_positions = np.where(rows[:, None], -1, self._query_positions)
         self._first |= bool(rows.all())
 
-    def anew(self, wanted: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
-        """Rows [B] that start anew where rows of `lengths` tokens are rewound to `wanted`; others may go
-        back to where they were compressed, or where tokens are counted not at all. Raises InputError.
-        """
-        anew = wanted == 0
+    def check(self, wanted: Ints, lengths: Ints) -> None:
+        """Rows may start anew, or go back to where they were compressed; where tokens are counted, not at all."""
         low = lengths if self.plan.counts else self.base
-        if (short := (wanted < low) & ~anew).any():
+        if (short := (wanted < low) & (wanted > 0)).any():
             row = int(short.argmax())
             why = (
                 "the recipe counts what each token drew"
@@ -134,7 +175,14 @@ class Keeper:
             raise InputError(
                 f"cannot rewind row {row} to {wanted[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"
             )
-        return np.asarray(anew)
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """See Companion."""
+        anew = np.asarray(wanted == 0)
+        stepper.forget(anew)
+        self.forget(anew)
+        self.rewound(wanted)
+        return False
 
     def rewound(self, lengths: Ints) -> None:
         """Queries of tokens from `lengths` [B] on are forgotten. Those that they had pushed out do not come

@@ -11,6 +11,7 @@ from accel.ir.depth import CACHES, Depth
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.prefill import Pick, Prefill, Segments
 from accel.ir.sizes import LETTER
+from accel.ir.state import BLOCK, StateValue
 from accel.lowering.onnx.variants import PORTABLE
 
 FORMAT = 1
@@ -59,28 +60,6 @@ class Kv:
 
     observe: int = 0
     flush: int = 0
-
-
-@dataclass(frozen=True)
-class StateValue:
-    """One value that lives from call to call; `shape` is as `ir.sizes` says."""
-
-    name: str
-    role: str
-    layer: int | None
-    dtype: str
-    shape: tuple[int | str, ...]
-    fill: float
-
-    @property
-    def cross(self) -> bool:
-        """Whether the encode entry writes it, and the step only reads it."""
-        return self.role.startswith("cross.")
-
-    @property
-    def kept(self) -> bool:
-        """Whether the compress entry writes it, and the step only reads it."""
-        return self.role.startswith("kept.")
 
 
 PARTS = ("variants", "probes", "products")  # of an entry: name -> file
@@ -141,8 +120,10 @@ class Manifest:
     raw: dict[str, Any]
 
     @property
-    def least(self) -> int:
-        """Fewest tokens of a graph call: kernels compute a single row in another way."""
+    def tile(self) -> int:
+        """A graph call has a multiple of so many tokens: kernels take rows in tiles, and what is left over,
+        a single row, in another way.
+        """
         return 2 if self.numerics == BIT_EXACT else 1
 
 
@@ -351,7 +332,7 @@ def _state(f: Fields) -> StateValue:
         letter = isinstance(size, str) and LETTER.fullmatch(size)
         if not whole and not letter:
             raise _wrong(f"{f.where}.shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X', 'P' or 'P0'")
-        if size == "Z" and not f.text("role").startswith("kept.block."):
+        if size == "Z" and not f.text("role").startswith(BLOCK):
             raise _wrong(f"{f.where}.shape[{i}]", size, "a letter of what a session holds: Z is of blocks that share")
         shape.append(size)
     dtype = f.text("dtype")

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from accel.ir.sizes import grows
+from accel.ir.state import StateValue
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.depth import everything
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Arrays, Keeper, trimmed
+from accel.runtime.keeper import trimmed
 from accel.runtime.machine import machine
-from accel.runtime.manifest import StateValue
 from accel.runtime.ort_open import (
     aligned,
     check_controls,
@@ -34,7 +34,7 @@ from accel.runtime.ort_open import (
     physical_cores,
 )
 from accel.runtime.prefill import forgettable
-from accel.runtime.stepper import Logits
+from accel.runtime.stepper import Arrays, Compression, Logits, alike
 from accel.runtime.tune import AUTO, Tuning, choose
 
 
@@ -102,9 +102,9 @@ class OrtEngine:
     def stepper(self, batch: int) -> OrtStepper:
         """A stepper for `batch` rows with an empty cache."""
         vocab_size = self.artifact.facts.vocab_size
-        least = self.artifact.manifest.least
+        tile = self.artifact.manifest.tile
         return OrtStepper(
-            self.session, self.artifact.state, batch, vocab_size, self.encoder, least,
+            self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
             self.other, everything(self.artifact.facts.depth),
         )  # fmt: skip
 
@@ -133,7 +133,7 @@ class OrtEngine:
 
 
 class OrtStepper:
-    """State buffers of one session and the bindings over them: decode (T = N = `least`) and every
+    """State buffers of one session and the bindings over them: decode (T = N = `tile`) and every
     other shape; where there is recurrent state, each for both directions.
     """
 
@@ -144,7 +144,7 @@ class OrtStepper:
         batch: int,
         vocab_size: int,
         encoder: Any = None,
-        least: int = 1,
+        tile: int = 1,
         other: Callable[[str], Any] | None = None,
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
     ):
@@ -154,9 +154,10 @@ class OrtStepper:
         self._session = session
         self._other_entry = other
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
-        self._least = least
+        self._tile = tile
         self._encoder = encoder
         self._state = state
+        self.alike = alike(state)
         self._batch = batch
         self._vocab = vocab_size
         self._buffers: dict[str, npt.NDArray[Any]] = {}
@@ -169,10 +170,10 @@ class OrtStepper:
         self._other: list[Any] = []
         self._observing: list[Any] = []  # other shapes, giving queries too
         self._small: dict[str, npt.NDArray[Any]] = {
-            name: aligned((batch,) if name == "slots" else (batch, least), "int64", 0)
+            name: aligned((batch,) if name == "slots" else (batch, tile), "int64", 0)
             for name in ("tokens", "positions", "slots", "rows")
         }
-        self._logits: Logits = aligned((batch, least, vocab_size), "float32", 0)
+        self._logits: Logits = aligned((batch, tile, vocab_size), "float32", 0)
         self._small_values = {n: _value(a) for n, a in self._small.items()}
         self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
         self._control_values = {n: _value(a) for n, a in self._controls.items()}
@@ -201,7 +202,7 @@ class OrtStepper:
         self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
     ) -> Logits:
         """See stepper.Stepper; `resize` comes first."""
-        if tokens.shape[1] == self._least == rows.shape[1] and not observe:
+        if tokens.shape[1] == self._tile == rows.shape[1] and not observe:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -264,7 +265,7 @@ class OrtStepper:
         else:
             self._buffers = buffers  # bound by the first resize
 
-    def compress(self, keeper: Keeper, seen: Ints) -> None:
+    def compress(self, keeper: Compression, seen: Ints) -> None:
         """See stepper.Stepper."""
         assert self._other_entry is not None
         recent = self._buffers["kv.pos"].shape[1]
@@ -307,7 +308,7 @@ class OrtStepper:
     def copy(self) -> OrtStepper:
         """An independent stepper with a copy of the state."""
         other = OrtStepper(
-            self._session, self._state, self._batch, self._vocab, self._encoder, self._least,
+            self._session, self._state, self._batch, self._vocab, self._encoder, self._tile,
             self._other_entry,
             self._controls,
         )  # fmt: skip
@@ -345,7 +346,7 @@ class OrtStepper:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all state buffers but a pool's."""
-        own = [self._buffers[v.name] for v in self._state if v.name in self._buffers and "Z" not in v.shape]
+        own = [self._buffers[v.name] for v in self._state if v.name in self._buffers and not v.pooled]
         return sum(a.nbytes for a in (*own, *self._spare.values()))
 
     def close(self) -> None:

@@ -14,10 +14,10 @@ import onnxruntime as ort
 from accel.ir.depth import Depth
 from accel.ir.errors import ArtifactError
 from accel.ir.sizes import in_numbers
+from accel.ir.state import StateValue
 from accel.lowering.onnx.native import is_native, register
 from accel.runtime.artifact import Artifact
 from accel.runtime.depth import everything
-from accel.runtime.manifest import StateValue
 
 _ORT_TYPES = {
     "float32": "tensor(float)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -114,9 +115,14 @@ class Meter:
         tokens_per_call: of the two; tokens_per_second: while decoding, without each group's first
         token; kv_bytes: largest state of a group; peak_memory: of the process, bytes; kernels: the
         variant of the step; costs: c(T)/c(1) of a call of T tokens, None where `CompiledModel.costs`
-        was never asked for on this machine; finish: why each row ended.
+        was never asked for on this machine; speculation: tokens drafted, those of them accepted, rounds of a
+        row with a draft, and steps of a row without one because drafts did not pay (fallback), None where
+        the loop drafts none; finish: why each row ended.
         """
         tokens = sum(len(row.tokens) for row in rows)
+        drafting = Counter[str]()
+        for row in rows:
+            drafting.update(row.drafting)
         return {
             "calls": self.calls,
             "tokens": tokens,
@@ -130,6 +136,7 @@ class Meter:
             "peak_memory": peak_memory(),
             "kernels": self.tuning.kernels if self.tuning else None,
             "costs": self.costs.ratios if self.costs else None,
+            "speculation": dict(drafting) or None,
             "finish": [row.finish for row in rows],
         }
 
@@ -152,7 +159,7 @@ class Stream:
 
     @property
     def tokens(self) -> list[int]:
-        """The new tokens so far."""
+        """The new tokens so far; of a loop that drafts, all that stand, a few more than were given."""
         return list(self._row.tokens)
 
     @property

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 
 from accel.ir.axis import host_method
+from accel.runtime.companion import Companion
 from accel.runtime.ints import Ints
 from accel.runtime.log import Log
 from accel.runtime.pool import ROOT, Arrays, Pool
+from accel.runtime.stepper import Stepper
 
 
-class Holder(Protocol):
-    """A stepper, as far as its buffers go."""
-
-    def held(self) -> Arrays:
-        """The state by name, to be read."""
-
-    def put(self, arrays: Arrays) -> None:
-        """Other buffers for some of the state, which later steps may write; then `resize`."""
-
-
-class Pages:
+class Pages(Companion):
     """The blocks that each row's first tokens lie in; the tokens from `base` [B] on lie in its own slots.
 
     Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
@@ -39,9 +31,14 @@ class Pages:
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         weakref.finalize(self, _release, pool, self._rows).atexit = False  # of sessions never closed
 
-    def copy(self) -> Pages:
+    @property
+    def stats(self) -> dict[str, float]:
+        """See Companion."""
+        return {"reused": self.reused}
+
+    def copy(self) -> Self:
         """Of a fork: it uses the same blocks."""
-        other = Pages(self.pool, len(self._rows))
+        other = type(self)(self.pool, len(self._rows))
         for mine, theirs in zip(self._rows, other._rows, strict=True):
             self.pool.share(mine)
             theirs.extend(mine)
@@ -49,22 +46,20 @@ class Pages:
         return other
 
     def admit(
-        self, holder: Holder, tokens: Ints, counts: Ints | None, lengths: Ints
-    ) -> tuple[Ints, Ints | None, Ints]:
-        """Of the tokens [B,T] that rows of `lengths` [B] are given, `counts` [B] of them real (None: all): what
-        is left to run, how many of that are real, and how many each row now holds without.
-
-        Those are full blocks that are known, of rows that held nothing; the last token is always left.
+        self, stepper: Stepper, tokens: Ints, counts: Ints | None, lengths: Ints
+    ) -> tuple[Ints, Ints | None, Ints] | None:
+        """See Companion. What need not run are full blocks that are known, of rows that held nothing; the last
+        token is always left.
         """
-        found, given = np.zeros_like(lengths), counts
+        found = np.zeros_like(lengths)
         counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
         blocks = [list(row) for row in self._rows]
         for row in np.flatnonzero((lengths == 0) & (counts > 1)).tolist():
             blocks[row] = self.pool.find(tokens[row, : counts[row] - 1])
             found[row] = len(blocks[row]) * self.pool.block
         if not found.any():
-            return tokens, given, found
-        self._lay(holder, blocks, lengths)
+            return None
+        self._lay(stepper, blocks, lengths)
         columns = np.arange(int(found.max()))
         self.log.note(tokens[:, : columns.size], np.where(columns < found[:, None], columns, -1))
         self.reused += int(found.sum())
@@ -72,19 +67,28 @@ class Pages:
         places = np.minimum(found[:, None] + np.arange(int(left.max())), tokens.shape[1] - 1)
         return np.take_along_axis(tokens, places, 1), left, found
 
-    def file(self, holder: Holder, lengths: Ints) -> bool:
-        """Leave the full blocks of rows of `lengths` [B] tokens in the pool, as far as it has room; whether
-        there were any.
-        """
-        blocks = self._filed(holder, lengths)
-        if blocks == self._rows:
-            return False
-        self._lay(holder, blocks, lengths)
-        return True
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See Companion."""
+        self.log.note(tokens, positions)
 
-    def _filed(self, holder: Holder, lengths: Ints) -> list[list[int]]:
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+        """When a prompt is whole, leave full blocks in the pool, as far as it has room."""
+        if moment != "prompt" or (blocks := self._filed(stepper, lengths)) == self._rows:
+            return None
+        self._lay(stepper, blocks, lengths)
+        return 0
+
+    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
+        """See Companion."""
+        return self._cut(stepper, lengths)
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """See Companion."""
+        return self._cut(stepper, wanted)
+
+    def _filed(self, stepper: Stepper, lengths: Ints) -> list[list[int]]:
         """The blocks of each row, with those that were filled now; all are in use."""
-        size, held = self.pool.block, holder.held()
+        size, held = self.pool.block, stepper.held()
         blocks = [list(row) for row in self._rows]
         for row, mine in enumerate(blocks):
             for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
@@ -97,25 +101,25 @@ class Pages:
                 mine.append(block)
         return blocks
 
-    def cut(self, holder: Holder, lengths: Ints) -> bool:
-        """Rows are rewound to `lengths` [B]; whether one of them ends within its blocks."""
+    def _cut(self, stepper: Stepper, lengths: Ints) -> bool:
+        """Rows go back to `lengths` [B]; whether one of them ends within its blocks."""
         if not (lengths < self.base).any():
             return False
         keep = [int(n) // self.pool.block for n in np.minimum(lengths, self.base)]
         gone = [row[n:] for row, n in zip(self._rows, keep, strict=True)]
-        self._lay(holder, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
+        self._lay(stepper, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
         for blocks in gone:
             self.pool.release(blocks)
         return True
 
-    def close(self, holder: Holder, lengths: Ints) -> None:
+    def close(self, stepper: Stepper, lengths: Ints) -> None:
         """Leave what is whole to others, and let go of all blocks."""
-        self._rows[:] = self._filed(holder, lengths)
+        self._rows[:] = self._filed(stepper, lengths)
         _release(self.pool, self._rows)
 
-    def _lay(self, holder: Holder, blocks: Sequence[list[int]], lengths: Ints) -> None:
+    def _lay(self, stepper: Stepper, blocks: Sequence[list[int]], lengths: Ints) -> None:
         """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
-        held, size = holder.held(), self.pool.block
+        held, size = stepper.held(), self.pool.block
         base = np.array([len(row) * size for row in blocks], np.int64)
         own = np.maximum(lengths - base, 0)
         columns = np.arange(int(own.max(initial=0)))
@@ -131,7 +135,7 @@ class Pages:
         table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
         for row, ids in enumerate(blocks):
             table[row, : len(ids)] = ids
-        holder.put({**self.pool.arrays, **new, "table": table})
+        stepper.put({**self.pool.arrays, **new, "table": table})
         for mine, ids in zip(self._rows, blocks, strict=True):
             mine[:] = ids
         self.base = base
@@ -162,7 +166,7 @@ def _release(pool: Pool, rows: Sequence[list[int]]) -> None:
 
 def pool_of(tables: Any, state: Sequence[Any]) -> Pool | None:
     """The pool that a model's sessions share, where its step reads one; memory is taken as it fills."""
-    parts = [v for v in state if "Z" in v.shape]
+    parts = [v for v in state if v.pooled]
     if not parts:
         return None
     method = host_method(tables, "kv.reuse", "paged-prefix")

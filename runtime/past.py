@@ -5,26 +5,18 @@ replay them from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Self
 
 import numpy as np
 
+from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints
 from accel.runtime.log import Log
+from accel.runtime.stepper import Arrays, Stepper
 
 SNAPSHOTS = 8  # copies of the state that are kept
 EVERY = 256  # most single-token calls from one copy to the next
 _NEVER = np.iinfo(np.int64).max
-
-
-class Holder(Protocol):
-    """A stepper, as far as its recurrent state goes."""
-
-    def snapshot(self) -> Any:
-        """A copy of the recurrent state, which later steps leave alone."""
-
-    def restore(self, snapshot: Any, rows: Any) -> None:
-        """Put `rows` (a bool mask [B]) back to a snapshot, or to the empty state (None)."""
 
 
 @dataclass
@@ -36,12 +28,14 @@ class _Saved:
     pinned: bool = False  # what came before cannot be run again, so it goes last
 
 
-class Past:
+class Past(Companion):
     """What a session knows of the tokens behind its recurrent state.
 
     A copy of the state is taken before and after each call of several tokens and every EVERY single
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
+
+    abilities = Abilities(free_rewind=False)
 
     def __init__(self, batch: int):
         self._log = Log(batch)
@@ -50,7 +44,7 @@ class Past:
         self._single = 0  # calls of one token since the last copy
         self._wide = False  # whether the last call was one of several tokens
 
-    def catch_up(self, holder: Holder, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+    def catch_up(self, stepper: Stepper, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Take rows that hold more than `lengths` tokens back to a copy of the state.
 
         Returns the tokens to run again: ids [B,T], how many of each row [B] and where they start
@@ -65,11 +59,11 @@ class Past:
         for saved in reversed(self._saved):
             rows = back & (saved.lengths < _NEVER)
             if rows.any():
-                holder.restore(saved.state, rows)
+                stepper.restore(saved.state, rows)
                 self._held[rows] = saved.lengths[rows]
                 back &= ~rows
         if back.any():
-            holder.restore(None, back)
+            stepper.restore(None, back)
             self._held[back] = 0
         missing = lengths - self._held
         if not missing.any():
@@ -78,15 +72,15 @@ class Past:
         places = np.minimum(self._held[:, None] + columns, self._log.ids.shape[1] - 1)
         return np.take_along_axis(self._log.ids, places, 1), missing, self._held.copy()
 
-    def before(self, holder: Holder, width: int) -> None:
+    def before(self, stepper: Stepper, width: int) -> bool:
         """Copy the state where it is due, before a call of `width` columns."""
         due = width > 1 or self._wide or self._single >= EVERY
         self._wide = width > 1
         self._single = 0 if due else self._single + 1
         known = self._saved and np.array_equal(self._saved[-1].lengths, self._held)
         if not due or known or not self._held.any():
-            return
-        self._saved.append(_Saved(self._held.copy(), holder.snapshot()))
+            return False
+        self._saved.append(_Saved(self._held.copy(), stepper.snapshot()))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
             gaps = {
@@ -95,19 +89,20 @@ class Past:
                 if not self._saved[i].pinned
             }
             del self._saved[min(gaps, key=gaps.__getitem__)]
+        return False
 
-    def pin(self, holder: Holder) -> None:
+    def pin(self, stepper: Stepper) -> None:
         """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
-        self._saved = [_Saved(self._held.copy(), holder.snapshot(), pinned=True)]
+        self._saved = [_Saved(self._held.copy(), stepper.snapshot(), pinned=True)]
 
-    def after(self, tokens: Ints, positions: Ints) -> None:
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
         self._log.note(tokens, positions)
         self._held += (positions >= 0).sum(1)
 
-    def copy(self) -> Past:
+    def copy(self) -> Self:
         """An independent past; the copies of the state, which nobody writes, are shared."""
-        other = Past(len(self._held))
+        other = type(self)(len(self._held))
         other._log, other._held = self._log.copy(), self._held.copy()
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned) for s in self._saved]
         other._single, other._wide = self._single, self._wide

@@ -5,13 +5,14 @@ layers see.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.prefill import Pick, Prefill, Segments
+from accel.runtime.companion import Companion
 from accel.runtime.ints import Ints
 from accel.runtime.stepper import Logits, Stepper
 
@@ -95,7 +96,7 @@ def in_segments(
     return out
 
 
-class Pruner:
+class Pruner(Companion):
     """What a session knows of tokens that the layers after each stage do not hold.
 
     `dropped` [stages,B]: how many. `ends` [B]: tokens of a prompt that was pruned; 0: none was.
@@ -106,9 +107,14 @@ class Pruner:
         self.dropped: Ints = np.zeros((len(plan), batch), np.int64)
         self.ends: Ints = np.zeros(batch, np.int64)
 
-    def copy(self) -> Pruner:
+    @property
+    def held_from(self) -> Ints:
+        """See Companion."""
+        return self.ends.copy()
+
+    def copy(self) -> Self:
         """Of its own."""
-        other = Pruner(self.plan, self.ends.size)
+        other = type(self)(self.plan, self.ends.size)
         other.dropped, other.ends = self.dropped.copy(), self.ends.copy()
         return other
 
@@ -120,8 +126,8 @@ class Pruner:
         """How many slots the layers after each stage need where those before need `ends` [B]."""
         return [int((ends - gone).max()) for gone in self.dropped]
 
-    def rewind(self, wanted: Ints) -> None:
-        """Rows go back to `wanted` [B] tokens. Raises InputError where that is within a pruned prompt."""
+    def check(self, wanted: Ints, lengths: Ints) -> None:
+        """Raises InputError where rows would go back to within a pruned prompt."""
         if (bad := (wanted < self.ends) & (wanted > 0)).any():
             row = int(bad.argmax())
             raise InputError(
@@ -129,22 +135,29 @@ class Pruner:
                 f"{self.ends[row]}, and which they would hold of fewer is not known; give {self.ends[row]} "
                 "or more, or 0"
             )
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """See Companion."""
         self.dropped[:, wanted == 0] = 0
         self.ends[wanted == 0] = 0
+        return False
 
     def room(self, counts: Ints) -> list[int]:
         """How many slots prompts of `counts` [B] tokens take in each part."""
         longest = int(counts.max())
         return [longest, *(min(longest, plan.tokens) for plan in self.plan)]
 
-    def prompt(self, stepper: Stepper, ids: Ints, counts: Ints, chunk: int) -> tuple[Logits, int]:
-        """Run prompts [B,T] of `counts` [B] real tokens in an empty cache that has room, part by part: the
-        logits [B,1,V] after each row, and the graph calls.
-        """
-        stepper.forget(np.ones(len(ids), bool))
-        every = np.arange(ids.shape[1])
+    def prompt(
+        self, stepper: Stepper, tokens: Ints, counts: Ints, chunk: int, need: Callable[[Stepper, list[int]], None]
+    ) -> tuple[Logits, int] | None:
+        """Run prompts that are long enough part by part; see Companion."""
+        if not self.prunes(counts):
+            return None
+        need(stepper, self.room(counts))
+        stepper.forget(np.ones(len(tokens), bool))
+        every = np.arange(tokens.shape[1])
         positions = np.where(every < counts[:, None], every, -1)
-        given: dict[str, npt.NDArray[Any]] = {"tokens": ids}
+        given: dict[str, npt.NDArray[Any]] = {"tokens": tokens}
         left, calls, dropped = counts, 0, []
         for index, plan in enumerate(self.plan):
             part = _Part(f"prompt.{index}", stepper, positions, counts, chunk)

@@ -5,34 +5,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from accel.ir.depth import Depth
 from accel.ir.errors import InputError
 from accel.ir.prefill import Prefill, Segments
-from accel.runtime.blocks import keeper as keeper_of
-from accel.runtime.depth import Plans
+from accel.runtime.companions import companions
 from accel.runtime.encode import Encoder, entry_inputs
 from accel.runtime.given import call_tokens, check_no_plan, rewind_target
 from accel.runtime.held import Held
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import KvPlan
 from accel.runtime.pages import Pages
-from accel.runtime.prefill import Pruner, filtered, in_segments
-from accel.runtime.stepper import Logits, Stepper, at_least
+from accel.runtime.prefill import filtered, in_segments
+from accel.runtime.stepper import Logits, Stepper
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
-STEP = 256  # the KV buffers grow by this many slots
 
 
 class Session(Held):
     """A cache of B rows. `run` appends tokens, `rewind` forgets them, `fork` copies the whole.
 
-    Rewinding is free where all state is a KV cache (`free_rewind`); recurrent state goes back to a
-    copy taken on the way, and the next `run` first runs the tokens between again.
+    What a recipe makes of the cache, companions of the session know (`runtime/companion.py`), and `abilities`
+    says what follows for a caller: whether rewinding is free, how far back it goes, how wide a call may be.
     A session of an encoder-decoder model begins with `encode`.
 
     One thread at a time may use a session; different sessions of one model may run in different
@@ -48,23 +47,22 @@ class Session(Held):
         max_context: int,
         encoder: Encoder | None = None,
         depth: Depth | None = None,
-        least: int = 1,
+        tile: int = 1,
         kv: KvPlan | None = None,
         prefill: tuple[Prefill, Callable[[], Stepper]] | None = None,
         pages: Pages | None = None,
     ):
-        """`least`: tokens of a graph call at least, and logits; padding is added to fewer. `kv`: how the cache is
-        compressed. `prefill`: what is done to prompts, and where an empty cache comes from. `pages`: shared blocks.
+        """`tile`: a graph call has a multiple of so many tokens, and of logits; padding is added. `kv`: how the cache
+        is compressed. `prefill`: what is done to prompts, and where an empty cache comes from. `pages`: shared blocks.
         """
-        super().__init__(stepper, batch, None if kv is None else keeper_of(kv, batch), pages)
-        self._least = least
+        plan = None if prefill is None else prefill[0]
+        super().__init__(stepper, batch, companions(stepper, batch, depth, kv, plan, pages), tile)
         self.vocab_size = vocab_size
         self.max_context = max_context
         self._encoder = encoder
         self._encoded = encoder is None
         self._prefill = prefill
-        self._pruner = Pruner(prefill[0].stages, batch) if prefill and prefill[0].stages else None
-        self._plans = None if depth is None else Plans(depth, batch)
+        self._steered = any(one.steers for one in self._companions)
 
     def encode(self, inputs: Any, lengths: Any = None) -> None:
         """Give the encoder its input, once for all steps: token ids [B,X] or features [B, ...].
@@ -120,16 +118,18 @@ class Session(Held):
         stepper = self._open()
         ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
         after = self._lengths + (ids.shape[1] if counts is None else counts)
-        if self._plans is None:
+        if not self._steered:
             check_no_plan(run_layers, threshold)
-        else:
-            self._plans.tell(stepper.control, run_layers, threshold, self._lengths, after)
-        before, held = self._keeper and self._keeper.copy(), self._lengths
+        held = self._lengths
+        for one in self._companions:
+            one.begin(stepper, held, after, run_layers, threshold)
         try:
             self._catch_up(stepper)
-            if last_only and self._pages is not None:
-                ids, counts, found = self._pages.admit(stepper, ids, counts, held)
-                self._lengths, self._room = held + found, [] if found.any() else self._room
+            if last_only:
+                for one in self._companions:
+                    if (left := one.admit(stepper, ids, counts, held)) is not None:
+                        ids, counts, found = left
+                        self._lengths, self._room = held + found, []
             if counts is None and ids.shape[1] <= CHUNK and segments is None:
                 logits = self._whole(stepper, ids, last_only)
             else:
@@ -139,15 +139,10 @@ class Session(Held):
                 else:
                     calls = partial(self._step, stepper), partial(self._sparse, stepper)
                     logits = in_segments(segments, ids, full, *calls)
-            self._compress("call", after)
+            self._settle(stepper, "call", after)
         except BaseException as error:
-            self._undo(before, error)
-            if self._pages is not None and self._pages.cut(stepper, held):
-                self._room = []
-            self._lengths = held
+            self._undo(stepper, held, error)
             raise
-        if self._plans is not None:
-            self._plans.ran(held, after)
         self._lengths = after
         return logits
 
@@ -161,23 +156,22 @@ class Session(Held):
         them all, and goes back to the prompt's end or to 0. Raises InputError, as `run`.
         """
         stepper = self._open()
-        if self._prefill is not None and not self._lengths.any():
+        first = None if self._lengths.any() else self._prefill
+        if first is not None:
+            plan, spare = first
             ids, real = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
             counts = np.full(self.batch, ids.shape[1], np.int64) if real is None else real
-            (plan, spare), start = self._prefill, time.perf_counter()
-            if self._pruner is not None and self._pruner.prunes(counts):
-                self._need(stepper, self._pruner.room(counts))
-                logits, calls = self._pruner.prompt(stepper, ids, counts, CHUNK)
-                self._count(calls, int(counts.sum()), start)
-                self._lengths = counts.copy()
-                return logits
+            start = time.perf_counter()
+            for one in self._companions:
+                if (found := one.prompt(stepper, ids, counts, CHUNK, self._need)) is not None:
+                    self._count(found[1], int(counts.sum()), start)
+                    self._lengths = counts.copy()
+                    return found[0]
             if plan.filter is not None and int(counts.max()) > plan.filter.tokens:
                 with closing(spare()) as other:
                     tokens, lengths, calls = filtered(plan.filter, other, ids, counts, CHUNK)
                 self._count(calls, 0, start)
-        first = self._prefill is not None and not self._lengths.any()
-        segments = self._prefill[0].segments if self._prefill and first else None
-        logits = self._run(tokens, lengths, True, segments=segments)
+        logits = self._run(tokens, lengths, True, segments=None if first is None else first[0].segments)
         self.end_prompt()
         return logits
 
@@ -187,19 +181,9 @@ class Session(Held):
         Where that fails the session stays as it was.
         """
         stepper = self._open()
-        if self._keeper is not None:
+        if any(one.base is not None for one in self._companions):  # what is compressed cannot be run again later
             self._catch_up(stepper)
-            self._compress("prompt", self._lengths)
-            self._keeper.end_prompt()
-        if self._pages is not None and self._pages.file(stepper, self._lengths):
-            self._room = []
-
-    @property
-    def held_from(self) -> Ints:
-        """The position of each row [B] up to which it can be rewound; 0 where nothing was dropped."""
-        if self._pruner is not None:
-            return self._pruner.ends.copy()
-        return np.zeros_like(self._lengths) if self._keeper is None else self._keeper.base.copy()
+        self._settle(stepper, "prompt", self._lengths)
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
         """See `accel.runtime.edits.EditableSession`, which a model built with `pie` opens. Raises InputError."""
@@ -209,25 +193,14 @@ class Session(Held):
         """Forget every token from `length` on: an int, or one per row [B]. Forward is an
         InputError.
         """
-        self._open()
+        stepper = self._open()
         wanted = rewind_target(length, self._lengths)
-        if self._keeper is not None:
-            anew = self._keeper.anew(wanted, self._lengths)
-            self._open().forget(anew)
-            self._keeper.forget(anew)
-            self._keeper.rewound(wanted)
-        if self._pruner is not None:
-            self._pruner.rewind(wanted)
-        if self._pages is not None and self._pages.cut(self._open(), wanted):
-            self._room = []
+        for one in self._companions:
+            one.check(wanted, self._lengths)
+        for one in self._companions:
+            if one.rewind(stepper, wanted, self._lengths):
+                self._room = []
         self._lengths = wanted
-        if self._plans is not None:
-            self._plans.forget(wanted)
-
-    @property
-    def free_rewind(self) -> bool:
-        """Whether rewinding costs nothing; else the next call may run some tokens again."""
-        return self._past is None
 
     @property
     def length(self) -> int | list[int]:
@@ -240,39 +213,13 @@ class Session(Held):
         """Tokens held by each row, [B]; a copy."""
         return self._lengths.copy()
 
-    @property
-    def stats(self) -> dict[str, float]:
-        """calls: graph calls; tokens: real ones run; reused: those that others had run; seconds in the
-        graph; kv_bytes: state buffers now, without blocks that sessions share.
-        """
-        return {
-            "calls": self._calls,
-            "tokens": self._tokens,
-            "reused": 0 if self._pages is None else self._pages.reused,
-            "seconds": self._seconds,
-            "kv_bytes": self._stepper.kv_bytes if self._stepper else 0,
-        }
-
-    def fork(self) -> Session:
+    def fork(self) -> Self:
         """An independent session that holds the same tokens; its stats start at 0."""
-        other = type(self)(
-            self._open().copy(),
-            self.batch,
-            vocab_size=self.vocab_size,
-            max_context=self.max_context,
-            encoder=self._encoder,
-            depth=None if self._plans is None else self._plans.depth,
-            least=self._least,
-            prefill=self._prefill,
-            pages=self._pages and self._pages.copy(),
-        )
-        other._keeper = self._keeper and self._keeper.copy()
-        other._encoded = self._encoded
-        other._room = list(self._room)
-        other._pruner = self._pruner and self._pruner.copy()
-        other._lengths = self._lengths.copy()
-        other._past = self._past and self._past.copy()
-        other._plans = self._plans and self._plans.copy()
+        other = copy(self)
+        other._stepper = self._open().copy()
+        other._companions = tuple(one.copy() for one in self._companions)
+        other._lengths, other._room = self._lengths.copy(), list(self._room)
+        other._start_figures()
         return other
 
     def __enter__(self) -> Session:
@@ -293,17 +240,17 @@ class Session(Held):
         return self._step(stepper, ids, positions, self._lengths - self._base, rows, ids.size)
 
     def _catch_up(self, stepper: Stepper) -> None:
-        """Run again what recurrent state lacks after a rewind. Those tokens were looked at before, and
-        the cache holds them uncompressed.
+        """Run again what a companion lacks after a rewind. The others saw those tokens, whose slots the cache
+        still holds.
         """
-        if self._past is not None and (again := self._past.catch_up(stepper, self._lengths)):
-            keeper, self._keeper = self._keeper, None
-            ids, counts, first = again
-            base = 0 if keeper is None else keeper.base
-            try:
-                self._chunks(stepper, ids, counts, first, True, base)
-            finally:
-                self._keeper = keeper
+        for one in self._companions:
+            if again := one.catch_up(stepper, self._lengths):
+                everyone, base = self._companions, self._base
+                self._companions = (one,)
+                try:
+                    self._chunks(stepper, *again, True, base)
+                finally:
+                    self._companions = everyone
 
     def _chunks(
         self, stepper: Stepper, ids: Ints, counts: Ints, first: Ints, last_only: bool, base: Any = None
@@ -318,8 +265,8 @@ class Session(Held):
             columns = np.arange(part.shape[1])
             left = counts - start
             held = first + np.minimum(counts, start)
-            if start and self._keeper is not None:
-                self._compress("part", held)
+            if start:
+                self._settle(stepper, "part", held)
             slots = held - (self._base if base is None else base)
             real = columns < left[:, None]
             positions = np.where(real, held[:, None] + columns, -1)
@@ -331,47 +278,3 @@ class Session(Held):
             else:
                 np.copyto(out[:, start : start + part.shape[1]], logits, where=real[:, :, None])
         return out
-
-    def _step(
-        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int
-    ) -> Logits:
-        """One graph call, after making room for every slot that it writes, padding included."""
-        wanted = rows.shape[1]
-        if self._least > 1:
-            tokens, positions, rows = at_least(self._least, tokens, positions, rows)
-        ends = slots + tokens.shape[1]
-        self._need(stepper, [int(ends.max()), *(self._pruner.slots(ends) if self._pruner else ())])
-        start = time.perf_counter()
-        if self._past is not None:
-            self._past.before(stepper, tokens.shape[1])
-        observe = self._keeper is not None and self._keeper.observes(tokens.shape[1])
-        logits = stepper.step(tokens, positions, slots, rows, observe)
-        if observe and self._keeper is not None:
-            self._keeper.observe(stepper.observed, positions)
-        if self._past is not None:
-            self._past.after(tokens, positions)
-        if self._pages is not None:
-            self._pages.log.note(tokens, positions)
-        self._count(1, real, start)
-        return logits if wanted == rows.shape[1] else logits[:, :wanted]
-
-    def _need(self, stepper: Stepper, slots: list[int]) -> None:
-        """Make room for so many slots, and in layers that see prompts pruned."""
-        if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):
-            had = self._room or [0] * len(slots)
-            room = [max(have, -(-n // STEP) * STEP) for n, have in zip(slots, had, strict=True)]
-            stepper.resize(*room)
-            self._room = room
-
-    def _sparse(
-        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, real: int
-    ) -> None:
-        """A segment of a prompt that reads some of the keys before it."""
-        self._need(stepper, [int(slots.max()) + tokens.shape[1]])
-        start = time.perf_counter()
-        rows = np.zeros((self.batch, 1), np.int64)
-        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        queries = stepper.part("sparse", given)
-        if self._keeper is not None and queries:
-            self._keeper.observe(queries, positions)
-        self._count(1, real, start)

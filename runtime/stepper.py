@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,11 +10,19 @@ import numpy.typing as npt
 
 from accel.ir.depth import Depth
 from accel.ir.prefill import Prefill
+from accel.ir.sizes import FEW
 from accel.runtime.encode import Encoder
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Arrays, Keeper
 
+Arrays = dict[str, npt.NDArray[Any]]
 Logits = npt.NDArray[np.float32]
+
+
+class Compression(Protocol):
+    """What says which tokens stay: a `Keeper`."""
+
+    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+        """Inputs of the compress entry beside the state, which has `recent` slots, and `kept` of each layer."""
 
 
 class Stepper(Protocol):
@@ -41,7 +49,7 @@ class Stepper(Protocol):
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One call of the encode entry; every later step reads the cross state that it gives."""
 
-    def compress(self, keeper: Keeper, seen: Ints) -> None:
+    def compress(self, keeper: Compression, seen: Ints) -> None:
         """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
         what it gives; the recent part too, or it is gone until `resize`.
         """
@@ -63,6 +71,10 @@ class Stepper(Protocol):
 
     def copy(self) -> Stepper:
         """An independent stepper with a copy of the state."""
+
+    @property
+    def alike(self) -> int | None:
+        """Most tokens of a call that read what they would read alone (`alike`); None: any number."""
 
     @property
     def recurrent(self) -> bool:
@@ -113,11 +125,16 @@ class Facts(Protocol):
     def prefill(self) -> Prefill | None: ...
 
 
-def at_least(least: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
-    """A call's columns with padding after them, and its rows with the first again, where fewer."""
-    if short := max(0, least - tokens.shape[1]):
+def alike(state: Iterable[Any]) -> int | None:
+    """Most tokens of a call that read what they would read alone, by the layout of the state; None: any."""
+    return FEW if any(value.role == "pages" for value in state) else None
+
+
+def whole_tiles(tile: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+    """A call's columns with padding after them, and its rows with the first again: whole tiles of both."""
+    if short := -tokens.shape[1] % tile:
         tokens = np.pad(tokens, ((0, 0), (0, short)))
         positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
-    if short := max(0, least - rows.shape[1]):
+    if short := -rows.shape[1] % tile:
         rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
     return tokens, positions, rows

@@ -18,8 +18,7 @@ from torch import Tensor
 from accel.lowering.triton.lowered import Compiled, Lowered
 from accel.runtime.eager import EagerStepper
 from accel.runtime.ints import Ints
-from accel.runtime.keeper import Keeper
-from accel.runtime.stepper import Logits
+from accel.runtime.stepper import Compression, Logits
 
 
 class TritonEngine:
@@ -78,7 +77,7 @@ class TritonStepper(EagerStepper):
         super().encode(inputs)
         self._bind()
 
-    def compress(self, keeper: Keeper, seen: Ints) -> None:
+    def compress(self, keeper: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
         super().compress(keeper, seen)
         self._bind()

@@ -16,9 +16,9 @@ from accel.ir.errors import ArtifactError, unknown
 from accel.lowering.onnx.native import library
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact import Artifact
+from accel.runtime.held import STEP
 from accel.runtime.machine import machine, recall, remember
 from accel.runtime.ort_open import open_session
-from accel.runtime.session import STEP
 
 AUTO = "auto"
 SECONDS = 1.2  # spent on measuring, at most about this

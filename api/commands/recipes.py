@@ -51,6 +51,7 @@ def _one(recipe: Recipe, as_json: bool) -> None:
     from accel.runtime.explain.words import options as told
 
     plan = assemble(recipe)
+    recipe = plan.recipe  # with what it leaves out
     found = {axis: told(m, recipe.tables[axis]) for axis, m in plan.methods.items()}
     if as_json:
         print_json({**recipe.to_json(), "grade": plan.grade, "options": found})

@@ -182,8 +182,10 @@ def _stream(model: CompiledModel, prompt: str | list[int] | None, settings: dict
         stats = stream.stats
     typer.echo()
     if sys.stderr.isatty():
+        figures = stats["speculation"]
+        drafts = f"{figures['accepted']} of {figures['drafted']} drafted ones stood, " if figures else ""
         typer.echo(
-            f"[{stats['tokens']} tokens ({stats['finish'][0]}), "
+            f"[{stats['tokens']} tokens ({stats['finish'][0]}), {drafts}"
             f"{stats['tokens_per_second']:.0f} tokens/s, "
             f"prompt of {stats['prompt_tokens']} in {stats['prefill_seconds']:.2f} s]",
             err=True,

@@ -17,9 +17,9 @@ from accel.ir.program import Conditional, Program, Region, State, graphs_of
 from accel.ir.sizes import grows, per_slot
 from accel.runtime.explain.layer import LAYOUT
 from accel.runtime.explain.subject import Sizes, Subject
+from accel.runtime.held import STEP
 from accel.runtime.prefill import unseen
 from accel.runtime.rates import Rates
-from accel.runtime.session import STEP
 
 aten = torch.ops.aten
 _EXPERTS = {expert_linear.default, quantized_expert_linear.default}

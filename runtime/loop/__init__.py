@@ -1,18 +1,22 @@
-"""Axis: how calls of the model become tokens (one at a time; later by drafts, beams, diffusion)."""
+"""Axis: how calls of the model become tokens (one at a time, or drafted and checked; later by beams, diffusion)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from accel.runtime.costs import Costs
 from accel.runtime.ints import Ints
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session import Session
 
-__all__ = ["Base", "Row"]
+__all__ = ["Base", "Row", "Setting", "prompted"]
 
 
 class Row:
@@ -38,10 +42,11 @@ class Row:
         """
         room = min(limit, max_context - prompt.size)
         self.prompt = prompt
+        self.sampler = sampler
         self.rng = rng
         self.tokens: list[int] = []
+        self.drafting = Counter[str]()  # figures of a loop that drafts
         self.finish = "" if room > 0 else "context"
-        self._sampler = sampler
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
         self._room = room
         self._at_end = "length" if room == limit else "context"
@@ -53,9 +58,14 @@ class Row:
         """Prompt and new tokens so far, [n]; a view, not to be kept."""
         return self._ids[: self.prompt.size + len(self.tokens)]
 
+    @property
+    def left(self) -> int:
+        """New tokens that there is still room for."""
+        return self._room - len(self.tokens)
+
     def pick(self, logits: npt.NDArray[np.float32]) -> int:
         """The sampler's choice from logits [V] that follow `seen`."""
-        return self._sampler(logits, self.seen, self.rng)
+        return self.sampler(logits, self.seen, self.rng)
 
     def accept(self, token: int) -> None:
         """Take a token as the next one; sets `finish` where it is the last."""
@@ -70,14 +80,41 @@ class Row:
             self.finish = self._at_end
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What a loop is given beside sessions: a method of each axis that it asks for, and what calls cost here
+    (None: not known).
+    """
+
+    methods: Mapping[str, Any] = field(default_factory=dict)
+    costs: Costs | None = None
+
+
+def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
+    """One call for the prompts of all rows that run, padded on the right: the logits after each, [B,1,V]."""
+    lengths = np.array([0 if row.finish else row.prompt.size for row in rows])
+    tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+    for row, ids in zip(rows, tokens, strict=True):
+        ids[: row.prompt.size] = row.prompt[: ids.size]
+    return session.prompt(tokens, lengths)
+
+
 class Base(ABC):
     """A method is a frozen dataclass whose fields are its options."""
 
+    # Other axes whose methods it works with, and the one that is taken where a recipe names none ("": it must).
+    asks: ClassVar[Mapping[str, str]] = {}
+
     @abstractmethod
-    def tokens(self, session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
         """Decode until every row has a `finish`; give (row, token) for each token that a row
         accepted, as they come.
 
         The session is empty and has one row per `Row`. Each row gets the tokens that it would get
-        alone.
+        alone. At the end, or where the iteration is closed, a row of the session holds what its `Row` has, but
+        for the last token.
         """
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        return ""

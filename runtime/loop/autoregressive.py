@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.runtime.loop import Base, Row
+from accel.runtime.loop import Base, Row, Setting, prompted
 from accel.runtime.session import Session
 
 
@@ -17,15 +17,11 @@ class Autoregressive(Base):
     that ended.
     """
 
-    def tokens(self, session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
         live = np.array([not row.finish for row in rows])
         if not live.any():
             return
-        lengths = np.array([row.prompt.size for row in rows]) * live
-        tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
-        for row, ids in zip(rows, tokens, strict=True):
-            ids[: row.prompt.size] = row.prompt[: ids.size]
-        logits = session.prompt(tokens, lengths)
+        logits = prompted(session, rows)
         while True:
             column = np.zeros((len(rows), 1), np.int64)
             for i in np.flatnonzero(live):

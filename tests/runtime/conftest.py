@@ -14,9 +14,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from accel.ir.state import StateValue
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.eager import EagerEngine
-from accel.runtime.manifest import StateValue
 from accel.runtime.ort import OrtEngine
 from accel.runtime.session import Session
 

@@ -39,7 +39,7 @@ def drive(memory: Past, holder, seed: int, calls: int = 120) -> tuple[list[list[
         positions = np.where(columns < counts[:, None], first[:, None] + columns, -1)
         memory.before(holder, ids.shape[1])
         holder.step(ids, positions)
-        memory.after(ids, positions)
+        memory.after(ids, positions, {})
 
     for _ in range(calls):
         if rng.random() < 0.3:
@@ -78,5 +78,5 @@ def test_single_tokens_pay_for_a_copy_now_and_then_only():
     memory, holder = Past(1), Recorder(1)
     for i in range(2 * EVERY):
         memory.before(holder, 1)
-        memory.after(np.array([[i]]), np.array([[i]]))
+        memory.after(np.array([[i]]), np.array([[i]]), {})
     assert holder.copies == 1

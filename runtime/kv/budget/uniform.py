@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget import Base
 from accel.runtime.kv.budget._share import Share
 
 
 @dataclass(frozen=True)
 class Uniform(Share, Base):
-    """`tokens_kept` of each row, or all but the share `compression_ratio` of what it has seen."""
+    """`tokens_kept` of each row, or all but the share `compression_ratio` of what it has seen; the first
+    `dense_layers` layers keep every token.
+    """
+
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_layers < 0:
+            raise RecipeError(
+                f"kv.budget: dense_layers is {self.dense_layers}; give 0 or more"
+            )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
-        return self.average(seen)
+        return max(seen, 1) if layer < self.dense_layers else self.average(seen)

@@ -1,0 +1,36 @@
+"""Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): what followed the newest tokens where they
+occurred before, in the prompt or since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import RecipeError
+from accel.runtime.draft import Base, Drafter
+from accel.runtime.draft._match import ends
+from accel.runtime.ints import Ints
+from accel.runtime.tree import Tree
+
+
+@dataclass(frozen=True)
+class PromptLookup(Base, Drafter):
+    """The newest `ngram` tokens are looked for, then fewer, down to one; the first place counts, as in
+    transformers.
+    """
+
+    ngram: int = 2
+
+    def __post_init__(self) -> None:
+        if self.ngram < 1:
+            raise RecipeError(f"draft.prompt-lookup: ngram is {self.ngram}; give at least 1")
+
+    def begin(self, prompt: Ints) -> Drafter:
+        return self
+
+    def draft(self, seen: Ints, limit: int) -> Tree:
+        for size in range(min(self.ngram, seen.size - 1), 0, -1):
+            found = ends(seen[:-1], seen[-size:])
+            if found.size:
+                return Tree.chain(seen[found[0] : found[0] + limit])
+        return Tree.chain([])

@@ -1,0 +1,25 @@
+"""The same number in every round (arXiv:2211.17192)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import RecipeError
+from accel.runtime.length import Base, Pace
+
+
+@dataclass(frozen=True)
+class Fixed(Base, Pace):
+    """Drafts of up to `tokens`, by default as many as transformers looks up."""
+
+    tokens: int = 10
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise RecipeError(f"length.fixed: tokens is {self.tokens}; give at least 1")
+
+    def begin(self) -> Pace:
+        return self
+
+    def limit(self) -> int:
+        return self.tokens

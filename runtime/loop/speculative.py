@@ -1,0 +1,173 @@
+"""Speculative decoding (arXiv:2211.17192): tokens are drafted, one call of the model checks them all, and a rule
+says which stand.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.companion import Abilities
+from accel.runtime.ints import Ints
+from accel.runtime.length._guard import Guard
+from accel.runtime.loop import Base, Row, Setting, prompted
+from accel.runtime.session import CHUNK, Session
+from accel.runtime.stepper import Logits
+from accel.runtime.tree import Tree
+from accel.runtime.verify import Chance, Target, Verdict
+
+PLAIN = Tree.chain([])
+FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Meter.stats`
+
+
+@dataclass(frozen=True)
+class Speculative(Base):
+    """Chains. Rows draft for themselves and share each call, padded on the right; a row without a draft takes one
+    token in it. Where calls cost too much for what stands, there are no drafts for a while (`length/_guard.py`).
+    """
+
+    asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
+
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+        rounds = _Rounds(session, rows, setting)
+        if not rounds.live:
+            return
+        logits = prompted(session, rows)
+        for i in rounds.live:
+            token = rows[i].pick(logits[i, 0])
+            rows[i].accept(token)
+            yield i, token
+        while rounds.live:
+            yield from rounds.run()
+
+    def apart(self, axis: str, method: Any) -> str:
+        """What `session.abilities` would say, before anything is built."""
+        if axis == "kv.codec" and method.block:
+            return "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
+        if axis == "kv.when" and method.single:
+            return "it drops tokens while others come, and what a draft made it drop cannot be had back"
+        if axis == "kv.score" and "mass" in inspect.signature(type(method).__call__).parameters:
+            return "it counts what each token draws, and what a draft drew cannot be taken back"
+        if axis == "depth" and method.rank > 0:
+            return "it leaves out layers for single tokens, and for those of a draft it would not"
+        return ""
+
+
+def reach(abilities: Abilities) -> int:
+    """Most tokens of a draft that one graph call checks as single calls would, and that can be taken back.
+
+    Raises InputError where that is none.
+    """
+    wide = CHUNK if abilities.width is None else min(abilities.width, CHUNK)
+    found = wide - 1 if abilities.back is None else min(wide - 1, abilities.back)
+    if found < 1:
+        raise InputError(
+            "loop = speculative checks several tokens in one call and takes back those that fall; sessions of this "
+            f"model can take back {abilities.back if abilities.back is not None else 'any number'}, and calls of up to "
+            f"{wide} give what single ones do (session.abilities); build with loop = autoregressive"
+        )
+    return found
+
+
+class _Rounds:
+    """The rounds of one group of rows."""
+
+    def __init__(self, session: Session, rows: list[Row], setting: Setting):
+        self._session, self._rows = session, rows
+        self._reach = reach(session.abilities)
+        self._draft, self._rule = setting.methods["draft"], setting.methods["verify"]
+        self._drafters = [self._draft.begin(row.prompt) for row in rows]
+        self._paces = [setting.methods["length"].begin() for _ in rows]
+        self._chances = [Chance(row.rng) for row in rows]
+        for row in rows:
+            row.drafting.update(dict.fromkeys(FIGURES, 0))
+        self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that run."""
+        return [i for i, row in enumerate(self._rows) if not row.finish]
+
+    def run(self) -> list[tuple[int, int]]:
+        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
+        limit = self._reach if self._guard is None else min(self._reach, self._guard.limit)
+        trees = {i: self._drafted(i, limit) for i in self.live}
+        held, taken = self._session.lengths, np.zeros(len(self._rows), np.int64)
+        logits = self._called(trees)
+        try:
+            for i, tree in trees.items():
+                taken[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
+        finally:  # what was judged stands, even where a later row fails
+            if back := bool((held + taken < self._session.lengths).any()):
+                self._session.rewind(held + taken)
+        self._weigh(trees, taken, back)
+        return [(i, token) for i in trees for token in self._rows[i].tokens[-int(taken[i]) :]]
+
+    def _drafted(self, i: int, limit: int) -> Tree:
+        """What a row's drafter proposes. Raises InputError where that cannot be checked."""
+        row = self._rows[i]
+        most = min(limit, self._paces[i].limit(), row.left - 1)
+        if most < 1:
+            return PLAIN
+        tree: Tree = self._drafters[i].draft(row.seen, most)
+        name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
+        if len(tree) > most:
+            raise InputError(f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer")
+        if tree.branch is not None:
+            raise InputError(f"{name} drafted a tree that branches; loop = speculative takes chains (Tree.chain)")
+        wrong = tree.tokens[tree.tokens >= self._session.vocab_size]
+        if wrong.size:
+            raise InputError(
+                f"{name} drafted token {wrong[0]}, and the model's are 0..{self._session.vocab_size - 1}; draft from "
+                "the same vocabulary"
+            )
+        return tree
+
+    def _called(self, trees: dict[int, Tree]) -> Logits:
+        """The logits [B,T,V] after each row's last token and after each drafted one."""
+        counts = np.zeros(len(self._rows), np.int64)
+        counts[list(trees)] = [1 + len(tree) for tree in trees.values()]
+        tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
+        for i, tree in trees.items():
+            tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *tree.tokens]
+        return self._session.run(tokens, None if (counts == tokens.shape[1]).all() else counts)
+
+    def _judged(self, i: int, tree: Tree, logits: Logits) -> int:
+        """Let a row take what stands, up to its end; how many tokens that is."""
+        row, before = self._rows[i], len(self._rows[i].tokens)
+        if len(tree):
+            verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
+        else:
+            verdict = Verdict((), row.pick(logits[0]))
+        self._drafters[i].observe(verdict, logits)
+        for token in (*tree.tokens[list(verdict.path)].tolist(), verdict.token):
+            row.accept(token)
+            if row.finish:
+                break
+        taken = len(row.tokens) - before
+        if len(tree):
+            stood = min(len(verdict.path), taken)
+            self._paces[i].observe(len(tree), stood)
+            row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
+        return taken
+
+    def _weigh(self, trees: dict[int, Tree], taken: Ints, back: bool) -> None:
+        """Tell the guard what the round gave."""
+        if self._guard is None:
+            return
+        drafted = sum(map(len, trees.values()))
+        if not drafted:
+            if not self._guard.limit:
+                for i in trees:
+                    self._rows[i].drafting["fallback"] += 1
+            self._guard.rest()
+            return
+        again = int(taken.max()) if back and not self._session.abilities.free_rewind else 0
+        width = 1 + max(map(len, trees.values()))
+        stood = sum(min(int(taken[i]), len(tree)) for i, tree in trees.items())
+        self._guard.observe(float(taken.sum()) / len(trees), width, drafted, stood, again)

@@ -1,0 +1,84 @@
+"""Drafters for tests, and a loop driven over a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accel.ir.axis import Axis
+from accel.runtime.draft import Base, Drafter
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.loop import Row, Setting
+from accel.runtime.loop.autoregressive import Autoregressive
+from accel.runtime.loop.speculative import Speculative
+from accel.runtime.sample.standard import Standard
+from accel.runtime.tree import Tree
+
+GREEDY = Standard()
+
+
+@dataclass(frozen=True)
+class Known(Base):
+    """Drafts what comes without a draft, with every `wrong`-th token replaced (0: none), at most `most` a time."""
+
+    futures: dict[tuple[int, ...], list[int]]
+    wrong: int = 0
+    most: int = 99
+
+    def begin(self, prompt):
+        return _Known(self, prompt.size, self.futures[tuple(prompt.tolist())])
+
+
+@dataclass
+class _Known(Drafter):
+    of: Known
+    start: int
+    future: list[int]
+    told: list[Any] = field(default_factory=list)
+
+    def draft(self, seen, limit):
+        done = seen.size - self.start
+        assert seen[self.start :].tolist() == self.future[:done], "it is given other tokens than came"
+        tokens = list(self.future[done : done + min(limit, self.of.most)])
+        for i in range(len(tokens)):
+            if self.of.wrong and (done + i) % self.of.wrong == 0:
+                tokens[i] = (tokens[i] + 1) % 7
+        return Tree.chain(tokens)
+
+
+@dataclass(frozen=True)
+class Says(Base, Drafter):
+    """Drafts by a function of (seen, limit)."""
+
+    says: Callable[[Any, int], Tree]
+
+    def begin(self, prompt):
+        return self
+
+    def draft(self, seen, limit):
+        return self.says(seen, limit)
+
+
+def rows_of(prompts: Sequence[Any], sampler: Any = GREEDY, seed: int = 0, **ends: Any) -> list[Row]:
+    ends = {"limit": 24, "max_context": 1000} | ends
+    return [Row(np.array(p, np.int64), sampler, np.random.default_rng(seed), **ends) for p in prompts]
+
+
+def plain(session: Any, rows: list[Row]) -> list[list[int]]:
+    """The rows' tokens, decoded one at a time; the session is then closed."""
+    with session:
+        for _ in Autoregressive().tokens(session, rows, Setting()):
+            pass
+    return [row.tokens for row in rows]
+
+
+def speculated(
+    session: Any, rows: list[Row], drafter: Any, rule: str = "spec-chain", tokens: int = 10, costs: Any = None
+) -> Any:
+    """The iteration of a loop that drafts."""
+    verify = Axis("verify", "accel.runtime.verify").build(rule)
+    methods = {"draft": drafter, "verify": verify, "length": Fixed(tokens)}
+    return Speculative().tokens(session, rows, Setting(methods, costs))

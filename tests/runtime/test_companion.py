@@ -1,0 +1,224 @@
+"""What a session promises its companions: who is asked when, and that what is refused or fails changes none of them."""
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import AccelError, InputError
+from accel.ir.prefill import Pick, Prefill
+from accel.runtime.companion import Abilities, Companion
+from accel.runtime.keeper import KvPlan
+from accel.runtime.kv.budget.uniform import Uniform
+from accel.runtime.kv.when.prompt import Prompt
+from accel.runtime.past import Past
+from accel.runtime.prefill import Pruner
+from accel.runtime.session import Session
+
+
+class Counts:
+    """A stepper whose state is how many tokens came; `fails`: at which step."""
+
+    alike, recurrent, kv_bytes, observed = None, False, 0, {"queries.0": np.zeros((2, 1, 1, 4), np.float32)}
+
+    def __init__(self, fails=0):
+        self.fails, self.steps, self.sizes, self.asked, self.forgot = fails, 0, [], [], []
+
+    def resize(self, *sizes):
+        self.sizes.append(sizes)
+
+    def step(self, tokens, positions, slots, rows, observe=False):
+        self.steps += 1
+        if self.steps == self.fails:
+            raise MemoryError("no room")
+        self.asked.append(observe)
+        return np.zeros((*rows.shape, 8), np.float32)
+
+    def forget(self, rows):
+        self.forgot.append(rows)
+
+    def copy(self):
+        return Counts()
+
+    def close(self):
+        pass
+
+
+class Diary(Companion):
+    """Writes down what it is asked, into a list that several share."""
+
+    def __init__(self, name, book):
+        self.name, self.book, self.watches, self.gone, self.stops = name, book, False, False, ""
+
+    def _note(self, what, result=None):
+        self.book.append(f"{self.name} {what}")
+        if what == self.stops:
+            raise MemoryError(what)
+        return result
+
+    def begin(self, stepper, before, after, run_layers, threshold):
+        self._note(f"begin {before.tolist()} {after.tolist()}")
+
+    def before(self, stepper, width):
+        return self._note(f"before {width}", self.watches)
+
+    def after(self, tokens, positions, queries):
+        self._note(f"after {positions.tolist()} {list(queries)}")
+
+    def settle(self, stepper, moment, lengths):
+        return self._note(f"settle {moment} {lengths.tolist()}")
+
+    def lost(self):
+        return self.gone
+
+    def undo(self, stepper, lengths):
+        return self._note(f"undo {lengths.tolist()}", False)
+
+    def check(self, wanted, lengths):
+        self._note(f"check {wanted.tolist()}")
+
+    def rewind(self, stepper, wanted, lengths):
+        return self._note(f"rewind {wanted.tolist()}", False)
+
+    def copy(self):
+        return Diary(self.name + "'", self.book)
+
+
+IDS = np.ones((2, 3), np.int64)
+
+
+def session(stepper, *companions, **options):
+    made = Session(stepper, 2, vocab_size=8, max_context=4000, **options)
+    made._companions += companions
+    return made
+
+
+def diaries(stepper, *names):
+    book = []
+    found = [Diary(name, book) for name in names]
+    return session(stepper, *found), found, book
+
+
+def test_all_are_asked_in_their_order():
+    live, _, book = diaries(Counts(), "a", "b")
+    live.run(IDS, [3, 2])
+    live.end_prompt()
+    live.rewind([1, 2])
+    where = "[[0, 1, 2], [0, 1, -1]] []"
+    asked = ["begin [0, 0] [3, 2]", "before 3", f"after {where}", "settle call [3, 2]"]
+    asked += ["settle prompt [3, 2]", "check [1, 2]", "rewind [1, 2]"]
+    assert book == [f"{name} {what}" for what in asked for name in "ab"]
+
+
+def test_queries_are_taken_where_someone_asks():
+    live, (_, second), book = diaries(Counts(), "a", "b")
+    live.run(IDS)
+    second.watches = True
+    live.run(IDS)
+    assert live._stepper.asked == [False, True]
+    assert [entry.split("]] ")[1] for entry in book if " after " in entry] == ["[]"] * 2 + ["['queries.0']"] * 2
+
+
+def test_a_call_that_fails_is_undone_by_all_and_kept_by_none():
+    live, _, book = diaries(Counts(fails=2), "a", "b")
+    live.run(IDS)
+    book.clear()
+    with pytest.raises(MemoryError):
+        live.run(IDS)
+    assert live.length == 3 and book[-2:] == ["a undo [3, 3]", "b undo [3, 3]"]
+    assert not any("settle" in entry for entry in book)
+
+
+def test_a_call_that_one_cannot_take_back_closes_the_session():
+    live, (_, second), book = diaries(Counts(fails=1), "a", "b")
+    second.gone = True
+    with pytest.raises(AccelError, match="MemoryError: no room.*closed, open another"):
+        live.run(IDS)
+    assert not any("undo" in entry for entry in book)
+    with pytest.raises(InputError, match="closed"):
+        live.rewind(0)
+
+
+def test_a_fork_has_companions_of_its_own():
+    live, _, book = diaries(Counts(), "a")
+    live.run(IDS)
+    other = live.fork()
+    book.clear()
+    other.run(IDS[:, :1])
+    assert {entry.split()[0] for entry in book} == {"a'"} and other.stats["calls"] == 1
+    assert live.length == 3 and other.length == 4
+
+
+def test_tokens_that_run_again_are_news_to_one_alone():
+    class Lacks(Companion):
+        base = np.array([2, 2])
+        due = True
+
+        def catch_up(self, stepper, lengths):
+            again, self.due = self.due, False
+            return (IDS, np.array([3, 3]), np.array([4, 4])) if again else None
+
+        def after(self, tokens, positions, queries):
+            seen.append(positions[0].tolist())
+
+    seen, book = [], []
+    live = session(Counts(), Lacks(), Diary("a", book))
+    live._lengths = np.array([7, 7])
+    live.run(IDS[:, :1])
+    assert seen == [[4, 5, 6], [7]]
+    assert [entry for entry in book if "after" in entry] == ["a after [[7], [7]] []"]
+
+
+def test_a_state_that_went_forward_knows_it_whatever_fails_behind_it():
+    stepper = Counts()
+    stepper.recurrent, stepper.snapshot, stepper.restore = True, lambda: None, lambda *_: None
+    other = Diary("a", [])
+    live = session(stepper, other)
+    other.stops = "after [[0, 1, 2], [0, 1, 2]] []"
+    with pytest.raises(MemoryError):
+        live.run(IDS)
+    (past,) = (one for one in live._companions if isinstance(one, Past))
+    assert past._held.tolist() == [3, 3] and live.length == 0
+
+
+def compressed_and_pruned():
+    """A session that no build makes, of rows of 9 tokens, and what its companions know: the first 2 are compressed,
+    and the first 4 were pruned.
+    """
+    plan = KvPlan(Uniform(tokens_kept=4), Prompt(), {0: 1}, 2, False)
+    prune = Prefill(stages=(Pick(2, 0, 1),))
+    live = session(Counts(), kv=plan, prefill=(prune, Counts))
+    keeper, pruner = live._companions
+    keeper.base, keeper._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
+    pruner.ends, pruner.dropped = np.array([4, 4]), np.array([[2, 2]])
+    live._lengths = np.array([9, 9])
+    known = {one: {n: v.copy() for n, v in vars(one).items() if isinstance(v, np.ndarray)} for one in (keeper, pruner)}
+    return live, known
+
+
+def law_a_refused_rewind_changes_nothing():
+    live, before = compressed_and_pruned()
+    for wanted in ([0, 3], [3, 0], [0, 1], [8, 3]):
+        with pytest.raises(InputError, match="cannot rewind row"):
+            live.rewind(wanted)
+        assert live.length == 9 and not live._stepper.forgot
+        for one, known in before.items():
+            assert all(np.array_equal(getattr(one, name), value) for name, value in known.items())
+    assert live.held_from.tolist() == [4, 4]
+    live.rewind([0, 5])
+    assert live.held_from.tolist() == [0, 4] and live._stepper.forgot[0].tolist() == [True, False]
+
+
+def test_a_refused_rewind_changes_nothing():
+    law_a_refused_rewind_changes_nothing()
+
+
+def test_one_that_refuses_too_late_is_caught(monkeypatch):
+    check = Pruner.check
+    monkeypatch.setattr(Pruner, "check", lambda self, wanted, lengths: None)
+    monkeypatch.setattr(Pruner, "rewind", lambda self, stepper, wanted, lengths: check(self, wanted, lengths))
+    with pytest.raises(AssertionError):
+        law_a_refused_rewind_changes_nothing()
+
+
+def test_what_two_can_do_is_the_least_of_both():
+    both = Abilities(back=3) & Abilities(free_rewind=False, back=5, width=2)
+    assert both == Abilities(free_rewind=False, back=3, width=2) and Abilities() & both == both

@@ -1,0 +1,210 @@
+"""What a session says that it can do is what it does, whatever a recipe makes of its state."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import InputError, RecipeError
+from accel.ir.recipe import Recipe
+from accel.runtime.assemble import assemble
+from accel.runtime.companion import Abilities
+from accel.runtime.compiled import CompiledModel
+from accel.runtime.eager import EagerEngine
+from accel.runtime.loop.speculative import reach
+
+from .kv_case import evicting, table
+from .prefill_case import built, far
+
+PROMPT, AFTER, BLOCK = 24, 36, 8
+CALLS = [9, 3, 1, 1, 1, 1, 4]  # tokens of the calls that are taken back
+TOKENS, OTHERS = np.random.default_rng(3).integers(3, 50, (2, 1, PROMPT + AFTER))
+
+
+def evicts(score, when, **axes):
+    tables = {"kv.score": table(score), "kv.budget": table("uniform", tokens_kept=8), "kv.when": when}
+    return tables | {f"kv.{axis}": {"use": name} for axis, name in axes.items()}
+
+
+AT_PROMPT, EVERY = {"use": "prompt"}, {"use": "every", "tokens": 5}
+ANY, NONE = Abilities(), Abilities(back=0)
+CASES = {  # recipe, or architecture -> tables, and what is expected
+    "base": ({}, ANY),
+    "snapkv": (evicts("snapkv", AT_PROMPT), ANY),
+    "snapkv-chunk": (evicts("snapkv", {"use": "chunk"}), ANY),
+    "snapkv-every": (evicts("snapkv", EVERY), Abilities(back=0, width=1)),
+    "kivi-4": (
+        {"kv.codec": {"use": "kivi", "bits": 4, "group": 4, "residual": BLOCK}},
+        Abilities(back=BLOCK, width=1),
+    ),
+    "kv-int8": ({"kv.codec": {"use": "kv-int8"}}, ANY),
+    "quest": (
+        {"kv.select": {"use": "quest", "tokens_read": 12, "page": 4, "dense_layers": 0}},
+        Abilities(width=32),
+    ),
+    "h2o": (evicts("h2o", EVERY), Abilities(back=0, width=1)),
+    "mikv": (evicts("h2o", AT_PROMPT, keep="mikv"), NONE),
+    "calm": ({"depth": {"use": "calm", "threshold": 1e-6, "first": 1, "every": 1}}, Abilities(width=1)),
+    "unified-skip": ({"depth": {"use": "unified-skip", "speedup": 1.5}}, Abilities(width=1)),
+    "paged-prefix": ({"kv.reuse": {"use": "paged-prefix", "block": 4, "blocks": 64}}, ANY),
+    "pie": ({"kv.reuse": {"use": "pie"}}, ANY),
+    "gemfilter": ({"prefill.prune": {"use": "gemfilter", "tokens": 12}}, ANY),
+    "promptdistill": ({"prefill.prune": {"use": "promptdistill", "tokens": 12}}, ANY),
+    "critiprefill": (
+        {"prefill.sparse": {"use": "critiprefill", "segment": 8, "block": 4, "budget": 8, "threshold": 8}},
+        ANY,
+    ),
+    "mamba": ({}, Abilities(free_rewind=False)),
+    "falcon_h1": (evicts("snapkv", AT_PROMPT), Abilities(free_rewind=False)),
+}
+
+
+@pytest.fixture(scope="module")
+def prompted(stateful):
+    """prompted(name) -> a session of a recipe that holds a prompt; made once, to be forked."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            tables, _ = CASES[name]
+            if name == "mamba":
+                program = stateful(name)
+                made[name] = CompiledModel(EagerEngine(program), program.facts).session()
+            elif name == "falcon_h1":
+                made[name] = evicting(stateful(name), tables).session()
+            else:
+                made[name] = built("llama", tables=tables).session()
+            made[name].prompt(TOKENS[:, :PROMPT])
+        return made[name]
+
+    return get
+
+
+def ran(session, widths, tokens=TOKENS):
+    """Logits of the tokens after the prompt in calls of these widths."""
+    out, start = [], PROMPT
+    for width in widths:
+        out.append(session.run(tokens[:, start : start + width]))
+        start += width
+    return np.concatenate(out, axis=1)
+
+
+def law_of_width(session, claim):
+    """Calls of up to `width` tokens give the rows of single ones, and calls of one more do not."""
+    with session.fork() as single:
+        rows = ran(single, [1] * AFTER)
+
+    def same(width):
+        """Whether calls of so many tokens do, wherever they begin."""
+        for ahead in (0, 1):
+            count = (AFTER - ahead) // width
+            with session.fork() as wide:
+                got = ran(wide, [1] * ahead + [width] * count)
+            if far(got, rows[:, : ahead + width * count]) > 1e-4:
+                return False
+        return True
+
+    widest = AFTER - 1 if claim.width is None else claim.width
+    for width in sorted({2, 7, widest}):
+        assert width > widest or same(width), f"calls of {width} tokens differ from single ones"
+    assert claim.width is None or not same(claim.width + 1), "wider calls are single ones too"
+
+
+def law_of_back(session, claim):
+    """The newest tokens since the prompt can be taken back, so many, and leave no trace; others are refused."""
+
+    def refused(count):
+        """Whether so many cannot be taken back somewhere on the way, in calls of several tokens and of one."""
+        last, start = PROMPT + sum(CALLS), PROMPT
+        mixed = np.where(np.arange(PROMPT + AFTER) < last - count, TOKENS, OTHERS)
+        with session.fork() as live, session.fork() as other:
+            for width in CALLS:
+                live.run(TOKENS[:, start : start + width])
+                other.run(mixed[:, start : start + width])
+                start += width
+                if start - PROMPT >= count:
+                    with live.fork() as back:
+                        try:
+                            back.rewind(back.lengths - count)
+                        except InputError as error:
+                            assert "cannot rewind row" in str(error)
+                            return True
+            for each in (live, other):
+                each.rewind(each.lengths - count)
+            assert far(*(each.run(TOKENS[:, -5:]) for each in (live, other))) < 1e-5, "they left a trace"
+        return False
+
+    most = sum(CALLS) if claim.back is None else claim.back
+    for count in sorted({1, BLOCK, most}):
+        assert count > most or not refused(count), f"{count} tokens cannot be taken back"
+    assert claim.back is None or refused(claim.back + 1), "more can be taken back"
+
+
+def law_of_free_rewind(session, claim):
+    """The call after a rewind runs its own tokens and no others; or it does run others."""
+    with session.fork() as live:
+        ran(live, [6, 1, 1, 1])
+        try:
+            live.rewind(live.lengths - 2)
+        except InputError:
+            assert claim.back is not None, "no two tokens can be taken back"
+            return
+        before = live.stats["tokens"]
+        live.run(TOKENS[:, -1:])
+        assert (live.stats["tokens"] - before == live.batch) == claim.free_rewind
+
+
+LAWS = [law_of_width, law_of_back, law_of_free_rewind]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_session_does_what_it_says(prompted, name):
+    session = prompted(name)
+    assert session.abilities == CASES[name][1]
+    for law in LAWS:
+        law(session, session.abilities)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_may_draft_where_its_sessions_can_take_drafts_back(name):
+    """What the loop says before anything is built is what it says of a session."""
+    tables, claim = CASES[name]
+
+    def refused(act, error):
+        try:
+            act()
+        except error:
+            return True
+        return False
+
+    built = refused(lambda: assemble(Recipe(tables={**tables, "draft": {"use": "iad"}})), RecipeError)
+    assert built == refused(lambda: reach(claim), InputError)
+
+
+LIES = [
+    ("base", law_of_width, {"width": 32}),
+    ("quest", law_of_width, {"width": None}),
+    ("quest", law_of_width, {"width": 31}),
+    ("snapkv-every", law_of_width, {"width": 2}),
+    ("kivi-4", law_of_width, {"width": 2}),
+    ("unified-skip", law_of_width, {"width": None}),
+    ("base", law_of_back, {"back": 7}),
+    ("mikv", law_of_back, {"back": 1}),
+    ("snapkv-every", law_of_back, {"back": None}),
+    ("kivi-4", law_of_back, {"back": BLOCK + 1}),
+    ("kivi-4", law_of_back, {"back": BLOCK - 1}),
+    ("base", law_of_free_rewind, {"free_rewind": False}),
+    ("mamba", law_of_free_rewind, {"free_rewind": True}),
+]
+
+
+@pytest.mark.parametrize("name, law, lie", LIES)
+def test_a_session_that_says_otherwise_is_caught(prompted, name, law, lie):
+    with pytest.raises(AssertionError):
+        law(prompted(name), replace(CASES[name][1], **lie))
+
+
+def test_a_rewind_that_leaves_a_trace_is_caught(prompted, monkeypatch):
+    monkeypatch.setattr(type(prompted("base")), "rewind", lambda self, length: None)
+    with pytest.raises(AssertionError, match="left a trace"):
+        law_of_back(prompted("base"), ANY)
