@@ -2,10 +2,10 @@
 other cores have tests of their own.
 """
 
-import copy
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +14,13 @@ import models
 import onnxruntime
 import pytest
 import torch
+from train import over_state
 
 import accel
 from accel.ir.capture import capture
-from accel.ir.program import Entry, Program
+from accel.ir.program import Program
 from accel.lowering.onnx import native
-from accel.passes import run
-from accel.passes.state.head import Head
 from accel.runtime import ort
-from accel.runtime.optimize import pipeline
 from accel.runtime.small import small_model
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
@@ -96,15 +94,9 @@ def build():
         each.compiled.close()
 
 
-def clone(program: Program) -> Program:
-    """A copy whose graphs and facts are its own; parameters are shared."""
-    return Program(
-        program.params.copy(),
-        {n: Entry(copy.deepcopy(e.graph), list(e.outputs)) for n, e in program.entries.items()},
-        copy.deepcopy(program.facts),
-        list(program.state),
-        dict(program.dims),
-    )
+def own(program: Program) -> Program:
+    """A copy that shares no traces either: tests break what is traced, to see whether it is noticed."""
+    return replace(program.copy(), traces={})
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +116,7 @@ def captured():
                 made[name] = capture(make(), max_context=128)
             finally:
                 models.LAYERS = layers
-        return clone(made[name])
+        return own(made[name])
 
     return get
 
@@ -162,10 +154,7 @@ def stateful(captured):
 
     def get(name: str) -> Program:
         if name not in made:
-            program = captured(name)
-            steps = pipeline(program.facts.encoder is not None)
-            run(program, steps[: 1 + next(i for i, s in enumerate(steps) if isinstance(s, Head))])
-            made[name] = program
-        return clone(made[name])
+            made[name] = over_state(captured(name))
+        return own(made[name])
 
     return get

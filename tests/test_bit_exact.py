@@ -58,14 +58,14 @@ def exactly():
         model.close()
 
 
-def session(artifact, variant, threads, least=None) -> Session:
+def session(artifact, variant, threads, tile=None) -> Session:
     facts, engine = artifact.facts, OrtEngine(artifact, threads=threads, kernels=variant)
     return Session(
         engine.stepper(1),
         1,
         vocab_size=facts.vocab_size,
         max_context=facts.max_context,
-        least=artifact.manifest.least if least is None else least,
+        tile=artifact.manifest.tile if tile is None else tile,
     )
 
 
@@ -92,7 +92,7 @@ def test_rows_have_the_same_bits(exactly, shape, weights, tied, threads):
 def test_without_it_some_bit_differs(exactly, shape, weights):
     """The negative control: single tokens that stay alone."""
     artifact = exactly(shape, weights, weights == "int4")
-    with session(artifact, "grouped", 1, least=1) as live:
+    with session(artifact, "grouped", 1, tile=1) as live:
         assert worst(live) > 0
 
 

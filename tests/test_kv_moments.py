@@ -57,7 +57,7 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
     session, asked = one.session(2, when={"use": "every", "tokens": 5}), []
     tokens = one.tokens(2, 40)
     session.run(tokens[:, :6])
-    kind = type(session._keeper)
+    kind = type(session._companions[0])
     whole = kind._tokens
     monkeypatch.setattr(kind, "_tokens", lambda keeper, lengths: asked.append(lengths) or whole(keeper, lengths))
     for i in range(6, 12):
@@ -92,7 +92,8 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
         for a, b in zip(kept(single).values(), kept(whole).values(), strict=True)
     )
     single.run(tokens[:, :1])
-    assert not single._keeper.observes(1) and single._keeper.observes(2)
+    (keeper,) = single._companions
+    assert not keeper.observes(1) and keeper.observes(2)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -26,6 +26,12 @@ def test_a_sweep_sets_the_option():
     assert len(rows) == 3 and all(c.tables["kv.score"] == {"use": "snapkv"} for c in rows)
 
 
+def test_a_sweep_is_what_counts():
+    rows = {r: [c.tables for c in leaderboard.cases() if c.recipe == r] for r in ("mikv", "quest")}
+    assert [t["kv.budget"] for t in rows["mikv"]] == [{"use": "uniform", "tokens_kept": n} for n in (256, 128, 512)]
+    assert [t["kv.select"]["tokens_read"] for t in rows["quest"]] == [256, 128, 512]
+
+
 def test_questions_are_as_many_of_every_kind():
     asked = list(measure.questions(1))
     counts = Counter((task, length, depth) for task, length, depth, *_ in asked)
@@ -74,3 +80,16 @@ def test_a_result_is_whole_or_not_there(tmp_path):
     with pytest.raises(TypeError):
         leaderboard.keep(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
+
+
+def test_parts_of_a_case_are_measured_apart(tmp_path):
+    case, both = leaderboard.Case("some", "kept", 5), list(measure.PARTS)
+    assert leaderboard.missing(case, tmp_path, both) == both
+    leaderboard.keep(tmp_path / "some@5.json", {"quality": {}, "recall": {}})
+    assert leaderboard.missing(case, tmp_path, both) == ["speed"]
+    leaderboard.keep(tmp_path / "some@5.json", {"refused": "no"})
+    assert leaderboard.missing(case, tmp_path, both) == []
+    rows = [result("base", 1, 0), result("some@128", 0.25, 0.3)]
+    del rows[1]["speed"], rows[1]["peak_memory"]
+    page.write(tmp_path, rows)
+    assert "| 0.25 | – | – | – |" in (tmp_path / "leaderboard.md").read_text()

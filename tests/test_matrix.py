@@ -7,7 +7,7 @@ import pytest
 
 from accel.runtime import ort
 
-COUNT, PARTS = 120, 20  # recipes, and tests that share them out
+COUNT, PARTS = 200, 20  # recipes, and tests that share them out
 CHOSEN = sorted(
     matrix.sample(matrix.cases(), COUNT, seed=5),
     key=lambda case: matrix.ARCHITECTURES.index(case.architecture),

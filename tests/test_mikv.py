@@ -108,7 +108,7 @@ def cases(stateful):
 
 @pytest.mark.parametrize("score", ["knorm", "h2o"])
 def test_each_row_is_as_it_is_alone(cases, score):
-    ragged_is_alone(cases(score=score))
+    ragged_is_alone(cases(score=score), tolerance=2e-3)
 
 
 def test_the_answer_is_near_that_of_the_whole_cache(cases):

@@ -86,7 +86,7 @@ def test_blocks_are_stored_once(case):
         given = np.concatenate([tokens, case.tokens(1, 9, seed=9 + i)], axis=1)
         session.run(given, last_only=True)
         session.end_prompt()
-        assert session._pages.base.tolist() == [36] and session._stepper.held()["kv.pos"].shape[1] == 3
+        assert session._companions[0].base.tolist() == [36] and session._stepper.held()["kv.pos"].shape[1] == 3
     rows, common = 4 * (39 // BLOCK), 30 // BLOCK
     assert case.pool.stats["used"] == rows - 3 * common
     assert case.pool.stats["bytes"] == (rows - 3 * common) * BLOCK * 2 * 2 * 2 * 10 * 4
@@ -103,7 +103,7 @@ def test_a_full_pool_falls_back_to_slots(stateful):
         dense.run(tokens[:, :30])
         session.run(tokens[:, :30] if session is first else tokens[:, 3:33])
         session.end_prompt()
-    assert first._pages.base.tolist() == [12] and second._pages.base.tolist() == [0]
+    assert first._companions[0].base.tolist() == [12] and second._companions[0].base.tolist() == [0]
     close(first.run(tokens[:, 30:]), dense.run(tokens[:, 30:]))
     first.close()
     second.close()
@@ -116,7 +116,7 @@ def test_nobody_writes_a_block_that_others_use(case):
         one.run(tokens, last_only=True)
         one.end_prompt()
         before = {n: a.copy() for n, a in case.pool.arrays.items()}
-        used = list(one._pages._rows[0])
+        used = list(one._companions[0]._rows[0])
         with one.fork() as other, case.session() as third:
             third.run(tokens, last_only=True)
             for session, at in ((other, 10), (third, 9)):

@@ -160,7 +160,8 @@ def test_what_makes_no_sense_is_named(stateful):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("gpt2", "no rotation"), ("plain_latent", "no rotation"), ("bloom", "bias by position")],
+    [("gpt2", "are no rotation"), ("plain_latent", "are no rotation"), ("bloom", "bias by position"),
+     ("falcon_h1", "recurrent.*which no rotation moves"), ("mamba", "recurrent")],
 )
 def test_models_whose_keys_cannot_move_are_refused(stateful, name, reason):
     with pytest.raises(PassError, match=reason):

@@ -15,7 +15,7 @@ from accel.ir.errors import CaptureError, PassError
 from accel.ir.ops import recurrence
 from accel.passes.check import NumericCheck
 from accel.passes.state.cache import Cache, mixes_tokens
-from accel.runtime import past, session
+from accel.runtime import held, past, session
 from accel.runtime.session import Session
 
 from .op_cases import CASES, randn
@@ -229,7 +229,7 @@ def test_a_session_gives_transformers_logits(built, name):
 
 def test_long_prompts_carry_their_state_over_chunks(built, monkeypatch):
     monkeypatch.setattr(session, "CHUNK", 7)
-    monkeypatch.setattr(session, "STEP", 5)
+    monkeypatch.setattr(held, "STEP", 5)
     ids, want, compiled = built("falcon_h1")
     with compiled.session(3) as live:
         converse(live, ids, want)
@@ -254,7 +254,7 @@ def test_a_fork_goes_its_own_way(built):
 def test_a_rewind_says_what_it_costs(built):
     ids, _, compiled = built("mamba")
     with compiled.session(3) as live:
-        assert not live.free_rewind
+        assert not live.abilities.free_rewind
         live.run(ids[:, :10])
         live.run(ids[:, 10:20])
         before = live.stats["tokens"]
@@ -325,7 +325,7 @@ def test_copies_of_the_state_are_few(built, monkeypatch):
     with compiled.session(3) as live:
         for i in range(0, 40, 2):
             close(live.run(ids[:, i : i + 2]), want[:, i : i + 2])
-        assert len(live._past._saved) == 3
+        assert len(live._companions[0]._saved) == 3
         live.rewind(5)
         close(live.run(ids[:, 5:9]), want[:, 5:9])
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel import CaptureError, optimize
+from accel.ir import weights as storage
 from accel.ir.capture import capture, example
 from accel.ir.weights import Pages, Stored, Weights, reading
 from accel.runtime.checkpoint import load_model
@@ -147,8 +148,10 @@ class Live:
 
 @pytest.mark.parametrize("recipe", ["base", "float16"])
 def test_a_build_holds_few_weights_at_a_time(saved, monkeypatch, recipe):
+    """Beside those that checks keep, up to HELD bytes."""
     path = saved("llama", torch.bfloat16, sharded=True)
     want = reference(path)
+    monkeypatch.setattr(storage, "HELD", 0)
     live = Live(monkeypatch)
     with optimize(path, recipe, max_context=64) as compiled:
         assert any("bfloat16" in note for note in compiled.report["notes"])
@@ -164,13 +167,22 @@ def test_a_build_holds_few_weights_at_a_time(saved, monkeypatch, recipe):
     assert largest <= live.most <= 4 * largest < 0.5 * total
 
 
+def test_what_a_check_holds_has_an_end(monkeypatch):
+    some = Weights({i: Stored(torch.ones(64).half(), (torch.Tensor.float,)) for i in "abc"})
+    monkeypatch.setattr(storage, "HELD", 600)  # two of 256 bytes
+    with some.held():
+        read = [some[i] for i in "abcabc"]
+        assert [read[i] is read[i + 3] for i in range(3)] == [True, True, False]
+    assert some["a"] is not read[0], "afterwards each reading is a new one"
+
+
 def test_weights_held_all_at_once_are_seen(monkeypatch):
-    weights = Weights({str(i): Stored(torch.ones(64).half(), (torch.Tensor.float,)) for i in "abc"})
+    some = Weights({str(i): Stored(torch.ones(64).half(), (torch.Tensor.float,)) for i in "abc"})
     live = Live(monkeypatch)
-    for name in weights:
-        weights[name].sum()
+    for name in some:
+        some[name].sum()
     assert live.most == 256
-    held = list(weights.values())
+    held = list(some.values())
     assert live.most == 256 * len(held)
 
 

@@ -1,6 +1,7 @@
 """Every recipe on the bundled model, at several budgets or bits: quality, recall, bytes, speed, memory.
 
     python tools/leaderboard.py                        measure what is not measured yet, then write docs/leaderboard.md
+    python tools/leaderboard.py --part quality         only what other work on the machine does not disturb
     python tools/leaderboard.py --only snapkv --quick  one recipe, few samples
     python tools/leaderboard.py --write                only write the page, from the results that are there
 
@@ -44,11 +45,12 @@ THREADS = 1
 SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("kv.budget", "tokens_kept"): (256, 128, 512),
     ("prefill.prune", "tokens"): (256, 128, 512),
-    ("kv.select", "tokens"): (256, 128, 512),
+    ("kv.select", "tokens_read"): (256, 128, 512),
     ("depth", "speedup"): (2.0, 1.34),
     ("depth", "threshold"): (0.9, 0.5),
     ("depth", "share"): (0.25, 0.125),
 }  # fmt: skip
+INSTEAD = ("compression_ratio",)  # options that would make a swept one count for nothing
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,8 @@ def _swept(name: str) -> list[Case]:
             continue
         fields = {f.name for f in dataclasses.fields(axes[axis].method(tables[axis]["use"]))}
         if option in fields:
-            return [
-                Case(name, option, v, {**tables, axis: {**tables[axis], option: v}}) for v in values
-            ]
+            table = {n: v for n, v in tables[axis].items() if n not in INSTEAD}
+            return [Case(name, option, v, {**tables, axis: {**table, option: v}}) for v in values]
     return [Case(name, tables=tables)]
 
 
@@ -122,8 +123,15 @@ def keep(path: Path, value: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def run(todo: list[Case], results: Path, amount: measure.Amount) -> None:
-    """Measure cases that have no result; a case that is refused or fails is a result too."""
+def missing(case: Case, results: Path, parts: list[str]) -> list[str]:
+    """Parts of a case's result that are not there; a case that was refused has all that it can have."""
+    path = results / f"{case.name}.json"
+    there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [] if "refused" in there else [part for part in parts if part not in there]
+
+
+def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> None:
+    """Measure these parts of cases; a case that is refused is a result too."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
     )  # fmt: skip
@@ -137,16 +145,18 @@ def run(todo: list[Case], results: Path, amount: measure.Amount) -> None:
         builder.build(Case("base", tables=Recipe.load("base").tables), base)
         with accel.load(base, threads=THREADS) as peer:
             logits = [measure.along(peer, ids) for ids in given]
-            for case in todo:
+            for case, parts in todo.items():
                 start = time.perf_counter()
                 bar.update(task, description=case.name)
                 found = _one(
                     case, builder, base if case.recipe == "base" else Path(folder) / "case",
-                    measure.Peer(peer, logits), given, amount,
+                    measure.Peer(peer, logits), given, amount, parts,
                     lambda part, name=case.name: bar.update(task, description=f"{name}: {part}"),
                 )  # fmt: skip
                 found["seconds"] = round(time.perf_counter() - start, 1)
-                keep(results / f"{case.name}.json", found)
+                path = results / f"{case.name}.json"
+                old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+                keep(path, {**old, **found})
                 bar.advance(task)
                 if bar.disable:
                     print(
@@ -155,8 +165,9 @@ def run(todo: list[Case], results: Path, amount: measure.Amount) -> None:
 
 
 def _one(
-    case: Case, builder: Builder, out: Path, peer: measure.Peer, given: Any, amount: Any, tell: Any
-) -> dict[str, Any]:
+    case: Case, builder: Builder, out: Path, peer: measure.Peer, given: Any, amount: Any, parts: Any,
+    tell: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The result of one case."""
     about = {
         "name": case.name, "recipe": case.recipe, "option": case.option, "value": case.value,
@@ -168,7 +179,7 @@ def _one(
         built = {"grade": "bit-exact"} if case.recipe == "base" else builder.build(case, out)
         with accel.load(out, threads=THREADS) as model:
             own = None if case.recipe == "base" else peer
-            return {**about, "build": built, **measure.measured(model, own, given, amount, tell)}
+            return {**about, "build": built, **measure.measured(model, own, given, amount, parts, tell)}
     except AccelError as error:
         return {**about, "refused": " ".join(str(error).split())}
 
@@ -183,6 +194,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", metavar="RECIPE", help="may be repeated")
     parser.add_argument("--quick", action="store_true", help="few samples: a look, not a result")
+    parser.add_argument("--part", action="append", choices=measure.PARTS, help="may be repeated; default all")
     parser.add_argument("--again", action="store_true", help="measure what was measured before too")
     parser.add_argument("--write", action="store_true", help="only write the page")
     parser.add_argument("--windows", type=int, default=6)
@@ -203,8 +215,9 @@ def main() -> int:
                 parser.error(f"no recipe {wrong[0]!r}; there are {', '.join(sorted(known))}")
             chosen = [c for c in chosen if c.recipe in (*options.only, "base")]
         there = options.results
-        todo = [c for c in chosen if options.again or not (there / f"{c.name}.json").is_file()]
-        if todo:
+        parts = options.part or list(measure.PARTS)
+        wanted = {c: parts if options.again else missing(c, there, parts) for c in chosen}
+        if todo := {c: left for c, left in wanted.items() if left}:
             run(todo, options.results, amount)
     found = [
         json.loads(p.read_text(encoding="utf-8")) for p in sorted(options.results.glob("*.json"))

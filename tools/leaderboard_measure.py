@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from accel.runtime.compiled import CompiledModel
 
+PARTS = ("quality", "speed")  # what the machine's load leaves as it is, and what it does not
 TASKS = ("pass_key", "key_value", "copy")
 LENGTHS = (500, 1000)  # tokens of a prompt, about
 DEPTHS = 4  # equal parts of a prompt, in one of which the answer lies
@@ -195,19 +196,21 @@ def measured(
     peer: Peer | None,
     given: list[npt.NDArray[Any]],
     amount: Amount,
+    parts: Collection[str],
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """All figures of one case; `peer`: none for base itself."""
+    """Figures of one case, by PARTS; `peer`: none for base itself."""
     assert model.artifact is not None
-    tell("quality")
-    found: dict[str, Any] = {
-        "quality": quality(model, given, None if peer is None else peer.logits)
-    }
-    tell("recall")
-    found["recall"] = recall(model, amount.prompts)
-    tell("speed")
-    found["kv_bytes"] = kv_bytes(model)
-    found["speed"] = speed(model, model if peer is None else peer.model, amount.rounds)
-    tell("memory")
-    found["peak_memory"] = memory(model.artifact.path)
+    found: dict[str, Any] = {}
+    if "quality" in parts:
+        tell("quality")
+        found["quality"] = quality(model, given, None if peer is None else peer.logits)
+        tell("recall")
+        found["recall"] = recall(model, amount.prompts)
+        found["kv_bytes"] = kv_bytes(model)
+    if "speed" in parts:
+        tell("speed")
+        found["speed"] = speed(model, model if peer is None else peer.model, amount.rounds)
+        tell("memory")
+        found["peak_memory"] = memory(model.artifact.path)
     return found

@@ -63,7 +63,7 @@ def _table(results: list[Result], base: Result) -> list[str]:
     ]
     for r in results:
         q, own = r["quality"], r["name"] == "base"
-        speeds = ["1" if own else _ratio(r["speed"][part]) for part in ("prefill", "decode")]
+        speeds = ["1" if own else _ratio(r.get("speed", {}).get(part)) for part in ("prefill", "decode")]
         rows.append(
             f"| {r['name']} | {r['family']} | {q['perplexity']:.1f} | {q['kl']:.4f} | {q['agreement']:.1%} "
             f"| {100 * share(r, LENGTHS[0]):.0f} | {100 * share(r, LENGTHS[1]):.0f} | {r['kv_bytes'] / 1e6:.2f} "
@@ -77,8 +77,8 @@ def _megabytes(count: int | None) -> str:
     return "–" if count is None else f"{count / 1e6:.0f}"
 
 
-def _ratio(s: dict[str, float]) -> str:
-    return f"{s['ratio']:.2f} ({s['least']:.2f}..{s['most']:.2f})"
+def _ratio(s: dict[str, float] | None) -> str:
+    return "–" if s is None else f"{s['ratio']:.2f} ({s['least']:.2f}..{s['most']:.2f})"
 
 
 def _figure(wide: float, high: float, count: int) -> tuple[Any, Any]:
@@ -171,7 +171,7 @@ def _recall_picture(path: Path, results: list[Result]) -> None:
 
 def _speed_picture(path: Path, results: list[Result]) -> None:
     """Ratios to base with their extremes, for decoding and prefill."""
-    rows = [r for r in results if r["name"] != "base"]
+    rows = [r for r in results if r["name"] != "base" and "speed" in r]
     figure, pair = _figure(9.0, 0.8 + 0.19 * len(rows), 2)
     for axes, part in zip(pair, ("decode", "prefill"), strict=True):
         for y, r in enumerate(rows):

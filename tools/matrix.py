@@ -1,6 +1,8 @@
 """Every pair and triple of methods across axes, on tiny models: refused with a reason, or equal to the oracle.
 
-    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--json FILE]
+    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--results FILE]
+
+Each outcome is a line of FILE as soon as it is known; cases that are there already are not run again.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import models
 import numpy as np
 import torch
 from rich.progress import track
-from train import Soft, over_state
+from train import Soft, over_state, shared
 
 import accel
 from accel.ir.axis import find_axes
@@ -33,6 +35,7 @@ from accel.ir.capture import capture
 from accel.ir.errors import AccelError, InputError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.passes import run
 from accel.passes.trained import Trained, write
 from accel.passes.trained import sample as sample_of
 from accel.runtime import optimize as building
@@ -105,7 +108,7 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
-    """A trained part of random numbers, for a program that `over_state` gave."""
+    """A trained part of random numbers, for a program over state."""
     soft, generator = Soft(program, kind()), torch.Generator().manual_seed(seed)
     parts = soft.start(8, seed)
     for part in parts.values():
@@ -116,7 +119,7 @@ def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
 
 @dataclass
 class Matrix:
-    """Runs cases; each architecture is captured once."""
+    """Runs cases; each architecture is captured once, and goes once through the passes of every recipe."""
 
     programs: dict[str, Program] = field(default_factory=dict)
     folder: Any = field(default_factory=TemporaryDirectory)  # of trained parts
@@ -137,7 +140,10 @@ class Matrix:
         job = building._Job(assemble(self._recipe(case)), "eager", lambda *_: None)
         program = self._program(case.architecture)
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
-        building._rewrite(job, program, None, None)
+        passes = building._passes(job)
+        own = shared(passes)
+        run(program, passes[own:], done=passes[:own])
+        program.calibration = None
         axes = {axis for axis, _ in case.tables}
         chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
@@ -161,7 +167,7 @@ class Matrix:
             if issubclass(kind, Trained):
                 file = Path(self.folder.name) / f"{case.architecture}.{kind.key}.safetensors"
                 if not file.exists():
-                    random_part(over_state(self._program(case.architecture)), kind, file)
+                    random_part(self._program(case.architecture), kind, file)
                 table["trained"] = str(file)
         return recipe
 
@@ -174,7 +180,7 @@ class Matrix:
                 models.LAYERS = layers
             program = capture(module, max_context=128)
             program.facts.max_batch = 2
-            self.programs[architecture] = program
+            self.programs[architecture] = over_state(program)
             gc.freeze()  # a build collects garbage: none of this is
         return self.programs[architecture].copy()
 
@@ -236,18 +242,37 @@ def outcomes(chosen: list[Case], watch: Callable[[Any], Any] = iter) -> Iterator
         yield matrix.run(case)
 
 
+def read(path: Path) -> dict[str, Outcome]:
+    """Outcomes that a run before left, by case."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found = {}
+    for line in lines:
+        case, *rest = json.loads(line).values()
+        tables = tuple((axis, method) for axis, method in case["tables"])
+        outcome = Outcome(Case(case["architecture"], tables), *rest)
+        found[str(outcome.case)] = outcome
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sample", type=int, help="so many cases, chosen by the seed; default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
-    parser.add_argument("--json", type=Path, help="write every outcome here")
+    parser.add_argument("--results", type=Path, default=Path("build/matrix.jsonl"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     chosen = cases(tuple(int(n) for n in options.sizes.split(",")))
     if options.sample:
         chosen = sample(chosen, options.sample, options.seed)
-    done = list(outcomes(chosen, lambda all_: track(all_, f"{len(chosen)} recipes")))
+    known = read(options.results)
+    todo = [case for case in chosen if str(case) not in known]
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    with options.results.open("a", encoding="utf-8") as out:
+        for outcome in outcomes(todo, lambda all_: track(all_, f"{len(todo)} recipes")):
+            known[str(outcome.case)] = outcome
+            print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
+    done = [known[str(case)] for case in chosen]
     counts = Counter(o.kind for o in done)
     print(", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
     reasons = Counter(o.why.partition(": ")[2][:110] for o in done if o.kind == "refused")
@@ -256,8 +281,6 @@ def main() -> int:
     for outcome in done:
         if outcome.kind == "wrong":
             print(f"WRONG {outcome.case}: {outcome.why}")
-    if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(o) for o in done], indent=1))
     return int(counts["wrong"] > 0)
 
 

@@ -17,6 +17,7 @@ from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
 
 ROOT = Path(__file__).parents[1]
+SPECULATION = ("draft", "length", "schedule", "tree", "verify")  # axes whose recipes lie in one folder
 RECIPE = '''about = "What it does, in one line: this is what `accel-compile recipes` shows"
 papers = []
 
@@ -33,6 +34,15 @@ def test_onnx_equals_the_oracle():
     outcome = matrix.Matrix().run(case)
     assert outcome.kind == "equal", outcome.why
 '''
+HOST_TEST = '''"""{title}: what it must hold beyond the laws of its axis."""
+
+from accel.ir.axis import find_axes
+
+
+def test_options_are_as_the_paper_says():
+    found = find_axes()["{axis}"].build("{name}")
+    assert vars(found) == {{}}, "write down each default, with the paper's place"
+'''
 
 
 def files_of(axis: Axis, name: str, like: str) -> dict[Path, str]:
@@ -43,12 +53,16 @@ def files_of(axis: Axis, name: str, like: str) -> dict[Path, str]:
     title = "".join(part.capitalize() for part in stem.split("_"))
     first = text.index('"""', 3)
     text = f'"""{title} (paper): what it does, in a sentence or two.' + text[first:]
+    family = "speculation" if axis.name in SPECULATION else axis.name.partition(".")[0]
+    graph = axis.package.startswith("accel.passes")
     return {
         folder / f"{stem}.py": text.replace(old.__name__, title),
-        ROOT / "recipes" / axis.name.partition(".")[0] / f"{name}.toml": RECIPE.format(
+        ROOT / "recipes" / family / f"{name}.toml": RECIPE.format(
             axis=axis.name, name=name
         ),
-        ROOT / "tests" / f"test_{stem}.py": TEST.format(axis=axis.name, name=name, title=title),
+        ROOT / "tests" / f"test_{stem}.py": (TEST if graph or axis.name.startswith("kv.") else HOST_TEST).format(
+            axis=axis.name, name=name, title=title
+        ),
     }
 
 
@@ -80,6 +94,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for path, text in made.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
     return 0

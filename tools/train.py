@@ -34,7 +34,7 @@ from accel.ir.op import REFERENCES
 from accel.ir.ops.attention import Operands, attention, weights
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Program, compute, operand
-from accel.passes import run
+from accel.passes import Pass, run
 from accel.passes.calibrate import feeds
 from accel.passes.state.head import Head
 from accel.passes.trained import Parts, Trained, sample, source, write
@@ -212,8 +212,13 @@ def trained_methods() -> dict[str, type[Any]]:
 def over_state(program: Program) -> Program:
     """The program as a recipe's passes over the state find it."""
     steps = pipeline(program.facts.encoder is not None)
-    run(program, steps[: 1 + next(i for i, s in enumerate(steps) if isinstance(s, Head))])
+    run(program, steps[: shared(steps)])
     return program
+
+
+def shared(steps: list[Pass]) -> int:
+    """How many of a build's passes come before a recipe's own."""
+    return 1 + next(i for i, step in enumerate(steps) if isinstance(step, Head))
 
 
 def prepare(model: Path, kind: type[Any], options: argparse.Namespace) -> Run:

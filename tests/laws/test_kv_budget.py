@@ -57,6 +57,14 @@ def test_more_is_never_less(name):
             assert min(totals[0], seen * layers) <= totals[1] + layers // 2
 
 
+def test_the_first_layers_may_keep_everything():
+    budget = build("budget", "uniform", tokens_kept=5, dense_layers=2)
+    assert [budget.tokens(30, i, 4) for i in range(4)] == [30, 30, 5, 5]
+    assert [budget.tokens(3, i, 4) for i in range(4)] == [3, 3, 5, 5]
+    with pytest.raises(RecipeError, match="dense_layers is -1"):
+        build("budget", "uniform", dense_layers=-1)
+
+
 def test_a_budget_that_does_not_add_up_is_caught():
     class Twice(Share, Base):
         def tokens(self, seen, layer, layers):

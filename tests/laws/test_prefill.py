@@ -202,7 +202,7 @@ def state(session):
 
 
 def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monkeypatch):
-    monkeypatch.setattr("accel.runtime.session.STEP", 4)
+    monkeypatch.setattr("accel.runtime.held.STEP", 4)
     with pruned("promptdistill").session(3) as session, built("llama").session(3) as whole:
         for each in (session, whole):
             each.prompt(ROWS, LENGTHS)
@@ -222,7 +222,7 @@ def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monke
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
-    monkeypatch.setattr("accel.runtime.session.STEP", 4)
+    monkeypatch.setattr("accel.runtime.held.STEP", 4)
     model = pruned("promptdistill", target=target)
     one = slice(0, 1)
     with model.session() as session, model.session() as fresh, built("llama").session() as whole:
