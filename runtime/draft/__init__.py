@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.runtime.ints import Ints
+from accel.runtime.loop import Row, Setting
+from accel.runtime.session import Session
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict
 
-__all__ = ["Base", "Drafter"]
+__all__ = ["Base", "Drafter", "Drafters"]
 
 
 class Drafter(ABC):
@@ -29,9 +33,47 @@ class Drafter(ABC):
         """
 
 
-class Base(ABC):
-    """A method: a frozen dataclass whose fields are its options, shared by all rows."""
+class Drafters(ABC):
+    """What drafts for all rows of a session, from their prompts to their ends."""
 
     @abstractmethod
+    def draft(self, limits: Mapping[int, int]) -> Mapping[int, Tree]:
+        """For each row asked, at most so many (1 or more) tokens that may follow its `seen`; a row that is
+        missing has none. Rows may go unasked for any time: they ended, or drafting did not pay.
+        """
+
+    def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:  # noqa: B027
+        """As of `Drafter`, of a row that runs, before it takes what stands."""
+
+    def close(self) -> None:  # noqa: B027
+        """Free what it holds. The target's session is still open."""
+
+
+class Base:
+    """A method: a frozen dataclass whose fields are its options. It gives `begin` where each row is drafted for by
+    itself on the host, and `open` where one call of a model drafts for all.
+    """
+
     def begin(self, prompt: Ints) -> Drafter:
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""
+        raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once: use open")
+
+    def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
+        """For the rows of the target's session, before it has run anything. A drafter may run the session itself,
+        and then takes back what it added. Raises InputError where it cannot draft for this model.
+        """
+        return _Each([self.begin(row.prompt) for row in rows], rows)
+
+
+@dataclass(frozen=True)
+class _Each(Drafters):
+    """A drafter per row."""
+
+    drafters: Sequence[Drafter]
+    rows: Sequence[Row]
+
+    def draft(self, limits: Mapping[int, int]) -> Mapping[int, Tree]:
+        return {i: self.drafters[i].draft(self.rows[i].seen, limit) for i, limit in limits.items()}
+
+    def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
+        self.drafters[row].observe(verdict, logits)

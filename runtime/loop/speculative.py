@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.companion import Abilities
+from accel.runtime.draft import Drafters
 from accel.runtime.ints import Ints
 from accel.runtime.length._guard import Guard
 from accel.runtime.loop import Base, Row, Setting, prompted
@@ -34,16 +36,16 @@ class Speculative(Base):
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
 
     def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
-        rounds = _Rounds(session, rows, setting)
-        if not rounds.live:
-            return
-        logits = prompted(session, rows)
-        for i in rounds.live:
-            token = rows[i].pick(logits[i, 0])
-            rows[i].accept(token)
-            yield i, token
-        while rounds.live:
-            yield from rounds.run()
+        with closing(_Rounds(session, rows, setting)) as rounds:
+            if not rounds.live:
+                return
+            logits = prompted(session, rows)
+            for i in rounds.live:
+                token = rows[i].pick(logits[i, 0])
+                rows[i].accept(token)
+                yield i, token
+            while rounds.live:
+                yield from rounds.run()
 
     def apart(self, axis: str, method: Any) -> str:
         """What `session.abilities` would say, before anything is built."""
@@ -81,12 +83,16 @@ class _Rounds:
         self._session, self._rows = session, rows
         self._reach = reach(session.abilities)
         self._draft, self._rule = setting.methods["draft"], setting.methods["verify"]
-        self._drafters = [self._draft.begin(row.prompt) for row in rows]
         self._paces = [setting.methods["length"].begin() for _ in rows]
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
         self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
+        self._drafters: Drafters = self._draft.open(session, rows, setting)
+
+    def close(self) -> None:
+        """Free what the drafters hold."""
+        self._drafters.close()
 
     @property
     def live(self) -> list[int]:
@@ -96,7 +102,7 @@ class _Rounds:
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         limit = self._reach if self._guard is None else min(self._reach, self._guard.limit)
-        trees = {i: self._drafted(i, limit) for i in self.live}
+        trees = self._drafted(limit)
         held, taken = self._session.lengths, np.zeros(len(self._rows), np.int64)
         logits = self._called(trees)
         try:
@@ -108,13 +114,17 @@ class _Rounds:
         self._weigh(trees, taken, back)
         return [(i, token) for i in trees for token in self._rows[i].tokens[-int(taken[i]) :]]
 
-    def _drafted(self, i: int, limit: int) -> Tree:
-        """What a row's drafter proposes. Raises InputError where that cannot be checked."""
-        row = self._rows[i]
-        most = min(limit, self._paces[i].limit(), row.left - 1)
-        if most < 1:
-            return PLAIN
-        tree: Tree = self._drafters[i].draft(row.seen, most)
+    def _drafted(self, limit: int) -> dict[int, Tree]:
+        """What each row that runs is to have checked. Raises InputError where that cannot be."""
+        limits = {i: min(limit, self._paces[i].limit(), self._rows[i].left - 1) for i in self.live}
+        limits = {i: most for i, most in limits.items() if most > 0}
+        found = self._drafters.draft(limits) if limits else {}
+        for i, tree in found.items():
+            self._check(tree, limits.get(i, 0))
+        return {i: found.get(i, PLAIN) for i in self.live}
+
+    def _check(self, tree: Tree, most: int) -> None:
+        """Raise InputError for a draft that cannot be checked."""
         name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
         if len(tree) > most:
             raise InputError(f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer")
@@ -126,7 +136,6 @@ class _Rounds:
                 f"{name} drafted token {wrong[0]}, and the model's are 0..{self._session.vocab_size - 1}; draft from "
                 "the same vocabulary"
             )
-        return tree
 
     def _called(self, trees: dict[int, Tree]) -> Logits:
         """The logits [B,T,V] after each row's last token and after each drafted one."""
@@ -144,7 +153,7 @@ class _Rounds:
             verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
         else:
             verdict = Verdict((), row.pick(logits[0]))
-        self._drafters[i].observe(verdict, logits)
+        self._drafters.observe(i, verdict, logits)
         for token in (*tree.tokens[list(verdict.path)].tolist(), verdict.token):
             row.accept(token)
             if row.finish:

@@ -11,6 +11,7 @@ from accel.runtime.artifact import open_artifact
 from accel.runtime.companion import Abilities
 from accel.runtime.compiled import CompiledModel
 from accel.runtime.costs import Costs
+from accel.runtime.draft import Drafters
 from accel.runtime.draft.iad import Iad
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.length._guard import REST, TRIAL, Guard
@@ -204,6 +205,45 @@ def test_a_drafter_is_told_what_became_of_its_draft(toy, prompts):
     with toy.session() as session:
         list(speculated(session, rows_of(prompts[0][:1], limit=9), drafter))
     assert told == [(2, future[3], 3), (0, future[4], 3), *((0, token, 1) for token in future[5:])]
+
+
+def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
+    """A row that is missing drafts nothing, each row is told its own, and the end comes however it comes."""
+    group, asked, told, closed = prompts[5], [], [], []
+    found = futures(toy, group)
+
+    class Together(Drafters):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def draft(self, limits):
+            asked.append(dict(limits))
+            done = {i: len(self.rows[i].tokens) for i in limits if i != 1}
+            return {i: Tree.chain(found[tuple(group[i])][n : n + limits[i]]) for i, n in done.items()}
+
+        def observe(self, row, verdict, logits):
+            told.append((row, len(verdict.path)))
+
+        def close(self):
+            closed.append(True)
+
+    class Method(Says):
+        def open(self, session, rows, setting):
+            assert session.length == 0 and setting.methods["draft"] is self
+            return Together(rows)
+
+    with toy.session(batch=3) as session:
+        rows = rows_of(group)
+        list(speculated(session, rows, Method(None), tokens=4))
+        assert [row.tokens for row in rows] == [found[tuple(p)] for p in group]
+        check_session(toy, session, rows)
+    assert asked[0] == {0: 4, 1: 4, 2: 4} and told[:3] == [(0, 4), (1, 0), (2, 4)] and closed == [True]
+    assert asked[-1] == {1: 1}, "the rows that ended are not asked"
+    with toy.session(batch=3) as session:
+        tokens = speculated(session, rows_of(group), Method(None))
+        next(tokens)
+        tokens.close()
+    assert closed == [True, True]
 
 
 def test_what_a_session_can_do_bounds_the_draft():
