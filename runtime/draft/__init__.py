@@ -36,6 +36,8 @@ class Drafter(ABC):
 class Drafters(ABC):
     """What drafts for all rows of a session, from their prompts to their ends."""
 
+    effort: float = 0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
+
     @abstractmethod
     def draft(self, limits: Mapping[int, int]) -> Mapping[int, Tree]:
         """For each row asked, at most so many (1 or more) tokens that may follow its `seen`; a row that is

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from accel.runtime.costs import Costs
 
 MOST = 31  # tokens of a draft whose call the costs are known for
 TRIAL = 4  # rounds that are tried before they are judged
+LOSS = 3.0  # plain steps that a trial may lose before it is judged
 REST, LONGEST = 16, 256  # steps without drafts after a trial that did not pay; twice as many after each further one
+SHARE = 0.03  # of the steps: more than that trials do not lose
 FADE = 0.8  # what a round weighs after each later one
 BELIEF = 4.0, 5.0  # tokens that stood, and that were tested, before any was: what a first draft goes by
 
@@ -15,16 +19,22 @@ class Guard:
     """Of one session, whose calls have `batch` rows: how long drafts may be, and when there are to be none.
 
     A round pays where its rows got more tokens, on average, than as many plain steps would have given in its
-    time by the measured curve, c(T)/c(1) (`model.costs`): of B rows, a call of T tokens is taken for one of B T.
+    time: that of the call by the measured curve, c(T)/c(1) (`model.costs`; of B rows, a call of T tokens is taken
+    for one of B T), that of the drafter by how it compares with the call. `effort`: what a drafted token costs, in
+    plain steps, as far as is known before.
     """
 
-    def __init__(self, costs: Costs, batch: int):
+    def __init__(self, costs: Costs, batch: int, effort: float = 0.0):
         plain = _cost(costs, batch)
         self._costs = [_cost(costs, batch * width) / plain for width in range(1, MOST + 2)]
         self._stood = self._tested = 0.0
+        self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
         self._pause = REST
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
+        self._won = 0.0  # steps, by all rounds
+        if max(map(self._speed, range(1, MOST + 1))) < 1:
+            self._resting = self._pause = LONGEST
 
     @property
     def limit(self) -> int:
@@ -37,28 +47,45 @@ class Guard:
         """A step went by without a draft."""
         if self._resting:
             self._resting -= 1
+            self._won += SHARE
             if not self._resting:
                 self._rounds, self._given, self._spent = 0, 0.0, 0.0
 
-    def observe(self, tokens: float, width: int, drafted: int, stood: int, again: int) -> None:
+    def observe(
+        self, tokens: float, width: int, drafted: int, stood: int, again: int, drafting: float = 0.0
+    ) -> None:
         """A round's call of `width` tokens gave each row that ran so many `tokens`; of those `drafted` in all
-        rows, `stood` stood. `again`: tokens that the next call has to run once more (0: none).
+        rows, `stood` stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the
+        drafter's time, the call's being 1.
         """
         self._stood = FADE * self._stood + stood
         self._tested = FADE * self._tested + min(drafted, stood + 1)
+        cost = self._costs[width - 1]
+        if self._rounds:  # in a trial's first, a drafter catches up
+            self._drafted = FADE * self._drafted + width - 1
+            self._drafting = FADE * self._drafting + drafting * cost
+        cost += self._effort * (width - 1) + (self._costs[again - 1] if again else 0.0)
         self._rounds += 1
         self._given = FADE * self._given + tokens
-        self._spent = FADE * self._spent + self._costs[width - 1] + (self._costs[again - 1] if again else 0.0)
-        if self._rounds < TRIAL:
+        self._spent = FADE * self._spent + cost
+        self._won += tokens - cost
+        if self._rounds < TRIAL and self._spent < self._given + LOSS:
             return
         if self._given >= self._spent:
             self._pause = REST
         else:
-            self._resting, self._pause = self._pause, min(2 * self._pause, LONGEST)
+            self._resting = max(self._pause, math.ceil(-self._won / SHARE))
+            self._pause = min(2 * self._pause, LONGEST)
+
+    @property
+    def _effort(self) -> float:
+        """Of a drafted token, in plain steps."""
+        return self._drafting / self._drafted
 
     def _speed(self, drafted: int) -> float:
         share = (self._stood + BELIEF[0]) / (self._tested + BELIEF[1])
-        return (1 - share ** (drafted + 1)) / (1 - share) / self._costs[drafted]
+        cost = self._costs[drafted] + self._effort * drafted
+        return (1 - share ** (drafted + 1)) / (1 - share) / cost
 
 
 def _cost(costs: Costs, tokens: int) -> float:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,10 @@ class _Rounds:
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
-        self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
         self._drafters: Drafters = self._draft.open(session, rows, setting)
+        effort, costs = self._drafters.effort, setting.costs
+        self._guard = None if costs is None else Guard(costs, session.batch, effort)
+        self._drafting = 0.0  # the drafters' time of this round, in seconds
 
     def close(self) -> None:
         """Free what the drafters hold."""
@@ -102,16 +105,19 @@ class _Rounds:
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         limit = self._reach if self._guard is None else min(self._reach, self._guard.limit)
+        start = perf_counter()
         trees = self._drafted(limit)
         held, taken = self._session.lengths, np.zeros(len(self._rows), np.int64)
+        called = perf_counter()
         logits = self._called(trees)
+        self._drafting, call = called - start, perf_counter() - called
         try:
             for i, tree in trees.items():
                 taken[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
         finally:  # what was judged stands, even where a later row fails
             if back := bool((held + taken < self._session.lengths).any()):
                 self._session.rewind(held + taken)
-        self._weigh(trees, taken, back)
+        self._weigh(trees, taken, back, self._drafting / call)
         return [(i, token) for i in trees for token in self._rows[i].tokens[-int(taken[i]) :]]
 
     def _drafted(self, limit: int) -> dict[int, Tree]:
@@ -153,7 +159,9 @@ class _Rounds:
             verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
         else:
             verdict = Verdict((), row.pick(logits[0]))
+        start = perf_counter()
         self._drafters.observe(i, verdict, logits)
+        self._drafting += perf_counter() - start
         for token in (*tree.tokens[list(verdict.path)].tolist(), verdict.token):
             row.accept(token)
             if row.finish:
@@ -165,8 +173,8 @@ class _Rounds:
             row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return taken
 
-    def _weigh(self, trees: dict[int, Tree], taken: Ints, back: bool) -> None:
-        """Tell the guard what the round gave."""
+    def _weigh(self, trees: dict[int, Tree], taken: Ints, back: bool, drafting: float) -> None:
+        """Tell the guard what the round gave; `drafting`: the drafters' time, the call's being 1."""
         if self._guard is None:
             return
         drafted = sum(map(len, trees.values()))
@@ -179,4 +187,4 @@ class _Rounds:
         again = int(taken.max()) if back and not self._session.abilities.free_rewind else 0
         width = 1 + max(map(len, trees.values()))
         stood = sum(min(int(taken[i]), len(tree)) for i, tree in trees.items())
-        self._guard.observe(float(taken.sum()) / len(trees), width, drafted, stood, again)
+        self._guard.observe(float(taken.sum()) / len(trees), width, drafted, stood, again, drafting)
