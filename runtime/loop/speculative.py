@@ -117,7 +117,7 @@ class _Rounds:
         finally:  # what was judged stands, even where a later row fails
             if back := bool((held + taken < self._session.lengths).any()):
                 self._session.rewind(held + taken)
-        self._weigh(trees, taken, back, self._drafting / call)
+        self._weigh(trees, taken, back, self._drafting / max(call, 1e-9))
         return [(i, token) for i in trees for token in self._rows[i].tokens[-int(taken[i]) :]]
 
     def _drafted(self, limit: int) -> dict[int, Tree]:
