@@ -33,7 +33,7 @@ class Guard:
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
-        if max(map(self._speed, range(1, MOST + 1))) < 1:
+        if effort and max(map(self._speed, range(1, MOST + 1))) < 1:
             self._resting = self._pause = LONGEST
 
     @property
