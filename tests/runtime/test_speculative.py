@@ -14,7 +14,7 @@ from accel.runtime.costs import Costs
 from accel.runtime.draft import Drafters
 from accel.runtime.draft.iad import Iad
 from accel.runtime.draft.prompt_lookup import PromptLookup
-from accel.runtime.length._guard import TRIAL, Guard
+from accel.runtime.length._guard import TRIAL
 from accel.runtime.loop import speculative
 from accel.runtime.loop.speculative import reach
 from accel.runtime.sample.standard import Standard
@@ -307,73 +307,6 @@ def test_drafts_that_do_not_pay_are_left_for_a_while(toy, prompts, monkeypatch):
     assert rounds[False, 1]["fallback"] + rounds[False, 1]["rounds"] == 119, "a step for each token after the first"
     assert rounds[False, 1]["rounds"] <= 2 * TRIAL
     assert rounds[False, 0]["fallback"] == 0, "a draft that stands costs what its tokens would have"
-
-
-def test_a_guard_goes_by_tokens_and_costs():
-    """Every second draft stands, the others fall: where a token costs as much in a call, none pays."""
-    first = {}
-    for each, rests in ((1.0, True), (0.1, False)):
-        guard = Guard(Costs((1, 32), (1.0, 1 + 31 * each)), 1)
-        first[each] = guard.limit
-        for i in range(TRIAL):
-            limit = guard.limit
-            guard.observe(tokens=1 + i % 2 * limit, width=1 + limit, drafted=limit, stood=i % 2 * limit, again=0)
-        assert (guard.limit == 0) == rests
-    assert first[1.0] < first[0.1], "cheap tokens are drafted further"
-    cheap = Guard(Costs((1, 32), (1.0, 1.0)), 1)
-    for fell, limit in ((0, 31), (31, 31)):
-        cheap.observe(1, 32, 31, 31 - fell, 0)
-        assert cheap.limit == limit, "all that costs nothing is drafted"
-    for _ in range(3):
-        guard.observe(5, 2, 1, 0, 0)
-    assert 1 <= guard.limit < first[0.1], "less where less stands"
-
-
-def test_what_has_to_run_again_is_paid_for():
-    for again, rests in ((0, False), (3, True)):
-        guard = Guard(Costs((1, 32), (1.0, 1.0)), 1)
-        for _ in range(TRIAL):
-            guard.observe(tokens=1.5, width=4, drafted=3, stood=1, again=again)
-        assert (guard.limit == 0) == rests
-
-
-def trials(efforts, stands, steps, told=0.0):
-    """Tokens per plain step's time, where a call of several costs as much as one, a drafted token `efforts`, and
-    each that follows what stands does so with a chance of `stands`.
-    """
-    guard, time, given, rng = Guard(Costs((1, 32), (1.0, 1.0)), 1, told), 0.0, 0, np.random.default_rng(0)
-    while given < steps:
-        if limit := min(10, guard.limit):
-            stood = min(limit, int(rng.geometric(1 - stands)) - 1)
-            time += 1 + efforts * limit
-            given += 1 + stood
-            guard.observe(1 + stood, 1 + limit, limit, stood, 0, efforts * limit)
-        else:
-            time, given = time + 1, given + 1
-            guard.rest()
-    return given / time
-
-
-@pytest.mark.parametrize("steps", [200, 600])
-@pytest.mark.parametrize("told", [0.5, 1.0])
-def test_a_drafter_that_does_not_pay_costs_little(steps, told):
-    for efforts in (0.3, 1.0, 3.0):
-        assert trials(efforts, 0.1, steps, told * efforts) > 0.95
-    assert trials(0.3, 0.9, steps) > 1.3, "one that pays is not given up"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Guard, "_effort", 0.0)
-        assert trials(1.0, 0.1, steps) < 0.9, "one whose time is not counted"
-
-
-def test_a_drafter_that_costs_too_much_is_not_even_tried():
-    costs = Costs((1, 32), (1.0, 1.0))
-    assert Guard(costs, 1, 2.0).limit == 0 < Guard(costs, 1, 0.2).limit < Guard(costs, 1).limit
-
-
-def test_rows_of_a_batch_cost_what_as_many_tokens_do():
-    costs = Costs((1, 8, 32), (1.0, 1.0, 4.0))
-    assert Guard(costs, 1)._costs[7] == 1 and Guard(costs, 4)._costs[7] == 4
-    assert Guard(costs, 8)._costs[7] == pytest.approx(8), "beyond what was measured, in proportion"
 
 
 class Draws(Says):
