@@ -76,9 +76,15 @@ def plain(session: Any, rows: list[Row]) -> list[list[int]]:
 
 
 def speculated(
-    session: Any, rows: list[Row], drafter: Any, rule: str = "spec-chain", tokens: int = 10, costs: Any = None
+    session: Any,
+    rows: list[Row],
+    drafter: Any,
+    rule: str = "spec-chain",
+    tokens: int = 10,
+    costs: Any = None,
+    length: Any = None,
 ) -> Any:
     """The iteration of a loop that drafts."""
     verify = Axis("verify", "accel.runtime.verify").build(rule)
-    methods = {"draft": drafter, "verify": verify, "length": Fixed(tokens)}
+    methods = {"draft": drafter, "verify": verify, "length": length or Fixed(tokens)}
     return Speculative().tokens(session, rows, Setting(methods, costs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,9 @@ from accel.runtime.session import Session
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict
 
-__all__ = ["Base", "Drafter", "Drafters"]
+__all__ = ["Base", "Drafter", "Drafters", "More"]
+
+More = Callable[[int, npt.NDArray[np.float32], int], bool]  # row, logits [V], token: `length.Pace.more` of the row
 
 
 class Drafter(ABC):
@@ -39,9 +41,10 @@ class Drafters(ABC):
     effort: float = 0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
 
     @abstractmethod
-    def draft(self, limits: Mapping[int, int]) -> Mapping[int, Tree]:
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         """For each row asked, at most so many (1 or more) tokens that may follow its `seen`; a row that is
-        missing has none. Rows may go unasked for any time: they ended, or drafting did not pay.
+        missing has none. Rows may go unasked for any time: they ended, or drafting did not pay. What drafts
+        token by token by logits asks `more` after each token, and ends the row's draft where it says no.
         """
 
     def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:  # noqa: B027
@@ -74,7 +77,7 @@ class _Each(Drafters):
     drafters: Sequence[Drafter]
     rows: Sequence[Row]
 
-    def draft(self, limits: Mapping[int, int]) -> Mapping[int, Tree]:
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         return {i: self.drafters[i].draft(self.rows[i].seen, limit) for i, limit in limits.items()}
 
     def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:

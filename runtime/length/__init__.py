@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = ["Base", "Pace"]
 
 
@@ -13,6 +16,13 @@ class Pace(ABC):
     @abstractmethod
     def limit(self) -> int:
         """Most tokens of the next draft, 0 or more."""
+
+    def more(self, logits: npt.NDArray[np.float32], token: int) -> bool:
+        """Whether to draft another token after one that the drafter chose by its logits [V] (not to be kept). Drafters
+        that work token by token ask after each one, in turn; the last that the limit allows is told too. The token
+        stays in the draft whatever the answer, or samples would lean towards what drafters are sure of.
+        """
+        return True
 
     def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027
         """What became of a draft: how many tokens it had, how many of them stand."""

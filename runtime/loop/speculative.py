@@ -17,6 +17,7 @@ from accel.ir.errors import InputError
 from accel.runtime.companion import Abilities
 from accel.runtime.draft import Drafters
 from accel.runtime.ints import Ints
+from accel.runtime.length import Pace
 from accel.runtime.length._guard import Guard
 from accel.runtime.loop import Base, Row, Setting, prompted
 from accel.runtime.session import CHUNK, Session
@@ -84,7 +85,7 @@ class _Rounds:
         self._session, self._rows = session, rows
         self._reach = reach(session.abilities)
         self._draft, self._rule = setting.methods["draft"], setting.methods["verify"]
-        self._paces = [setting.methods["length"].begin() for _ in rows]
+        self._paces: list[Pace] = [setting.methods["length"].begin() for _ in rows]
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
@@ -124,10 +125,13 @@ class _Rounds:
         """What each row that runs is to have checked. Raises InputError where that cannot be."""
         limits = {i: min(limit, self._paces[i].limit(), self._rows[i].left - 1) for i in self.live}
         limits = {i: most for i, most in limits.items() if most > 0}
-        found = self._drafters.draft(limits) if limits else {}
+        found = self._drafters.draft(limits, self._more) if limits else {}
         for i, tree in found.items():
             self._check(tree, limits.get(i, 0))
         return {i: found.get(i, PLAIN) for i in self.live}
+
+    def _more(self, i: int, logits: Logits, token: int) -> bool:
+        return self._paces[i].more(logits, token)
 
     def _check(self, tree: Tree, most: int) -> None:
         """Raise InputError for a draft that cannot be checked."""

@@ -217,7 +217,7 @@ def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
         def __init__(self, rows):
             self.rows = rows
 
-        def draft(self, limits):
+        def draft(self, limits, more):
             asked.append(dict(limits))
             done = {i: len(self.rows[i].tokens) for i in limits if i != 1}
             return {i: Tree.chain(found[tuple(group[i])][n : n + limits[i]]) for i, n in done.items()}

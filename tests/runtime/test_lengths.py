@@ -1,0 +1,48 @@
+"""Lengths in the loop: who is asked, when, and what it is told."""
+
+import numpy as np
+
+from accel.runtime.draft import Drafters
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.tree import Tree
+
+from ..draft_case import Says, plain, rows_of, speculated
+
+
+def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
+    """The row's own pace answers; the tokens are the same."""
+    group, asked, lengths = [[1, 2, 3], [4], [5, 6, 7, 8]], [], []
+    rows = rows_of(group)
+    plain(toy.session(batch=3), rows)
+    found = {tuple(p): row.tokens for p, row in zip(group, rows, strict=True)}
+
+    class Stops(Fixed):
+        def begin(self):
+            return Stops()
+
+        def more(self, logits, token):
+            asked.append((id(self), token))
+            return bool(token % 3)
+
+    class Stepwise(Drafters):
+        def __init__(self, rows):
+            self.rows = rows
+
+        def draft(self, limits, more):
+            trees = {}
+            for i, limit in limits.items():
+                future = found[tuple(group[i])][len(self.rows[i].tokens) :][:limit]
+                ends = [n + 1 for n, token in enumerate(future) if not more(i, np.zeros(toy.vocab), token)]
+                trees[i] = Tree.chain(future[: ends[0]] if ends else future)
+                lengths.append(len(trees[i]))
+            return trees
+
+    class Method(Says):
+        def open(self, session, rows, setting):
+            return Stepwise(rows)
+
+    with toy.session(batch=3) as session:
+        rows = rows_of(group)
+        list(speculated(session, rows, Method(None), length=Stops()))
+        assert [row.tokens for row in rows] == [found[tuple(p)] for p in group]
+    assert len({pace for pace, _ in asked}) == 3 and len(set(lengths)) > 1
