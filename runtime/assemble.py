@@ -16,6 +16,7 @@ DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
     "verify": "verify says which drafted tokens stand",
     "length": "length says how many tokens are drafted",
+    "tree": "tree says what shape drafts take",
 }
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
@@ -87,19 +88,26 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
         )
     if "draft" in asked and "loop" not in plan.methods:
         _default(plan, axes, "loop", "speculative")
-    wanted = plan.methods["loop"].asks if "loop" in plan.methods else {}
-    loop = plan.recipe.tables.get("loop", {}).get("use")
+    wanted = dict(plan.methods["loop"].asks) if "loop" in plan.methods else {}
+    uses = {axis: table["use"] for axis, table in plan.recipe.tables.items()}
+    if "draft" in wanted and "draft" in asked:
+        wanted |= plan.methods["draft"].asks
     for axis in asked:
+        if axis not in wanted and "draft" in wanted:
+            why = f"draft = {uses['draft']} gives them a shape of its own; leave [{axis}] out"
+            raise RecipeError(f"recipe '{name}': {DRAFTING[axis]}, and {why}")
         if axis not in wanted:
             raise RecipeError(
-                f"recipe '{name}': loop = {loop} drafts no tokens, and {DRAFTING[axis]}; leave one of the two out "
-                "(a recipe with [draft] and without [loop] decodes speculatively)"
+                f"recipe '{name}': loop = {uses['loop']} drafts no tokens, and {DRAFTING[axis]}; leave one of the two "
+                "out (a recipe with [draft] and without [loop] decodes speculatively)"
             )
-    for axis, use in wanted.items():
+    for axis, use in sorted(wanted.items(), key=lambda one: one[0] == "verify"):  # a rule goes by the tree
         if axis not in plan.methods and not use:
             one = ", ".join(axes[axis].names())
-            raise RecipeError(f"recipe '{name}': loop = {loop} needs [{axis}]; add it with one of {one}")
+            raise RecipeError(f"recipe '{name}': loop = {uses['loop']} needs [{axis}]; add it with one of {one}")
         if axis not in plan.methods:
+            if axis == "verify" and "tree" in plan.methods and plan.methods["tree"].branches:
+                use = axes[axis].method(use).instead or use
             _default(plan, axes, axis, use)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError, InputError
 from accel.ir.prefill import Prefill
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
@@ -19,8 +18,7 @@ from accel.runtime.edits import EditableSession
 from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.keeper import kv_plan
-from accel.runtime.loop import Base as Loop
-from accel.runtime.loop import Row, Setting
+from accel.runtime.loop import Row, Setting, chosen
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Meter, Output, Stream, Transcript
 from accel.runtime.pages import Pages, pool_of
@@ -66,8 +64,7 @@ class CompiledModel:
         self._engine: Engine | None = engine
         self._on_close = on_close
         tables = self.recipe.get("tables", {})
-        self._loop: Loop = host_method(tables, "loop", "autoregressive")
-        self._methods = {axis: host_method(tables, axis, use) for axis, use in self._loop.asks.items()}
+        self._loop, self._methods = chosen(tables)
         state = artifact.state if artifact is not None else getattr(program, "state", ())
         self._kv = kv_plan(tables, facts.kv, state)
         self._pool = pool_of(tables, state)

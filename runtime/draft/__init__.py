@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,10 @@ class Base:
     """A method: a frozen dataclass whose fields are its options. It gives `begin` where each row is drafted for by
     itself on the host, and `open` where one call of a model drafts for all.
     """
+
+    # Other axes whose methods it works with, and the one that is taken where a recipe names none.
+    asks: ClassVar[Mapping[str, str]] = {}
+    ranked: ClassVar[bool] = False  # True: what it gives to grow a tree is tokens in order, without probabilities
 
     def begin(self, prompt: Ints) -> Drafter:
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""

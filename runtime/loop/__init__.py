@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import host_method
 from accel.runtime.costs import Costs
 from accel.runtime.ints import Ints
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session import Session
 
-__all__ = ["Base", "Row", "Setting", "prompted"]
+__all__ = ["Base", "Row", "Setting", "chosen", "prompted"]
 
 
 class Row:
@@ -88,6 +89,17 @@ class Setting:
 
     methods: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
+
+
+def chosen(tables: Any) -> tuple[Base, dict[str, Any]]:
+    """The loop that a recipe's tables (JSON) name, and the methods that it and its drafter ask for, by axis.
+    Raises RecipeError.
+    """
+    loop: Base = host_method(tables, "loop", "autoregressive")
+    methods = {axis: host_method(tables, axis, use) for axis, use in loop.asks.items()}
+    if "draft" in methods:
+        methods |= {axis: host_method(tables, axis, use) for axis, use in methods["draft"].asks.items()}
+    return loop, methods
 
 
 def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:

@@ -62,6 +62,11 @@ class Base(ABC):
     when it is made.
     """
 
+    @property
+    def greedy(self) -> bool:
+        """Whether nothing is ever drawn."""
+        return False
+
     @abstractmethod
     def distribution(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]

@@ -45,6 +45,10 @@ class Standard(Base):
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0; 1 is none")
 
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
     def distribution(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
     ) -> Distribution:
@@ -56,7 +60,7 @@ class Standard(Base):
         best = logits.argmax()
         if not math.isfinite(logits[best]):  # NaN counts as the largest
             raise AccelError(_NOT_A_NUMBER)
-        if self.temperature == 0:
+        if self.greedy:
             return Distribution(np.array([best]), np.ones(1), random=False)
         return Distribution(*self.filtered(logits))
 

@@ -1,20 +1,24 @@
-"""What a drafter proposes and a rule of verification judges: a tree of tokens, each with the law it was drawn from."""
+"""Axis: what shape drafts take. And what a drafter proposes and a rule of verification judges: a tree of tokens, each
+with the law it was drawn from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
+from accel.runtime.costs import Costs
 from accel.runtime.ints import Ints, as_ints
 from accel.runtime.sample import Distribution
 
-__all__ = ["ROOT", "Tree", "without"]
+__all__ = ["ROOT", "Base", "Draw", "Growth", "Guesses", "Level", "Shape", "Tree", "grown", "without"]
 
 ROOT = -1  # the last committed token: the parent of the first drafted ones
 
@@ -196,3 +200,83 @@ def _line(value: Any, name: str, like: Any) -> Ints:
             f"tree: {name} has shape {list(line.shape)}; give one number for each token, [{np.size(like)}]"
         )
     return line
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """Nodes that a drafter is to expand together: to say what may follow each.
+
+    A growth numbers the nodes that it has expanded in the order in which it asked, from 0: the last committed
+    token, which it asks for first, alone (`LEVEL`). tokens [n]; parents [n]: the number of the node that each
+    follows. So they are the columns of a draft model's calls, and `parents` is their tree.
+    """
+
+    tokens: Ints
+    parents: Ints
+
+
+LEVEL = Level(np.array([ROOT]), np.array([ROOT]))
+
+# What may follow each node of a level: a distribution each, of which a node's children are drawn or, where tokens are
+# chosen, whose size only says how likely each is; or tokens [n,k], the best first, -1 where there are no more.
+Guesses = Sequence[Distribution] | Ints
+# Gives a level and takes guesses, or None: no more come, it ends with what it has.
+Growth = Generator[Level, Guesses | None, Tree]
+Draw = Callable[[Distribution], int]  # a token of it, as `Chance.draw`
+
+
+class Shape(ABC):
+    """Grows the trees of one row, from its prompt to its end; it may remember what became of them."""
+
+    @abstractmethod
+    def grow(self, limit: int, draw: Draw | None = None) -> Growth:
+        """A tree of at most `limit` (0 or more) nodes. Children are drawn from a node's distribution without
+        replacement; without `draw` they are chosen, the likeliest first (the lower id among equals): see
+        `verify.Base.drawing`. No token is drafted that has no probability. It may ask for nothing.
+        """
+
+    def observe(self, tree: Tree, path: Sequence[int]) -> None:  # noqa: B027
+        """What became of a tree: the nodes that stand, from below the root on."""
+
+
+class Base(ABC):
+    """A method: a frozen dataclass whose fields are its options, shared by all rows."""
+
+    branches: ClassVar[bool] = True  # False: gives chains only
+    ranked: ClassVar[bool] = True  # False: needs distributions, and takes no tokens in order only
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "draft" and method.ranked and not self.ranked:
+            return "it goes by probabilities, and that drafter gives tokens in order only"
+        return ""
+
+    @abstractmethod
+    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
+        """For a new row; a method that remembers nothing is its own. `costs`: what calls of the target cost
+        here, where that is known; `level`: seconds that a drafter takes for a level.
+        """
+
+
+def grown(
+    growths: Mapping[int, Growth], expand: Callable[[dict[int, Level]], Mapping[int, Guesses]]
+) -> dict[int, Tree]:
+    """The trees of rows that grow together: `expand` gets the level of each row that has one, and gives their guesses.
+    A row that is missing in its answer ends with what it has.
+    """
+    trees: dict[int, Tree] = {}
+    asked: dict[int, Level] = {}
+
+    def further(row: int, guesses: Guesses | None) -> None:
+        try:
+            asked[row] = growths[row].send(guesses)
+        except StopIteration as end:
+            trees[row] = end.value
+
+    for row in growths:
+        further(row, None)
+    while asked:
+        found, waiting, asked = expand(asked), asked, {}
+        for row in waiting:
+            further(row, found.get(row))
+    return {row: trees[row] for row in growths}

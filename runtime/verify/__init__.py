@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,7 @@ from accel.ir.errors import InputError
 from accel.runtime.ints import Ints, check_vocabulary
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.sample import Distribution
-from accel.runtime.tree import ROOT, Tree
+from accel.runtime.tree import ROOT, Draw, Tree
 
 __all__ = ["Base", "Chance", "Target", "Verdict"]
 
@@ -88,6 +88,7 @@ class Base(ABC):
     grade: ClassVar[str]
     branches: ClassVar[bool] = True  # False: takes chains only
     instead: ClassVar[str] = ""  # the nearest rule that takes what this one does not
+    reads_q: ClassVar[bool] = True  # False: what tokens were drawn from does not matter
 
     def __call__(self, target: Target, chance: Chance) -> Verdict:
         """Judge a round. Greedy decoding takes what matches, by whatever rule.
@@ -104,6 +105,16 @@ class Base(ABC):
         if not target.law(ROOT).random:
             return match(target, chance)
         return self.judge(target, chance)
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "tree" and method.branches and not self.branches:
+            return f"it takes chains, and that tree branches: verify = {self.instead} takes it"
+        return ""
+
+    def drawing(self, sampler: Sampler, chance: Chance) -> Draw | None:
+        """What drafted tokens are best drawn with; None: they are best chosen, as the likeliest."""
+        return chance.draw if self.reads_q and not sampler.greedy else None
 
     @abstractmethod
     def judge(self, target: Target, chance: Chance) -> Verdict:

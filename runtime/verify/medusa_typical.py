@@ -23,6 +23,7 @@ class MedusaTypical(Base):
     delta: float = 0.3
 
     grade = "approximate"
+    reads_q = False
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "delta"):

@@ -16,6 +16,7 @@ class SampleMatch(Base):
     """
 
     grade = "bit-exact"
+    reads_q = False
 
     def judge(self, target: Target, chance: Chance) -> Verdict:
         return match(target, chance)

@@ -1,0 +1,156 @@
+"""What every shape of a draft holds to: its limit, what was given to it, and that a rule over its trees stays exact."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from accel.runtime.sample.standard import Standard
+from accel.runtime.tree import Base, Level, Shape, Tree
+from accel.runtime.tree._nodes import Nodes
+from accel.runtime.verify import Chance
+
+from ..grow_case import AXIS, Asked, Grown, prefixes, ranked, table, tree_of
+from ..verify_case import AXIS as RULES
+from ..verify_case import gap, sampled
+
+NAMES = AXIS.names()
+LIMITS = (0, 1, 2, 3, 7, 20)
+SIZE = 6
+WORLDS = [(sampled(), "other"), (sampled(top_k=2), "holes"), (sampled(), "sure"), (Standard(), "other")]
+
+
+def luck(seed=0):
+    return Chance(np.random.default_rng(seed)).draw
+
+
+def law_form(method):
+    """No more nodes than were asked for, every one of them out of what was given, and drawn or chosen as asked."""
+    biggest = 0
+    for seed, limit, draw in [(s, n, d) for s in range(3) for n in LIMITS for d in (None, luck(s))]:
+        says = table(SIZE, seed, zeros=seed > 0)
+        tree = tree_of(method.begin(), limit, Asked(says), draw)
+        assert len(tree) <= limit and (method.branches or tree.branch is None)
+        for node, before in enumerate(prefixes(tree)):
+            law, earlier = says(before), [s for s in tree.children(int(tree.parents[node])) if s < node]
+            assert law.of(int(tree.tokens[node])) > 0, "it cannot come"
+            if draw is None:
+                order = ranked(says, SIZE)(before)
+                assert tree.tokens[node] == order[len(earlier)], "children are the likeliest, in that order"
+                assert tree.q is None
+            else:
+                want = law.dense(SIZE) * ~np.isin(np.arange(SIZE), tree.tokens[earlier])
+                np.testing.assert_allclose(tree.law(node).dense(SIZE), want / want.sum(), atol=1e-6)
+        biggest = max(biggest, len(tree))
+    assert biggest > 2, "it hardly grows"
+
+
+def law_cut(method):
+    """Where guesses end, it gives what it has: a part of the tree that it would have grown."""
+    for levels in range(4):
+        says = table(SIZE, 5)
+        tree = tree_of(method.begin(), 9, Asked(says, levels=levels))
+        assert max(tree.depths, default=0) <= levels
+        whole = tree_of(method.begin(), 9, Asked(says))
+        assert levels == 0 or len(tree) >= min(1, len(whole))
+
+
+def law_ranks(method):
+    """Of tokens in order only it grows a tree of those, and none where there are none."""
+    for limit in LIMITS:
+        says = ranked(table(SIZE, limit, zeros=True), 4)
+        tree = tree_of(method.begin(), limit, Asked(says))
+        assert len(tree) <= limit and tree.q is None
+        for node, before in enumerate(prefixes(tree)):
+            place = list(tree.children(int(tree.parents[node]))).index(node)
+            assert tree.tokens[node] == says(before)[place]
+        assert not len(tree_of(method.begin(), limit, Asked(lambda before: [-1, -1])))
+
+
+def law_exact(method):
+    """Rules stay exact over its trees: the joint law of the tokens is the target's own."""
+    rules = [n for n in RULES.names() if RULES.method(n).grade != "approximate"]
+    for name in rules:
+        if method.branches and not RULES.method(name).branches:
+            continue
+        for sampler, draft in WORLDS:
+            world = Grown(sampler, draft, shape=method, limit=3)
+            assert gap(RULES.build(name), world, (), 2) < 1e-12, (name, draft)
+
+
+@pytest.mark.parametrize("law", [law_form, law_cut, law_exact])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shape(name, law):
+    law(AXIS.build(name))
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if AXIS.method(n).ranked])
+def test_every_shape_that_takes_ranks(name):
+    law_ranks(AXIS.build(name))
+
+
+# What the laws catch: two children for each node, with one thing wrong
+
+
+@dataclass(frozen=True)
+class Twos(Base, Shape):
+    wrong: str = ""
+
+    def begin(self, costs=None, level=0.0):
+        return self
+
+    def grow(self, limit, draw=None):
+        nodes, level, open_ = Nodes(draw), Level(np.array([-1]), np.array([-1])), [-1]
+        expanded = 0
+        while open_ and len(nodes.tokens) < limit:
+            guesses = yield level
+            if guesses is None:
+                break
+            added, parents = [], []
+            for number, (node, guess) in enumerate(zip(open_, guesses, strict=True)):
+                room = 2 if self.wrong == "limit" else min(2, limit - len(nodes.tokens))
+                new = self.children(nodes, node, guess, room)
+                added, parents = added + new, parents + [expanded + number] * len(new)
+            expanded += len(open_)
+            open_ = added
+            tokens = np.array([nodes.tokens[n] for n in added], np.int64)
+            level = Level(tokens, np.array(parents if self.wrong != "numbers" else [n + 9 for n in parents]))
+        return nodes.tree()
+
+    def children(self, nodes, node, guess, room):
+        if self.wrong == "zeros" and not isinstance(guess, np.ndarray):
+            even = type(guess)(guess.tokens, np.ones(len(guess.tokens)))
+            return nodes.add(node, even, room)
+        if self.wrong == "order" and isinstance(guess, np.ndarray):
+            return nodes.add(node, guess[::-1], room)
+        added = nodes.add(node, guess, room)
+        if self.wrong == "drops" and added and not isinstance(guess, np.ndarray):
+            if guess.of(nodes.tokens[added[-1]]) < 0.4:  # after it was drawn, by what it is
+                for part in (nodes.tokens, nodes.parents, nodes._rows):
+                    del part[added[-1]]
+                added.pop()
+        return added
+
+
+def test_twos_hold():
+    for law in (law_form, law_cut, law_exact, law_ranks):
+        law(Twos())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "law"),
+    [("limit", law_form), ("zeros", law_form), ("numbers", law_form), ("order", law_ranks), ("drops", law_exact)],
+)
+def test_the_laws_catch(wrong, law):
+    with pytest.raises(AssertionError):
+        law(Twos(wrong))
+
+
+def test_a_chain_is_a_row():
+    says = table(SIZE, 1)
+    tree = tree_of(AXIS.build("chain"), 5, Asked(says))
+    assert isinstance(tree, Tree) and tree.branch is None and len(tree) == 5
+    want = []
+    for _ in range(5):
+        want.append(int(says(tuple(want)).weights.argmax()))
+    assert tree.tokens.tolist() == want
