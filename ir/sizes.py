@@ -25,15 +25,16 @@ def per_slot(shape: Sequence[int | str]) -> float:
     """Elements that a row has of it for each slot; letters count as one."""
     total = 1.0
     for size in shape:
-        total *= size if isinstance(size, int) else 1 / _each(size)
+        total *= size if isinstance(size, int) else 1 / each(size)
     return total
 
 
 def _size(size: str, letters: Mapping[str, int]) -> int:
     letter = size.partition("/")[0]
     other = letters.get("C", 0) if letter.startswith("C") else 0
-    return -(-letters.get(letter, other) // _each(size))
+    return -(-letters.get(letter, other) // each(size))
 
 
-def _each(size: str) -> int:
+def each(size: str) -> int:
+    """How many slots one entry of a size stands for: 16 of C/16."""
     return int(size.partition("/")[2] or 1)

@@ -125,6 +125,9 @@ class Companion:
         """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
         return False
 
+    def select(self, rows: Ints) -> None:
+        """Row i goes on as what row rows[i] was, for any number of rows [n]."""
+
     def copy(self) -> Self:
         """One for a fork, independent of this; its figures start at 0."""
         return self

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import ArtifactError, InputError
-from accel.ir.prefill import Prefill
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.costs import Costs, known, measured
 from accel.runtime.edits import EditableSession
@@ -26,7 +24,7 @@ from accel.runtime.prefill import unseen
 from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_text
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session import Session
-from accel.runtime.stepper import Engine, Facts, Logits, Stepper
+from accel.runtime.stepper import Engine, Facts, Logits
 from accel.runtime.text import Tokenizer
 from accel.runtime.tune import AUTO, Tuning
 
@@ -181,14 +179,9 @@ class CompiledModel:
             depth=self.facts.depth,
             tile=self._tile,
             kv=self._kv,
-            prefill=self._prefill(int(batch)),
+            prefill=None if self.facts.prefill is None else (self.facts.prefill, self._engine.stepper),
             pages=None if self._pool is None else Pages(self._pool, int(batch)),
         )
-
-    def _prefill(self, batch: int) -> tuple[Prefill, Callable[[], Stepper]] | None:
-        """What is done to prompts, and where an empty cache comes from."""
-        plan, engine = self.facts.prefill, self._engine
-        return None if plan is None or engine is None else (plan, partial(engine.stepper, batch))
 
     @property
     def _tile(self) -> int:

@@ -117,6 +117,10 @@ class Plans(Companion):
         self._noted = None
         return False
 
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self._lacks, self._before, self._noted = self._lacks[:, rows], self._before[rows], None
+
     def copy(self) -> Self:
         """An independent one that knows the same."""
         other = type(self)(self.depth, self._lacks.shape[1])

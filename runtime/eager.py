@@ -136,13 +136,26 @@ class EagerStepper:
         """See stepper.Stepper."""
         self._state = {**self._state, **{n: torch.from_numpy(a) for n, a in arrays.items()}}
 
-    def copy(self) -> EagerStepper:
-        """An independent stepper with a copy of the state that is written."""
-        other = type(self)(self._program, self._batch, self._device)
-        shared = {v.name for v in self._program.state if v.kept}
-        other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
+    def copy(self, rows: Ints | None = None) -> EagerStepper:
+        """See stepper.Stepper."""
+        count = self._batch if rows is None else rows.size
+        other = type(self)(self._program, count, self._device)
+        if rows is None:
+            shared = {v.name for v in self._program.state if v.kept}
+            other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
+        else:
+            other._state = self._of(rows)
         other._controls = self._controls
         return other
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See stepper.Stepper."""
+        self._state = self._of(rows)
+
+    def _of(self, rows: Ints) -> dict[str, Tensor]:
+        """A copy of the state of these rows [n]."""
+        pooled, index = {v.name for v in self._program.state if v.pooled}, self._tensor(rows)
+        return {n: t if n in pooled else t[index] for n, t in self._state.items()}
 
     @property
     def recurrent(self) -> bool:

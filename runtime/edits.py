@@ -24,6 +24,10 @@ class _Written(Companion):
         """See Companion."""
         self.log.note(tokens, positions)
 
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self.log.select(rows)
+
     def copy(self) -> Self:
         """See Companion."""
         return type(self)(self.log.copy())
@@ -103,6 +107,7 @@ class EditableSession(Session):
     def _set(self, row: int, length: int) -> None:
         self._lengths = self._lengths.copy()
         self._lengths[row] = length
+        self._kin = self._kin.rewound(self._lengths)
 
     def _moved(self, stepper: Stepper, after: Arrays, delta: int) -> Arrays:
         """Keys [G,S,D] rotated by `delta` positions; values as they are."""

@@ -9,6 +9,7 @@ import numpy as np
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints
+from accel.runtime.rows import Kin
 from accel.runtime.stepper import Arrays, Logits, Stepper, whole_tiles
 
 STEP = 256  # the KV buffers grow by this many slots
@@ -29,6 +30,7 @@ class Held:
         self._companions = companions
         self._room: list[int] = []  # slots of the buffers; none where they are new
         self._lengths: Ints = np.zeros(batch, np.int64)
+        self._kin = Kin(np.arange(batch), self._lengths)
         self._start_figures()
 
     def close(self) -> None:

@@ -84,6 +84,12 @@ class Keeper(Companion):
         other._memo = None
         return other
 
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self.base, self._calm, self._kept = self.base[rows], self._calm[rows], self._kept[:, rows]
+        self._queries = {name: queries[rows] for name, queries in self._queries.items()}
+        self._query_positions = self._query_positions[rows]
+
     def begin(self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any) -> None:
         """See Companion."""
         self._memo = self.copy()

@@ -34,6 +34,10 @@ class Log:
             more[:, : self.ids.shape[1]] = self.ids
             self.ids = more
 
+    def select(self, rows: Ints) -> None:
+        """Hold the tokens of these rows [n]."""
+        self.ids = self.ids[rows]
+
     def copy(self) -> Log:
         """One of its own."""
         other = Log(0)

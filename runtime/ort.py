@@ -29,11 +29,13 @@ from accel.runtime.ort_open import (
     check_controls,
     check_encode,
     check_state,
+    copied,
     grown,
     open_session,
     physical_cores,
 )
 from accel.runtime.prefill import forgettable
+from accel.runtime.rows import moved
 from accel.runtime.stepper import Arrays, Compression, Logits, alike
 from accel.runtime.tune import AUTO, Tuning, choose
 
@@ -305,27 +307,23 @@ class OrtStepper:
         """See stepper.Stepper."""
         self._buffers = {**self._buffers, **arrays}  # bound by the next resize
 
-    def copy(self) -> OrtStepper:
-        """An independent stepper with a copy of the state."""
+    def copy(self, rows: Ints | None = None) -> OrtStepper:
+        """See stepper.Stepper."""
         other = OrtStepper(
-            self._session, self._state, self._batch, self._vocab, self._encoder, self._tile,
-            self._other_entry,
-            self._controls,
+            self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
+            self._tile, self._other_entry, self._controls,
         )  # fmt: skip
-        if self._buffers:
-            shared = {v.name for v in self._state if v.kept}  # never written in place
-            copies = {
-                n: a if n in shared else aligned(a.shape, a.dtype.name)
-                for n, a in self._buffers.items()
-            }
-            for name, array in self._buffers.items():
-                if name not in shared:
-                    np.copyto(copies[name], array)
-            if len(copies) == len(self._state):
-                other._bind(copies)
-            else:
-                other._buffers = copies
+        copies = copied(self._state, self._buffers, rows)
+        if copies and len(copies) == len(self._state):
+            other._bind(copies)
+        else:
+            other._buffers = copies  # bound by the next resize
         return other
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See stepper.Stepper."""
+        if anew := moved(self._state, self._buffers, rows, slots):
+            self._bind({**self._buffers, **anew})
 
     @property
     def recurrent(self) -> bool:

@@ -18,6 +18,7 @@ from accel.ir.state import StateValue
 from accel.lowering.onnx.native import is_native, register
 from accel.runtime.artifact import Artifact
 from accel.runtime.depth import everything
+from accel.runtime.ints import Ints
 
 _ORT_TYPES = {
     "float32": "tensor(float)",
@@ -79,6 +80,20 @@ def grown(
     if old is not None:
         new[tuple(slice(n) for n in old.shape)] = old
     return new
+
+
+def copied(
+    state: tuple[StateValue, ...], buffers: dict[str, npt.NDArray[Any]], rows: Ints | None
+) -> dict[str, npt.NDArray[Any]]:
+    """State buffers of their own: of all rows, which share what is never written in place, or of `rows` [n]."""
+    found = dict(buffers)
+    for value in state:
+        if value.name in buffers and not value.pooled and not (value.kept and rows is None):
+            old = buffers[value.name]
+            count = len(old) if rows is None else rows.size
+            found[value.name] = aligned((count, *old.shape[1:]), old.dtype.name)
+            np.copyto(found[value.name], old if rows is None else old[rows])
+    return found
 
 
 def physical_cores() -> int:

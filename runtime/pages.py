@@ -45,6 +45,16 @@ class Pages(Companion):
         other.base, other.log = self.base.copy(), self.log.copy()
         return other
 
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        found = [list(self._rows[row]) for row in rows]
+        for blocks in found:
+            self.pool.share(blocks)
+        _release(self.pool, self._rows)
+        self._rows[:] = found
+        self.base = self.base[rows]
+        self.log.select(rows)
+
     def admit(
         self, stepper: Stepper, tokens: Ints, counts: Ints | None, lengths: Ints
     ) -> tuple[Ints, Ints | None, Ints] | None:

@@ -26,6 +26,12 @@ class _Saved:
     lengths: Ints
     state: Any
     pinned: bool = False  # what came before cannot be run again, so it goes last
+    rows: Ints | None = None  # which of its rows are those of the session [B]; None: its own
+
+    @property
+    def now(self) -> Any:
+        """The state of the session's rows."""
+        return self.state if self.rows is None else {name: array[self.rows] for name, array in self.state.items()}
 
 
 class Past(Companion):
@@ -59,7 +65,7 @@ class Past(Companion):
         for saved in reversed(self._saved):
             rows = back & (saved.lengths < _NEVER)
             if rows.any():
-                stepper.restore(saved.state, rows)
+                stepper.restore(saved.now, rows)
                 self._held[rows] = saved.lengths[rows]
                 back &= ~rows
         if back.any():
@@ -100,10 +106,18 @@ class Past(Companion):
         self._log.note(tokens, positions)
         self._held += (positions >= 0).sum(1)
 
+    def select(self, rows: Ints) -> None:
+        """See Companion. The copies of the state stay as they are until a row goes back to one."""
+        self._log.select(rows)
+        self._held = self._held[rows]
+        for saved in self._saved:
+            saved.lengths = saved.lengths[rows]
+            saved.rows = rows if saved.rows is None else saved.rows[rows]
+
     def copy(self) -> Self:
         """An independent past; the copies of the state, which nobody writes, are shared."""
         other = type(self)(len(self._held))
         other._log, other._held = self._log.copy(), self._held.copy()
-        other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned) for s in self._saved]
+        other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
         other._single, other._wide = self._single, self._wide
         return other

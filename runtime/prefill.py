@@ -118,6 +118,10 @@ class Pruner(Companion):
         other.dropped, other.ends = self.dropped.copy(), self.ends.copy()
         return other
 
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self.dropped, self.ends = self.dropped[:, rows], self.ends[rows]
+
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""
         return int(counts.max()) > min(plan.tokens for plan in self.plan)

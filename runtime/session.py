@@ -22,6 +22,7 @@ from accel.runtime.ints import Ints
 from accel.runtime.keeper import KvPlan
 from accel.runtime.pages import Pages
 from accel.runtime.prefill import filtered, in_segments
+from accel.runtime.rows import Kin, wanted_rows
 from accel.runtime.stepper import Logits, Stepper
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
@@ -49,11 +50,12 @@ class Session(Held):
         depth: Depth | None = None,
         tile: int = 1,
         kv: KvPlan | None = None,
-        prefill: tuple[Prefill, Callable[[], Stepper]] | None = None,
+        prefill: tuple[Prefill, Callable[[int], Stepper]] | None = None,
         pages: Pages | None = None,
     ):
         """`tile`: a graph call has a multiple of so many tokens, and of logits; padding is added. `kv`: how the cache
-        is compressed. `prefill`: what is done to prompts, and where an empty cache comes from. `pages`: shared blocks.
+        is compressed. `prefill`: what is done to prompts, and where an empty cache of so many rows comes from. `pages`:
+        shared blocks.
         """
         plan = None if prefill is None else prefill[0]
         super().__init__(stepper, batch, companions(stepper, batch, depth, kv, plan, pages), tile)
@@ -168,7 +170,7 @@ class Session(Held):
                     self._lengths = counts.copy()
                     return found[0]
             if plan.filter is not None and int(counts.max()) > plan.filter.tokens:
-                with closing(spare()) as other:
+                with closing(spare(self.batch)) as other:
                     tokens, lengths, calls = filtered(plan.filter, other, ids, counts, CHUNK)
                 self._count(calls, 0, start)
         logits = self._run(tokens, lengths, True, segments=None if first is None else first[0].segments)
@@ -200,7 +202,27 @@ class Session(Held):
         for one in self._companions:
             if one.rewind(stepper, wanted, self._lengths):
                 self._room = []
-        self._lengths = wanted
+        self._lengths, self._kin = wanted, self._kin.rewound(wanted)
+
+    def select(self, rows: Any) -> None:
+        """Let row i go on as what row rows[i] was: `rows` [n], any number of them, each any row or several times
+        the same. Of what rows that began as copies of one still share, nothing is copied. Raises InputError.
+        """
+        stepper = self._open()
+        chosen = wanted_rows(rows, self.batch)
+        if np.array_equal(chosen, np.arange(self.batch)):
+            return
+        if chosen.size != self.batch:
+            slots, self._stepper = None, stepper.copy(chosen)
+            stepper.close()
+        else:
+            slots = self._kin.slots(chosen, self._lengths, self._base)
+            stepper.move(chosen, slots)
+        for one in self._companions:
+            one.select(chosen)
+        self.batch, self._lengths = chosen.size, self._lengths[chosen]
+        if slots is None:
+            self._kin = Kin.copies(chosen, self._lengths)
 
     @property
     def length(self) -> int | list[int]:

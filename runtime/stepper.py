@@ -69,8 +69,11 @@ class Stepper(Protocol):
     def observed(self) -> dict[str, npt.NDArray[np.float32]]:
         """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
 
-    def copy(self) -> Stepper:
-        """An independent stepper with a copy of the state."""
+    def copy(self, rows: Ints | None = None) -> Stepper:
+        """An independent stepper with a copy of the state: of all rows, or of these [n]."""
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """Let each row i hold what row rows[i] does, [B]; they differ in these slots alone (None: anywhere)."""
 
     @property
     def alike(self) -> int | None:

@@ -99,12 +99,18 @@ class TritonStepper(EagerStepper):
         """See stepper.Stepper."""
         return {name: tensor.clone() for name, tensor in super().snapshot().items()}
 
-    def copy(self) -> EagerStepper:
-        """An independent stepper with a copy of the state."""
-        other = super().copy()
+    def copy(self, rows: Ints | None = None) -> EagerStepper:
+        """See stepper.Stepper."""
+        other = super().copy(rows)
         assert isinstance(other, TritonStepper)
         other._bind()
         return other
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See stepper.Stepper. In place: the buffers stay where they are."""
+        for name, tensor in self._of(rows).items():
+            if tensor is not self._state[name]:
+                self._state[name].copy_(tensor)
 
     def close(self) -> None:
         """Drop the state, and the graph over it."""

@@ -185,7 +185,7 @@ def compressed_and_pruned():
     """
     plan = KvPlan(Uniform(tokens_kept=4), Prompt(), {0: 1}, 2, False)
     prune = Prefill(stages=(Pick(2, 0, 1),))
-    live = session(Counts(), kv=plan, prefill=(prune, Counts))
+    live = session(Counts(), kv=plan, prefill=(prune, lambda batch: Counts()))
     keeper, pruner = live._companions
     keeper.base, keeper._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
     pruner.ends, pruner.dropped = np.array([4, 4]), np.array([[2, 2]])

@@ -1,0 +1,194 @@
+"""Rows that go on as other rows: what comes after is what each would have given alone, whatever a recipe keeps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import accel
+from accel.ir.errors import AccelError, InputError
+from accel.runtime.companion import Companion
+from accel.runtime.compiled import CompiledModel
+from accel.runtime.eager import EagerEngine
+from accel.runtime.rows import Kin
+from accel.runtime.small import small_model
+
+from .kv_case import evicting
+from .prefill_case import built, far
+from .test_abilities import CASES
+
+LENGTHS = [24, 17, 9]
+TURNS = [[2, 0, 0, 1], [1, 3, 2, 0], [0, 0, 1, 3], [3, 1, 0]]  # each then decodes NEW tokens
+NEW = 3
+
+
+@pytest.fixture(scope="module")
+def opened(stateful):
+    """opened(name) -> batch -> an empty session of a recipe; `name`: of CASES, with ":onnx" on that target."""
+    made = {}
+
+    def get(name):
+        case, _, target = name.partition(":")
+        tables, _ = CASES[case]
+        if name not in made and case == "mamba":
+            if target:
+                made[name] = accel.optimize(small_model(case), max_context=64, max_batch=4).session
+            else:
+                program = stateful(case)
+                made[name] = CompiledModel(EagerEngine(program), program.facts).session
+        elif name not in made and case == "falcon_h1":
+            made[name] = evicting(stateful(case), tables).session
+        elif name not in made:
+            made[name] = built("llama", target or "eager", tables=tables).session
+        return made[name]
+
+    return get
+
+
+def decoded(session, tokens):
+    """Logits [B,n,V] of tokens [B,n], one at a time."""
+    return np.concatenate([session.run(tokens[:, [i]]) for i in range(tokens.shape[1])], 1)
+
+
+def law(open_session, back=0):
+    """After each turn every row gives what it would alone. `back`: of a turn's tokens, how many are taken back before
+    the next.
+    """
+    rng = np.random.default_rng(5)
+    prompts = rng.integers(3, 50, (3, max(LENGTHS)))
+    alone = [open_session(1) for _ in LENGTHS]
+    for session, prompt, n in zip(alone, prompts, LENGTHS, strict=True):
+        session.prompt(prompt[None, :n])
+    with open_session(3) as session:
+        session.prompt(prompts, LENGTHS)
+        for rows in TURNS:
+            session.select(rows)
+            alone = [alone[row].fork() for row in rows]
+            tokens = rng.integers(3, 50, (len(rows), NEW))
+            got = decoded(session, tokens)
+            for row, one in enumerate(alone):
+                assert far(got[row], decoded(one, tokens[[row]])[0]) < 2e-3, (rows, row)
+            assert session.batch == len(rows)
+            assert session.lengths.tolist() == [one.length for one in alone]
+            for each in (session, *alone) if back else ():
+                each.rewind(each.lengths - back)
+
+
+EAGER = ["kivi-4", "h2o", "quest", "paged-prefix", "promptdistill", "unified-skip"]
+ONNX = ["base", "snapkv", "mamba"]
+
+
+@pytest.mark.parametrize("name", [*EAGER, *(f"{name}:onnx" for name in ONNX)])
+def test_rows_go_on_as_others(opened, name):
+    law(opened(name))
+
+
+@pytest.mark.parametrize("name", ["base:onnx", "mamba:onnx", "paged-prefix"])
+def test_rows_go_on_after_a_rewind(opened, name):
+    law(opened(name), back=2)
+
+
+STAY = {  # what a companion must take along, and a recipe in which it does
+    "Past": "mamba",
+    "Keeper": "h2o",
+    "Blocks": "kivi-4",
+    "Pages": "paged-prefix",
+    "Pruner": "promptdistill",
+    "_Written": "pie",
+    "Plans": "unified-skip",
+}
+
+
+def knowing(cls=Companion):
+    """The classes of companions that know something of each row."""
+    found = {c for sub in cls.__subclasses__() for c in (sub, *knowing(sub))}
+    return {c for c in found if c.__module__.startswith("accel.")}
+
+
+def test_every_companion_takes_its_rows_along():
+    assert {c.__name__ for c in knowing()} == set(STAY)
+    assert all(c.select is not Companion.select for c in knowing())
+
+
+@pytest.mark.parametrize("name", ["Past", "Keeper", "Blocks", "Pages", "Pruner"])
+def test_the_law_catches_a_companion_that_does_not(opened, name, monkeypatch):
+    (cls,) = (c for c in knowing() if c.__name__ == name)
+    monkeypatch.setattr(cls, "select", lambda self, rows: None)
+    with pytest.raises((AssertionError, IndexError, ValueError, AccelError)):
+        law(opened(STAY[name]), back=2 if name == "Past" else 0)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"slots": lambda self, rows, lengths, base: (int(self.upto.min()) + 2, int(lengths.max()))},
+        {"slots": lambda self, rows, lengths, base: (0, int(lengths.max()) - 1)},
+        {"rewound": lambda self, lengths: replace(self)},
+    ],
+    ids=["late", "short", "rewound"],
+)
+def test_the_law_catches_rows_that_share_less_than_they_are_said_to(opened, monkeypatch, broken):
+    for name, method in broken.items():
+        monkeypatch.setattr(Kin, name, method)
+    with pytest.raises(AssertionError):
+        law(opened("base:onnx"), back=2 if "slots" in broken else 0)
+        forgets(opened("base:onnx"))
+
+
+def forgets(open_session):
+    """Copies of a row that are taken back to before they were made share no more than is left."""
+    rng = np.random.default_rng(2)
+    prompt, new = rng.integers(3, 50, 12), rng.integers(3, 50, (2, 8))
+    with open_session(1) as session:
+        session.prompt([prompt])
+        session.select([0, 0])
+        session.rewind(4)
+        session.run(new)
+        session.select([1, 0])
+        got = session.run([[7], [8]])[:, 0]
+    for logits, row, token in zip(got, (1, 0), (7, 8), strict=True):
+        with open_session(1) as one:
+            assert far(logits, one.run([[*prompt[:4], *new[row], token]])[0, -1]) < 2e-3
+
+
+def test_copies_taken_back_to_before_they_were_made(opened):
+    forgets(opened("base:onnx"))
+
+
+def test_what_rows_share_is_not_copied(opened):
+    """Copies of one row differ in what came since; a fork knows that too."""
+    with opened("base")(1) as session:
+        session.prompt([np.arange(3, 30)])
+        session.select([0, 0, 0])
+        session.run([[4], [5], [6]])
+        session.run([[7], [8], [9]])
+        with session.fork() as other:
+            for live in (session, other):
+                assert live._kin.slots(np.array([1, 0, 2]), live.lengths, 0) == (27, 29)
+        session.rewind([20, 28, 29])
+        assert session._kin.slots(np.array([0, 2, 1]), session.lengths, 0) == (27, 29)
+        assert session._kin.slots(np.array([1, 0, 2]), session.lengths, 0) == (20, 28)
+        session.select([2, 0])
+        assert session._kin.slots(np.array([1, 0]), session.lengths, 0) is None
+
+
+def test_a_fork_keeps_its_rows(opened):
+    with opened("base:onnx")(1) as session:
+        session.prompt([np.arange(3, 30)])
+        with session.fork() as other:
+            session.select([0, 0])
+            assert (session.batch, other.batch) == (2, 1)
+            assert far(other.run([[5]])[0], session.run([[5], [6]])[0]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [([2], "rows: 2 is no row; this session has rows 0..1"), ([-1], "-1 is no row"), ([], "rows have shape .0."),
+     ([[0]], "rows have shape .1, 1."), ([0.5], "rows: float64 is not an integer type")],
+)  # fmt: skip
+def test_rows_that_are_none(opened, rows, words):
+    with opened("base")(2) as session:
+        session.run([[4, 5], [6, 7]])
+        with pytest.raises(InputError, match=words):
+            session.select(rows)
+        assert session.batch == 2 and session.lengths.tolist() == [2, 2]
