@@ -1,6 +1,9 @@
-"""The nodes of a tree as it grows."""
+"""The nodes of a tree as it grows, and where they come from."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -13,58 +16,63 @@ PART = 64  # tokens of which only the largest weight is looked at, at first
 
 
 class Nodes:
-    """Children drawn with `draw`, or chosen without."""
+    """In the order in which they came: parents before children, siblings as they were picked."""
 
-    def __init__(self, draw: Draw | None):
+    def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
-        self._draw = draw
         self._rows: list[int] = []
         self._laws: list[Distribution] = []
 
-    def add(self, parent: int, guess: Distribution | Ints, count: int) -> list[int]:
-        """Up to `count` children of a node, fewer where no more have any probability: the nodes."""
-        row = -1
-        if not isinstance(guess, Distribution):
-            tokens = [t for t in guess[:count].tolist() if t >= 0]
-        elif self._draw is None:
-            tokens = likeliest(guess, count)[0].tolist()
-        else:
-            tokens, row = children(guess, count, self._draw), len(self._laws)
-            self._laws.append(guess)
-        first = len(self.tokens)
+    def add(self, parent: int, tokens: Sequence[int], law: Distribution | None = None) -> range:
+        """The children of a node, drawn from a law or (None) chosen."""
+        first, row = len(self.tokens), -1
+        if law is not None and tokens:
+            row = len(self._laws)
+            self._laws.append(law)
         self.tokens += tokens
         self.parents += [parent] * len(tokens)
         self._rows += [row] * len(tokens)
-        return list(range(first, len(self.tokens)))
+        return range(first, len(self.tokens))
 
-    def tree(self) -> Tree:
-        """What has grown."""
-        tokens, parents = np.array(self.tokens, np.int64), np.array(self.parents, np.int64)
+    def tree(self, kept: Sequence[int] | None = None) -> Tree:
+        """Of these nodes, in rising order, or of all. With a node its parent and its earlier siblings stay."""
+        tokens, parents, rows = np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self._rows)
+        if kept is not None:
+            place = np.full(tokens.size + 1, -1)  # of ROOT, the last: ROOT
+            place[kept] = np.arange(len(kept))
+            tokens, parents, rows = tokens[kept], place[parents[kept]], rows[kept]
         if not self._laws:
             return Tree(tokens, parents)
         width = 1 + max(int(law.tokens[-1]) for law in self._laws)
-        return Tree(tokens, parents, np.stack([law.dense(width) for law in self._laws]), np.array(self._rows))
+        return Tree(tokens, parents, np.stack([law.dense(width) for law in self._laws]), rows)
 
 
-def children(law: Distribution, count: int, draw: Draw) -> list[int]:
-    """Up to `count` tokens of a distribution without replacement, in the order of drawing."""
-    drawn: list[int] = []
-    left = law.weights
-    while len(drawn) < count and left.any():
-        drawn.append(draw(Distribution(law.tokens, left, law.random)))
-        left = left.copy()
-        left[law.tokens.searchsorted(drawn[-1])] = 0
-    return drawn
-
-
-def likeliest(law: Distribution, count: int) -> tuple[Ints, npt.NDArray[np.float64]]:
-    """The up to `count` tokens of a distribution that have most probability, and that; the first is the likeliest, the
-    lower id among equals.
+def drawn(law: Distribution, draw: Draw) -> Iterator[tuple[int, float]]:
+    """Tokens without replacement, as long as any is left that has probability, and the probability of each among
+    what was left.
     """
+    left = law.weights
+    while left.any():
+        rest = Distribution(law.tokens, left, law.random)
+        token = draw(rest)
+        yield token, rest.of(token)
+        left = left.copy()
+        left[law.tokens.searchsorted(token)] = 0
+
+
+def likeliest(law: Distribution, count: int) -> tuple[list[int], npt.NDArray[np.float64]]:
+    """The up to `count` tokens that have most probability, the lower id first among equals, and their probabilities."""
     places = top(law.weights[None], min(count, law.tokens.size))[0]
     places = places[law.weights[places] > 0]
-    return law.tokens[places], law.weights[places] / law.total
+    return law.tokens[places].tolist(), law.weights[places] / law.total
+
+
+def children(guess: Distribution, count: int, draw: Draw | None) -> list[int]:
+    """Up to `count` tokens of a distribution: drawn, or the likeliest."""
+    if draw is None:
+        return likeliest(guess, count)[0]
+    return [token for token, _ in islice(drawn(guess, draw), count)]
 
 
 def top(values: npt.NDArray[np.floating], count: int) -> Ints:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from accel.runtime.costs import Costs
-from accel.runtime.tree import LEVEL, Base, Draw, Growth, Level, Shape
-from accel.runtime.tree._nodes import Nodes
+from accel.runtime.tree import Base, Draw, Growth, Shape
+from accel.runtime.tree._shaped import shaped
 
 
 @dataclass(frozen=True)
@@ -21,9 +19,4 @@ class Chain(Base, Shape):
         return self
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
-        nodes, level = Nodes(draw), LEVEL
-        for node in range(limit):
-            if (guesses := (yield level)) is None or not nodes.add(node - 1, guesses[0], 1):
-                break
-            level = Level(np.array(nodes.tokens[-1:]), np.array([node]))
-        return nodes.tree()
+        return shaped([[node + 1] for node in range(limit)] + [[]], draw)

@@ -1,0 +1,72 @@
+"""Trees of a form that is known before: how it is written, made of rates, and grown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from accel.runtime.ints import Ints
+from accel.runtime.tree import LEVEL, ROOT, Draw, Growth, Level
+from accel.runtime.tree._nodes import Nodes, children
+
+Path = tuple[int, ...]  # a node as ranks from the root on: (0,) the first child of it, (0, 1) the second one of that
+Form = Sequence[Sequence[int]]  # the children of each node, the root the first
+
+
+def formed(paths: Sequence[Path]) -> Form:
+    """The form of paths; each one's parent and its sibling of the rank before come before it."""
+    place = {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
+    form: list[list[int]] = [[] for _ in place]
+    for path in paths:
+        form[place[path[:-1]]].append(place[path])
+    return form
+
+
+def likely(rates: Sequence[float], count: int, depth: int) -> list[Path]:
+    """The `count` paths that stand most likely, at most so deep, the likeliest first, where `rates` say how often the
+    child of each rank does, none more often than the one before. So any number of the first ones is the best form
+    of that size.
+    """
+    paths: list[Path] = []
+    # Less how often a node stands, its level (of equals the less deep), how often its parent does.
+    heap: list[tuple[float, int, Path, float]] = [(-rates[0], 1, (0,), 1.0)]
+    while heap and len(paths) < count:
+        value, level, path, above = heappop(heap)
+        paths.append(path)
+        if (rank := path[-1] + 1) < len(rates):
+            heappush(heap, (-above * rates[rank], level, (*path[:-1], rank), above))
+        if level < depth:
+            heappush(heap, (value * rates[0], level + 1, (*path, 0), -value))
+    return paths
+
+
+def shaped(form: Form, draw: Draw | None) -> Growth:
+    """Grow a tree of that form, less what has no probability."""
+    nodes, level, expanded = Nodes(), LEVEL, 0
+    open_ = [(0, ROOT)] if form[0] else []  # nodes to expand: in the form, and in the tree
+    while open_:
+        guesses = yield level
+        if guesses is None:
+            break
+        rows = guesses.tolist() if isinstance(guesses, np.ndarray) else guesses
+        below, parents = [], []
+        for number, ((place, node), guess) in enumerate(zip(open_, rows, strict=True), expanded):
+            wanted = form[place]
+            if isinstance(guess, list):
+                added = nodes.add(node, [token for token in guess[: len(wanted)] if token >= 0])
+            else:
+                added = nodes.add(node, children(guess, len(wanted), draw), None if draw is None else guess)
+            for child, new in zip(wanted, added, strict=False):
+                if form[child]:
+                    below.append((child, new))
+                    parents.append(number)
+        expanded += len(open_)
+        open_ = below
+        level = Level(_ints([nodes.tokens[new] for _, new in open_]), _ints(parents))
+    return nodes.tree()
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, np.int64)

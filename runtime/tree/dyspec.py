@@ -1,0 +1,101 @@
+"""DySpec (arXiv:2410.11744): a tree grown at run time where the drafter's probabilities say that most tokens will
+stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from accel.ir.errors import RecipeError
+from accel.runtime.costs import Costs
+from accel.runtime.sample import Distribution
+from accel.runtime.tree import LEVEL, ROOT, Base, Draw, Growth, Level, Shape, Tree
+from accel.runtime.tree._nodes import Nodes, drawn, likeliest
+
+
+@dataclass(frozen=True)
+class Dyspec(Base, Shape):
+    """`threshold`: least value of a node; `depth`: most levels, each a call of the drafter. Of all nodes those with the
+    largest values are kept: chosen ones by the product of the probabilities on their path; drawn ones by how likely a
+    rule gets to try them, which is settled before they are drawn.
+    """
+
+    threshold: float = 0.02
+    depth: int = 8
+
+    ranked = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < 1:
+            raise RecipeError(f"tree.dyspec: threshold is {self.threshold}; give 0 or more, below 1")
+        if self.depth < 1:
+            raise RecipeError(f"tree.dyspec: depth is {self.depth}; give at least 1")
+
+    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
+        return self
+
+    def grow(self, limit: int, draw: Draw | None = None) -> Growth:
+        found, level, expanded = _Found(limit, self.threshold, draw), LEVEL, 0
+        open_ = [ROOT] if limit else []
+        for _ in range(self.depth):
+            if not open_ or (guesses := (yield level)) is None:
+                break
+            number = {node: expanded + i for i, node in enumerate(open_)}
+            expanded += len(open_)
+            first = len(found.nodes.tokens)
+            for node, guess in zip(open_, guesses, strict=True):
+                assert isinstance(guess, Distribution), "assembled with a drafter that gives tokens in order only"
+                found.expand(node, guess)
+            open_ = [node for node in found.kept() if node >= first]
+            tokens, parents = found.nodes.tokens, found.nodes.parents
+            level = Level(np.array([tokens[n] for n in open_]), np.array([number[parents[n]] for n in open_]))
+        return found.tree()
+
+
+@dataclass
+class _Found:
+    """Nodes so far, each with its value, which is never larger than its parent's or an earlier sibling's, and with
+    the share of what stands that goes through it.
+    """
+
+    limit: int
+    threshold: float
+    draw: Draw | None
+    nodes: Nodes = field(default_factory=Nodes)
+    values: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+
+    def expand(self, node: int, guess: Distribution) -> None:
+        """Add the children that may be kept."""
+        share = 1.0 if node == ROOT else self.shares[node]
+        if self.draw is None:
+            best, probabilities = likeliest(guess, self.limit)
+            values = share * probabilities
+            count = int((values >= self._least()).sum())
+            self.values += values[:count].tolist()
+            self.shares += values[:count].tolist()
+            self.nodes.add(node, best[:count])
+            return
+        tokens, least, source = list[int](), self._least(), drawn(guess, self.draw)
+        while share >= least and len(tokens) < self.limit and (found := next(source, None)) is not None:
+            tokens.append(found[0])
+            self.values.append(share)  # before the token is known
+            self.shares.append(share * found[1])
+            share *= 1 - found[1]
+        self.nodes.add(node, tokens, guess)
+
+    def kept(self) -> list[int]:
+        """The nodes of the largest values, in rising order; of equal ones those that came first."""
+        order = np.argsort(-np.array(self.values), kind="stable")[: self.limit]
+        return sorted(order.tolist())
+
+    def tree(self) -> Tree:
+        return self.nodes.tree(self.kept())
+
+    def _least(self) -> float:
+        """What a node has to be worth to be kept, as far as is known."""
+        if len(self.values) < self.limit:
+            return self.threshold
+        return max(self.threshold, float(np.sort(self.values)[-self.limit]))
