@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel.runtime.costs import Costs
-from accel.runtime.loop import Row
+from accel.runtime.loop import STAGES, Row
 from accel.runtime.session import Session
 from accel.runtime.text import StopMatcher, Tokenizer
 from accel.runtime.tune import Tuning
@@ -116,13 +116,12 @@ class Meter:
         token; kv_bytes: largest state of a group; peak_memory: of the process, bytes; kernels: the
         variant of the step; costs: c(T)/c(1) of a call of T tokens, None where `CompiledModel.costs`
         was never asked for on this machine; speculation: tokens drafted, those of them accepted, rounds of a
-        row with a draft, and steps of a row without one because drafts did not pay (fallback), None where
-        the loop drafts none; finish: why each row ended.
+        row with a draft, steps of a row without one because drafts did not pay (fallback), for each place of a
+        draft how many tokens were tested there and how many of them stood (by_place), and the seconds that went
+        into drafts, into calls and into the rest (draft, verify, host), None where the loop drafts none; finish:
+        why each row ended.
         """
         tokens = sum(len(row.tokens) for row in rows)
-        drafting = Counter[str]()
-        for row in rows:
-            drafting.update(row.drafting)
         return {
             "calls": self.calls,
             "tokens": tokens,
@@ -136,9 +135,29 @@ class Meter:
             "peak_memory": peak_memory(),
             "kernels": self.tuning.kernels if self.tuning else None,
             "costs": self.costs.ratios if self.costs else None,
-            "speculation": dict(drafting) or None,
+            "speculation": speculation(rows),
             "finish": [row.finish for row in rows],
         }
+
+
+def speculation(rows: list[Row]) -> dict[str, Any] | None:
+    """As in `Meter.stats`."""
+    figures, drafts, seconds = Counter[str](), Counter[tuple[int, int]](), dict.fromkeys(STAGES, 0.0)
+    for row in rows:
+        figures.update(row.drafting)
+        drafts.update(row.drafts)
+        for stage, spent in row.seconds.items():
+            seconds[stage] += spent
+    if not figures:
+        return None
+    places: list[list[int]] = []
+    for (drafted, stood), count in drafts.items():
+        tested = min(drafted, stood + 1)
+        places += [[0, 0] for _ in range(tested - len(places))]
+        for place in range(tested):
+            places[place][0] += count
+            places[place][1] += count * (place < stood)
+    return {**figures, "by_place": places, "seconds": seconds}
 
 
 class Stream:

@@ -18,7 +18,7 @@ from .draft_case import plain, rows_of, speculated
 from .kv_case import table
 from .prefill_case import built
 
-NAMES = ("iad", "prompt-lookup")
+NAMES = ("iad", "prompt-lookup", "cost-optimal", "hf-assist")
 CASES = {
     "base": {},
     "kv-int8": {"kv.codec": {"use": "kv-int8"}},
@@ -79,6 +79,11 @@ def test_what_repeats_is_read_in_fewer_calls(exactly):
         assert out.stats["calls"] <= 61 and figures["accepted"] <= figures["drafted"]
         assert out.stats["calls"] + figures["accepted"] == 60
         fewest = min(fewest, out.stats["calls"] / 60)
+        (tested, stood), *_ = places = figures["by_place"] or [[0, 0]]
+        assert tested == figures["rounds"] and sum(s for _, s in places) == figures["accepted"]
+        assert all(t <= s for (t, _), (_, s) in zip(places[1:], places, strict=False)), "those before stood"
+        assert stood <= tested and set(figures["seconds"]) == {"draft", "verify", "host"}
+        assert 0 < sum(figures["seconds"].values()) < out.stats["decode_seconds"] + out.stats["prefill_seconds"]
     assert fewest < 1
 
 

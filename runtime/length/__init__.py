@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Base", "Pace"]
+__all__ = ["Base", "Pace", "Price", "unpriced"]
+
+Price = Callable[[int], float]  # tokens drafted -> what the round costs, in plain steps, as far as it is known by then
+
+
+def unpriced(drafted: int) -> float:
+    """Where nothing was measured: a call of several tokens for one of one."""
+    return 1.0
 
 
 class Pace(ABC):
@@ -32,5 +40,5 @@ class Base(ABC):
     """A method: a frozen dataclass whose fields are its options, shared by all rows."""
 
     @abstractmethod
-    def begin(self) -> Pace:
+    def begin(self, price: Price) -> Pace:
         """For a new row; a method that remembers nothing is its own."""

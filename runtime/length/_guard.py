@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from accel.runtime.costs import Costs
+from accel.runtime.length._odds import Odds
 
 MOST = 31  # tokens of a draft whose call the costs are known for
 TRIAL = 4  # rounds that are tried before they are judged
@@ -12,7 +14,6 @@ LOSS = 3.0  # plain steps that a trial may lose before it is judged
 REST, LONGEST = 16, 256  # steps without drafts after a trial that did not pay; twice as many after each further one
 SHARE = 0.03  # of the steps: more than that trials do not lose
 FADE = 0.8  # what a round weighs after each later one
-BELIEF = 4.0, 5.0  # tokens that stood, and that were tested, before any was: what a first draft goes by
 
 
 class Guard:
@@ -27,21 +28,27 @@ class Guard:
     def __init__(self, costs: Costs, batch: int, effort: float = 0.0):
         plain = _cost(costs, batch)
         self._costs = [_cost(costs, batch * width) / plain for width in range(1, MOST + 2)]
-        self._stood = self._tested = 0.0
+        self._odds = Odds(FADE)
         self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
         self._pause = REST
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
-        if effort and max(map(self._speed, range(1, MOST + 1))) < 1:
+        if effort and not self._odds.best(self.cost, 0, MOST):
             self._resting = self._pause = LONGEST
 
     @property
     def limit(self) -> int:
-        """The draft that gives most tokens for its cost, where each token stands as likely as lately
-        (arXiv:2211.17192); 0 while drafting does not pay.
+        """The draft that gives most tokens for its cost, where tokens stand as likely as lately; 0 while drafting
+        does not pay.
         """
-        return 0 if self._resting else max(range(1, MOST + 1), key=self._speed)
+        return 0 if self._resting else self._odds.best(self.cost, 1, MOST)
+
+    def cost(self, drafted: int) -> float:
+        """Of a round that drafts so many tokens for each row, in plain steps; the call alone where the drafter's
+        time is not known yet.
+        """
+        return self._costs[min(drafted, MOST)] + self._effort * drafted
 
     def rest(self) -> None:
         """A step went by without a draft."""
@@ -52,14 +59,14 @@ class Guard:
                 self._rounds, self._given, self._spent = 0, 0.0, 0.0
 
     def observe(
-        self, tokens: float, width: int, drafted: int, stood: int, again: int, drafting: float = 0.0
+        self, tokens: float, drafts: Sequence[tuple[int, int]], again: int, drafting: float = 0.0
     ) -> None:
-        """A round's call of `width` tokens gave each row that ran so many `tokens`; of those `drafted` in all
-        rows, `stood` stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the
-        drafter's time, the call's being 1.
+        """A round gave each row that ran so many `tokens`; of what rows drafted, how many tokens and how many of them
+        stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the drafter's time, the
+        call's being 1.
         """
-        self._stood = FADE * self._stood + stood
-        self._tested = FADE * self._tested + min(drafted, stood + 1)
+        self._odds.observe(drafts)
+        width = 1 + max(drafted for drafted, _ in drafts)
         cost = self._costs[width - 1]
         if self._rounds:  # in a trial's first, a drafter catches up
             self._drafted = FADE * self._drafted + width - 1
@@ -81,11 +88,6 @@ class Guard:
     def _effort(self) -> float:
         """Of a drafted token, in plain steps."""
         return self._drafting / self._drafted
-
-    def _speed(self, drafted: int) -> float:
-        share = (self._stood + BELIEF[0]) / (self._tested + BELIEF[1])
-        cost = self._costs[drafted] + self._effort * drafted
-        return (1 - share ** (drafted + 1)) / (1 - share) / cost
 
 
 def _cost(costs: Costs, tokens: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Base, Pace
+from accel.runtime.length import Base, Pace, Price
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Fixed(Base, Pace):
         if self.tokens < 1:
             raise RecipeError(f"length.fixed: tokens is {self.tokens}; give at least 1")
 
-    def begin(self) -> Pace:
+    def begin(self, price: Price) -> Pace:
         return self
 
     def limit(self) -> int:

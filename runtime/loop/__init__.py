@@ -20,6 +20,9 @@ from accel.runtime.session import Session
 __all__ = ["Base", "Row", "Setting", "chosen", "prompted"]
 
 
+STAGES = ("draft", "verify", "host")  # where a round's time goes: drafters, calls of the model, all else
+
+
 class Row:
     """One sequence being decoded: what it has, how it picks tokens, when it ends. The same for
     every loop.
@@ -47,6 +50,8 @@ class Row:
         self.rng = rng
         self.tokens: list[int] = []
         self.drafting = Counter[str]()  # figures of a loop that drafts
+        self.drafts = Counter[tuple[int, int]]()  # of chains: tokens drafted, and how many of them stood
+        self.seconds: dict[str, float] = {}  # of a group's drafts, on its first row: stage -> time
         self.finish = "" if room > 0 else "context"
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
         self._room = room

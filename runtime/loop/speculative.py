@@ -17,9 +17,9 @@ from accel.ir.errors import InputError
 from accel.runtime.companion import Abilities
 from accel.runtime.draft import Drafters
 from accel.runtime.ints import Ints
-from accel.runtime.length import Pace
+from accel.runtime.length import Pace, unpriced
 from accel.runtime.length._guard import Guard
-from accel.runtime.loop import Base, Row, Setting, prompted
+from accel.runtime.loop import STAGES, Base, Row, Setting, prompted
 from accel.runtime.session import CHUNK, Session
 from accel.runtime.stepper import Logits
 from accel.runtime.tree import Tree
@@ -85,14 +85,16 @@ class _Rounds:
         self._session, self._rows = session, rows
         self._reach = reach(session.abilities)
         self._draft, self._rule = setting.methods["draft"], setting.methods["verify"]
-        self._paces: list[Pace] = [setting.methods["length"].begin() for _ in rows]
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
         self._drafters: Drafters = self._draft.open(session, rows, setting)
         effort, costs = self._drafters.effort, setting.costs
         self._guard = None if costs is None else Guard(costs, session.batch, effort)
+        price = unpriced if self._guard is None else self._guard.cost
+        self._paces: list[Pace] = [setting.methods["length"].begin(price) for _ in rows]
         self._drafting = 0.0  # the drafters' time of this round, in seconds
+        self._drafts: list[tuple[int, int]] = []  # of this round: tokens drafted, and those that stood
 
     def close(self) -> None:
         """Free what the drafters hold."""
@@ -106,6 +108,7 @@ class _Rounds:
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         limit = self._reach if self._guard is None else min(self._reach, self._guard.limit)
+        self._drafts = []
         start = perf_counter()
         trees = self._drafted(limit)
         held, taken = self._session.lengths, np.zeros(len(self._rows), np.int64)
@@ -119,11 +122,21 @@ class _Rounds:
             if back := bool((held + taken < self._session.lengths).any()):
                 self._session.rewind(held + taken)
         self._weigh(trees, taken, back, self._drafting / max(call, 1e-9))
+        self._clock(self._drafting, call, perf_counter() - start)
         return [(i, token) for i in trees for token in self._rows[i].tokens[-int(taken[i]) :]]
+
+    def _clock(self, draft: float, verify: float, whole: float) -> None:
+        """Seconds of a round, noted on the first row for all."""
+        seconds = self._rows[0].seconds
+        for stage, spent in zip(STAGES, (draft, verify, whole - draft - verify), strict=True):
+            seconds[stage] = seconds.get(stage, 0.0) + spent
 
     def _drafted(self, limit: int) -> dict[int, Tree]:
         """What each row that runs is to have checked. Raises InputError where that cannot be."""
-        limits = {i: min(limit, self._paces[i].limit(), self._rows[i].left - 1) for i in self.live}
+        limits = {i: min(limit, self._paces[i].limit()) for i in self.live}
+        for i, most in limits.items():
+            self._rows[i].drafting["fallback"] += most < 1
+        limits = {i: min(most, self._rows[i].left - 1) for i, most in limits.items()}
         limits = {i: most for i, most in limits.items() if most > 0}
         found = self._drafters.draft(limits, self._more) if limits else {}
         for i, tree in found.items():
@@ -174,6 +187,8 @@ class _Rounds:
         if len(tree):
             stood = min(len(verdict.path), taken)
             self._paces[i].observe(len(tree), stood)
+            row.drafts[len(tree), stood] += 1
+            self._drafts.append((len(tree), stood))
             row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return taken
 
@@ -181,14 +196,8 @@ class _Rounds:
         """Tell the guard what the round gave; `drafting`: the drafters' time, the call's being 1."""
         if self._guard is None:
             return
-        drafted = sum(map(len, trees.values()))
-        if not drafted:
-            if not self._guard.limit:
-                for i in trees:
-                    self._rows[i].drafting["fallback"] += 1
+        if not self._drafts:
             self._guard.rest()
             return
         again = int(taken.max()) if back and not self._session.abilities.free_rewind else 0
-        width = 1 + max(map(len, trees.values()))
-        stood = sum(min(int(taken[i]), len(tree)) for i, tree in trees.items())
-        self._guard.observe(float(taken.sum()) / len(trees), width, drafted, stood, again, drafting)
+        self._guard.observe(float(taken.sum()) / len(trees), self._drafts, again, drafting)

@@ -15,15 +15,15 @@ def test_a_guard_goes_by_tokens_and_costs():
         first[each] = guard.limit
         for i in range(TRIAL):
             limit = guard.limit
-            guard.observe(tokens=1 + i % 2 * limit, width=1 + limit, drafted=limit, stood=i % 2 * limit, again=0)
+            guard.observe(1 + i % 2 * limit, [(limit, i % 2 * limit)], again=0)
         assert (guard.limit == 0) == rests
     assert first[1.0] < first[0.1], "cheap tokens are drafted further"
     cheap = Guard(Costs((1, 32), (1.0, 1.0)), 1)
     for fell, limit in ((0, 31), (31, 31)):
-        cheap.observe(1, 32, 31, 31 - fell, 0)
+        cheap.observe(1, [(31, 31 - fell)], 0)
         assert cheap.limit == limit, "all that costs nothing is drafted"
     for _ in range(3):
-        guard.observe(5, 2, 1, 0, 0)
+        guard.observe(5, [(1, 0)], 0)
     assert 1 <= guard.limit < first[0.1], "less where less stands"
 
 
@@ -31,7 +31,7 @@ def test_what_has_to_run_again_is_paid_for():
     for again, rests in ((0, False), (3, True)):
         guard = Guard(Costs((1, 32), (1.0, 1.0)), 1)
         for _ in range(TRIAL):
-            guard.observe(tokens=1.5, width=4, drafted=3, stood=1, again=again)
+            guard.observe(1.5, [(3, 1)], again)
         assert (guard.limit == 0) == rests
 
 
@@ -45,7 +45,7 @@ def trials(efforts, stands, steps, told=0.0):
             stood = min(limit, int(rng.geometric(1 - stands)) - 1)
             time += 1 + efforts * limit
             given += 1 + stood
-            guard.observe(1 + stood, 1 + limit, limit, stood, 0, efforts * limit)
+            guard.observe(1 + stood, [(limit, stood)], 0, efforts * limit)
         else:
             time, given = time + 1, given + 1
             guard.rest()

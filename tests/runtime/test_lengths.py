@@ -17,7 +17,7 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
     found = {tuple(p): row.tokens for p, row in zip(group, rows, strict=True)}
 
     class Stops(Fixed):
-        def begin(self):
+        def begin(self, price):
             return Stops()
 
         def more(self, logits, token):

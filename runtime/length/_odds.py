@@ -1,0 +1,46 @@
+"""How likely a drafted token stands, by its place in the draft, and which draft gives most tokens for its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+PRIOR, WEIGHT = 0.8, 5.0  # the chance that a first draft goes by, and the tokens that it counts for
+
+
+class Odds:
+    """Counted over drafts, each weighing `fade` of what the next one does. A place that was tested little goes by
+    the place before it, as tokens of a draft are much alike.
+    """
+
+    def __init__(self, fade: float):
+        self._fade = fade
+        self._stood: list[float] = []  # by place
+        self._tested: list[float] = []
+
+    def observe(self, drafts: Iterable[tuple[int, int]]) -> None:
+        """Drafts of one round: how many tokens each had, how many of them stand."""
+        self._stood = [self._fade * n for n in self._stood]
+        self._tested = [self._fade * n for n in self._tested]
+        for drafted, stood in drafts:
+            tested = min(drafted, stood + 1)
+            more = [0.0] * (tested - len(self._tested))
+            self._stood += more
+            self._tested += more
+            for place in range(tested):
+                self._tested[place] += 1
+                self._stood[place] += place < stood
+
+    def expected(self, most: int) -> list[float]:
+        """Tokens that a round gives which drafts 0, 1, … `most` (arXiv:2211.17192, its chance by place)."""
+        found, chance, all_stand = [1.0], PRIOR, 1.0
+        for place in range(most):
+            if place < len(self._tested):
+                chance = (self._stood[place] + WEIGHT * chance) / (self._tested[place] + WEIGHT)
+            all_stand *= chance
+            found.append(found[-1] + all_stand)
+        return found
+
+    def best(self, cost: Callable[[int], float], least: int, most: int) -> int:
+        """The draft of `least` to `most` tokens that gives most for its cost, the shortest of equals."""
+        expected = self.expected(most)
+        return max(range(least, most + 1), key=lambda drafted: expected[drafted] / cost(drafted))

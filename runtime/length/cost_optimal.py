@@ -1,0 +1,50 @@
+"""The draft that gives most tokens for its time: the chance of each place, as it was lately, against what calls of this
+machine and the drafter cost (arXiv:2211.17192; by place, as trees do, arXiv:2402.12374).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.errors import RecipeError
+from accel.runtime.length import Base, Pace, Price
+from accel.runtime.length._guard import LONGEST
+from accel.runtime.length._odds import Odds
+
+
+@dataclass(frozen=True)
+class CostOptimal(Base):
+    """Drafts of up to `most` tokens. None where that gives most; a token is then tried after a pause, twice as long
+    each time that it falls. `fade`: what a draft weighs after each later one.
+    """
+
+    most: int = 31
+    fade: float = 0.95
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise RecipeError(f"length.cost-optimal: most is {self.most}; give at least 1")
+        if not 0 < self.fade <= 1:
+            raise RecipeError(f"length.cost-optimal: fade is {self.fade}; give more than 0, and 1 at most")
+
+    def begin(self, price: Price) -> Pace:
+        return _Pace(self, price)
+
+
+class _Pace(Pace):
+    def __init__(self, of: CostOptimal, price: Price):
+        self._most, self._price = of.most, price
+        self._odds = Odds(of.fade)
+        self._pause = self._left = 1  # rounds without a draft: in a row, and to come
+
+    def limit(self) -> int:
+        if best := self._odds.best(self._price, 0, self._most):
+            return best
+        self._left -= 1
+        return 0 if self._left else 1
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        self._odds.observe([(drafted, accepted)])
+        if not self._left:
+            self._pause = 1 if accepted else min(2 * self._pause, LONGEST)
+        self._left = self._pause

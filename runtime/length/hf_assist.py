@@ -1,0 +1,79 @@
+"""The lengths of transformers' assisted generation: a number that follows what stood, and a stop where the drafter is
+unsure, by a threshold that follows it too (huggingface.co/blog/dynamic_speculation_lookahead).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import RecipeError, unknown
+from accel.runtime.length import Base, Pace, Price
+
+SCHEDULES = ("constant", "heuristic")
+ENOUGH, KEPT = 5, 1000  # tokens that a threshold is found by: more than, and the newest of
+MISSED = 3  # what a draft ended too early costs, where one that went on in vain costs 1
+
+
+@dataclass(frozen=True)
+class HfAssist(Base):
+    """Drafts of up to `tokens`; with schedule "heuristic" of two more after each that stood whole, of one less after
+    any other. A drafter that chooses by logits stops after a token less likely than `threshold` (0: never).
+    """
+
+    tokens: int = 20
+    schedule: str = "constant"
+    threshold: float = 0.4
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise RecipeError(f"length.hf-assist: tokens is {self.tokens}; give at least 1")
+        if self.schedule not in SCHEDULES:
+            raise RecipeError(unknown("length.hf-assist schedule", self.schedule, SCHEDULES))
+        if not 0 <= self.threshold <= 1:
+            raise RecipeError(f"length.hf-assist: threshold is {self.threshold}; give a probability, 0 to 1")
+
+    def begin(self, price: Price) -> Pace:
+        return _Pace(self)
+
+
+class _Pace(Pace):
+    def __init__(self, of: HfAssist):
+        self._tokens, self._adapts = of.tokens, of.schedule == "heuristic"
+        self.threshold = of.threshold
+        self._asked: list[float] = []  # how likely this draft's tokens were
+        self._known: deque[tuple[float, bool]] = deque(maxlen=KEPT)  # how likely a token was, and whether it stood
+
+    def limit(self) -> int:
+        return self._tokens
+
+    def more(self, logits: npt.NDArray[np.float32], token: int) -> bool:
+        if not self.threshold:
+            return True
+        with np.errstate(over="ignore"):
+            self._asked.append(float(1 / np.exp(logits - logits[token]).sum()))
+        return self._asked[-1] >= self.threshold
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        if self._adapts:
+            self._tokens = self._tokens + 2 if accepted == drafted else max(1, self._tokens - 1)
+        tested = self._asked[:drafted][: accepted + 1]
+        self._asked = []
+        if tested:
+            self._known.extend((chance, place < accepted) for place, chance in enumerate(tested))
+            self._adapt()
+
+    def _adapt(self) -> None:
+        """The threshold at which fewest of the known tokens would have been dealt with wrongly."""
+        chances, stood = np.array([c for c, _ in self._known]), np.array([s for _, s in self._known])
+        if len(stood) <= ENOUGH or stood.all() or not stood.any():
+            return
+        order = np.argsort(-chances, kind="stable")
+        chances, stood = chances[order], stood[order]
+        ends = np.append(np.flatnonzero(np.diff(chances)), len(chances) - 1)  # equal chances go together
+        right, wrong = np.cumsum(stood)[ends], np.cumsum(~stood)[ends]
+        costs = wrong / wrong[-1] + MISSED * (1 - right / right[-1])
+        self.threshold = float(chances[ends[np.argmin(costs)]])

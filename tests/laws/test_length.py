@@ -1,0 +1,243 @@
+"""What every length holds to: a number of 0 or more that its row alone decides, and none only for a while."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from transformers.generation import candidate_generator
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from accel.ir.axis import Axis
+from accel.ir.errors import RecipeError
+from accel.runtime.length import Base, Pace, unpriced
+from accel.runtime.length._odds import PRIOR, WEIGHT
+from accel.runtime.length.cost_optimal import CostOptimal
+from accel.runtime.length.hf_assist import HfAssist
+
+AXIS = Axis("length", "accel.runtime.length")
+VOCABULARY, REACH = 6, 31
+
+
+def price(each, draft=0.0):
+    """Of a round whose call costs `each` more for every token, and the drafter `draft`."""
+    return lambda drafted: 1 + (each + draft) * drafted
+
+
+def drive(pace, rng, rounds, chance):
+    """Rounds of a drafter whose tokens stand with a chance; the limits."""
+    limits = []
+    for _ in range(rounds):
+        limits.append(limit := pace.limit())
+        drafted = 0
+        for _ in range(min(limit, REACH)):
+            drafted += 1
+            logits = rng.standard_normal(VOCABULARY).astype(np.float32)
+            before = logits.copy()
+            if not pace.more(logits, int(rng.integers(VOCABULARY))):
+                break
+            assert np.array_equal(before, logits), "it changed what it saw"
+        if drafted:
+            stood = min(drafted, int(rng.geometric(1 - chance)) - 1)
+            pace.observe(drafted, stood)
+    return limits
+
+
+def law(method):
+    """Rows that take turns get what each gets alone; a limit is never negative; none is not for ever."""
+    for chance in (0.05, 0.5, 0.97):
+        for cost in (unpriced, price(0.1), price(0.5, 0.5), price(3.0)):
+            alone = [drive(method.begin(cost), np.random.default_rng(i), 60, chance) for i in (0, 1)]
+            paces = [(method.begin(cost), np.random.default_rng(i), []) for i in (0, 1)]
+            for _ in range(60):
+                for pace, rng, limits in paces:
+                    limits += drive(pace, rng, 1, chance)
+            assert [limits for *_, limits in paces] == alone, "rows share something"
+            assert min(map(min, alone)) >= 0
+    for chance, cost in ((0.05, price(0.5, 0.5)), (0.5, price(3.0))):
+        pace = method.begin(cost)
+        drive(pace, np.random.default_rng(2), 300, chance)
+        assert any(drive(pace, np.random.default_rng(3), 300, chance)), "it never tries again"
+
+
+@pytest.mark.parametrize("name", AXIS.names())
+def test_every_length(name):
+    law(AXIS.build(name))
+
+
+@dataclass(frozen=True)
+class Says(Base):
+    """Paces of a class, for broken ones; `one`: rows share it."""
+
+    kind: type
+    one: bool = False
+
+    def begin(self, price):
+        if not self.one:
+            return self.kind()
+        if self not in SHARED:
+            SHARED[self] = self.kind()
+        return SHARED[self]
+
+
+SHARED = {}
+
+
+class Negative(Pace):
+    def limit(self):
+        return -1
+
+
+class GivesUp(Pace):
+    left = 5
+
+    def limit(self):
+        return max(self.left, 0)
+
+    def observe(self, drafted, accepted):
+        self.left -= accepted < drafted
+
+
+class Writes(Pace):
+    def limit(self):
+        return 3
+
+    def more(self, logits, token):
+        logits[token] = 0
+        return True
+
+
+@pytest.mark.parametrize("broken", [Says(Negative), Says(GivesUp), Says(Writes), Says(GivesUp, one=True)])
+def test_a_broken_one_is_caught(broken):
+    with pytest.raises(AssertionError):
+        law(broken)
+
+
+def brute(history, fade, cost, most):
+    """Tokens of a round for their cost, by each length, from what every draft did, oldest first."""
+    chances = []
+    for place in range(most):
+        weights = [fade**age for age in range(len(history))][::-1]
+        tested = sum(w for w, (d, s) in zip(weights, history, strict=True) if min(d, s + 1) > place)
+        stood = sum(w for w, (d, s) in zip(weights, history, strict=True) if s > place)
+        lean = chances[-1] if chances else PRIOR
+        chances.append((stood + WEIGHT * lean) / (tested + WEIGHT))
+    return [(1 + sum(np.prod(chances[: j + 1]) for j in range(k))) / cost(k) for k in range(most + 1)]
+
+
+@pytest.mark.parametrize("fade", [1.0, 0.95])
+def test_cost_optimal_is_the_best_of_all_lengths(fade):
+    rng, chosen = np.random.default_rng(0), set()
+    for case in range(60):
+        cost, pace, history = price(*rng.uniform(0, 0.25, 2)), CostOptimal(most=12, fade=fade), []
+        pace, chance = pace.begin(cost), rng.uniform(0.1, 0.98)
+        for _ in range(case):
+            limit = pace.limit()
+            drafted = min(max(limit, 1), int(rng.integers(1, 13)))
+            history.append((drafted, min(drafted, int(rng.geometric(1 - chance)) - 1)))
+            pace.observe(*history[-1])
+        values = brute(history, fade, cost, 12)
+        chosen.add(best := int(np.argmax(values)))
+        assert values[pace.limit() if best else 0] == pytest.approx(values[best], rel=1e-9)
+    assert len(chosen) > 4, "costs and odds make no difference"
+
+
+def test_cost_optimal_drafts_further_where_more_stands_and_tokens_cost_less():
+    found = {}
+    for chance in (0.3, 0.6, 0.9):
+        for each in (0.02, 0.2):
+            limits = drive(CostOptimal().begin(price(each)), np.random.default_rng(0), 400, chance)
+            found[chance, each] = np.mean(limits)
+    assert found[0.3, 0.02] < found[0.6, 0.02] < found[0.9, 0.02]
+    assert all(found[chance, 0.2] < found[chance, 0.02] for chance in (0.3, 0.6, 0.9))
+
+
+def test_cost_optimal_stops_where_no_draft_pays_and_goes_on_where_one_does_again():
+    pace = CostOptimal().begin(price(0.2, 0.5))
+    limits = drive(pace, np.random.default_rng(0), 400, 0.1)
+    assert np.count_nonzero(limits) < 30 and max(limits[100:]) <= 1, "a token at a time is tried, ever rarer"
+    assert np.mean(drive(pace, np.random.default_rng(1), 600, 0.97)[-50:]) > 2
+
+
+def roc_curve(matches, chances):
+    """sklearn's, by its definition: of each threshold, what share of either kind reaches it."""
+    matches, chances = np.array(matches, bool), np.array(chances)
+    thresholds = np.r_[np.inf, np.sort(np.unique(chances))[::-1]]
+    wrong = np.array([(chances[~matches] >= t).mean() for t in thresholds])
+    return wrong, np.array([(chances[matches] >= t).mean() for t in thresholds]), thresholds
+
+
+@pytest.fixture
+def theirs(monkeypatch):
+    """theirs(method) -> transformers' generator at a generation's start, with nothing but what updates read."""
+    monkeypatch.setattr(candidate_generator, "is_sklearn_available", lambda: True)
+    monkeypatch.setattr(candidate_generator, "roc_curve", roc_curve, raising=False)
+
+    def make(method):
+        found = AssistedCandidateGenerator.__new__(AssistedCandidateGenerator)
+        found.num_assistant_tokens, found.probs, found.matches = float(method.tokens), [], []
+        found.assistant_generation_config = type(
+            "Config",
+            (),
+            {
+                "num_assistant_tokens_schedule": method.schedule,
+                "assistant_confidence_threshold": method.threshold,
+            },
+        )()
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+@pytest.mark.parametrize("tokens", [1, 5, 20])
+def test_hf_assist_follows_transformers(theirs, schedule, tokens):
+    """Tokens and threshold after each of many rounds, in which likelier tokens stand more often."""
+    method, rng, moved = HfAssist(tokens, schedule), np.random.default_rng(tokens), set()
+    pace, other = method.begin(unpriced), theirs(method)
+    for _ in range(80):
+        assert pace.limit() == int(other.num_assistant_tokens)
+        drafted = accepted = 0
+        for _ in range(pace.limit()):
+            drafted += 1
+            chance = float(rng.integers(1, 20) / 20)  # few values, so that some are equal
+            logits = np.log([chance, 1 - chance]).astype(np.float32) + 3
+            other.probs.append(float(1 / np.exp(logits - logits[0]).sum()))
+            if accepted == drafted - 1 and rng.random() < chance:
+                accepted += 1
+            if not pace.more(logits, 0):
+                break
+        pace.observe(drafted, accepted)
+        other.update_candidate_strategy(None, np.zeros((1, drafted + 1, 2)), accepted)
+        want = other.assistant_generation_config.assistant_confidence_threshold
+        assert pace.threshold == pytest.approx(want, abs=1e-7)
+        moved.add(round(pace.threshold, 3))
+    assert len(moved) > 1, "the threshold never moved"
+
+
+def test_hf_assist_counts_what_each_end_of_a_draft_costs(theirs, monkeypatch):
+    """The control: with the costs the other way round thresholds are others."""
+    monkeypatch.setattr("accel.runtime.length.hf_assist.MISSED", 1 / 3)
+    with pytest.raises(AssertionError):
+        test_hf_assist_follows_transformers(theirs, "constant", 5)
+
+
+def test_hf_assist_stops_where_the_drafter_is_unsure():
+    pace = HfAssist(threshold=0.4).begin(unpriced)
+    assert pace.more(np.log(np.float32([0.5, 0.5])), 1) and not pace.more(np.log(np.float32([0.7, 0.3])), 1)
+    assert not pace.more(np.float32([1e30, 0]), 1)
+    assert HfAssist(threshold=0).begin(unpriced).more(np.float32([9, 0]), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("hf-assist", {"tokens": 0}, "tokens is 0; give at least 1"),
+        ("hf-assist", {"schedule": "heuristics"}, "did you mean 'heuristic'"),
+        ("hf-assist", {"threshold": 1.5}, "threshold is 1.5; give a probability"),
+        ("cost-optimal", {"most": 0}, "most is 0; give at least 1"),
+        ("cost-optimal", {"fade": 0.0}, "fade is 0.0; give more than 0"),
+    ],
+)
+def test_options_that_cannot_be(name, options, words):
+    with pytest.raises(RecipeError, match=words):
+        AXIS.build(name, **options)
