@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from accel.runtime.costs import Costs
+from accel.runtime.length import Price, unpriced
 from accel.runtime.length._odds import Odds
 
 MOST = 31  # tokens of a draft whose call the costs are known for
@@ -26,8 +27,7 @@ class Guard:
     """
 
     def __init__(self, costs: Costs, batch: int, effort: float = 0.0):
-        plain = _cost(costs, batch)
-        self._costs = [_cost(costs, batch * width) / plain for width in range(1, MOST + 2)]
+        self._costs = list(map(prices(costs, batch), range(MOST + 1)))
         self._odds = Odds(FADE)
         self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
         self._pause = REST
@@ -88,6 +88,13 @@ class Guard:
     def _effort(self) -> float:
         """Of a drafted token, in plain steps."""
         return self._drafting / self._drafted
+
+
+def prices(costs: Costs | None, batch: int) -> Price:
+    """Of a call that checks so many drafted tokens for each of `batch` rows, in plain steps, without the drafter."""
+    if costs is None:
+        return unpriced
+    return lambda drafted: _cost(costs, batch * (1 + drafted)) / _cost(costs, batch)
 
 
 def _cost(costs: Costs, tokens: int) -> float:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.costs import Costs
 from accel.runtime.ints import Ints, as_ints
+from accel.runtime.length import Price, unpriced
 from accel.runtime.sample import Distribution
 
 __all__ = ["ROOT", "Base", "Draw", "Growth", "Guesses", "Level", "Shape", "Tree", "grown", "without"]
@@ -252,9 +252,9 @@ class Base(ABC):
         return ""
 
     @abstractmethod
-    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
-        """For a new row; a method that remembers nothing is its own. `costs`: what calls of the target cost
-        here, where that is known; `level`: seconds that a drafter takes for a level.
+    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+        """For a new row; a method that remembers nothing is its own. `price`: of the call that checks a tree of so
+        many nodes; `level`: of a level of the drafter, in plain steps too.
         """
 
 

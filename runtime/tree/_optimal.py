@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.runtime.ints import Ints
 from accel.runtime.tree._shaped import Path
@@ -59,16 +58,3 @@ class Optimal:
             found += [path, *self._paths(nodes - others, level - 1, path)]
             nodes = others
         return found
-
-
-def expected(paths: Sequence[Path], rates: Sequence[float]) -> float:
-    """Tokens of a call that checks a tree of that form."""
-    return 1.0 + float(sum(np.prod([rates[rank] for rank in path]) for path in paths))
-
-
-def speeds(optimal: Optimal, costs: npt.NDArray[np.float64], level: float) -> npt.NDArray[np.float64]:
-    """Tokens of a call for its cost, [depth+1,n]: costs [n] of calls of 0, 1, … tokens, `level` of a level of the
-    drafter.
-    """
-    taken = costs + level * np.arange(len(optimal.expected))[:, None]
-    return np.asarray(optimal.expected[:, : len(costs)] / taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -40,6 +41,11 @@ def likely(rates: Sequence[float], count: int, depth: int) -> list[Path]:
         if level < depth:
             heappush(heap, (value * rates[0], level + 1, (*path, 0), -value))
     return paths
+
+
+def chances(paths: Sequence[Path], rates: Sequence[float]) -> list[float]:
+    """How often the node of each path stands."""
+    return [math.prod(rates[rank] for rank in path) for path in paths]
 
 
 def shaped(form: Form, draw: Draw | None) -> Growth:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.runtime.costs import Costs
+from accel.runtime.length import Price, unpriced
 from accel.runtime.tree import Base, Draw, Growth, Shape
 from accel.runtime.tree._shaped import shaped
 
@@ -15,7 +15,7 @@ class Chain(Base, Shape):
 
     branches = False
 
-    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
+    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
         return self
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:

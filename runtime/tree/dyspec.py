@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from accel.ir.errors import RecipeError
-from accel.runtime.costs import Costs
+from accel.runtime.length import Price, unpriced
 from accel.runtime.sample import Distribution
 from accel.runtime.tree import LEVEL, ROOT, Base, Draw, Growth, Level, Shape, Tree
 from accel.runtime.tree._nodes import Nodes, drawn, likeliest
@@ -33,7 +33,7 @@ class Dyspec(Base, Shape):
         if self.depth < 1:
             raise RecipeError(f"tree.dyspec: depth is {self.depth}; give at least 1")
 
-    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
+    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
         return self
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import RecipeError
-from accel.runtime.costs import Costs
+from accel.runtime.length import Price, unpriced
 from accel.runtime.tree import ROOT, Base, Draw, Growth, Shape, Tree
-from accel.runtime.tree._optimal import Optimal, speeds
-from accel.runtime.tree._shaped import formed, shaped
+from accel.runtime.tree._optimal import Optimal
+from accel.runtime.tree._shaped import Path, formed, shaped
 
-NODES = 32  # of a tree, at most, the root among them
+NODES = 31  # of a tree, at most
 FIRST = 4  # drafts after which rates are looked at again, twice as many after each further time, up to
 MOST = 64
 FADE = 0.98  # what a draft weighs after each later one
@@ -28,7 +28,7 @@ BELIEVED = (0.5, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)  # as of `static`
 @dataclass(frozen=True)
 class Sequoia(Base):
     """`depth`: most levels. `rates`: how often the first, the second, … child of a node that stands is the one that
-    stands; by default measured for each row while it runs. Where no costs are known, trees are as large as they may.
+    stands; by default measured for each row while it runs.
     """
 
     depth: int = 8
@@ -47,24 +47,21 @@ class Sequoia(Base):
             )
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))
 
-    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
-        if costs is None:
-            return _Measured(self.depth, self.rates, (), 0.0)
-        calls = tuple(costs.ratio(nodes) for nodes in range(1, min(NODES, costs.tokens[-1]) + 1))
-        return _Measured(self.depth, self.rates, calls, level / costs.seconds[0])
+    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+        return _Measured(self.depth, self.rates, tuple(price(nodes) for nodes in range(NODES + 1)), level)
 
 
 class _Measured(Shape):
     """Of one row."""
 
-    def __init__(self, depth: int, rates: tuple[float, ...] | None, calls: tuple[float, ...], level: float):
-        self._depth, self._fixed, self._calls, self._level = depth, rates, calls, level
+    def __init__(self, depth: int, rates: tuple[float, ...] | None, prices: tuple[float, ...], level: float):
+        self._depth, self._fixed, self._prices, self._level = depth, rates, prices, level
         self._stood, self._tried = BELIEF * np.array(BELIEVED), np.full(len(BELIEVED), BELIEF)
         self._rates = BELIEVED if rates is None else rates
         self._wait = self._pause = FIRST
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
-        paths = _paths(self._rates, min(limit, NODES - 1), self._depth, self._calls, self._level)
+        paths = _paths(self._rates, min(limit, NODES), self._depth, self._prices, self._level)
         return shaped(formed(paths), draw)
 
     def observe(self, tree: Tree, path: Sequence[int]) -> None:
@@ -85,17 +82,17 @@ class _Measured(Shape):
 
 @lru_cache(maxsize=64)
 def _optimal(rates: tuple[float, ...], depth: int) -> Optimal:
-    return Optimal(rates, NODES, depth)
+    return Optimal(rates, NODES + 1, depth)
 
 
 @lru_cache(maxsize=1024)
-def _paths(rates: tuple[float, ...], limit: int, depth: int, calls: tuple[float, ...], level: float) -> Any:
-    """The paths of the tree of 1 to `limit` nodes that gives most tokens for its time, or most at all."""
+def _paths(rates: tuple[float, ...], limit: int, depth: int, prices: tuple[float, ...], level: float) -> list[Path]:
+    """Of the tree of 1 to `limit` nodes that gives most tokens for its time."""
     if not limit:
         return []
     optimal = _optimal(rates, depth)
-    costs = np.array([1.0, *(calls or [1.0] * NODES)])[: limit + 2]
-    gained = speeds(optimal, costs, level)
-    gained[:, :2] = -np.inf  # whether to draft at all is not asked here
+    taken = np.array(prices[: limit + 1]) + level * np.arange(depth + 1)[:, None]
+    gained = optimal.expected[:, 1 : limit + 2] / taken
+    gained[:, 0] = -np.inf  # whether to draft at all is not asked here
     levels, nodes = np.unravel_index(int(gained.argmax()), gained.shape)
-    return optimal.paths(int(nodes), int(levels))
+    return optimal.paths(1 + int(nodes), int(levels))

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from accel.ir.errors import RecipeError
-from accel.runtime.costs import Costs
+from accel.runtime.ints import Ints
+from accel.runtime.length import Price, unpriced
 from accel.runtime.tree import Base, Draw, Growth, Shape
-from accel.runtime.tree._shaped import Form, Path, formed, likely, shaped
+from accel.runtime.tree._shaped import Form, Path, chances, formed, likely, shaped
 
 # How often the best, the second, … of what token recycling proposed was the token that came: see docs/benchmarks.md.
 RATES = (0.5, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)
@@ -18,10 +22,10 @@ NODES, DEPTH = 80, 6
 
 
 @dataclass(frozen=True)
-class Static(Base, Shape):
+class Static(Base):
     """`paths`: nodes as ranks from the root on, as Medusa's choices ([0] is the root's first child, [0, 1] the second
-    child of that); where the limit is lower, the first ones of them. By default up to 80 that stand most often
-    where each rank does as often as it did for token recycling.
+    child of that); where the limit is lower, the first ones of them. By default as many, of up to 80 that stand most
+    often where each rank does as often as it did for token recycling, as then pay most by what calls cost here.
     """
 
     paths: Any = None
@@ -30,16 +34,32 @@ class Static(Base, Shape):
         if self.paths is not None:
             object.__setattr__(self, "paths", _checked(self.paths))
 
-    def begin(self, costs: Costs | None = None, level: float = 0.0) -> Shape:
-        return self
+    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+        if self.paths is not None:
+            return _Formed(self.paths)
+        paths, tokens, levels = _default()
+        taken = np.array([price(count) for count in range(1, len(paths) + 1)]) + level * levels
+        return _Formed(paths[: 1 + int((tokens / taken).argmax())])
+
+
+@dataclass(frozen=True)
+class _Formed(Shape):
+    paths: tuple[Path, ...]
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
         return shaped(_form(self.paths, limit), draw)
 
 
+@lru_cache(maxsize=1)
+def _default() -> tuple[tuple[Path, ...], npt.NDArray[np.float64], Ints]:
+    """Paths, and of the form of so many of them the tokens expected and the levels, [n]."""
+    paths = tuple(likely(RATES, NODES, DEPTH))
+    return paths, 1 + np.cumsum(chances(paths, RATES)), np.maximum.accumulate([len(path) for path in paths])
+
+
 @lru_cache(maxsize=256)
-def _form(paths: tuple[Path, ...] | None, limit: int) -> Form:
-    return formed((likely(RATES, NODES, DEPTH) if paths is None else paths)[:limit])
+def _form(paths: tuple[Path, ...], limit: int) -> Form:
+    return formed(paths[:limit])
 
 
 def _checked(paths: Any) -> tuple[Path, ...]:

@@ -8,10 +8,11 @@ import pytest
 
 from accel.ir.errors import RecipeError
 from accel.runtime.costs import Costs
+from accel.runtime.length._guard import prices
 from accel.runtime.tree import ROOT, Tree, grown
 from accel.runtime.tree._nodes import likeliest, top
-from accel.runtime.tree._optimal import Optimal, expected
-from accel.runtime.tree._shaped import formed, likely
+from accel.runtime.tree._optimal import Optimal
+from accel.runtime.tree._shaped import chances, formed, likely
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.dyspec import Dyspec
 from accel.runtime.tree.sequoia import BELIEVED, Sequoia
@@ -43,7 +44,7 @@ def test_a_chain_is_the_likeliest_after_the_likeliest():
 
 def test_rows_grow_together_in_as_many_calls_as_the_deepest_takes():
     asked, calls = [Asked(table(6, row)) for row in range(3)], []
-    shapes = [Chain(), Static(), Chain()]
+    shapes = [Chain(), Static().begin(), Chain()]
 
     def expand(rows):
         calls.append(sorted(rows))
@@ -60,10 +61,10 @@ def test_rows_grow_together_in_as_many_calls_as_the_deepest_takes():
 def test_static_takes_the_first_of_its_paths():
     paths = [[0], [0, 0], [1], [0, 1], [0, 0, 0], [1, 0]]
     for limit in range(8):
-        assert sorted(full(Static(paths), limit)) == sorted(map(tuple, paths[:limit]))
-    default = full(Static(), 80)
+        assert sorted(full(Static(paths).begin(), limit)) == sorted(map(tuple, paths[:limit]))
+    default = full(Static().begin(), 80)
     assert len(default) == 80 and max(map(len, default)) == 6
-    assert set(full(Static(), 9)) < set(full(Static(), 10)) < set(default)
+    assert set(full(Static().begin(), 9)) < set(full(Static().begin(), 10)) < set(default)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +118,13 @@ def test_the_programme_finds_the_best_of_all_forms(rates):
         if all_:
             paths = optimal.paths(nodes, depth)
             assert len(set(paths)) == nodes - 1 and max(map(len, paths), default=0) <= depth
-            assert expected(paths, rates) == pytest.approx(max(all_))
+            assert 1 + sum(chances(paths, rates)) == pytest.approx(max(all_))
             formed(paths)
 
 
 def test_growing_by_the_next_best_node_is_not_the_best():
     """What the comparison would catch; where no rank stands more often than the one before, it is."""
-    lost = [Optimal(rates, 7, 4).expected[4, 7] - expected(likely(rates, 6, 4), rates) for rates in RATES]
+    lost = [Optimal(rates, 7, 4).expected[4, 7] - 1 - sum(chances(likely(rates, 6, 4), rates)) for rates in RATES]
     assert lost[0] == pytest.approx(0) and lost[1] == pytest.approx(0) and max(lost) > 0.05
 
 
@@ -136,10 +137,11 @@ def test_more_is_not_worse_and_one_rank_makes_a_chain():
 
 def test_sequoia_goes_by_what_calls_cost():
     """As large as it may where calls cost alike; none too many where each token costs."""
-    flat, steep = Costs((1, 32), (1.0, 1.0)), Costs((1, 32), (1.0, 8.0))
-    assert len(full(Sequoia().begin(flat), 20)) == len(full(Sequoia().begin(), 20)) == 20
+    flat, steep = prices(None, 1), prices(Costs((1, 32), (1.0, 8.0)), 1)
+    assert len(full(Sequoia().begin(flat), 20)) == len(full(Static().begin(flat), 20)) == 20
     small = full(Sequoia().begin(steep), 20)
     assert 1 <= len(small) < 10
+    assert small == full(Static().begin(steep), 20), "rates as of static, until some are measured"
     assert len(full(Sequoia(rates=[0.9]).begin(steep), 20)) > len(small)
     gain = [Optimal(BELIEVED, 21, 8).expected[8, m] / (1 + 7 * (m - 1) / 31) for m in range(2, 22)]
     assert len(small) == 1 + int(np.argmax(gain))

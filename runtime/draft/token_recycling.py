@@ -1,0 +1,92 @@
+"""Token Recycling (arXiv:2408.08696): what the model found likely after each token, in drafts that fell too, is a
+matrix that drafts are grown from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import RecipeError
+from accel.runtime.draft import Base, Drafters, More
+from accel.runtime.ints import Ints
+from accel.runtime.length._guard import prices
+from accel.runtime.loop import Row, Setting
+from accel.runtime.session import Session
+from accel.runtime.tree import ROOT, Guesses, Level, Shape, Tree, grown
+from accel.runtime.tree._nodes import top
+from accel.runtime.verify import Verdict
+
+Matrix = npt.NDArray[np.int32]  # [V,followers], the likeliest first; -1: none
+
+
+@dataclass(frozen=True)
+class TokenRecycling(Base):
+    """`followers`: tokens kept for each token, the likeliest when it was last read. Each row has a matrix of its own,
+    int32 [V,followers] (512 KB of a vocabulary of 16384), so that what a request drafts hangs on that request only. It
+    begins with what follows each token in the prompt, the newest first; the paper's is empty, and lives on.
+    """
+
+    followers: int = 8
+
+    asks = {"tree": "static"}
+    ranked = True
+
+    def __post_init__(self) -> None:
+        if self.followers < 1:
+            raise RecipeError(f"draft.token-recycling: followers is {self.followers}; give at least 1")
+
+    def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
+        matrices = [follow(row.prompt, session.vocab_size, self.followers) for row in rows]
+        price = prices(setting.costs, session.batch)
+        return _Recycled(rows, matrices, [setting.methods["tree"].begin(price) for _ in rows])
+
+
+@dataclass(frozen=True)
+class _Recycled(Drafters):
+    rows: Sequence[Row]
+    matrices: Sequence[Matrix]
+    shapes: Sequence[Shape]
+    drafted: dict[int, Tree] = field(default_factory=dict)
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        for i, limit in limits.items():
+            expand = partial(self._expand, int(self.rows[i].seen[-1]))
+            self.drafted.update(grown({i: self.shapes[i].grow(limit)}, expand))
+        return {i: self.drafted[i] for i in limits}
+
+    def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
+        tree = self.drafted.pop(row, Tree.chain([]))
+        tokens = np.concatenate([self.rows[row].seen[-1:], tree.tokens])
+        recycle(self.matrices[row], tokens, logits, [0, *(node + 1 for node in verdict.path)])
+        if len(tree):
+            self.shapes[row].observe(tree, verdict.path)
+
+    def _expand(self, last: int, levels: Mapping[int, Level]) -> Mapping[int, Guesses]:
+        found = {i: self.matrices[i][np.where(v.tokens == ROOT, last, v.tokens)] for i, v in levels.items()}
+        return {i: tokens.astype(np.int64) for i, tokens in found.items()}
+
+
+def follow(prompt: Ints, vocabulary: int, followers: int) -> Matrix:
+    """What follows each token in a prompt, the newest first."""
+    matrix: Matrix = np.full((vocabulary, followers), -1, np.int32)
+    pairs, last = np.unique(prompt[-2::-1] * vocabulary + prompt[:0:-1], return_index=True)  # the newest is met first
+    order = np.lexsort((last, pairs // vocabulary))
+    first, second = pairs[order] // vocabulary, pairs[order] % vocabulary
+    places = np.arange(first.size) - first.searchsorted(first)
+    few = places < followers
+    matrix[first[few], places[few]] = second[few]
+    return matrix
+
+
+def recycle(matrix: Matrix, tokens: Ints, logits: npt.NDArray[np.float32], path: Sequence[int]) -> None:
+    """Put the likeliest tokens of each row of logits [N,V] behind its token [N]. Of several rows of one token the last
+    counts, which is the deepest in a tree; before all those of the path that stands.
+    """
+    found = top(logits, matrix.shape[1])
+    matrix[tokens, : found.shape[1]] = found
+    matrix[tokens[path], : found.shape[1]] = found[path]
