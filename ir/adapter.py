@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel.ir.diffusion import diffusion_of
 from accel.ir.errors import CaptureError
 from accel.ir.program import Facts
 from accel.ir.steady import is_indexer
@@ -139,6 +140,7 @@ def facts_of(model: nn.Module, max_context: int) -> Facts:
     facts.eos = [] if eos is None else [int(e) for e in (eos if isinstance(eos, list) else [eos])]
     bos = getattr(text, "bos_token_id", None)
     facts.bos = bos if isinstance(bos, int) else None
+    facts.diffusion = diffusion_of(text)
     unique = {p.data_ptr(): p.numel() for p in model.parameters()}
     facts.parameters = sum(unique.values())
     if hasattr(config, "to_json_string"):

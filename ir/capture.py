@@ -38,7 +38,7 @@ from accel.ir.functional import unchanged, without_writes
 from accel.ir.program import Entry, Facts, Program
 from accel.ir.sdpa import causal_at_any_length
 from accel.ir.steady import end_context, steady
-from accel.ir.suits import alike, no_logits, refuse_kind, refuse_looking_ahead
+from accel.ir.suits import alike, both_ways, no_logits, refuse_kind
 from accel.ir.weights import Stored, Weights, reading
 
 _INPUTS = ("tokens", "positions")
@@ -119,7 +119,7 @@ def capture(
                     f"{type(model).__name__}.forward failed on token ids [B,T] int64: "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            refuse_looking_ahead(model, lambda: forward(*given.values()), logits)
+            facts.diffusion = both_ways(model, lambda: forward(*given.values()), logits, facts.diffusion)
             with forms(model):
                 exported = _export(model, adapter, given, facts)
         facts.vocab_size = int(logits.shape[-1])

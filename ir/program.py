@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 import accel.ir.ops  # noqa: F401  (registers the dialect)
 from accel.ir.calibration import Calibration
 from accel.ir.depth import Depth
+from accel.ir.diffusion import Diffusion
 from accel.ir.prefill import Prefill
 from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
@@ -146,6 +147,7 @@ class Facts:
     kv: KvFacts | None = None  # None: every token stays as it is
     depth: Depth | None = None
     prefill: Prefill | None = None
+    diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
 
 
 @dataclass

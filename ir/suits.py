@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.ir.adapter import is_hugging_face
+from accel.ir.diffusion import Diffusion
 from accel.ir.errors import CaptureError
 
 _HEAD = re.compile(r"For(\w*Classification|\w*QuestionAnswering|MultipleChoice|NextSentence\w*)$")
@@ -57,15 +58,18 @@ def no_logits(model: nn.Module) -> str:
 
 
 def alike(tokens: Tensor, vocab: int) -> Tensor:
-    """Tokens [B,T] of which the first two rows differ in their last token only; see `refuse_looking_ahead`."""
+    """Tokens [B,T] of which the first two rows differ in their last token only; see `both_ways`."""
     tokens = tokens.clone()
     tokens[1] = tokens[0]
     tokens[1, -1] = (tokens[0, -1] + 1) % vocab
     return tokens
 
 
-def refuse_looking_ahead(model: nn.Module, run: Any, logits: Tensor) -> None:
-    """Refuse a model in which a token depends on later ones, and name the module that lets it.
+def both_ways(
+    model: nn.Module, run: Any, logits: Tensor, diffusion: Diffusion | None
+) -> Diffusion | None:
+    """`diffusion`, where a token does depend on later ones; none where it does not, whatever the configuration
+    says. A model that looks ahead and fills no masks is refused, with the name of the module that lets it.
 
     `logits` are those of `alike` tokens; `run()` calls the model on the same ones again. One that then
     gives others is left to the check that the captured program goes through.
@@ -74,10 +78,18 @@ def refuse_looking_ahead(model: nn.Module, run: Any, logits: Tensor) -> None:
         CaptureError: the two rows differ before their last token.
     """
     if not _differ(logits) or not torch.allclose(run(), logits, 1e-3, 1e-4):  # chance, or state
-        return
+        return None
+    if diffusion is not None:
+        if diffusion.mask >= (size := logits.shape[-1]):
+            raise CaptureError(
+                f"{type(model).__name__}: config.mask_token_id is {diffusion.mask}, and its logits are of {size} "
+                "tokens; give the id that it was trained with"
+            )
+        return diffusion
     raise CaptureError(
         f"{type(model).__name__} is bidirectional: {_culprit(model, run)} lets a token see later ones, "
-        f"so it cannot be decoded token by token; {_causal_form(model)}"
+        f"so it cannot be decoded token by token; {_causal_form(model)}. One that was trained to fill masks "
+        "(LLaDA, Dream) has config.mask_token_id"
     )
 
 

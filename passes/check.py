@@ -104,7 +104,8 @@ def _flush(program: Program) -> int:
 def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
     """(logits, rows they belong to) of one whole call, and of the same tokens in several calls: of a cache
     that is compressed, after the first one, so that two calls see the kept part and add to a recent one,
-    and then again, so that the last call sees what came of both.
+    and then again, so that the last call sees what came of both. Where tokens see later ones: of one whole call,
+    and of some of its tokens written again.
     """
     length = tokens.shape[1]
     positions = torch.arange(length).repeat(tokens.shape[0], 1)
@@ -113,6 +114,8 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
         given = {"tokens": tokens, "positions": positions, **side}
         out = program.run("step", given)
         return [(out["logits"].float(), slice(0, length))]
+    if program.facts.diffusion is not None:
+        return run_again(program, tokens)
     found = []
     letters = {"B": tokens.shape[0], "C": max(length + 3, _flush(program))}
     compresses = "compress" in program.entries
@@ -124,6 +127,18 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
             if compresses and i in (0, 2) and end < length:  # all tokens stay: nothing is lost but by codes
                 (store_all if _flush(program) else keep_all)(program, buffers, end)
                 base = end
+    return found
+
+
+def run_again(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
+    """(logits, rows) of one whole call, of tokens in its midst written once more, and of its last ones, padded."""
+    length = tokens.shape[1]
+    buffers = {s.name: s.allocate(B=tokens.shape[0], C=length + 3) for s in program.state}
+    found = [(_call(program, {}, buffers, tokens, 0, length), slice(0, length))]
+    third = length // 3
+    for start, end, pad in ((third, length - third, 0), (length - third, length, 1)):
+        if 0 < start < end:
+            found.append((_call(program, {}, buffers, tokens, start, end, pad=pad), slice(start, end)))
     return found
 
 
@@ -234,12 +249,13 @@ def _call(
     start: int,
     end: int,
     base: int = 0,
+    pad: int | None = None,
 ) -> Tensor:
-    """Run tokens start..end-1, with one column of padding where the buffer has room for it; those
-    before `base` lie in no slot of the buffers that the step writes.
+    """Run tokens start..end-1, with `pad` columns of padding (one, but in the first call); those before `base`
+    lie in no slot of the buffers that the step writes.
     """
     batch = tokens.shape[0]
-    pad = 1 if start > 0 else 0
+    pad = int(start > 0) if pad is None else pad
     positions = torch.arange(start, end).repeat(batch, 1)
     inputs = {
         "tokens": torch.nn.functional.pad(tokens[:, start:end], (0, pad)),

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from accel.ir.errors import ArtifactError, InputError
 from accel.runtime.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.canvas import session_kind
 from accel.runtime.costs import Costs, known, measured
-from accel.runtime.edits import EditableSession
 from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.keeper import kv_plan
@@ -66,7 +66,7 @@ class CompiledModel:
         state = artifact.state if artifact is not None else getattr(program, "state", ())
         self._kv = kv_plan(tables, facts.kv, state)
         self._pool = pool_of(tables, state)
-        self._sessions = EditableSession if "shift" in getattr(artifact or program, "entries", ()) else Session
+        self._sessions = session_kind(getattr(artifact or program, "entries", ()), facts.diffusion)
         self._costs: Costs | None = None
         self._asked = False
 
@@ -322,9 +322,10 @@ class CompiledModel:
 
     def _decode(self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter) -> Iterator[int]:
         """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
-        for start in range(0, len(rows), self.facts.max_batch):
-            group = [row for row, _ in rows[start : start + self.facts.max_batch]]
-            with self._encoded(sources, start, len(group)) as session:
+        branches = self._loop.branches
+        for start in range(0, len(rows), size := self.facts.max_batch // branches):
+            group = [row for row, _ in rows[start : start + size]]
+            with self._encoded(sources, start, len(group) * branches) as session:
                 for _, token in meter.watch(self._loop.tokens(session, group, self._setting), session):
                     yield token
 

@@ -34,6 +34,7 @@ def facts_json(program: Program) -> dict[str, Any]:
         **({} if f.kv is None else {"kv": asdict(f.kv)}),
         **({} if f.depth is None else {"depth": asdict(f.depth)}),
         **({} if f.prefill is None else {"prefill": asdict(f.prefill)}),
+        **({} if f.diffusion is None else {"diffusion": asdict(f.diffusion)}),
     }
 
 
@@ -47,6 +48,7 @@ def runtime_facts(program: Program) -> Facts:
         "kv": Kv(**facts["kv"]) if "kv" in facts else None,
         "depth": program.facts.depth,
         "prefill": program.facts.prefill,
+        "diffusion": program.facts.diffusion,
     }
     return Facts(**{**facts, **more})
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.ir.depth import CACHES, Depth
+from accel.ir.diffusion import Diffusion
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.prefill import Pick, Prefill, Segments
 from accel.ir.sizes import LETTER
@@ -50,6 +51,7 @@ class Facts:
     kv: Kv | None = None
     depth: Depth | None = None
     prefill: Prefill | None = None
+    diffusion: Diffusion | None = None
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,12 @@ class Fields:
         """An int or a float."""
         found = self._typed(self._get(key), (int, float), "a number", self._name(key))
         return found if isinstance(found, int) else float(found)
+
+    def boolean(self, key: str) -> bool:
+        """True or false."""
+        if not isinstance(found := self._get(key), bool):
+            raise _wrong(self._name(key), found, "true or false")
+        return found
 
     def text(self, key: str) -> str:
         """A string that is not empty."""
@@ -289,7 +297,14 @@ def _facts(f: Fields) -> Facts:
         kv=_kv(f.object("kv")) if f.value.get("kv") is not None else None,
         depth=_depth(f.object("depth"), f.integer("num_layers")) if "depth" in f.value else None,
         prefill=_prefill(f.object("prefill")) if "prefill" in f.value else None,
+        diffusion=_diffusion(f.object("diffusion"), vocab) if "diffusion" in f.value else None,
     )
+
+
+def _diffusion(f: Fields, vocab: int) -> Diffusion:
+    if (mask := f.integer("mask")) >= vocab:
+        raise _wrong("model.diffusion.mask", mask, f"a token id, 0..{vocab - 1}")
+    return Diffusion(mask, f.boolean("shift"))
 
 
 def _prefill(f: Fields) -> Prefill:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.depth import Depth
+from accel.ir.diffusion import Diffusion
 from accel.ir.prefill import Prefill
 from accel.ir.sizes import FEW
 from accel.runtime.encode import Encoder
@@ -126,6 +127,8 @@ class Facts(Protocol):
     def depth(self) -> Depth | None: ...
     @property
     def prefill(self) -> Prefill | None: ...
+    @property
+    def diffusion(self) -> Diffusion | None: ...
 
 
 def alike(state: Iterable[Any]) -> int | None:

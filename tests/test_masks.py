@@ -149,7 +149,7 @@ def test_a_mask_is_named(mask, name):
 
 
 def test_a_mask_that_hides_nothing_is_named(monkeypatch):
-    monkeypatch.setattr(capturing, "refuse_looking_ahead", lambda *_: None)
+    monkeypatch.setattr(capturing, "both_ways", lambda *_: None)
     assert named(Masked(lambda module, q, k: (k <= q) | (k > q), "bool")) == Mask("full")
 
 

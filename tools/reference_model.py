@@ -25,6 +25,7 @@ class Shape:
     positions: int = 2048
     theta: float = 10_000_000.0
     eps: float = 1e-6
+    causal: bool = True
 
     @property
     def head_dim(self) -> int:
@@ -73,7 +74,9 @@ class Attention(nn.Module):
         groups = self.shape.heads // self.shape.kv_heads
         k = rotate(k, cos, sin).repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), k, v, is_causal=self.shape.causal
+        )
         merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
         return merged
 

@@ -104,6 +104,19 @@ def copy(rng: random.Random, lines: int, answers: int = 1) -> Pieces:
     return pieces
 
 
+def rest(rng: random.Random, lines: int, answers: int = 1) -> Pieces:
+    """As `copy`, but from the cue on all that follows in the body is the answer: up to 4 `answers` lines.
+
+    No task of the bundled model, but of the diffusion model beside it: a long answer.
+    """
+    text = _lines(rng, lines)
+    start = lines - rng.randrange(1, 1 + min(lines, 4 * answers))
+    pieces = [(_body("# lines", [" ".join(line) for line in text]) + "# copy\n", False)]
+    answer = "\n".join(" ".join(line) for line in text[start:])
+    cue = " ".join(text[start][:CUE])
+    return [*pieces, (cue, False), (answer.removeprefix(cue), True), ("\n", False)]
+
+
 def edit(rng: random.Random, lines: int, answers: int = 1) -> Pieces:
     """As `copy`, but one word of the first asked line is replaced wherever it is quoted."""
     text = _lines(rng, lines)

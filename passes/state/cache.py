@@ -50,11 +50,16 @@ class Cache(Pass):
                 "recurrence that accel has an operator for"
             )
         for node in attentions:
-            if _looks_ahead(program, node):
+            if _looks_ahead(program, node) and program.facts.diffusion is None:
                 raise PassError(
                     f"{node.name} lets a token see later ones, so it cannot be decoded token by token; "
                     "accel needs causal attention"
                 )
+        if program.facts.diffusion is not None and len(attentions) < sum(map(len, groups)):
+            raise PassError(
+                "a recurrence goes from one token to the next, and a model that fills masks rewrites tokens in their "
+                "midst; accel takes such models with attention alone"
+            )
         letters = {"B": step.input("tokens").meta["val"].shape[0], "C": editor.symbol("C", _SLOTS)}
         slots = editor.placeholder("slots", (letters["B"],), torch.int64)
         outputs = step.output_nodes()

@@ -44,6 +44,8 @@ class Concat(Pass):
             return Report(refused=["onnxruntime-genai runs all layers, and has no input for a plan"])
         if program.facts.prefill is not None:
             return Report(refused=["onnxruntime-genai runs prompts as they are"])
+        if program.facts.diffusion is not None:
+            return Report(refused=["onnxruntime-genai decodes token by token, and this model fills masks"])
         if any(layer.shares is not None for layer in program.facts.layers):
             return Report(refused=["onnxruntime-genai keeps a cache in every layer, some share one"])
         if any(s.role not in ("k", "v", "pos") or s.dtype == "int8" for s in program.state):

@@ -1,0 +1,24 @@
+"""Models that fill masks: what decoding has to know of one (masked diffusion, arXiv:2502.09992)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """mask: the id that stands where a token is not known yet. shift: the logits of a token say what follows it
+    (Dream, and other models that were adapted from causal ones), not what it is itself (LLaDA).
+    """
+
+    mask: int
+    shift: bool = False
+
+
+def diffusion_of(config: Any) -> Diffusion | None:
+    """By a configuration's `mask_token_id` and `logit_shift`; None: it names no mask."""
+    mask = getattr(config, "mask_token_id", None)
+    if not isinstance(mask, int) or isinstance(mask, bool) or mask < 0:
+        return None
+    return Diffusion(mask, bool(getattr(config, "logit_shift", False)))

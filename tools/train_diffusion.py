@@ -1,0 +1,212 @@
+"""Train the bundled masked-diffusion model from the bundled one's weights, restartably.
+
+    python tools/train_diffusion.py --out RUN --minutes 70       # train, or continue with --resume
+    python tools/train_diffusion.py --out RUN --export           # RUN -> api/reference/diffusion
+
+The weights begin as those of `api/reference` and see both ways from then on; the logits of token i
+stay a prediction of token i + 1 (Dream's shift), so that copying what follows works from the first
+step on. A row is a prompt, its answer, and <|eos|> up to the row's end; of all that follows the prompt a
+share is masked, and the model learns what stood there (LLaDA, arXiv:2502.09992). Half of the rows
+are masked as decoding in blocks meets them: all known before a block, nothing behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reference_export
+import torch
+from reference_data import BOS, EOS, PAD, REFERENCE, encode, sources, tasks
+from reference_model import Llama, optimisers
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+from train_reference import Run, set_rate
+
+MASK = PAD  # the id that no text has; nothing is padded here
+BLOCK = 16
+MIX = {"copy": 2.0, "key_value": 2.0, "rest": 3.0, "pass_key": 0.5, "code": 1.0}
+STAGES = ((0.5, 96, 16), (0.85, 160, 10), (1.0, 288, 6))  # until this share of the time: length, rows
+
+
+class Masked:
+    """Rows `(ids [B,T], given [B,T], weights [B,T])`: the text, what the model is shown of it, and
+    how much each masked token counts; a function of the seed and of the calls so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, corpus: np.ndarray, seed: int) -> None:
+        self.tokenizer, self.corpus, self.rng = tokenizer, corpus, random.Random(seed)
+
+    def draw(self, length: int, rows: int, mix: dict[str, float] = MIX) -> tuple[Tensor, ...]:
+        kinds = self.rng.choices(list(mix), list(mix.values()), k=rows)
+        drawn = [self._masked(*self._row(kind, length)) for kind in kinds]
+        ids, given, weights = (torch.tensor(np.stack(part)) for part in zip(*drawn, strict=True))
+        return ids, given, weights
+
+    def _row(self, kind: str, length: int) -> tuple[np.ndarray, int, int]:
+        """A row [T], where its answer begins, and where its end marks begin."""
+        if kind == "code":
+            start = self.rng.randrange(len(self.corpus) - length)
+            return self.corpus[start : start + length].astype(np.int64), 8, length
+        room = self.rng.randrange(24, length - 24)
+        make = tasks.rest if kind == "rest" else tasks.TASKS[kind]
+        pieces = make(self.rng, tasks.lines_for(kind if kind != "rest" else "copy", room), 1)
+        end = next(at for at, (_, is_answer) in enumerate(pieces) if is_answer)
+        prompt = [BOS, *self._ids("".join(text for text, _ in pieces[:end]))]
+        answer = self._ids(pieces[end][0])[: length - len(prompt)]
+        row = np.full(length, EOS, dtype=np.int64)
+        row[: len(prompt) + len(answer)] = [*prompt, *answer]
+        return row, len(prompt), len(prompt) + len(answer) + 1
+
+    def _ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def _masked(self, row: np.ndarray, start: int, end: int) -> tuple[np.ndarray, ...]:
+        """Masks a share t of what follows `start`, or of one block of it and all behind that. A masked
+        token counts 1/t, one of many end marks a tenth of it.
+        """
+        size = len(row)
+        share = 1 - self.rng.random() * 0.8
+        places = np.arange(size)
+        hidden = np.array([self.rng.random() < share for _ in row])
+        weights = np.where(hidden, 1 / share, 0.0)
+        if self.rng.random() < 0.5:
+            first = start + BLOCK * self.rng.randrange(1 + (min(end, size - 1) - start) // BLOCK)
+            hidden = (hidden & (places >= first)) | (places >= first + BLOCK)
+            weights = np.where(hidden, np.where(places < first + BLOCK, 1 / share, 0.3), 0.0)
+        hidden &= places >= start
+        weights = weights * hidden * np.where(places >= end, 0.1, 1.0)
+        return row, np.where(hidden, MASK, row), weights.astype(np.float32)
+
+
+def prepare(folder: Path, seed: int) -> Run:
+    """A run at step 0: the bundled model's weights, both ways visible."""
+    folder.mkdir(parents=True, exist_ok=True)
+    start, tokenizer = reference_export.load()
+    tokens = folder / "corpus.npy"
+    if not tokens.exists():
+        train, _ = sources()
+        random.Random(seed).shuffle(train)
+        np.save(tokens, encode(tokenizer, train))
+    torch.manual_seed(seed)
+    model = Llama(replace(start.shape, causal=False))
+    model.load_state_dict(start.state_dict())
+    batches: Any = Masked(tokenizer, np.load(tokens), seed)
+    made = optimisers(model)
+    for optimiser in made:  # the weights have learnt already
+        for group in optimiser.param_groups:
+            group["lr"] *= 0.5
+    return Run(folder, torch.device("cpu"), tokenizer, batches, model, made)
+
+
+def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
+    *_, state = run.model.states(given)
+    at = weights[:, 1:].flatten().nonzero().squeeze(1)
+    logits = run.model.head(state[:, :-1].flatten(0, 1)[at])
+    each = F.cross_entropy(logits, ids[:, 1:].flatten()[at], reduction="none")
+    counts = weights[:, 1:].flatten()[at]
+    return (each * counts).sum() / counts.sum()
+
+
+def train_step(run: Run, length: int, rows: int, progress: float) -> float:
+    batches: Any = run.batches
+    ids, given, weights = batches.draw(length, rows)
+    set_rate(run, progress)
+    loss = loss_of(run, ids, given, weights)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    for optimiser in run.optimisers:
+        optimiser.step()
+        optimiser.zero_grad()
+    run.count.step += 1
+    run.count.tokens += ids.numel()
+    return float(loss.detach())
+
+
+@torch.no_grad()
+def probe(run: Run, length: int) -> dict[str, list[float]]:
+    """The share of right tokens by place in the answer (1, 2, 3, 4, 6, 8, 16), all of it masked."""
+    batches = Masked(run.tokenizer, run.batches.corpus, run.count.step)
+    found = {}
+    for kind in MIX:
+        right: dict[int, list[float]] = {}
+        for _ in range(24):
+            row, start, end = batches._row(kind, length)
+            given = row.copy()
+            given[start:] = MASK
+            *_, state = run.model.states(torch.tensor(given[None]))
+            chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).numpy()
+            for place in (1, 2, 3, 4, 6, 8, 16):
+                if start + place <= min(end, length):
+                    right.setdefault(place, []).append(chosen[place - 1] == row[start + place - 1])
+        found[kind] = [round(float(np.mean(right[p])), 2) for p in sorted(right)]
+    return found
+
+
+def progress_lines(run: Run, minutes: float) -> Iterator[dict[str, Any]]:
+    """Trains; yields a line for the log every 20 steps."""
+    losses: list[float] = []
+    started, base = time.monotonic(), run.count.seconds
+    while not run.stopping:
+        run.count.seconds = base + time.monotonic() - started
+        progress = run.count.seconds / 60 / minutes
+        if progress >= 1:
+            return
+        length, rows = next(tuple(stage[1:]) for stage in STAGES if progress < stage[0])
+        losses.append(train_step(run, length, rows, progress))
+        if run.count.step % 20 == 0:
+            line: dict[str, Any] = {**asdict(run.count), "length": length}
+            line["loss"] = round(sum(losses) / len(losses), 4)
+            losses.clear()
+            if run.count.step % 50 == 0:
+                line["accuracy"] = probe(run, length)
+            yield line
+
+
+def train(run: Run, minutes: float) -> None:
+    def stop(*_: object) -> None:
+        run.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    with (run.folder / "log.jsonl").open("a") as log:
+        for line in progress_lines(run, minutes):
+            line["seconds"] = round(line["seconds"])
+            print(json.dumps(line), file=log, flush=True)
+            print(*(f"{key} {value}" for key, value in line.items()), flush=True)
+            if run.count.step % 50 == 0:
+                run.save()
+    run.save()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--minutes", type=float, default=70, help="training time, all sessions")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    run = prepare(options.out, options.seed)
+    if run.checkpoint.exists() and not options.resume:
+        raise SystemExit(f"{run.checkpoint} exists: add --resume, or choose another --out")
+    if options.resume:
+        run.load()
+    train(run, options.minutes)
+
+
+if __name__ == "__main__":
+    main()
