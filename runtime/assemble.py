@@ -76,6 +76,32 @@ def assemble(recipe: Recipe) -> Plan:
     return plan
 
 
+def fit(plan: Plan, facts: Any, captured: bool = True) -> int:
+    """Refuse a loop that is for another kind of model; how many rows of a session it needs for each of its own.
+
+    `captured`: that tokens see later ones is known; else only the configuration was read.
+
+    Raises:
+        RecipeError: with the loops that the model takes.
+    """
+    axis = find_axes()["loop"]
+    use = plan.recipe.tables.get("loop", {}).get("use", "autoregressive")
+    loop = plan.methods.get("loop") or axis.build(use)
+    ways = {fills: ", ".join(n for n in axis.names() if axis.method(n).fills is fills) for fills in (True, False)}
+    if loop.fills and facts.diffusion is None:
+        why = "sees no later tokens" if captured else "names no mask (config.mask_token_id)"
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': loop = {use} fills masks, and {facts.name} {why}; give a masked-diffusion "
+            f"model, or a recipe with one of {ways[False]}"
+        )
+    if captured and facts.diffusion is not None and not loop.fills:
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': loop = {use} takes tokens one after the other, and {facts.name} sees both "
+            f"ways and fills masks; give a recipe with [loop], one of {ways[True]}"
+        )
+    return int(loop.branches)
+
+
 def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
     """The loop and what it works with: a recipe that drafts and names no loop decodes speculatively, and axes that
     it leaves out get their default, which an artifact's recipe then says.

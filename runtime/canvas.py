@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from accel.runtime.session import Session
 from accel.runtime.stepper import Logits, Stepper
 
 
-def session_kind(entries: Iterable[str], diffusion: Diffusion | None) -> Any:
+def session_kind(entries: Iterable[str], diffusion: Diffusion | None) -> Callable[..., Session]:
     """The class of a model's sessions, by its entries and by whether it fills masks."""
     if diffusion is not None:
         return partial(CanvasSession, diffusion=diffusion)
@@ -56,7 +56,8 @@ class CanvasSession(Session):
         if (bad := (first < 0) | (first > self._lengths)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"start of row {row} is {first[row]}, and it holds {self._lengths[row]} tokens; give 0..{self._lengths[row]}"
+                f"start of row {row} is {first[row]}, and it holds {self._lengths[row]} tokens; give "
+                f"0..{self._lengths[row]}"
             )
         ids, real = call_tokens(tokens, lengths, first, self.vocab_size, self.max_context)
         counts = np.full(self.batch, ids.shape[1], np.int64) if real is None else real
@@ -65,7 +66,8 @@ class CanvasSession(Session):
             row = int(bad.argmax())
             raise InputError(
                 f"row {row} has {ids.shape[1] - counts[row]} columns of padding in front of tokens that it holds "
-                f"({first[row] + counts[row]} of {after[row]}); give as many tokens as the call is wide, or up to its end"
+                f"({first[row] + counts[row]} of {after[row]}); give as many tokens as the call is wide, or up to "
+                "its end"
             )
         return self._written(stepper, ids, first, counts, after, rows)
 
@@ -89,7 +91,9 @@ class CanvasSession(Session):
         if found.ndim != 2 or len(found) != self.batch or not found.size:
             raise InputError(f"rows have shape {list(found.shape)}; give [{self.batch}, N] columns of the call")
         if int(found.min()) < 0 or int(found.max()) >= width:
-            raise InputError(f"rows name columns {found.min()}..{found.max()} of a call of {width}; give 0..{width - 1}")
+            raise InputError(
+                f"rows name columns {found.min()}..{found.max()} of a call of {width}; give 0..{width - 1}"
+            )
         return found
 
     def _run(

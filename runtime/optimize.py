@@ -49,7 +49,7 @@ from accel.passes.state.latent import Latent
 from accel.passes.weights import Base as WeightsPass
 from accel.passes.weights._calibrated import Calibrated
 from accel.runtime.artifact import open_artifact, write_manifest
-from accel.runtime.assemble import Plan, assemble
+from accel.runtime.assemble import Plan, assemble, fit
 from accel.runtime.calibration import make_calibration, read_calibration
 from accel.runtime.checkpoint import load_model, tokenizer_json
 from accel.runtime.compiled import CompiledModel, from_artifact
@@ -182,10 +182,11 @@ def optimize(
             model, stored = loaded.model, loaded.stored
             del loaded
     if isinstance(model, torch.nn.Module):
-        refuse(passes, facts_of(model, max_context), job.plan.recipe.name)
+        refuse(passes, facts := facts_of(model, max_context), job.plan.recipe.name)
+        fit(job.plan, facts, captured=False)
     with job.part("capture", 0.1):
         program = capture(model, max_context=max_context, stored=stored)
-    program.facts.max_batch = max_batch
+    program.facts.max_batch = max_batch * fit(job.plan, program.facts)
     if reads:
         program.calibration = make_calibration(given, text, program.facts, _inner(job))
     check = NumericCheck(program) if verify else None

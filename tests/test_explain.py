@@ -29,7 +29,9 @@ from accel.runtime.rates import Rates
 from accel.runtime.session import Session
 
 CONTEXT = 2048
-REFUSED = {"pie": "kv.reuse", "trim-kv": "trained for another model"}  # no rope; no gates for this model
+REFUSED = {  # no rope; no gates for this model; no masks to fill
+    "pie": "kv.reuse", "trim-kv": "trained for another model", "dllm-lowconf": "fills masks",
+}  # fmt: skip
 FAST = Rates(
     {k: (4e9, 2e9) for k in measuring.KINDS},
     dict.fromkeys(measuring.CACHES, (1e9, 1e9)),
@@ -58,7 +60,11 @@ def told(captured, recipe, **options):
 
 def kinds():
     """One recipe of each set of axes, and those that are refused here."""
-    found = {tuple(Recipe.load(name).tables): name for name in bundled()}
+    found = {
+        tuple(Recipe.load(name).tables): name
+        for name in bundled()
+        if not getattr(assemble(Recipe.load(name)).methods.get("loop"), "fills", False)
+    }
     return sorted({*found.values(), *REFUSED})
 
 

@@ -9,15 +9,14 @@ import leaderboard_page as page
 import numpy as np
 import pytest
 
-from accel.ir.recipe import bundled
 
-
-def test_every_recipe_has_cases_and_base_is_first():
+def test_every_recipe_of_causal_models_has_cases_and_base_is_first():
+    assert {"base", "snapkv", "prompt-lookup"} <= set(leaderboard.suited()) and "prophet" not in leaderboard.suited()
     found = leaderboard.cases()
     assert found[0].name == "base" and len({c.name for c in found}) == len(found)
-    assert {c.recipe for c in found} == set(bundled())
-    first = {c.recipe for c in found[: len(bundled())]}
-    assert first == set(bundled()), "each recipe once, before any at another value"
+    assert {c.recipe for c in found} == set(leaderboard.suited())
+    first = {c.recipe for c in found[: len(leaderboard.suited())]}
+    assert first == set(leaderboard.suited()), "each recipe once, before any at another value"
 
 
 def test_a_sweep_sets_the_option():

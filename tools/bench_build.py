@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from leaderboard import suited
 from reference_data import REFERENCE
 
 import accel
 from accel.ir.capture import capture
 from accel.ir.program import Program
-from accel.ir.recipe import bundled
 from accel.runtime import optimize as building
 from accel.runtime.checkpoint import load_model
 
@@ -87,7 +87,7 @@ def main() -> None:
     built(program, "base")  # warms up
     print(f"reading and capturing: {fixed:.1f} s\n")
     print("| recipe | CPU seconds | of base | parts that take longer, s |\n|---|---|---|---|")
-    for recipe in given.recipes or [n for n in bundled() if n not in (*SLOW, "base")]:
+    for recipe in given.recipes or [n for n in suited() if n not in (*SLOW, "base")]:
         pairs = [(built(program, "base"), built(program, recipe)) for _ in range(given.rounds)]
         print(row(recipe, fixed, pairs), flush=True)
 

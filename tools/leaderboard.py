@@ -71,10 +71,15 @@ def cases() -> list[Case]:
     """All of them; base first, which the others are compared with, then each recipe once, and its other values
     later: a run that is stopped early still knows of every recipe.
     """
-    swept = [_swept(name) for name in bundled() if name != "base"]
+    swept = [_swept(name) for name in suited() if name != "base"]
     longest = max(map(len, swept))
     turns = [[row[turn] for row in swept if turn < len(row)] for turn in range(longest)]
     return [Case("base"), *(case for turn in turns for case in turn)]
+
+
+def suited() -> list[str]:
+    """The recipes of causal models, which the bundled one is."""
+    return [n for n in bundled() if not getattr(assemble(Recipe.load(n)).methods.get("loop"), "fills", False)]
 
 
 def _swept(name: str) -> list[Case]:

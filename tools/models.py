@@ -311,6 +311,30 @@ def cla(factor: int = 2, layers: int = 4) -> nn.Module:
     return randomise(Cla(config), "cla")
 
 
+def llada() -> nn.Module:
+    """LLaDA's shape: a Llama that sees both ways and fills masks, as many KV heads as query heads, untied."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=101, hidden_size=48, intermediate_size=76, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=512,
+        tie_word_embeddings=False, is_causal=False, mask_token_id=100,
+    )  # fmt: skip
+    return randomise(LlamaForCausalLM(config), "llada")
+
+
+def dream() -> nn.Module:
+    """Dream's shape: a Qwen2 that sees both ways, whose logits are of the token that follows."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=103, hidden_size=56, intermediate_size=90, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
+        tie_word_embeddings=False, is_causal=False, mask_token_id=102, logit_shift=True,
+    )  # fmt: skip
+    return randomise(Qwen2ForCausalLM(config), "dream")
+
+
 def tiny() -> nn.Module:
     """One layer, 31 tokens, learned positions up to 200: the least that there is to capture."""
     return randomise(PlainSdpa(vocab=31, width=12, heads=2, layers=1), "tiny")
@@ -330,3 +354,5 @@ ARCHITECTURES: dict[str, Callable[[], nn.Module]] = {
     "plain_softmax": plain_softmax,
     "plain_latent": plain_latent,
 }
+
+FILLERS: dict[str, Callable[[], nn.Module]] = {"llada": llada, "dream": dream}

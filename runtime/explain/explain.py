@@ -11,7 +11,7 @@ from accel.ir.errors import AccelError, InputError
 from accel.ir.program import Facts, Program
 from accel.ir.recipe import Recipe
 from accel.passes import Pass, Step, refuse, run
-from accel.runtime.assemble import Plan, assemble
+from accel.runtime.assemble import Plan, assemble, fit
 from accel.runtime.calibration import make_calibration
 from accel.runtime.describe import facts_json, kv_bytes, state_json
 from accel.runtime.explain import costs, layer, words
@@ -124,7 +124,9 @@ def explain(
                 reason = _refusal(lambda: refuse(_passes(plan, False), facts, asked.name))
 
         captured = subject(model, max_context, check, trust_remote_code)
-    work = _Work(captured, tell)
+    work, facts = _Work(captured, tell), captured.program.facts
+    if plan is not None and not reason:
+        reason = _refusal(lambda: fit(plan, facts))
     if plan is not None and not reason:
         tell("passes", 0.5)
         base = work.base()
@@ -141,7 +143,6 @@ def explain(
         lambda change: tell(f"trying {change}", 0.7),
         plan is None,
     )
-    facts = captured.program.facts
     told = _methods(plan) if plan is not None else []
     grade = plan.grade if plan is not None else ""
     return Explanation(asked, facts.name, grade, told, facts.max_context, reason, near)
@@ -215,6 +216,7 @@ class _Work:
 
 def _try(work: _Work, recipe: Recipe) -> None:
     plan = assemble(recipe)
+    fit(plan, work.subject.program.facts)
     refuse(_passes(plan, False), work.subject.program.facts, recipe.name)
     work.run(plan)
 

@@ -1,0 +1,103 @@
+"""The base of loops that fill masks block by block (arXiv:2502.09992)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import RecipeError, unknown
+from accel.runtime.loop import Base, Row, Setting
+from accel.runtime.loop._canvas import CACHES, Canvas, Guess
+from accel.runtime.session import Session
+
+
+@dataclass(frozen=True)
+class Blocks(Base):
+    """A row is its prompt and masks for all that may come; blocks of `block` slots are filled from left to right.
+
+    A call gives a token for each mask, and how sure the model is of it; the method says which stay. Those
+    stay for good. A row takes its tokens as soon as all before them are known, and ends with them. `cache`: what
+    calls after a block's first leave as it was: none of it; prefix: what stands before the block; dual: what
+    stands behind it too (arXiv:2505.22618).
+    """
+
+    block: int = 32
+    cache: str = "none"
+
+    fills = True
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises RecipeError that names the option, its value and the range."""
+        self._least("block", 1)
+        if self.cache not in CACHES:
+            raise RecipeError(unknown(f"{self._name}: cache", self.cache, CACHES))
+
+    @property
+    def grade(self) -> str:
+        """Whether tokens are those of one token per call and nothing cached."""
+        return "approximate" if self.cache != "none" or not self.static else "bit-exact"
+
+    @property
+    def static(self) -> bool:
+        """Whether what stays is what would stay of one token per call."""
+        return False
+
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+        if all(row.finish for row in rows):
+            return
+        canvas = Canvas(session, rows, self.block, self.cache, self.branches)
+        try:
+            while canvas.advance():
+                yield from self.fill(canvas)
+        finally:
+            canvas.close()
+
+    def fill(self, canvas: Canvas) -> Iterator[tuple[int, int]]:
+        """Fill the block that each row is at: (row, token) of all that is certain, as it comes."""
+        step, total = 0, canvas.counts
+        while canvas.waiting.any():
+            for i, guess in canvas.look().items():
+                canvas.commit(i, guess, self.stays(guess, step, int(total[i])))
+            step += 1
+            yield from canvas.take()
+
+    @abstractmethod
+    def stays(self, guess: Guess, step: int, total: int) -> Any:
+        """The places, in a guess, of the tokens that stay, one or more; of a row's block that had `total` masks
+        `step` calls before.
+        """
+
+    def apart(self, axis: str, method: Any) -> str:
+        """See Base: tokens are written again and again, and see those after them."""
+        if axis == "kv.codec":
+            return "it encodes blocks of tokens for good, and here tokens are written again" if method.block else ""
+        if axis.partition(".")[0] in ("kv", "depth", "prefill", "numerics"):
+            return "it is for tokens that come one after the other, and here they are written in any order, and again"
+        return ""
+
+    @property
+    def _name(self) -> str:
+        return "loop." + type(self).__module__.rpartition(".")[2].replace("_", "-")
+
+    def _least(self, option: str, least: int) -> None:
+        if (value := getattr(self, option)) < least:
+            raise RecipeError(f"{self._name}: {option} is {value}; give at least {least}")
+
+
+def share(total: int, steps: int, step: int) -> int:
+    """How many of `total` masks are filled in a step of `steps`, so that all are after the last."""
+    return total // steps + (step < total % steps)
+
+
+def surest(guess: Guess, least: float) -> Any:
+    """The places of what is as sure as `least`, and of the surest."""
+    stays = guess.sure >= least
+    stays[guess.first(1)] = True
+    return np.flatnonzero(stays)

@@ -1,0 +1,171 @@
+"""What the loops that fill masks share: canvases of prompt and masks, and what calls say of the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.runtime.canvas import CanvasSession
+from accel.runtime.ints import Ints
+from accel.runtime.loop import Row
+from accel.runtime.session import Session
+
+CACHES = ("none", "prefix", "dual")
+Mask = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a call says of the open slots of one row: slots [n] rising, the token of each, its probability
+    (of all that the model gives, whatever the sampler does), and by how much the best logit leads.
+    """
+
+    slots: Ints
+    tokens: Ints
+    sure: Floats
+    lead: Floats
+
+    def __len__(self) -> int:
+        return self.slots.size
+
+    def before(self, end: int) -> Guess:
+        """Of the slots before `end` alone."""
+        n = int(self.slots.searchsorted(end))
+        return Guess(self.slots[:n], self.tokens[:n], self.sure[:n], self.lead[:n])
+
+    def first(self, count: int) -> Ints:
+        """The places, in `slots`, of the `count` surest; the lowest slot of equals."""
+        return np.argsort(-self.sure, kind="stable")[:count]
+
+
+class Canvas:
+    """One group of rows: each is its prompt and as many masks as it may take tokens, and goes from block to block.
+
+    `branches`: rows of the session that a row has, which may hold different tokens of the block.
+    """
+
+    def __init__(self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1):
+        if not isinstance(session, CanvasSession):
+            raise InputError(
+                "this loop fills masks, and the model decodes token by token; build it with loop = autoregressive"
+            )
+        self.session, self.rows, self._block, self._cache = session, rows, block, cache
+        self._mask, self._shift = session.diffusion.mask, int(session.diffusion.shift)
+        self.branches = branches
+        self.ends = np.array([0 if row.finish else row.prompt.size + row.left for row in rows])
+        self.first = np.array([row.prompt.size for row in rows])
+        self.last = self.first.copy()
+        self.ids = np.full((len(rows), branches, int(self.ends.max())), self._mask)
+        self.open = np.zeros(self.ids.shape[::2], np.bool_)  # which slots are masks, [B,W]
+        for row, ids, hidden, end in zip(rows, self.ids, self.open, self.ends, strict=True):
+            ids[:, : row.prompt.size] = row.prompt[: ids.shape[1]]
+            hidden[row.prompt.size : end] = True
+        self._fresh = True  # no call yet in this block
+
+    def advance(self) -> bool:
+        """Go to the next block; whether any row has one."""
+        self.first, self._fresh = self.last, True
+        self.last = np.minimum(self.first + self._block, self.ends)
+        return bool(self.live.any())
+
+    @property
+    def live(self) -> Mask:
+        """Rows that run, [B]."""
+        return np.array([not row.finish for row in self.rows])
+
+    @property
+    def waiting(self) -> Mask:
+        """Rows that run and whose block has masks, [B]."""
+        return self.live & (self.counts > 0)
+
+    @property
+    def counts(self) -> Ints:
+        """Masks of each row's block, [B]."""
+        spans = zip(self.open, self.first, self.last, strict=True)
+        return np.array([int(row[first:last].sum()) for row, first, last in spans])
+
+    def look(self, rest: bool = False) -> dict[int, Guess]:
+        """One call; what it says of the masks in the block of each row that waits for some (`rest`: and of those
+        behind it, where the call sees them anew).
+        """
+        found = self.branch_out(self.waiting.astype(np.int64), self.open[:, None], rest)
+        return {i: guesses[0] for i, guesses in found.items()}
+
+    def branch_out(self, counts: Ints, hidden: Mask, rest: bool = False) -> dict[int, list[Guess]]:
+        """One call of the first `counts` [B] branches of each row; what it says of the slots that are `hidden`
+        [B,branches,W] in each, and which tokens a branch holds, its `ids` say.
+
+        Of a block's first call, and where nothing is cached, of the whole canvas; else of what the cache says:
+        `prefix` of all from the block on, `dual` of the block. Logits of a slot may be those of the token
+        before it, which is then written too.
+        """
+        used = (np.arange(self.branches) < counts[:, None]).reshape(-1)
+        whole = self._fresh or self._cache == "none"
+        if whole and self._cache != "none":  # what a later call of a branch shall find
+            used = np.repeat(self.waiting, self.branches)
+        start = np.zeros_like(self.first) if whole else self.first - self._shift
+        stop = self.last if self._cache == "dual" and not whole else self.ends
+        asked = stop if rest else self.last
+        each = [np.repeat(part, self.branches) for part in (start, stop - start, self.first, asked)]
+        logits = self._called(used, *each)
+        self._fresh = False
+        found: dict[int, list[Guess]] = {}
+        for i in np.flatnonzero(counts).tolist():
+            part = logits[i * self.branches :, : asked[i] - self.first[i]]
+            found[i] = [self._guess(i, self.ids[i, j], hidden[i, j], part[j]) for j in range(counts[i])]
+        return found
+
+    def _called(self, used: Mask, start: Ints, size: Ints, first: Ints, asked: Ints) -> Floats:
+        """Write each session row that is `used` from `start` on; logits [B,N,V] of slots `first` to `asked`."""
+        held = self.session.lengths
+        counts = np.where(used, size, 0)
+        start = np.where(used, start, held)
+        flat = self.ids.reshape(len(used), -1)
+        columns = start[:, None] + np.arange(int(counts.max()))
+        tokens = np.take_along_axis(flat, np.minimum(columns, flat.shape[1] - 1), 1)
+        wide = np.arange(int((asked - first)[used].max()))
+        rows = np.clip((first - self._shift - start)[:, None] + wide, 0, columns.shape[1] - 1)
+        return self.session.write(tokens, start, counts, rows)
+
+    def _guess(self, i: int, ids: Ints, hidden: Mask, logits: Floats) -> Guess:
+        """What logits [n,V] from the block's begin on say of the slots that are `hidden` [W] of a row that holds
+        `ids` [W]. No guess is the mask, and samplers see the tokens up to the first slot that is hidden.
+        """
+        row, first = self.rows[i], int(self.first[i])
+        slots = first + np.flatnonzero(hidden[first : first + len(logits)])
+        scores = logits[slots - first]
+        scores[:, self._mask] = -np.inf
+        tokens = np.array([row.sampler(one, ids[: slots[0]], row.rng) for one in scores], np.int64)
+        best = np.partition(scores, -2, axis=1)[:, -2:]
+        mass = np.exp(scores - best[:, 1:]).sum(axis=1, dtype=np.float64)
+        sure = np.exp(scores[np.arange(len(slots)), tokens] - best[:, 1]) / mass
+        return Guess(slots, tokens, sure, best[:, 1] - best[:, 0])
+
+    def commit(self, i: int, guess: Guess, places: Any) -> None:
+        """Let these of a guess's slots (by their place in it) hold its tokens for good."""
+        slots = guess.slots[places]
+        self.ids[i][:, slots] = guess.tokens[places]
+        self.open[i, slots] = False
+
+    def clear(self, i: int) -> None:
+        """Let no branch of a row hold more than the row."""
+        self.ids[i][:, self.open[i]] = self._mask
+
+    def take(self) -> Iterator[tuple[int, int]]:
+        """Let rows accept what is whole up to the first mask: (row, token) of each, until a row ends."""
+        for i in np.flatnonzero(self.live):
+            row = self.rows[i]
+            while not row.finish and not self.open[i, at := row.prompt.size + len(row.tokens)]:
+                row.accept(int(self.ids[i, 0, at]))
+                yield int(i), row.tokens[-1]
+
+    def close(self) -> None:
+        """Let the session hold what the rows have, but for the last token."""
+        wanted = np.repeat([row.prompt.size + max(0, len(row.tokens) - 1) for row in self.rows], self.branches)
+        self.session.rewind(np.minimum(wanted, self.session.lengths))

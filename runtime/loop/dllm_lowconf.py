@@ -1,0 +1,33 @@
+"""Low-confidence remasking in blocks, LLaDA's own loop (arXiv:2502.09992): of each call the surest tokens stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accel.runtime.loop._blocks import Blocks, share
+from accel.runtime.loop._canvas import Guess
+
+
+@dataclass(frozen=True)
+class DllmLowconf(Blocks):
+    """`steps` calls for each block, or 0: as many as it has slots, one token per call, what all other loops
+    are compared with.
+    """
+
+    steps: int = 0
+
+    def validate(self) -> None:
+        super().validate()
+        self._least("steps", 0)
+
+    @property
+    def static(self) -> bool:
+        return self.steps in (0, self.block)
+
+    def stays(self, guess: Guess, step: int, total: int) -> Any:
+        return guess.first(share(total, self.calls(total), step))
+
+    def calls(self, total: int) -> int:
+        """How many calls a block of `total` masks takes."""
+        return min(self.steps or total, total)

@@ -1,0 +1,39 @@
+"""Confidence-aware parallel decoding (Fast-dLLM, arXiv:2505.22618): what a call is sure enough of stays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import RecipeError
+from accel.runtime.loop._blocks import Blocks, surest
+from accel.runtime.loop._canvas import Guess
+
+
+@dataclass(frozen=True)
+class DllmThreshold(Blocks):
+    """Tokens of probability `threshold` or more stay, and always the surest.
+
+    With `factor` above 0 the n surest stay instead, as many as have (n + 1) (1 - probability) below it.
+    """
+
+    threshold: float = 0.9
+    factor: float = 0.0
+
+    def validate(self) -> None:
+        super().validate()
+        if self.factor < 0:
+            raise RecipeError(f"{self._name}: factor is {self.factor}; give 0 (the threshold decides) or more")
+
+    @property
+    def static(self) -> bool:
+        return self.threshold > 1 and not self.factor
+
+    def stays(self, guess: Guess, step: int, total: int) -> Any:
+        if not self.factor:
+            return surest(guess, self.threshold)
+        order = guess.first(len(guess))
+        fits = (np.arange(len(order)) + 2) * (1 - guess.sure[order]) < self.factor
+        return order[: max(1, len(order) if fits.all() else int(fits.argmin()))]

@@ -1,0 +1,216 @@
+"""Models that see both ways: how they are captured, what their sessions do, and what is refused."""
+
+from types import SimpleNamespace
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.runtime.canvas import CanvasSession
+
+from .diffusion_case import LONGEST, MASK, Filler, prompts, with_loop
+
+LOOP = {"loop": {"use": "dllm-blockcache", "block": 8, "threshold": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def filler():
+    """(module, its builds by target)"""
+    module = Filler(True).eval()
+    made = {t: accel.optimize(module, LOOP, target=t, max_context=LONGEST, max_batch=2) for t in ("eager", "onnx")}
+    yield module, made
+    for each in made.values():
+        each.close()
+
+
+@pytest.mark.parametrize("name", models.FILLERS)
+def test_models_of_published_shapes(name):
+    module = models.FILLERS[name]()
+    tokens = np.random.default_rng(0).integers(0, 90, (2, 12))
+    with accel.optimize(module, LOOP, max_context=64, max_batch=2) as compiled:
+        facts = compiled.facts
+        assert facts.diffusion.shift is (name == "dream") and {x["attention"] for x in facts.layers} == {"full"}
+        want = module(torch.tensor(tokens)).logits.detach().numpy()
+        assert np.abs(compiled.logits(tokens) - want).max() < 1e-4 * np.abs(want).max()
+        assert len(compiled.generate([5, 6, 7], max_new_tokens=9, eos=[]).tokens[0]) == 9
+        assert compiled.report["errors"]["onnx native"] < 1e-4
+
+
+def test_targets_agree(filler):
+    _, made = filler
+    tokens = [m.generate(prompts(), max_new_tokens=20, eos=[]).tokens for m in made.values()]
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_what_a_session_holds_is_what_was_written(filler, target):
+    """Every way to the same canvas gives the module's logits; rows of different lengths, padded."""
+    module, made = filler
+    rng = np.random.default_rng(1)
+    tokens, lengths = rng.integers(0, MASK, (2, 20)), np.array([20, 13])
+    want = [module(torch.tensor(tokens[i : i + 1, :n])).detach().numpy()[0] for i, n in enumerate(lengths)]
+
+    def same(got, i, columns):
+        assert np.abs(got - want[i][columns]).max() < 1e-4 * np.abs(want[i]).max()
+
+    with made[target].session(2) as session:
+        assert isinstance(session, CanvasSession) and session.abilities.width == 1
+        session.run(rng.integers(0, MASK, (2, 30)))  # longer, and then forgotten
+        session.rewind([9, 4])
+        whole = session.write(tokens, 0, lengths)
+        again = session.write(tokens[:, 5:9], 5)  # in the midst: the others are as they were
+        ends = session.write(np.stack([tokens[0, 10:], tokens[1, 5:15]]), [10, 5], [10, 8], [[9, 0], [7, 3]])
+        for i, n in enumerate(lengths):
+            same(whole[i, :n], i, slice(0, n))
+            same(again[i], i, slice(5, 9))
+        same(ends[0], 0, [19, 10])
+        same(ends[1], 1, [12, 8])
+        assert session.lengths.tolist() == [20, 13]
+        with session.fork() as other:
+            other.write(tokens[:, :2] * 0, 0)
+            same(session.write(tokens[:, 5:9], 5)[0], 0, slice(5, 9))
+
+
+def test_what_is_forgotten_is_out_of_sight(filler):
+    """Before the end of a call, behind a block in the midst, and a control that shows what would be seen."""
+    module, made = filler
+    tokens = np.random.default_rng(2).integers(0, MASK, (1, 24))
+    want = module(torch.tensor(tokens[:, :12])).detach().numpy()[0]
+    with made["onnx"].session() as session:
+        session.run(tokens)
+        session.rewind(12)
+        calls = session.stats["calls"]
+        got = session.write(tokens[:, :12], 0)[0]
+        assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+        assert session.stats["calls"] == calls + 2 and session.length == 12
+        session.run(tokens[:, 12:])
+        session.rewind(12)
+        session._filled = session._lengths  # as if nothing had been forgotten
+        assert np.abs(session.write(tokens[:, :12], 0)[0] - want).max() > 1e-2
+
+
+def test_a_block_leaves_the_others_as_they_were(filler):
+    _, made = filler
+    tokens = np.random.default_rng(3).integers(0, MASK, (1, 24))
+    with made["eager"].session() as session:
+        session.run(tokens)
+        before = {n: a.copy() for n, a in session._stepper.held().items()}
+        session.write(tokens[:, 8:12] * 0, 8)
+        apart = [i for i in range(24) if not 8 <= i < 12]
+        for name, now in session._stepper.held().items():
+            axis = -2 if now.ndim == 4 else 1
+            assert np.array_equal(before[name].take(apart, axis), now.take(apart, axis))
+            assert name == "kv.pos" or not np.array_equal(before[name][:, :, 8:12], now[:, :, 8:12])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda s: s.write([[1, 2]], 7), "start of row 0 is 7, and it holds 6 tokens; give 0..6"),
+        (lambda s: s.write([[1, 2]], 1, [1]), "1 columns of padding in front of tokens that it holds"),
+        (lambda s: s.write([[1, 2]], 0, None, [[2]]), "rows name columns 2..2 of a call of 2; give 0..1"),
+        (lambda s: s.write([[1, 2]], 0, None, [1]), "rows have shape [1]; give [1, N]"),
+        (lambda s: s.write([[1] * 200], 0), "row 0 would hold 200 tokens; max_context is 96"),
+        (lambda s: s.run([[1]], run_layers=[True]), "run_layers and threshold are for models"),
+        (lambda s: s.edit(0, 1, [2]), "this model cannot edit"),
+    ],
+)
+def test_a_wrong_call_is_named_and_changes_nothing(filler, call, words):
+    with filler[1]["eager"].session() as session:
+        want = session.run([[1, 2, 3, 4, 5, 6]])
+        with pytest.raises(accel.InputError) as error:
+            call(session)
+        assert words in str(error.value) and session.length == 6
+        assert np.allclose(session.write([[1, 2, 3, 4, 5, 6]], 0), want, atol=1e-5)
+
+
+# Ends
+
+
+def test_rows_end_where_they_would_in_any_loop(filler):
+    """At eos, at the limit, at the end of the context; nothing comes after, and a batch changes nothing."""
+    _, made = filler
+    with with_loop(made["eager"], "dllm-lowconf", block=8) as model:
+        (whole,) = model.generate(prompts()[0], max_new_tokens=20, eos=[]).tokens
+        end = whole[9]
+        out = model.generate([prompts()[0], prompts()[1]], max_new_tokens=20, eos=[end])
+        first = whole.index(end)
+        assert out.tokens[0] == whole[: first + 1] and out.stats["finish"][0] == "eos"
+        assert model.generate(prompts()[1], max_new_tokens=20, eos=[end]).tokens[0] == out.tokens[1]
+        long = np.arange(LONGEST - 5) % MASK
+        out = model.generate([long.tolist(), [1, 2]], max_new_tokens=9, eos=[])
+        assert [len(t) for t in out.tokens] == [5, 9] and out.stats["finish"] == ["context", "length"]
+        assert model.generate(np.arange(LONGEST) % MASK, max_new_tokens=9).stats["finish"] == ["context"]
+
+
+def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
+    _, made = filler
+    with with_loop(made["eager"], "dllm-blockcache", block=8) as model:
+        whole = model.generate(prompts()[0], max_new_tokens=20, eos=[]).tokens[0]
+        with model.stream(prompts()[0], max_new_tokens=20, eos=[]) as stream:
+            assert [next(stream) for _ in range(3)] == whole[:3]
+        assert list(model.stream(prompts()[0], max_new_tokens=20, eos=[])) == whole
+
+
+def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
+    from accel.runtime.loop import Row, Setting
+    from accel.runtime.loop.dllm_lowconf import DllmLowconf
+    from accel.runtime.sample.standard import Standard
+
+    _, made = filler
+    with made["onnx"].session(2) as session:
+        rows = [Row(np.array(p), Standard(), np.random.default_rng(0), limit=9, max_context=LONGEST) for p in prompts()]
+        came = DllmLowconf(block=4).tokens(session, rows, Setting())
+        for _ in range(5):
+            next(came)
+        came.close()
+        assert session.lengths.tolist() == [r.prompt.size + max(0, len(r.tokens) - 1) for r in rows]
+
+
+# What is refused
+
+
+def refused(model, recipe, kind=accel.RecipeError):
+    with pytest.raises(kind) as error:
+        accel.optimize(model, recipe, target="eager", max_context=64)
+    return str(error.value)
+
+
+def test_a_loop_for_another_kind_of_model_is_refused():
+    filler, causal = Filler(False).eval(), models.llama()
+    assert "autoregressive takes tokens one after the other, and Filler sees both ways" in refused(filler, "base")
+    assert "one of dllm-blockcache, dllm-lowconf" in refused(filler, {})
+    assert "loop = speculative takes tokens one after the other" in refused(filler, "prompt-lookup")
+    assert "loop = prophet fills masks, and LlamaForCausalLM names no mask" in refused(causal, "prophet")
+    causal.config.mask_token_id = 3
+    assert "loop = prophet fills masks, and LlamaForCausalLM sees no later tokens" in refused(causal, "prophet")
+    filler.config = SimpleNamespace()
+    assert "has config.mask_token_id" in refused(filler, "base", accel.CaptureError)
+    filler.config.mask_token_id = 99
+    assert "mask_token_id is 99, and its logits are of 41 tokens" in refused(filler, "prophet", accel.CaptureError)
+
+
+@pytest.mark.parametrize("other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "bit-exact"])
+def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
+    assert "loop = dllm-threshold cannot go with" in refused(Filler(False), ["dllm-threshold", other])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"block": 0}, "loop.dllm-lowconf: block is 0; give at least 1"),
+        ({"cache": "dul"}, "loop.dllm-lowconf: cache 'dul' does not exist; did you mean 'dual'"),
+        ({"steps": -1}, "loop.dllm-lowconf: steps is -1; give at least 0"),
+    ],
+)
+def test_a_wrong_option_is_named(options, words):
+    assert words in refused(Filler(False), {"loop": {"use": "dllm-lowconf", **options}})
+
+
+def test_weights_and_rows_of_the_cache_may_be_narrow(filler):
+    module, _ = filler
+    with accel.optimize(module, {**LOOP, "kv": {"codec": {"use": "kv-int8"}}}, max_context=64) as m:
+        assert len(m.generate([5, 6, 7], max_new_tokens=9, eos=[]).tokens[0]) == 9
+        assert m.report["grade"] == "approximate"
