@@ -1,4 +1,4 @@
-"""Axis: how calls of the model become tokens (one at a time, or drafted and checked; later by beams, diffusion)."""
+"""Axis: how calls of the model become tokens (one at a time, drafted and checked, or masks filled; later by beams)."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class Base(ABC):
         accepted, as they come.
 
         The session is empty and has one row per `Row`, or `branches` of them one after the other. Each `Row` gets
-        the tokens that it would get alone. At the end, or where the iteration is closed, a row of the session holds what its `Row` has, but
-        for the last token.
+        the tokens that it would get alone. At the end, or where the iteration is closed, a row of the session
+        holds what its `Row` has, but for the last token.
         """
 
     def apart(self, axis: str, method: Any) -> str:
