@@ -56,7 +56,7 @@ def _attention_rules(node: fx.Node) -> list[str]:
 
 
 def _tree_rules(node: fx.Node) -> list[str]:
-    """`tree` [B,T,T] and `first` [B] come together."""
+    """`tree` [B,T,W] and `first` [B] come together."""
     x = operands_of(node)
     tree, first = x.tree, x.first
     if tree is None and first is None:
@@ -64,7 +64,7 @@ def _tree_rules(node: fx.Node) -> list[str]:
     if not isinstance(tree, fx.Node) or not isinstance(first, fx.Node):
         return [f"{node.name}: a tree needs the slot of the call's first key, and that a tree"]
     if tree.meta["val"].dtype is not torch.bool or tree.meta["val"].dim() != 3:
-        return [f"{node.name}: a tree must be bool [B,T,T]"]
+        return [f"{node.name}: a tree must be bool [B,T,W]"]
     return []
 
 

@@ -10,6 +10,7 @@ from accel.ir.errors import RecipeError, unknown
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
 from accel.passes.kv.compress import Compress
+from accel.passes.state.trees import Trees
 
 EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together
 DRAFTING = {  # axes of speculative decoding
@@ -18,6 +19,7 @@ DRAFTING = {  # axes of speculative decoding
     "length": "length says how many tokens are drafted",
     "tree": "tree says what shape drafts take",
 }
+BRANCHING = ("tree", "draft", "loop")  # axes whose methods may ask for trees of guesses: `branches`
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
 
@@ -64,6 +66,8 @@ def assemble(recipe: Recipe) -> Plan:
     _apart(plan)
     if "kv.reuse" in plan.methods:
         plan.passes[:0] = plan.methods["kv.reuse"].steps()  # before slots are encoded
+    if any(getattr(plan.methods.get(axis), "branches", False) for axis in BRANCHING):
+        plan.passes.append(Trees())
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
         if (codec := plan.methods.get("kv.codec")) is not None and codec.block:
             raise RecipeError(

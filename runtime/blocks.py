@@ -22,7 +22,7 @@ class Blocks(Keeper):
     @property
     def abilities(self) -> Abilities:
         """The newest block stays as it is; within a call of several tokens, more than that does."""
-        return Abilities(back=self.plan.flush, width=1)
+        return Abilities(back=self.plan.flush, width=1, trees=False)
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether any row has a block to give; `moment` does not matter."""

@@ -16,12 +16,14 @@ class Abilities:
 
     free_rewind: whether a rewind costs nothing; else the next call first runs some tokens again. back: how
     many of the newest tokens since the prompt can at least be taken back; None: all. width: most tokens of
-    a call whose rows of logits are those of as many calls of one, up to rounding; None: any number.
+    a call whose rows of logits are those of as many calls of one, up to rounding; None: any number. trees:
+    whether a call may be a tree of guesses (`Session.guess`).
     """
 
     free_rewind: bool = True
     back: int | None = None
     width: int | None = None
+    trees: bool = True
 
     def __and__(self, other: Abilities) -> Abilities:
         """What both have."""
@@ -29,6 +31,7 @@ class Abilities:
             self.free_rewind and other.free_rewind,
             _least(self.back, other.back),
             _least(self.width, other.width),
+            self.trees and other.trees,
         )
 
 

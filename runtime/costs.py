@@ -85,7 +85,7 @@ def _measure(stepper: Stepper, facts: Facts, tile: int) -> Costs:
             at = held - width + np.arange(width)[None]
             rows = np.arange(width)[None]
             slots = at[:, 0]
-            tokens, at, rows = whole_tiles(tile, tokens, at, rows)
+            tokens, at, rows, _ = whole_tiles(tile, tokens, at, rows, None)
             start = time.perf_counter()
             stepper.step(tokens, at, slots, rows)
             taken[width].append(time.perf_counter() - start)

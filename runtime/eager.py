@@ -16,7 +16,7 @@ from accel.ir.sizes import grows, in_numbers
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import trimmed
 from accel.runtime.prefill import forgettable
-from accel.runtime.stepper import Arrays, Compression, Logits, alike
+from accel.runtime.stepper import Arrays, Bools, Compression, Logits, alike, call_inputs
 
 
 class Steppable(Protocol):
@@ -26,6 +26,8 @@ class Steppable(Protocol):
 
     @property
     def state(self) -> Any: ...
+    @property
+    def entries(self) -> Any: ...
     def run(self, entry: str, inputs: dict[str, Any]) -> dict[str, Any]: ...
 
 
@@ -79,10 +81,10 @@ class EagerStepper:
         self._state = state
 
     def step(
-        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False, tree: Bools | None = None
     ) -> Logits:
         """One run of the step entry; the state changes only where it succeeds."""
-        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        given = call_inputs(tokens, positions, slots, rows, tree)
         inputs = {n: self._tensor(a) for n, a in given.items()}
         with torch.no_grad():
             out = self._program.run("step", {**inputs, **self._controls, **self._state})
@@ -156,6 +158,11 @@ class EagerStepper:
         """A copy of the state of these rows [n]."""
         pooled, index = {v.name for v in self._program.state if v.pooled}, self._tensor(rows)
         return {n: t if n in pooled else t[index] for n, t in self._state.items()}
+
+    @property
+    def trees(self) -> bool:
+        """See stepper.Stepper."""
+        return "commit" in self._program.entries
 
     @property
     def recurrent(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.companion import Companion
+from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.log import Log
 from accel.runtime.session import Session
@@ -16,6 +16,8 @@ from accel.runtime.stepper import Arrays, Logits, Stepper
 
 class _Written(Companion):
     """Which tokens the rows hold."""
+
+    abilities = Abilities(trees=False)
 
     def __init__(self, log: Log):
         self.log = log

@@ -9,6 +9,8 @@ from accel.runtime.artifact import Artifact
 from accel.runtime.assemble import Plan
 from accel.runtime.compiled import from_artifact
 from accel.runtime.session import Session
+from accel.runtime.stepper import Logits
+from accel.runtime.tree import Tree
 
 
 def check_target(plan: Plan, target: str) -> None:
@@ -26,18 +28,22 @@ def check_target(plan: Plan, target: str) -> None:
 
 
 def check_rows(artifact: Artifact) -> None:
-    """Calls of several tokens against calls of one. Raises Miscompiled where a bit differs."""
+    """Calls of several tokens against calls of one, and trees of guesses against their paths. Raises Miscompiled
+    where a bit differs.
+    """
     for variant in artifact.entries["step"].graphs:
         with from_artifact(artifact, kernels=variant) as model, model.session() as session:
             for held, width in ((0, 9), (3, 2), (5, 4)):
                 if held + width > session.max_context:
                     continue
-                if off := difference(session, held, width):
-                    raise Miscompiled(
-                        f"bit-exact: a call of {width} tokens differs from single ones by {off:.1e} "
-                        f"(kernels {variant!r}); build without the recipe, and report the model's "
-                        "configuration"
-                    )
+                kinds = [("call", difference)] + ([("tree", tree_difference)] if session.abilities.trees else [])
+                for kind, differs in kinds:
+                    if off := differs(session, held, width):
+                        raise Miscompiled(
+                            f"bit-exact: a {kind} of {width} tokens differs from single ones by {off:.1e} "
+                            f"(kernels {variant!r}); build without the recipe, and report the model's "
+                            "configuration"
+                        )
 
 
 def difference(session: Session, held: int, width: int, seed: int = 0) -> float:
@@ -52,7 +58,38 @@ def difference(session: Session, held: int, width: int, seed: int = 0) -> float:
     together = session.run(tokens[:, held:])
     session.rewind(held)
     alone = [session.run(tokens[:, [i]]) for i in range(held, held + width)]
-    single = np.concatenate(alone, axis=1)
+    return _apart(together, np.concatenate(alone, axis=1))
+
+
+def tree_difference(session: Session, held: int, width: int, seed: int = 0) -> float:
+    """The same of a tree of `width` tokens in which each third one begins another branch, and of its paths in single
+    calls; and of the token after the longest one that is kept.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, session.vocab_size, (session.batch, held + width))
+    parents = [max(0, i - 1 - i % 3) if i % 3 == 2 else i - 1 for i in range(1, width)]
+    tree = Tree(np.arange(1, width), np.array(parents, np.int64) - 1)
+    session.rewind(0)
+    if held:
+        session.run(tokens[:, :held])
+    seen = np.repeat(tree.mask[None], session.batch, axis=0)
+    together = session.guess(tokens[:, held:], seen)
+    paths = [np.flatnonzero(row) for row in tree.mask]
+    last = max(paths, key=len)
+    session.keep([last] * session.batch)
+    follows = [session.run(tokens[:, :1])] if int(session.lengths.max()) < session.max_context else []
+    alone = []
+    for path in paths:
+        session.rewind(held)
+        alone.append([session.run(tokens[:, [held + i]]) for i in path][-1])
+    session.rewind(held)
+    for i in last:
+        session.run(tokens[:, [held + i]])
+    alone += [session.run(tokens[:, :1])] if follows else []
+    return _apart(np.concatenate([together, *follows], axis=1), np.concatenate(alone, axis=1))
+
+
+def _apart(together: Logits, single: Logits) -> float:
     if np.array_equal(together.view(np.int32), single.view(np.int32)):
         return 0.0
     return max(float(np.abs(together - single).max()), float(np.finfo(np.float32).tiny))

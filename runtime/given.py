@@ -8,6 +8,7 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.stepper import Bools
 
 
 def call_tokens(
@@ -64,6 +65,34 @@ def rewind_target(length: Any, held: Ints) -> Ints:
             f"give 0..{held[row]}"
         )
     return wanted
+
+
+def tree_of(tree: Any, shape: tuple[int, ...]) -> Bools:
+    """What each token of a call [B,T] sees of it, bool [B,T,T]. Raises InputError."""
+    seen = np.asarray(tree)
+    if seen.dtype != np.bool_ or seen.shape != (*shape, shape[1]):
+        raise InputError(
+            f"tree is {seen.dtype} {list(seen.shape)}; give bools {[*shape, shape[1]]}, of each token which tokens of "
+            "the call it sees (Tree.mask)"
+        )
+    if np.triu(seen, 1).any() or not np.einsum("btt->bt", seen).all():
+        raise InputError("tree: a token sees itself and tokens before it; give ancestors first (Tree.mask)")
+    return seen
+
+
+def path_of(path: Any, tree: Bools, row: int, count: int) -> Ints:
+    """Columns [n] of a call that a row keeps, of `count` real ones: a path from the root on. Raises InputError."""
+    columns = as_ints(path, f"paths[{row}]") if np.size(path) else np.zeros(0, np.int64)
+    if columns.ndim != 1 or (columns.size and not 0 <= columns.min() <= columns.max() < count):
+        raise InputError(f"paths[{row}] is {columns.tolist()}; give columns of the call, 0..{count - 1}, or none")
+    for i, column in enumerate(columns):
+        seen = np.flatnonzero(tree[row, column])
+        if seen.tolist() != columns[: i + 1].tolist():
+            raise InputError(
+                f"paths[{row}]: token {column} of the tree comes after {seen[:-1].tolist()}, not after "
+                f"{columns[:i].tolist()}; give a whole path from the root on"
+            )
+    return columns
 
 
 def check_no_plan(run_layers: Any, threshold: Any) -> None:

@@ -10,7 +10,7 @@ from accel.ir.errors import AccelError, InputError
 from accel.runtime.companion import Abilities, Companion
 from accel.runtime.ints import Ints
 from accel.runtime.rows import Kin
-from accel.runtime.stepper import Arrays, Logits, Stepper, whole_tiles
+from accel.runtime.stepper import Arrays, Bools, Logits, Stepper, whole_tiles
 
 STEP = 256  # the KV buffers grow by this many slots
 LOST = (
@@ -44,7 +44,8 @@ class Held:
     @property
     def abilities(self) -> Abilities:
         """What can be relied on before anything runs."""
-        found = Abilities(width=self._open().alike)
+        stepper = self._open()
+        found = Abilities(width=stepper.alike, trees=stepper.trees)
         for one in self._companions:
             found &= one.abilities
         return found
@@ -97,22 +98,31 @@ class Held:
         return 0
 
     def _step(
-        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int
+        self,
+        stepper: Stepper,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        real: int,
+        tree: Bools | None = None,
     ) -> Logits:
-        """One graph call, after making room for every slot that it writes, padding included."""
+        """One graph call, after making room for every slot that it writes, padding included. Companions hear of the
+        tokens of a `tree` when a path of it is kept.
+        """
         wanted = rows.shape[1]
         if self._tile > 1:
-            tokens, positions, rows = whole_tiles(self._tile, tokens, positions, rows)
+            tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         ends, observe = slots + tokens.shape[1], False
         room = [int(ends.max())]
         for one in self._companions:
             room += one.slots(ends)
         self._need(stepper, room)
         start = time.perf_counter()
-        for one in self._companions:
+        for one in self._companions if tree is None else ():
             observe |= one.before(stepper, tokens.shape[1])
-        logits = stepper.step(tokens, positions, slots, rows, observe)
-        for one in self._companions:
+        logits = stepper.step(tokens, positions, slots, rows, observe, tree)
+        for one in self._companions if tree is None else ():
             one.after(tokens, positions, stepper.observed if observe else _NO_QUERIES)
         self._count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]

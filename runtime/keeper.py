@@ -71,7 +71,8 @@ class Keeper(Companion):
     def abilities(self) -> Abilities:
         """Where it may be due after a token, no call of several is the same, and none can be taken back."""
         single = self.plan.when.single
-        return Abilities(back=0 if single or self.plan.counts else None, width=1 if single else None)
+        lost = single or self.plan.counts
+        return Abilities(back=0 if lost else None, width=1 if single else None, trees=not lost)
 
     @property
     def held_from(self) -> Ints:

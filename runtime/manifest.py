@@ -13,7 +13,7 @@ from accel.ir.errors import ArtifactError, unknown
 from accel.ir.prefill import Pick, Prefill, Segments
 from accel.ir.sizes import LETTER
 from accel.ir.state import BLOCK, StateValue
-from accel.lowering.onnx.variants import PORTABLE
+from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
 FORMAT = 1
 MANIFEST = "accel.json"
@@ -127,6 +127,17 @@ class Manifest:
         a single row, in another way.
         """
         return 2 if self.numerics == BIT_EXACT else 1
+
+    @property
+    def trees(self) -> bool:
+        """Whether a call may be a tree of guesses (`passes.state.trees`)."""
+        return "commit" in self.entries
+
+    def keeps_trees(self, kernels: str) -> bool:
+        """Whether it may with a variant of the step: one that sums a token's keys as if no other guess lay there,
+        where bits matter.
+        """
+        return self.trees and (self.numerics != BIT_EXACT or kernels == NATIVE)
 
 
 class Fields:

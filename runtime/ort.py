@@ -34,9 +34,10 @@ from accel.runtime.ort_open import (
     open_session,
     physical_cores,
 )
+from accel.runtime.ort_part import Parts
 from accel.runtime.prefill import forgettable
 from accel.runtime.rows import moved
-from accel.runtime.stepper import Arrays, Compression, Logits, alike
+from accel.runtime.stepper import Arrays, Bools, Compression, Logits, alike, call_inputs
 from accel.runtime.tune import AUTO, Tuning, choose
 
 
@@ -107,7 +108,7 @@ class OrtEngine:
         tile = self.artifact.manifest.tile
         return OrtStepper(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
-            self.other, everything(self.artifact.facts.depth),
+            self.other, everything(self.artifact.facts.depth), self.artifact.manifest.keeps_trees(self.tuning.kernels),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class OrtEngine:
             check_encode(session, self.artifact, path)
         elif entry == "step":
             check_state(session, self.artifact.state, path)
-            check_controls(session, self.artifact.facts.depth, path)
+            check_controls(session, self.artifact.facts.depth, self.artifact.manifest.trees, path)
         return session
 
 
@@ -149,12 +150,16 @@ class OrtStepper:
         tile: int = 1,
         other: Callable[[str], Any] | None = None,
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
+        trees: bool = False,
     ):
         """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
-        what they are at first.
+        what they are at first. `trees`: whether the step takes any.
         """
         self._session = session
         self._other_entry = other
+        self._parts = Parts(other)
+        self.trees = trees
+        self._row = _value(np.ones((1, 1, 1), np.bool_)) if trees else None  # the tree of a plain call
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._tile = tile
         self._encoder = encoder
@@ -201,10 +206,10 @@ class OrtStepper:
         self._bind(buffers)
 
     def step(
-        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False, tree: Bools | None = None
     ) -> Logits:
         """See stepper.Stepper; `resize` comes first."""
-        if tokens.shape[1] == self._tile == rows.shape[1] and not observe:
+        if tokens.shape[1] == self._tile == rows.shape[1] and not observe and tree is None:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -214,10 +219,12 @@ class OrtStepper:
             self._swap()
             return self._logits.copy()
         logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
-        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        held = [_value(np.ascontiguousarray(array)) for array in given.values()]
+        given = call_inputs(tokens, positions, slots, rows, tree)
+        held = {name: _value(np.ascontiguousarray(array)) for name, array in given.items()}
+        if self._row is not None:
+            held.setdefault("tree", self._row)
         binding = (self._observing if observe else self._other)[0]
-        for name, value in zip(given, held, strict=True):
+        for name, value in held.items():
             binding.bind_ortvalue_input(name, value)
         out = _value(logits)
         binding.bind_ortvalue_output("logits", out)
@@ -231,26 +238,12 @@ class OrtStepper:
         return logits
 
     def part(self, entry: str, given: Arrays) -> Arrays:
-        """See stepper.Stepper. State is written where it lies."""
-        assert self._other_entry is not None
-        session = self._other_entry(entry)
-        binding, names = session.io_binding(), {i.name for i in session.get_inputs()}
-        held = {n: _value(np.ascontiguousarray(a)) for n, a in {**self._buffers, **given}.items() if n in names}
-        for name, value in held.items():
-            binding.bind_ortvalue_input(name, value)
-        found = [o.name for o in session.get_outputs()]
-        for name in found:
-            state = name.removesuffix(".next")
-            if state in held and state not in self._spare:  # what recurs may be read after it is written
-                binding.bind_ortvalue_output(name, held[state])
-            else:
-                binding.bind_output(name, "cpu")
-        session.run_with_iobinding(binding)
-        out = {n: v.numpy() for n, v in zip(found, binding.get_outputs(), strict=True)}
+        """See stepper.Stepper. State is written where it lies; what recurs may be read after it is written."""
+        out = self._parts.run(entry, given, self._buffers, self._spare)
         for name in self._spare:
             if f"{name}.next" in out:
-                np.copyto(self._buffers[name], out[f"{name}.next"])
-        return {n: a for n, a in out.items() if n.removesuffix(".next") not in held}
+                np.copyto(self._buffers[name], out.pop(f"{name}.next"))
+        return out
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """See stepper.Stepper. The cross state is bound as the encoder gave it."""
@@ -311,7 +304,7 @@ class OrtStepper:
         """See stepper.Stepper."""
         other = OrtStepper(
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
-            self._tile, self._other_entry, self._controls,
+            self._tile, self._other_entry, self._controls, self.trees,
         )  # fmt: skip
         copies = copied(self._state, self._buffers, rows)
         if copies and len(copies) == len(self._state):
@@ -350,6 +343,7 @@ class OrtStepper:
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
         self._decode, self._other, self._observing = [], [], []
+        self._parts.forget()
         self._values = []
         self._buffers, self._spare = {}, {}
 
@@ -363,6 +357,7 @@ class OrtStepper:
         here = {name: _value(array) for name, array in buffers.items()}
         there = here | {name: _value(array) for name, array in spare.items()}
         pairs = [(here, there), (there, here)] if spare else [(here, here)]
+        self._parts.forget()
         decode: list[Any] = []
         other: list[Any] = []
         observing: list[Any] = []

@@ -151,10 +151,14 @@ def check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None
             )
 
 
-def check_controls(session: Any, depth: Depth | None, path: Path) -> None:
-    """The inputs that choose layers must be what the manifest says. Raises ArtifactError."""
+def check_controls(session: Any, depth: Depth | None, trees: bool, path: Path) -> None:
+    """The inputs that choose layers must be what the manifest says, and a tree is one where calls may be trees.
+    Raises ArtifactError.
+    """
     wanted = {name: list(array.shape) for name, array in everything(depth).items()}
     there = {i.name: list(i.shape) for i in session.get_overridable_initializers()}
+    if trees:
+        there.pop("tree", None)
     if wanted != there:
         raise ArtifactError(
             f"{path}: the graph chooses layers by {there or 'nothing'}, and accel.json says "

@@ -41,7 +41,7 @@ class Past(Companion):
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
 
-    abilities = Abilities(free_rewind=False)
+    abilities = Abilities(free_rewind=False, trees=False)
 
     def __init__(self, batch: int):
         self._log = Log(batch)

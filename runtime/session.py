@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -16,16 +17,25 @@ from accel.ir.errors import InputError
 from accel.ir.prefill import Prefill, Segments
 from accel.runtime.companions import companions
 from accel.runtime.encode import Encoder, entry_inputs
-from accel.runtime.given import call_tokens, check_no_plan, rewind_target
+from accel.runtime.given import call_tokens, check_no_plan, path_of, rewind_target, tree_of
 from accel.runtime.held import Held
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import KvPlan
 from accel.runtime.pages import Pages
 from accel.runtime.prefill import filtered, in_segments
 from accel.runtime.rows import Kin, wanted_rows
-from accel.runtime.stepper import Logits, Stepper
+from accel.runtime.stepper import Bools, Logits, Stepper
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
+
+
+@dataclass(frozen=True, eq=False)
+class _Guessed:
+    """Guesses that may be kept: tokens [B,T], what each sees of them, and how many of a row are real [B]."""
+
+    tokens: Ints
+    tree: Bools
+    counts: Ints
 
 
 class Session(Held):
@@ -64,6 +74,7 @@ class Session(Held):
         self._encoder = encoder
         self._encoded = encoder is None
         self._prefill = prefill
+        self._guessed: _Guessed | None = None
         self._steered = any(one.steers for one in self._companions)
 
     def encode(self, inputs: Any, lengths: Any = None) -> None:
@@ -118,6 +129,7 @@ class Session(Held):
     ) -> Logits:
         """See `run`; `segments`: of a prompt that is run so."""
         stepper = self._open()
+        self._drop()
         ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
         after = self._lengths + (ids.shape[1] if counts is None else counts)
         if not self._steered:
@@ -158,6 +170,7 @@ class Session(Held):
         them all, and goes back to the prompt's end or to 0. Raises InputError, as `run`.
         """
         stepper = self._open()
+        self._drop()
         first = None if self._lengths.any() else self._prefill
         if first is not None:
             plan, spare = first
@@ -183,9 +196,75 @@ class Session(Held):
         Where that fails the session stays as it was.
         """
         stepper = self._open()
+        self._drop()
         if any(one.base is not None for one in self._companions):  # what is compressed cannot be run again later
             self._catch_up(stepper)
         self._settle(stepper, "prompt", self._lengths)
+
+    def guess(self, tokens: Any, tree: Any, lengths: Any = None) -> Logits:
+        """Run a tree of guesses, tokens [B,T] behind what each row holds, and return the logits after each, float32
+        [B,T,V]. `tree` [B,T,T] bools: which tokens of the call each one sees, itself and its ancestors.
+
+        Nothing of it is held until `keep` says which path stands; any other call drops it. `lengths` as in `run`.
+        One graph call, so T is at most `CHUNK` and `abilities.width`. Raises InputError, and where the model was built
+        without trees (`abilities.trees`).
+        """
+        stepper = self._open()
+        if not self.abilities.trees:
+            raise InputError(
+                "this model takes no trees of guesses; build it with a recipe that drafts them (as token-recycling)"
+            )
+        self._drop()
+        ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
+        seen, held = tree_of(tree, ids.shape), self._lengths
+        if ids.shape[1] > CHUNK:
+            raise InputError(f"a tree of {ids.shape[1]} tokens is too large; give at most {CHUNK}")
+        full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
+        real = np.arange(ids.shape[1]) < full[:, None]
+        positions = np.where(real, held[:, None] + seen.sum(2) - 1, -1)
+        for one in self._companions:
+            one.begin(stepper, held, held + full, None, None)
+        try:
+            self._catch_up(stepper)
+            self._guessed = _Guessed(ids, seen, full)
+            rows = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+            return self._step(stepper, ids, positions, held - self._base, rows, int(full.sum()), seen)
+        except BaseException as error:
+            self._undo(stepper, held, error)
+            raise
+
+    def keep(self, paths: Any) -> None:
+        """Hold of the last `guess`, for each row, the tokens in these columns [n]: a path from the root on, or none.
+
+        Raises InputError, and then nothing has changed.
+        """
+        stepper, made = self._open(), self._guessed
+        if made is None:
+            raise InputError("there are no guesses to keep; call session.guess first")
+        if len(paths) != self.batch:
+            raise InputError(f"there are {len(paths)} paths; give one for each row, {self.batch}")
+        chosen = [path_of(p, made.tree, b, int(made.counts[b])) for b, p in enumerate(paths)]
+        width, held = made.tokens.shape[1], self._lengths
+        path = np.tile(np.arange(width), (self.batch, 1))
+        positions = np.full((self.batch, width), -1, np.int64)
+        tokens = np.zeros((self.batch, max(1, *(c.size for c in chosen))), np.int64)
+        for b, columns in enumerate(chosen):
+            path[b, : columns.size] = columns
+            positions[b, : columns.size] = held[b] + np.arange(columns.size)
+            tokens[b, : columns.size] = made.tokens[b, columns]
+        start = time.perf_counter()
+        stepper.part("commit", {"slots": held - self._base, "path": path, "positions": positions})
+        self._count(0, 0, start)
+        self._guessed = None
+        for one in self._companions:
+            one.after(tokens, positions[:, : tokens.shape[1]], {})
+        self._lengths = held + np.array([c.size for c in chosen], np.int64)
+        self._settle(stepper, "call", self._lengths)
+
+    def _drop(self) -> None:
+        """Forget guesses of which nothing was kept."""
+        if self._guessed is not None:
+            self.keep([()] * self.batch)
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
         """See `accel.runtime.edits.EditableSession`, which a model built with `pie` opens. Raises InputError."""
@@ -196,6 +275,7 @@ class Session(Held):
         InputError.
         """
         stepper = self._open()
+        self._drop()
         wanted = rewind_target(length, self._lengths)
         for one in self._companions:
             one.check(wanted, self._lengths)
@@ -209,6 +289,7 @@ class Session(Held):
         the same. Of what rows that began as copies of one still share, nothing is copied. Raises InputError.
         """
         stepper = self._open()
+        self._drop()
         chosen = wanted_rows(rows, self.batch)
         if np.array_equal(chosen, np.arange(self.batch)):
             return
@@ -237,6 +318,7 @@ class Session(Held):
 
     def fork(self) -> Self:
         """An independent session that holds the same tokens; its stats start at 0."""
+        self._drop()
         other = copy(self)
         other._stepper = self._open().copy()
         other._companions = tuple(one.copy() for one in self._companions)

@@ -17,6 +17,7 @@ from accel.runtime.ints import Ints
 
 Arrays = dict[str, npt.NDArray[Any]]
 Logits = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 
 class Compression(Protocol):
@@ -35,10 +36,10 @@ class Stepper(Protocol):
         """
 
     def step(
-        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False, tree: Bools | None = None
     ) -> Logits:
         """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
-        caller's own.
+        caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees; None: all before it.
         """
 
     def part(self, entry: str, given: Arrays) -> Arrays:
@@ -79,6 +80,10 @@ class Stepper(Protocol):
     @property
     def alike(self) -> int | None:
         """Most tokens of a call that read what they would read alone (`alike`); None: any number."""
+
+    @property
+    def trees(self) -> bool:
+        """Whether a step takes a tree, and an entry `commit` keeps a path of it (`passes.state.trees`)."""
 
     @property
     def recurrent(self) -> bool:
@@ -136,11 +141,20 @@ def alike(state: Iterable[Any]) -> int | None:
     return FEW if any(value.role == "pages" for value in state) else None
 
 
-def whole_tiles(tile: int, tokens: Ints, positions: Ints, rows: Ints) -> tuple[Ints, Ints, Ints]:
+def call_inputs(tokens: Ints, positions: Ints, slots: Ints, rows: Ints, tree: Bools | None) -> Arrays:
+    """The step's inputs by name; one that is left out has a default in the graph."""
+    found: Arrays = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+    return found if tree is None else {**found, "tree": tree}
+
+
+def whole_tiles(
+    tile: int, tokens: Ints, positions: Ints, rows: Ints, tree: Bools | None
+) -> tuple[Ints, Ints, Ints, Bools | None]:
     """A call's columns with padding after them, and its rows with the first again: whole tiles of both."""
     if short := -tokens.shape[1] % tile:
         tokens = np.pad(tokens, ((0, 0), (0, short)))
         positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
+        tree = None if tree is None else np.pad(tree, ((0, 0), (0, short), (0, 0)))
     if short := -rows.shape[1] % tile:
         rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
-    return tokens, positions, rows
+    return tokens, positions, rows, tree

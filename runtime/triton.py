@@ -18,7 +18,7 @@ from torch import Tensor
 from accel.lowering.triton.lowered import Compiled, Lowered
 from accel.runtime.eager import EagerStepper
 from accel.runtime.ints import Ints
-from accel.runtime.stepper import Compression, Logits
+from accel.runtime.stepper import Bools, Compression, Logits, call_inputs
 
 
 class TritonEngine:
@@ -51,12 +51,12 @@ class TritonStepper(EagerStepper):
         self._bind()
 
     def step(
-        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False
+        self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, observe: bool = False, tree: Bools | None = None
     ) -> Logits:
         """One run of the step entry. Where it fails, what it wrote lies in nobody's sight, as after a
         rewind; recurrent state changes only where it succeeds.
         """
-        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        given = call_inputs(tokens, positions, slots, rows, tree)
         told = self._compiled.defaults | self._controls
         args = list(self._args)
         for name, place in self._places.items():

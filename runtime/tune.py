@@ -14,7 +14,7 @@ import onnxruntime as ort
 
 from accel.ir.errors import ArtifactError, unknown
 from accel.lowering.onnx.native import library
-from accel.lowering.onnx.variants import PORTABLE
+from accel.lowering.onnx.variants import NATIVE, PORTABLE
 from accel.runtime.artifact import Artifact
 from accel.runtime.held import STEP
 from accel.runtime.machine import machine, recall, remember
@@ -70,6 +70,9 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
             names = [AUTO, *entry.graphs]
             raise ArtifactError(f"{artifact.path}: {unknown('kernels', asked, names)}")
         return Tuning(asked, "asked for")
+    picky = artifact.manifest.trees and not artifact.manifest.keeps_trees(PORTABLE)
+    if picky and NATIVE in entry.graphs and library()[0] is not None:
+        return Tuning(NATIVE, "the one whose trees are bit-exact")
     kinds = [kind for kind in (entry.probes, entry.products) if kind]
     if len(entry.graphs) == 1 or not kinds or any(PORTABLE not in kind for kind in kinds):
         return Tuning(PORTABLE, "the only one")
@@ -163,13 +166,14 @@ def _fitting(session: Any, tokens: int, context: int) -> tuple[int, int]:
 
 
 def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
-    letters = {"B": 1, "T": tokens, "C": context}
+    letters = {"B": 1, "T": tokens, "C": context, "W": 1}
     return [letters[d] if isinstance(d, str) else d for d in shape]
 
 
 def _kind(given: Any) -> np.dtype[Any]:
     """The dtype of an input that is no position."""
-    return np.dtype(np.int8 if given.type == "tensor(int8)" else np.float32)
+    kinds = {"tensor(int8)": np.int8, "tensor(bool)": np.bool_, "tensor(int64)": np.int64}
+    return np.dtype(kinds.get(given.type, np.float32))
 
 
 def _binding(session: Any, tokens: int, context: int, last: int) -> Any:

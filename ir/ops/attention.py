@@ -55,11 +55,11 @@ def position_bias(bias: Tensor, q: Tensor, k: Tensor, mask: str = "causal") -> T
 
 
 def own_visible(tree: Tensor, first: Tensor, slots: int) -> Tensor:
-    """What a tree [B,T,T] lets each query see of the slots, bool [B,T,S]: all, but of the call's own
-    keys, which lie from `first` [B] on, only those of its row.
+    """What a tree [B,T,W], or [1,1,W], lets each query see of the slots, bool [B,T,S] ([B,1,S]): all, but of
+    the W slots from `first` [B] on, where the call's own keys lie, only those of its row.
     """
     own = torch.arange(slots, device=tree.device) - first.unsqueeze(1)  # [B,S]
-    width = tree.shape[2]
+    width, tree = tree.shape[2], tree.expand(first.shape[0], -1, -1)
     index = own.clamp(0, width - 1).unsqueeze(1).expand(-1, tree.shape[1], -1)
     return tree.gather(2, index) | ((own < 0) | (own >= width)).unsqueeze(1)
 
@@ -144,8 +144,9 @@ def _attention(*operands: Any, **more: Any) -> Tensor:
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
 # bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none; sink [H] or none.
 # kept_k, kept_v [B,G,P,D], kept_pos [B,G,P]: slots before those of k and v, each head's its own; or none.
-# tree [B,T,T] bool or none: which of the call's own keys, whose slots are first[b] .. first[b]+T-1,
-# each query may see, if the positions let it (of a tree of guesses: a token's ancestors and itself).
+# tree [B,T,W] (or [1,1,W]: the same for all) bool or none: which keys of the slots first[b] .. first[b]+W-1,
+# where the call's own lie, each query may see, if the positions let it (of a tree of guesses, W = T: a token's
+# ancestors and itself). W = 1 hides nothing where it is true: a row of tokens.
 # pages [B,G,T,K] or none: what of k and v the queries of a group read, as numbers of stretches of `page`
 # slots (-1: none); [B,G,0,K]: all of it. Kept slots are always read.
 # -> [B,H,T,Dv]

@@ -181,7 +181,7 @@ def position_mask(b: Builder, x: Operands) -> str:
     """What is added to the scores: [B,1,T,C] ([B,1,1,C] under "full"), with a bias [B,H,T,C], before
     kept slots' [B,G,T,P+C].
     """
-    own = _own(b, x.tree, str(x.first), x.k_pos) if x.tree else None
+    own = _own(b, x) if x.tree else None
     hidden = _hidden(b, x.q_pos, x.k_pos, x.mask, x.window, own)
     if x.pages is not None:
         hidden = str(b.node("Min", hidden, page_mask(b, x, _NOTHING)))
@@ -197,11 +197,12 @@ def position_mask(b: Builder, x: Operands) -> str:
     return str(b.node("Add", _bias(b, x.bias, x.q_pos, x.k_pos, x.mask), hidden))
 
 
-def _own(b: Builder, tree: str, first: str | None, k_pos: str) -> str:
+def _own(b: Builder, x: Operands) -> str:
     """What a tree lets each query see of the slots, bool [B,1,T,C] (`ir.ops.attention.own_visible`)."""
     zero, one = b.constant(0, torch.int64), b.constant(1, torch.int64)
-    slots = b.node("Range", zero, b.node("Squeeze", b.size(k_pos, 1)), one)
-    own = b.node("Sub", slots, b.node("Unsqueeze", first, b.ints(1)))  # [B,C]
+    tree = b.node("Expand", x.tree, b.concat_ints([b.size(x.q_pos, 0), b.size(x.q_pos, 1), 1]))
+    slots = b.node("Range", zero, b.node("Squeeze", b.size(x.k_pos, 1)), one)
+    own = b.node("Sub", slots, b.node("Unsqueeze", x.first, b.ints(1)))  # [B,C]
     last = b.node("Sub", b.node("Squeeze", b.size(tree, 2)), one)
     cached = b.node("Or", b.node("Less", own, zero), b.node("Greater", own, last))
     index = b.node("Unsqueeze", b.node("Max", b.node("Min", own, last), zero), b.ints(1))

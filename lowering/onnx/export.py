@@ -113,7 +113,7 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
             if reason := table.missing():
                 program.facts.notes.append(f"without the variant '{table.target}': {reason}")
         tables = [t for t in tables if not t.missing()]
-        for name in entries.keys() - {"encode", "compress", "genai", "shift"}:
+        for name in entries.keys() - {"encode", "commit", "compress", "genai", "shift"}:
             entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
     _map_params(program, weights, folder / WEIGHTS)
     return entries

@@ -25,7 +25,7 @@ from accel.lowering.onnx.fallback import lower_node
 
 _NAMES = tuple(f.name for f in fields(Operands))
 _LETTERS = {
-    "q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC", "tree": "BTT", "first": "B",
+    "q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC", "tree": "BTW", "first": "B",
 }  # fmt: skip
 LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does in the step
 

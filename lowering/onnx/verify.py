@@ -157,6 +157,28 @@ def shift_error(program: Program, file: Path, bound: float = 1e-4) -> float:
     return _held(max(off), bound, file, "key")
 
 
+def commit_error(program: Program, file: Path) -> float:
+    """The largest error of the entry `commit` over random state: it copies, so 0.
+
+    Raises:
+        LoweringError: as `onnx_error`.
+    """
+    random = torch.Generator().manual_seed(0)
+    given = {
+        "slots": torch.tensor([3, 0]),
+        "path": torch.tensor([[0, 2, 3, 3], [0, 1, 2, 3]]),
+        "positions": torch.tensor([[3, 4, 5, -1], [0, -1, -1, -1]]),
+    }
+    for state in program.state:
+        if state.name in program.entries["commit"].inputs:
+            blank = state.allocate(B=2, C=BLOCK)
+            given[state.name] = torch.randint(-9, 9, blank.shape, generator=random).to(blank.dtype)
+    want = program.run("commit", given)
+    got = _open(program, file).run(list(want), {n: v.numpy() for n, v in given.items()})
+    off = [bool((torch.from_numpy(a) != b).any()) for a, b in zip(got, want.values(), strict=True)]
+    return _held(float(any(off)), 0.0, file, "value")
+
+
 def segment_error(program: Program, file: Path) -> float:
     """The largest error of what any variant of the entry `sparse` writes and gives for random tokens over
     random keys and values, relative to the largest of each output. Where products or the cache round, a
@@ -213,7 +235,7 @@ def _filled(program: Program, entry: Entry, slots: int) -> dict[str, Tensor]:
 
 CHECKS = {  # what an entry's name begins with -> its check
     "encode": encode_error, "compress": compress_error, "filter": part_error, "prompt": part_error,
-    "shift": shift_error, "sparse": segment_error,
+    "commit": commit_error, "shift": shift_error, "sparse": segment_error,
 }  # fmt: skip
 
 

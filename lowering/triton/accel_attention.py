@@ -148,7 +148,7 @@ def _launch(
     tiles, per_head = -(-tokens // tiling.tokens), pos.dim() == 3 and pos.shape[1] > 1
     lists = part.lists or (out, out)
     k_scale, v_scale = part.scales or (out, out)
-    tree = form.tree is not None and last
+    tree = form.tree is not None and form.tree.shape[2] > 1 and last
     bias = "" if form.bias is None else "distance" if form.bias.dim() == 2 else "positions"
     middle = form.bias.shape[1] // 2 if form.bias is not None and form.mask == "full" else 0
     attend[(tiles, count, batch * groups * tiling.parts)](

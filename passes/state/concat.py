@@ -42,6 +42,8 @@ class Concat(Pass):
             )
         if program.facts.depth is not None:
             return Report(refused=["onnxruntime-genai runs all layers, and has no input for a plan"])
+        if "commit" in program.entries:
+            return Report(refused=["onnxruntime-genai takes no trees of guesses"])
         if program.facts.prefill is not None:
             return Report(refused=["onnxruntime-genai runs prompts as they are"])
         if program.facts.diffusion is not None:

@@ -23,7 +23,7 @@ LAYOUT = {
     aten.split_with_sizes.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default,
     aten.contiguous.default, aten.clone.default, aten.sym_size.int, aten.t.default,
 }  # fmt: skip
-_QUIET = ("B", "T", "slots", "positions", "rows")  # arguments that every layer has
+_QUIET = ("B", "T", "slots", "positions", "rows", "tree")  # arguments that every layer has
 STREAM, STATE, COMPUTED, FLAG = KINDS = ("stream", "state", "computed", "flag")
 
 

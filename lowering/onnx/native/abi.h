@@ -24,7 +24,7 @@ struct Base {
   const char* (*get_version)();
 };
 
-enum Type { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kHalf = 10 };
+enum Type { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kBool = 9, kHalf = 10 };
 enum Presence { kRequired = 0, kOptional = 1 };
 
 struct Api {

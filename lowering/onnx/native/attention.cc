@@ -8,6 +8,9 @@
 //
 // Where each query of a group lists the pages that it reads, so many slots each, the others are passed over.
 //
+// Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
+// ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
+//
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
 // number of threads and the way the work is cut.
@@ -65,11 +68,12 @@ struct Piece {
 
 struct Call {
   Settings set;
-  abi::Tensor q, q_pos, bias, sink, pages;
+  abi::Tensor q, q_pos, bias, sink, pages, tree, first;
   Segment segments[2];
   float* out;
   int64_t B, H, G, T, D, W, R, rows, chunks, blocks, splits;
   int64_t listed;  // pages that a query lists; 0: it reads everything
+  int64_t own;     // slots from `first` on of which each token sees those of its row of `tree`; 0: no tree
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
 };
@@ -296,6 +300,8 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   for (int n = 0; n < N; ++n) mix(c, rows[n], s[n], x, room, mixed[n]);
 }
 
+constexpr decltype(&go<1>) kGo[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go<7>, go<8>};
+
 // What is known so far of a row, and one more partial result.
 void merge(float* sofar, const float* part, int64_t W) {
   if (part[0] == kNone) return;
@@ -391,11 +397,73 @@ void over_pages(const Call& c, int64_t pair, const std::vector<int64_t>& pages, 
   over(x);
 }
 
+// A chunk of slots with those of a token's ancestors and itself in a row, the other guesses left out.
+struct Lane {
+  std::vector<float> k, v;
+  std::vector<int64_t> pos;
+  Slots slots;
+  int64_t before;  // slots before the call's own, which all of its tokens see
+
+  static void copy(const Rows& from, int64_t row, int64_t count, float* to) {
+    const float* found = from.at(row).read(count, to);
+    if (found != to) std::copy(found, found + count * from.width, to);
+  }
+
+  // Of chunk `index` of what came since; its slots before the call's own.
+  void begin(const Call& c, int64_t pair, int64_t index) {
+    Piece x = piece_of(c, c.segments[1], pair, index * kChunk / kTile, 0);
+    before = std::clamp<int64_t>(c.first.as<int64_t>()[pair / c.G] - index * kChunk, 0, kChunk);
+    k.resize(kChunk * c.D), v.resize(kChunk * c.W), pos.resize(kChunk);
+    copy(x.k, 0, before, k.data()), copy(x.v, 0, before, v.data());
+    std::copy_n(x.slots->pos.data() + index * kChunk, before, pos.data());
+  }
+
+  // And those that token t sees of its own.
+  Piece of(const Call& c, int64_t pair, int64_t index, int64_t t) {
+    int64_t b = pair / c.G, first = c.first.as<int64_t>()[b], next = first - index * kChunk, count = before;
+    const bool* seen = c.tree.as<bool>() + (b * c.T + t) * c.own;
+    Piece x = piece_of(c, c.segments[1], pair, 0, 0);
+    for (int64_t w = 0; w < c.own && next < kChunk; ++w) {
+      if (!seen[w]) continue;
+      if (int64_t at = next++; at >= 0) {
+        copy(x.k, first + w, 1, k.data() + at * c.D), copy(x.v, first + w, 1, v.data() + at * c.W);
+        pos[at] = x.slots->pos[first + w], count = at + 1;
+      }
+    }
+    slots = slots::sorted(pos.data(), count);
+    Rows keys{k.data(), nullptr, nullptr, c.D}, values{v.data(), nullptr, nullptr, c.W};
+    if (!count) return {keys, values, &slots, 0, 0, 0, {kFar, -1}, true, false};
+    return {keys, values, &slots, count, 0, (count + kTile - 1) / kTile, slots.chunks[0], bool(slots.full[0]), false};
+  }
+};
+
+// Whether a chunk of what came since holds some of the call's guesses, or what would come after them.
+bool guesses(const Call& c, int64_t b, int64_t index) {
+  return (index + 1) * kChunk > c.first.as<int64_t>()[b];
+}
+
+// Goes over a chunk that holds guesses of the call, for the tokens of a block one by one.
+template <typename F>
+void over_guesses(const Call& c, int64_t pair, int64_t index, const Block& block, F over) {
+  thread_local Lane lane;
+  if (index * kChunk >= c.first.as<int64_t>()[pair / c.G] + c.own) return;
+  lane.begin(c, pair, index);
+  for (int64_t t = 0; t < c.T; ++t) {
+    int64_t rows[kRows], count = 0;
+    for (int64_t r = 0; r < block.count; ++r)
+      if ((block.first + r * block.step) % c.T == t) rows[count++] = r;
+    if (!count) continue;
+    Piece x = lane.of(c, pair, index, t);
+    for (int64_t r = 0; r < count && x.C; r += kGroup) over(x, rows + r, std::min(kGroup, count - r));
+  }
+}
+
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
 void work(Call& c, int64_t item) {
   int64_t split = item % c.splits, block = item / c.splits % c.blocks, pair = item / c.splits / c.blocks;
   int64_t b = pair / c.G, g = pair % c.G, width = c.W + 2;
-  auto [first, step, count] = block_of(c, block);
+  Block mine = block_of(c, block);
+  auto [first, step, count] = mine;
   int64_t each = (c.chunks + c.splits - 1) / c.splits;
   int64_t start = split * each, end = std::min(c.chunks, start + each);
   thread_local std::vector<float> buffer, keys, room;
@@ -424,10 +492,15 @@ void work(Call& c, int64_t item) {
     for (int64_t r = 0; r < count; ++r) rows[r].slots = x.slots;
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
-      static constexpr decltype(&go<1>) run[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go<7>, go<8>};
-      run[n - 1](c, rows + r, x, c.turned ? keys.data() : nullptr, room.data(), parts);
+      kGo[n - 1](c, rows + r, x, c.turned ? keys.data() : nullptr, room.data(), parts);
       for (int64_t j = 0; j < n; ++j) merge(known(r + j, i), parts[j], c.W);
     }
+  };
+  auto guessed = [&](const Piece& x, const int64_t* which, int64_t n, int64_t i) {
+    Row some[kGroup];
+    for (int64_t j = 0; j < n; ++j) some[j] = rows[which[j]], some[j].slots = x.slots;
+    kGo[n - 1](c, some, x, nullptr, room.data(), parts);
+    for (int64_t j = 0; j < n; ++j) merge(known(which[j], i), parts[j], c.W);
   };
   if (c.listed) list(c, pair, block % c.T, pages);
   for (int64_t i = start; i < end; ++i) {
@@ -437,6 +510,10 @@ void work(Call& c, int64_t item) {
     if (c.listed && &s == &c.segments[1]) {
       size_t some = kChunk / c.set.page, at = index * some, last = std::min(pages.size(), at + some);
       over_pages(c, pair, pages, at, last, seen, [&](const Piece& x) { over(x, i); });
+      continue;
+    }
+    if (c.own && &s == &c.segments[1] && guesses(c, b, index)) {
+      over_guesses(c, pair, index, mine, [&](const Piece& x, const int64_t* which, int64_t n) { guessed(x, which, n, i); });
       continue;
     }
     Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, s.C) + kTile - 1) / kTile);
@@ -492,8 +569,11 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
                            &c.pages,       &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale};
   if (form == kGroups) inputs[11] = &kept.k_scale, inputs[12] = &kept.k_least, inputs[13] = &kept.v_scale, inputs[14] = &kept.v_least;
   bool coded = form == kInt8;
-  for (size_t i = 0; i < (form ? 15 : 11); ++i)
+  size_t many = form ? 15 : 11;
+  for (size_t i = 0; i < many; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
+  if (abi::Status* s = abi::read(api, context, many, &c.tree)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 1, &c.first)) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
@@ -512,6 +592,13 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (c.listed && (c.set.page < kNear || kChunk % c.set.page || recent.C % c.set.page || c.pages.size[0] != c.B ||
                    c.pages.size[1] != c.G || c.pages.size[2] != c.T))
     return api.fail("Attention: the lists of pages do not fit the queries and the cache");
+  c.own = c.tree.rank == 3 && c.tree.size[2] > 1 ? c.tree.size[2] : 0;
+  if (c.own) {
+    bool held = !c.listed && c.tree.size[0] == c.B && c.tree.size[1] == c.T && c.first.rank == 1 && c.first.size[0] == c.B;
+    for (int64_t b = 0; held && b < c.B; ++b)
+      held = c.first.as<int64_t>()[b] >= 0 && c.first.as<int64_t>()[b] + c.own <= recent.C;
+    if (!held) return api.fail("Attention: the tree does not fit the queries and the cache");
+  }
   kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
   int64_t slots = c.listed ? c.listed * c.set.page : recent.C;
   c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
@@ -564,6 +651,7 @@ constexpr abi::Attribute<Settings> kWithBlocks[] = {
 };
 
 int type_of(Form form, size_t i) {
+  if (size_t many = form ? 15 : 11; i >= many) return i == many ? abi::kBool : abi::kInt64;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
@@ -578,7 +666,7 @@ abi::Op op() {
   else
     op = abi::op_of<Settings, kAttributes, run<kForm>>();
   op.name = [](const abi::Op*) { return kForm == kInt8 ? "AttentionInt8" : kForm ? "AttentionGroups" : "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(kForm ? 15 : 11); };
+  op.input_count = [](const abi::Op*) { return size_t(kForm ? 17 : 13); };
   op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;

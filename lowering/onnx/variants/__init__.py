@@ -15,6 +15,7 @@ from accel.lowering import Table
 PORTABLE = (
     "grouped"  # today's lowering of attention; always there, and what the others stand beside
 )
+NATIVE = "native"  # accel's own operators
 
 
 def variants() -> list[Table]:

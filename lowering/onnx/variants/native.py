@@ -14,19 +14,20 @@ from accel.lowering.onnx.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import attributes, join
+from accel.lowering.onnx.variants import NATIVE
 
-lower = Table("native", bit_exact=True, missing=lambda: library()[1], join=join)
+lower = Table(NATIVE, bit_exact=True, missing=lambda: library()[1], join=join)
 _PAGE = 16  # slots that native/attention.cc reads together
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.h
 
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
-    """Every form has one, a tree and small pages aside; `exact` keeps a row's bits the same however many rows a call
-    has. Codes are read as they lie.
+    """Every form has one, small pages and a tree over blocks aside; `exact` keeps a row's bits the same however many
+    rows a call has. Codes are read as they lie.
     """
     x = attention.Operands[str](*operands, **more)
-    if x.tree is not None or (x.pages is not None and x.page % _PAGE):
+    if x.pages is not None and (x.page % _PAGE or x.tree is not None):
         return NotImplemented
     common: dict[str, Any] = dict(
         domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
@@ -34,16 +35,18 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     )  # fmt: skip
     blocks = [made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))]
     if len(blocks) == 2:
+        if x.tree is not None:
+            return NotImplemented
         return _over_blocks(b, x, blocks, common)
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
     read = [codes[name][0] if coded and name in codes else name for name in given]
-    return b.node(
-        "AttentionInt8" if coded else "Attention", *read, x.kept_pos, x.pages, *(codes[n][1] for n in held if coded),
-        **common,
-    )  # fmt: skip
+    scales: list[str | None] = [codes[n][1] for n in held if coded]
+    tree = [] if x.tree is None else [*[None] * (4 - len(scales) if coded else 0), x.tree, x.first]
+    op = "AttentionInt8" if coded else "Attention"
+    return b.node(op, *read, x.kept_pos, x.pages, *scales, *tree, **common)
 
 
 def _over_blocks(

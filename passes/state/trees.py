@@ -1,0 +1,109 @@
+"""A step that takes trees of guesses, and an entry that keeps one path of such a tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.kv import kv_append
+from accel.ir.program import Editor, Entry, Program, State
+from accel.ir.trace import trace
+from accel.passes import Pass, Report
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+
+_WIDTH, _PATH = 73, 79  # example sizes while shapes are worked out
+
+
+@dataclass(frozen=True)
+class Trees(Pass):
+    """An input `tree [B,T,W]` of the step says which of the call's own slots each token sees, W = T; by default
+    W = 1, and the call is a row of tokens. And a new entry
+
+    `commit(slots [B], path [B,N], positions [B,N]) -> state`: slot slots[b] + i gets what slot slots[b] + path[b,i]
+    held, and the position positions[b,i] (-1: nothing lies there any more).
+    """
+
+    after = (Cache, Head)
+    must_change = True
+    flat = True
+    rank = 5  # after all that changes what is kept
+
+    def run(self, program: Program) -> Report:
+        step, editor = program.step, Editor(program, program.step.graph)
+        written = step.output_nodes()
+        for state in program.state:
+            _check(state, written)
+        sites, places = program.nodes(attention.default, entry=step), written["kv.pos.next"]
+        own = [n for n in sites if operands_of(n).k_pos is places]
+        wide = editor.symbol("W", _WIDTH)
+        batch, width = step.input("tokens").meta["val"].shape
+        tree = editor.placeholder("tree", (batch, width, wide), torch.bool)
+        step.defaults["tree"] = torch.ones(1, 1, 1, dtype=torch.bool)
+        for node in own:
+            if operands_of(node).pages is not None:
+                raise PassError(
+                    "kv.select reads pages by the order of positions, and tokens of a tree do not lie in it; leave "
+                    "kv.select out, or draft a chain"
+                )
+            node.kwargs = {**node.kwargs, "tree": tree, "first": step.input("slots")}
+        program.entries["commit"] = _commit(program, batch)
+        return Report(changed=len(own))
+
+
+def _check(state: State, written: dict[str, fx.Node]) -> None:
+    """Raise PassError where guesses that are dropped would leave a trace in a state."""
+    new = written.get(f"{state.name}.next")
+    if state.shared:
+        raise PassError(
+            "kv.reuse shares blocks of tokens between sessions, which no path of a tree can be kept in yet; leave "
+            "kv.reuse out, or draft a chain"
+        )
+    if not (state.cross or state.kept or (new is not None and new.target is kv_append.default)):
+        raise PassError(
+            f"'{state.name}' is state that is not kept by token, so the guesses of a tree cannot be taken back from "
+            "it; draft a chain"
+        )
+
+
+def _commit(program: Program, batch: Any) -> Entry:
+    """The entry over all state that the step appends to."""
+    graph = fx.Graph()
+    source = Editor(program, program.step.graph)
+    count = source.symbol("N", _PATH)
+
+    def holder(name: str, like: Any, dtype: torch.dtype) -> fx.Node:
+        node = graph.placeholder(name)
+        with source.fake:
+            node.meta["val"] = torch.empty(tuple(like), dtype=dtype)
+        return node
+
+    slots = holder("slots", (batch,), torch.int64)
+    path, positions = (holder(name, (batch, count), torch.int64) for name in ("path", "positions"))
+    states = [s for s in program.state if f"{s.name}.next" in program.step.outputs]
+    held = {s.name: program.step.input(s.name).meta["val"] for s in states}
+    buffers = {name: holder(name, value.shape, value.dtype) for name, value in held.items()}
+    editor, outputs = Editor(program, graph), {}
+    for name, buffer in buffers.items():
+        if name == "kv.pos":
+            outputs[f"{name}.next"] = editor.call(kv_append.default, buffer, positions, slots)
+        else:
+            key = "commit", buffer.meta["val"].dim()
+            outputs[f"{name}.next"] = trace(editor, name, partial(_along, rank=key[1]), buffer, slots, path, key=key)
+    graph.output(tuple(outputs.values()))
+    return Entry(graph, list(outputs))
+
+
+def _along(buffer: Tensor, slots: Tensor, path: Tensor, rank: int) -> Tensor:
+    """buffer [B,G,C,..] whose slots from slots [B] on hold those of a path [B,N], counted from there."""
+    index = (slots[:, None] + path)[:, None].unflatten(2, (-1, *[1] * (rank - 3)))
+    shape = (path.shape[0], buffer.shape[1], path.shape[1], *buffer.shape[3:])
+    taken = torch.gather(buffer, 2, index.expand(shape))
+    appended: Tensor = kv_append(buffer, taken, slots)
+    return appended
