@@ -26,26 +26,31 @@ def evicts(score, when, **axes):
     return tables | {f"kv.{axis}": {"use": name} for axis, name in axes.items()}
 
 
+def can(**more):
+    """Of a model that was built without trees."""
+    return Abilities(trees=False, **more)
+
+
 AT_PROMPT, EVERY = {"use": "prompt"}, {"use": "every", "tokens": 5}
-ANY, NONE = Abilities(), Abilities(back=0)
+ANY, NONE = can(), can(back=0)
 CASES = {  # recipe, or architecture -> tables, and what is expected
     "base": ({}, ANY),
     "snapkv": (evicts("snapkv", AT_PROMPT), ANY),
     "snapkv-chunk": (evicts("snapkv", {"use": "chunk"}), ANY),
-    "snapkv-every": (evicts("snapkv", EVERY), Abilities(back=0, width=1)),
+    "snapkv-every": (evicts("snapkv", EVERY), can(back=0, width=1)),
     "kivi-4": (
         {"kv.codec": {"use": "kivi", "bits": 4, "group": 4, "residual": BLOCK}},
-        Abilities(back=BLOCK, width=1),
+        can(back=BLOCK, width=1),
     ),
     "kv-int8": ({"kv.codec": {"use": "kv-int8"}}, ANY),
     "quest": (
         {"kv.select": {"use": "quest", "tokens_read": 12, "page": 4, "dense_layers": 0}},
-        Abilities(width=32),
+        can(width=32),
     ),
-    "h2o": (evicts("h2o", EVERY), Abilities(back=0, width=1)),
+    "h2o": (evicts("h2o", EVERY), can(back=0, width=1)),
     "mikv": (evicts("h2o", AT_PROMPT, keep="mikv"), NONE),
-    "calm": ({"depth": {"use": "calm", "threshold": 1e-6, "first": 1, "every": 1}}, Abilities(width=1)),
-    "unified-skip": ({"depth": {"use": "unified-skip", "speedup": 1.5}}, Abilities(width=1)),
+    "calm": ({"depth": {"use": "calm", "threshold": 1e-6, "first": 1, "every": 1}}, can(width=1)),
+    "unified-skip": ({"depth": {"use": "unified-skip", "speedup": 1.5}}, can(width=1)),
     "paged-prefix": ({"kv.reuse": {"use": "paged-prefix", "block": 4, "blocks": 64}}, ANY),
     "pie": ({"kv.reuse": {"use": "pie"}}, ANY),
     "gemfilter": ({"prefill.prune": {"use": "gemfilter", "tokens": 12}}, ANY),
@@ -54,8 +59,8 @@ CASES = {  # recipe, or architecture -> tables, and what is expected
         {"prefill.sparse": {"use": "critiprefill", "segment": 8, "block": 4, "budget": 8, "threshold": 8}},
         ANY,
     ),
-    "mamba": ({}, Abilities(free_rewind=False)),
-    "falcon_h1": (evicts("snapkv", AT_PROMPT), Abilities(free_rewind=False)),
+    "mamba": ({}, can(free_rewind=False)),
+    "falcon_h1": (evicts("snapkv", AT_PROMPT), can(free_rewind=False)),
 }
 
 

@@ -1,69 +1,205 @@
-"""Attention under a tree: every path of guesses has the logits that it would have alone."""
+"""Attention under a tree: every path of guesses has the logits that it would have alone, and one can be kept."""
+
+import itertools
 
 import models
 import numpy as np
-import onnxruntime
 import pytest
-import torch
 
 from accel.ir.capture import capture
-from accel.ir.errors import PassError
+from accel.ir.errors import InputError, PassError
 from accel.ir.ops.attention import attention
+from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
-from accel.lowering.onnx.export import export
+from accel.passes import run
+from accel.passes.state.trees import Trees
+from accel.runtime.compiled import from_artifact
+from accel.runtime.optimize import pipeline
+from accel.runtime.tree import Tree
 
-from .tree_case import PARENTS, ancestors, paths, prompt_then_tree, with_tree
+from .kv_case import table
+from .test_recurrence import mamba
+from .tree_case import FORKS, PARENTS, ancestors, call_of, with_trees
 
-PROMPT, BATCH = 5, 2
+EVICTING = Recipe(
+    "snapkv",
+    {"kv.score": table("snapkv"), "kv.budget": table("uniform", tokens_kept=8), "kv.when": {"use": "prompt"}},
+)
+KINDS = {  # architecture, recipe, target, how far logits may be from those of single calls
+    "eager": ("mistral", "base", "eager", 5e-5),
+    "onnx": ("mistral", "base", "onnx", 5e-5),
+    "bit-exact": ("llama", "bit-exact", "onnx", 0.0),
+    "kv-int8": ("llama", "kv-int8", "onnx", 5e-5),
+    "evicted": ("llama", EVICTING, "onnx", 5e-5),
+    "positions": ("gpt2", "base", "onnx", 5e-5),
+    "latent": ("plain_latent", "base", "eager", 5e-5),
+}
 
 
 @pytest.fixture(scope="module")
-def case():
-    """(program with a tree, tokens [B,prompt+tree], the logits of each path alone [B,T,V])."""
-    model = models.ARCHITECTURES["mistral"]()  # a window
-    tokens = np.random.default_rng(4).integers(0, 90, (BATCH, PROMPT + len(PARENTS)))
-    alone = []
-    for path in paths():
-        ids = np.concatenate([tokens[:, :PROMPT], tokens[:, PROMPT:][:, path]], axis=1)
-        with torch.no_grad():
-            alone.append(model(torch.from_numpy(ids)).logits[:, -1].numpy())
-    return with_tree(capture(model, max_context=64)), tokens, np.stack(alone, axis=1)
+def build():
+    """A model of each kind, built once: name -> (model, tolerance)."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            architecture, recipe, target, off = KINDS[name]
+            model = models.ARCHITECTURES[architecture]()
+            made[name] = with_trees(model, recipe, target=target, max_context=256, max_batch=3, verify=off == 0), off
+        return made[name]
+
+    yield get
+    for model, _ in made.values():
+        model.close()
 
 
-def buffers(program):
-    return {s.name: s.allocate(B=BATCH, C=PROMPT + len(PARENTS) + 3) for s in program.state}
+def alone(model, prompt, *rows):
+    """The logits [V] after the last token of each row, its tokens run one by one after the prompt."""
+    found = []
+    with model.session() as session:
+        session.prompt(prompt[None])
+        for tokens in rows:
+            found.append([session.run([[token]]) for token in tokens][-1][0, 0])
+            session.rewind(prompt.size)
+    return found
 
 
-def test_each_path_is_as_if_alone(case):
-    program, tokens, want = case
-    step = lambda inputs: program.run("step", inputs)  # noqa: E731
-    got = prompt_then_tree(step, buffers(program), tokens, PROMPT, ancestors())
-    np.testing.assert_allclose(got, want, atol=2e-5)
-    wrong = ancestors()
-    wrong[5, 1] = True  # a token of another branch
-    got = prompt_then_tree(step, buffers(program), tokens, PROMPT, wrong)
-    assert np.abs(got - want).max(axis=(0, 2)).argmax() == 5
-    assert np.abs(got - want).max() > 1e-3
+@pytest.mark.parametrize("name", KINDS)
+def test_each_path_is_as_if_alone(build, name):
+    model, off = build(name)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 50, n) for n in (9, 125, 14)]  # a chunk of attention ends within the second's tree
+    trees = [Tree(rng.permutation(45)[: len(p)] + 3, np.array(p)) for p in FORKS]
+    tokens, seen, lengths = call_of(trees, [5, 6, 7])
+    with model.session(batch=3) as session:
+        padded = np.zeros((3, 125), np.int64)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: prompt.size] = prompt
+        session.prompt(padded, [p.size for p in prompts])
+        held = session.lengths
+        logits = session.guess(tokens, seen, lengths)
+        assert (session.lengths == held).all(), "nothing is held of guesses"
+        for b, tree in enumerate(trees):
+            rows = [tokens[b, [0, *(1 + n for n in tree.path(node))]] for node in range(-1, len(tree))]
+            np.testing.assert_allclose(logits[b, : len(rows)], alone(model, prompts[b], *rows), atol=off, rtol=0)
+        kept = [[0, 1, 4, 7, 8], [0, 1, 2], []]
+        with session.fork() as other, pytest.raises(InputError, match="no guesses"):
+            other.keep(kept)
+        logits = session.guess(tokens, seen, lengths)
+        session.keep(kept)
+        assert (session.lengths == held + [5, 3, 0]).all()
+        got = session.run([[8], [9], [10]])[:, 0]
+        for b, (columns, last) in enumerate(zip(kept, (8, 9, 10), strict=True)):
+            (want,) = alone(model, prompts[b], [*tokens[b, columns], last])
+            np.testing.assert_allclose(got[b], want, atol=off, rtol=0)
 
 
-def test_onnx_takes_a_tree(case, tmp_path):
-    program, tokens, want = case
-    found = export(program, tmp_path)["step"]
-    assert "variants" not in found, "they leave a tree to the portable lowering"
-    session = onnxruntime.InferenceSession(str(tmp_path / "step.onnx"))
-    names = [o.name for o in session.get_outputs()]
+@pytest.mark.parametrize("name", ["eager", "bit-exact"])
+def test_guesses_leave_no_trace(build, name, monkeypatch):
+    """Neither those that a later call drops, nor what a failed call wrote; a commit that does nothing would."""
+    model, off = build(name)
+    prompt = np.arange(3, 12)
+    tree = Tree(np.array([20, 30, 21, 31]), np.array([-1, -1, 0, 1]))
+    want = alone(model, prompt, [5, 6], [5, 6, 7])
+    with model.session() as session:
+        session.prompt(prompt[None])
+        for drop in (lambda: None, lambda: session.rewind(9), lambda: session.fork().close(), session.end_prompt):
+            session.guess(*call_of([tree], [5]))
+            drop()
+            np.testing.assert_allclose(session.run([[5, 6]])[0, -1], want[0], atol=off, rtol=0)
+            session.rewind(9)
+        session.guess(*call_of([tree], [5]))
+        with monkeypatch.context() as broken:
+            broken.setattr(type(session._stepper), "part", lambda *_: {})
+            session.keep([[0]])
+        session.run([[6]])
+        wrong = session.run([[7]])[0, 0]
+        assert np.abs(wrong - want[1]).max() > 1e-3, "a guess that stays is seen"
 
-    def step(inputs):
-        out = session.run(names, {n: t.numpy() for n, t in inputs.items()})
-        return {n: torch.from_numpy(a) for n, a in zip(names, out, strict=True)}
 
-    got = prompt_then_tree(step, buffers(program), tokens, PROMPT, ancestors())
-    np.testing.assert_allclose(got, want, atol=2e-5)
+def test_what_no_path_is_or_no_tree_is_refused(build):
+    model, _ = build("eager")
+    tree = Tree(np.array([20, 30, 21]), np.array([-1, -1, 0]))
+    tokens, seen, lengths = call_of([tree], [5])
+    with model.session() as session:
+        session.run([[4, 5]])
+        with pytest.raises(InputError, match=r"give bools \[1, 4, 4\]"):
+            session.guess(tokens, seen[:, :2], lengths)
+        with pytest.raises(InputError, match="ancestors first"):
+            session.guess(tokens, seen.transpose(0, 2, 1), lengths)
+        with pytest.raises(InputError, match="would hold 258 tokens"):
+            session.guess(np.zeros((1, 256), int), np.tri(256, dtype=bool)[None])
+        with pytest.raises(InputError, match="call session.guess first"):
+            session.keep([[0]])
+        session.guess(tokens, seen, lengths)
+        for path, match in (([0, 1, 2], "comes after"), ([1], "whole path"), ([4], "0..3"), ([3], "comes after")):
+            with pytest.raises(InputError, match=match):
+                session.keep([path])
+        with pytest.raises(InputError, match="one for each row"):
+            session.keep([[0], [0]])
+        session.keep([[0, 1, 3]])
+        assert session.length == 5
+    with model.session() as session, pytest.raises(InputError, match="no guesses"):
+        session.keep([[]])
 
 
-def test_a_tree_without_its_slots_is_refused(case):
-    program = case[0].copy()
+def test_models_without_trees_say_so(stateful):
+    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.describe import runtime_facts
+    from accel.runtime.eager import EagerEngine
+
+    program = stateful("llama")
+    with CompiledModel(EagerEngine(program), runtime_facts(program)) as model, model.session() as session:
+        assert not session.abilities.trees
+        with pytest.raises(InputError, match="takes no trees"):
+            session.guess([[1, 2]], np.tri(2, dtype=bool)[None])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "match"),
+    [
+        (mamba, "base", "not kept by token"),
+        (models.ARCHITECTURES["llama"], {"kv.select": {"use": "quest", "page": 4}}, "not kept by token"),
+        (models.ARCHITECTURES["llama"], {"kv.reuse": {"use": "paged-prefix"}}, "shares blocks"),
+    ],
+)
+def test_state_that_keeps_a_trace_is_refused(architecture, recipe, match):
+    with pytest.raises(PassError, match=match):
+        with_trees(architecture(), recipe, target="eager", max_context=64, verify=False)
+
+
+def test_every_variant_takes_a_tree(build):
+    """The portable one, too, which bit-exact models do not take for trees."""
+    model, _ = build("onnx")
+    tree = Tree(np.array([20, 30, 21, 31]), np.array([-1, -1, 0, 1]))
+    found = []
+    for kernels in model.artifact.entries["step"].graphs:
+        with from_artifact(model.artifact, kernels=kernels) as one, one.session() as session:
+            session.prompt(np.arange(3, 12)[None])
+            found.append(session.guess(*call_of([tree], [5])))
+    for a, b in itertools.pairwise(found):
+        np.testing.assert_allclose(a, b, atol=5e-5)
+    exact, _ = build("bit-exact")
+    with from_artifact(exact.artifact, kernels="grouped") as one, one.session() as session:
+        assert not session.abilities.trees
+
+
+def test_a_tree_without_its_slots_is_refused():
+    program = capture(models.ARCHITECTURES["mistral"](), max_context=64)
+    run(program, pipeline(own=[Trees()]))
     node = program.nodes(attention.default)[0]
     node.kwargs = {"tree": node.kwargs["tree"]}
     with pytest.raises(PassError, match="a tree needs the slot of the call's first key"):
         verify(program, "the test")
+
+
+def test_another_branch_would_be_noticed(build):
+    """A control: a tree that lets one token see another branch changes that token's logits alone."""
+    model, _ = build("onnx")
+    tokens = np.random.default_rng(4).integers(3, 50, (1, len(PARENTS)))
+    wrong = ancestors()
+    wrong[5, 1] = True
+    with model.session() as session:
+        session.prompt(np.arange(3, 12)[None])
+        off = np.abs(session.guess(tokens, ancestors()[None]) - session.guess(tokens, wrong[None])).max(axis=(0, 2))
+    assert off.argmax() == 5 and off[5] > 1e-3 and (np.delete(off, 5) == 0).all()

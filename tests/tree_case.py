@@ -1,37 +1,33 @@
-"""A step that takes a tree of guesses, out of one that takes a row of tokens; and such trees."""
+"""Models whose calls may be trees of guesses; and such trees."""
 
-from dataclasses import dataclass
+from unittest.mock import patch
 
 import numpy as np
-import torch
 
-from accel.ir.ops.attention import attention
-from accel.ir.program import Editor, Program
-from accel.passes import Pass, Report, run
-from accel.runtime.optimize import pipeline
+import accel
+from accel.passes.state.trees import Trees
+from accel.runtime import optimize as building
+from accel.runtime.assemble import assemble
+from accel.runtime.tree import Tree
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]  # of the tokens of a tree; the first hangs on what is cached
+FORKS = (  # of drafted nodes: branches, a chain, and siblings only
+    [-1, -1, 0, 0, 1, 3, 3, 6],
+    [-1, 0, 1, 2],
+    [-1, -1, -1],
+)
 
 
-@dataclass(frozen=True)
-class Tree(Pass):
-    """An input `tree` [B,T,T], which each attention over the cache reads."""
+def with_trees(model, recipe="base", **options):
+    """What accel.optimize makes of a recipe that asks for trees."""
 
-    flat = True
+    def planned(recipe):
+        plan = assemble(recipe)
+        plan.passes.append(Trees())
+        return plan
 
-    def run(self, program: Program) -> Report:
-        editor, step = Editor(program, program.step.graph), program.step
-        batch, width = step.input("tokens").meta["val"].shape
-        tree = editor.placeholder("tree", (batch, width, width), torch.bool)
-        for node in program.nodes(attention.default):
-            node.kwargs = {**node.kwargs, "tree": tree, "first": step.input("slots")}
-        return Report(1)
-
-
-def with_tree(program: Program) -> Program:
-    """The passes of every model, and a tree."""
-    run(program, pipeline(own=[Tree()]))
-    return program
+    with patch.object(building, "assemble", planned):
+        return accel.optimize(model, recipe, **options)
 
 
 def ancestors(parents: list[int] = PARENTS) -> np.ndarray:
@@ -48,26 +44,12 @@ def paths(parents: list[int] = PARENTS) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in ancestors(parents)]
 
 
-def prompt_then_tree(step, state, tokens: np.ndarray, prompt: int, tree: np.ndarray) -> np.ndarray:
-    """Logits [B,T,V] of a tree after a prompt; tokens [B,prompt+T].
-
-    step(inputs with state) -> outputs, by name, as torch tensors; state: name -> buffer.
-    """
-    depths = tree.sum(1) - 1
-    batch, width = len(tokens), len(tree)
-    calls = [
-        (tokens[:, :prompt], np.arange(prompt), 0, np.tri(prompt, dtype=bool)),
-        (tokens[:, prompt:], prompt + depths, prompt, tree),
-    ]
-    logits = None
-    for ids, positions, slot, seen in calls:
-        rows = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        inputs = {
-            "tokens": ids, "positions": np.broadcast_to(positions, ids.shape), "rows": rows,
-            "slots": np.full(batch, slot), "tree": np.broadcast_to(seen, (batch, *seen.shape)),
-        }  # fmt: skip
-        out = step({n: torch.from_numpy(np.array(a)) for n, a in inputs.items()} | state)
-        state = {n: out[f"{n}.next"] for n in state}
-        logits = out["logits"].numpy()
-    assert logits is not None and logits.shape[1] == width
-    return logits
+def call_of(trees: list[Tree], last: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens [B,T], tree [B,T,T] and lengths [B] of one call, padded on the right."""
+    lengths = np.array([len(t) + 1 for t in trees])
+    tokens = np.zeros((len(trees), lengths.max()), np.int64)
+    seen = np.repeat(np.eye(lengths.max(), dtype=bool)[None], len(trees), axis=0)
+    for b, (tree, length) in enumerate(zip(trees, lengths, strict=True)):
+        tokens[b, :length] = [last[b], *tree.tokens]
+        seen[b, :length, :length] = tree.mask
+    return tokens, seen, lengths

@@ -47,11 +47,6 @@ class Trees(Pass):
         tree = editor.placeholder("tree", (batch, width, wide), torch.bool)
         step.defaults["tree"] = torch.ones(1, 1, 1, dtype=torch.bool)
         for node in own:
-            if operands_of(node).pages is not None:
-                raise PassError(
-                    "kv.select reads pages by the order of positions, and tokens of a tree do not lie in it; leave "
-                    "kv.select out, or draft a chain"
-                )
             node.kwargs = {**node.kwargs, "tree": tree, "first": step.input("slots")}
         program.entries["commit"] = _commit(program, batch)
         return Report(changed=len(own))
