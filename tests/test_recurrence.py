@@ -299,12 +299,12 @@ class NeverGoesBack(Broken):
 
 
 class PaddingIsReal(Broken):
-    def step(self, tokens, positions, slots, rows, observe=False):
+    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
         return self.inner.step(tokens, np.abs(positions), slots, rows)
 
 
 class TakesNoTurns(Broken):
-    def step(self, tokens, positions, slots, rows, observe=False):
+    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
         out = self.inner.step(tokens, positions, slots, rows)
         self.inner._swap()
         return out

@@ -59,7 +59,7 @@ def oracle(tokens: np.ndarray) -> np.ndarray:
 class Program:
     """The toy as an eager program: what `EagerEngine` needs."""
 
-    state = STATE
+    state, entries = STATE, ("step",)
 
     def __init__(self):
         self.w = {n: torch.from_numpy(a) for n, a in WEIGHTS.items()}

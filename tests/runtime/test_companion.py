@@ -25,7 +25,7 @@ class Counts:
     def resize(self, *sizes):
         self.sizes.append(sizes)
 
-    def step(self, tokens, positions, slots, rows, observe=False):
+    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
         self.steps += 1
         if self.steps == self.fails:
             raise MemoryError("no room")
