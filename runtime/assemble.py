@@ -139,6 +139,10 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
             if axis == "verify" and "tree" in plan.methods and plan.methods["tree"].branches:
                 use = axes[axis].method(use).instead or use
             _default(plan, axes, axis, use)
+    for axis, use in plan.methods["draft"].needs.items() if "draft" in wanted else ():
+        if axis not in plan.methods:
+            _default(plan, axes, axis, use)
+            plan.passes.append(plan.methods[axis])
 
 
 def _default(plan: Plan, axes: dict[str, Axis], axis: str, use: str) -> None:

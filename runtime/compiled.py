@@ -17,12 +17,14 @@ from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.keeper import kv_plan
 from accel.runtime.loop import Row, Setting, chosen
+from accel.runtime.manifest import MANIFEST
 from accel.runtime.ort import OrtEngine
-from accel.runtime.output import Meter, Output, Stream, Transcript
+from accel.runtime.output import Meter, Output, Stream, Transcript, pieces
 from accel.runtime.pages import Pages, pool_of
 from accel.runtime.prefill import unseen
 from accel.runtime.prompts import as_count, as_eos, as_prompts, as_stops, is_text
 from accel.runtime.sample.standard import Standard
+from accel.runtime.second import FOLDER
 from accel.runtime.session import Session
 from accel.runtime.stepper import Engine, Facts, Logits
 from accel.runtime.text import Tokenizer
@@ -48,10 +50,11 @@ class CompiledModel:
         report: dict[str, Any] | None = None,
         program: Any = None,
         artifact: Artifact | None = None,
+        second: CompiledModel | None = None,
         on_close: Callable[[], None] | None = None,
     ):
         """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
-        `on_close`: clean up after.
+        `second`: the model that drafts, closed with this one; `on_close`: clean up after.
         """
         self.facts = facts
         self.tokenizer = tokenizer
@@ -59,6 +62,7 @@ class CompiledModel:
         self.report = report if report is not None else {}
         self.program = program
         self.artifact = artifact
+        self.second = second
         self._engine: Engine | None = engine
         self._on_close = on_close
         tables = self.recipe.get("tables", {})
@@ -142,7 +146,7 @@ class CompiledModel:
         row, script = rows[0]
         meter = Meter(self.tuning, self._setting.costs)
         tokens = self._decode(rows, sources, meter)
-        return Stream(_pieces(tokens, script if text else None), meter, row)
+        return Stream(pieces(tokens, script if text else None), meter, row)
 
     def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
         """Logits after each of tokens [B,T], float32 [B,T,V], from an empty cache. Any B. Raises
@@ -247,7 +251,7 @@ class CompiledModel:
     @property
     def _setting(self) -> Setting:
         """What the loop is given; costs are measured where it asks for methods that go by them."""
-        return Setting(self._methods, self.costs if self._methods else self._known_costs())
+        return Setting(self._methods, self.costs if self._methods else self._known_costs(), self)
 
     def _known_costs(self) -> Costs | None:
         """The costs, if they were ever measured on this machine."""
@@ -269,6 +273,8 @@ class CompiledModel:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
+            if self.second is not None:
+                self.second.close()
             if self._on_close is not None:
                 self._on_close()
 
@@ -361,7 +367,10 @@ def from_artifact(
             "runs ('onnx'); "
             "upgrade accel"
         )
-    named = "tokenizer.json" in artifact.files
+    named, inner = "tokenizer.json" in artifact.files, artifact.path / FOLDER
+    second = None
+    if f"{FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
+        second = from_artifact(open_artifact(inner, hashes=False), threads=threads)
     return CompiledModel(
         OrtEngine(artifact, threads=threads, kernels=kernels),
         artifact.facts,
@@ -370,6 +379,7 @@ def from_artifact(
         report=artifact.report,
         program=program,
         artifact=artifact,
+        second=second,
         on_close=on_close,
     )
 
@@ -377,14 +387,3 @@ def from_artifact(
 def _one_each(sources: Sources, prompts: int) -> None:
     if sources is not None and len(sources) != prompts:
         raise InputError(f"there are {len(sources)} encoder inputs and {prompts} prompts; give as many")
-
-
-def _pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:
-    """Token ids as they come, or the text that they make certain."""
-    for token in tokens:
-        if script is None:
-            yield token
-        elif piece := script.take():
-            yield piece
-    if script is not None and (piece := script.finish()):
-        yield piece

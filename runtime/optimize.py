@@ -48,6 +48,7 @@ from accel.passes.state.head import Head
 from accel.passes.state.latent import Latent
 from accel.passes.weights import Base as WeightsPass
 from accel.passes.weights._calibrated import Calibrated
+from accel.runtime import second
 from accel.runtime.artifact import open_artifact, write_manifest
 from accel.runtime.assemble import Plan, assemble, fit
 from accel.runtime.calibration import make_calibration, read_calibration
@@ -60,7 +61,7 @@ from accel.runtime.genai import genai_config
 from accel.runtime.loss import loss, storage
 from accel.runtime.manifest import BIT_EXACT
 from accel.runtime.output import peak_memory
-from accel.runtime.stage import Stage
+from accel.runtime.stage import Stage, writable
 from accel.runtime.triton import TritonEngine
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class _Job:
     steps: list[Step] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
+    second: second.Build | None = None  # makes the model that drafts
 
     @property
     def narrows(self) -> bool:
@@ -161,8 +163,9 @@ def optimize(
         triton.need()
     if out is not None:
         Stage(out).check()
-    dump = _folder(dump) if dump is not None else None
+    dump = writable(dump) if dump is not None else None
     job = _Job(assemble(Recipe.load(recipe)), target, progress or (lambda *_: None))
+    job.second = second.builder(job.plan, target=target, verify=verify, trust_remote_code=trust_remote_code)
     check_target(job.plan, target)
     passes = _passes(job)
     check_order(passes)
@@ -197,18 +200,6 @@ def optimize(
     if path is not None:
         del model, stored  # the weights live on only where the program still reads them
     return _artifact(job, program, check, text, out)
-
-
-def _folder(path: str | Path) -> Path:
-    """A folder to write into, made where it is missing."""
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LoweringError(
-            f"cannot write in {folder}: {error.strerror}; give another folder"
-        ) from error
-    return folder
 
 
 def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
@@ -286,6 +277,7 @@ def _in_process(
         recipe=job.plan.recipe.to_json(),
         report=_report(job, program, {}),
         program=program,
+        second=None if job.second is None else job.second(runtime_facts(program), tokenizer, None),
     )
 
 
@@ -303,6 +295,9 @@ def _artifact(
         remove = weakref.finalize(program, shutil.rmtree, out, ignore_errors=True)
     try:
         with Stage(out, needs=program.params.nbytes) as folder:
+            if job.second is not None:
+                with job.part("draft model", 0.8):
+                    job.second(runtime_facts(program), tokenizer, folder / second.FOLDER).close()
             _write(job, program, check, tokenizer, folder)
     except BaseException:
         if remove:
@@ -344,7 +339,7 @@ def _write(
         ):  # its class is all that onnxruntime-genai reads beside tokenizer.json
             kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
             (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
-    report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir())})
+    report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()})
     write_html(folder / "report.html", report)
     write_manifest(folder, _manifest(job, program, entries, report))
     if check is not None and "numerics" in job.plan.methods:

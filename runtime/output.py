@@ -198,6 +198,17 @@ class Stream:
         self.close()
 
 
+def pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:
+    """Token ids as they come, or the text that they make certain."""
+    for token in tokens:
+        if script is None:
+            yield token
+        elif piece := script.take():
+            yield piece
+    if script is not None and (piece := script.finish()):
+        yield piece
+
+
 def peak_memory() -> int:
     """Most memory that this process has held, in bytes; 0 where the system does not say."""
     try:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from accel.ir.errors import ArtifactError
+from accel.ir.errors import ArtifactError, LoweringError
 from accel.runtime.manifest import MANIFEST
 
 # Waits until the parent has gone (its end of the pipe closed, or another parent), then puts things
@@ -201,3 +201,13 @@ def _disk_full(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def writable(path: str | Path) -> Path:
+    """A folder to write into, made where it is missing."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoweringError(f"cannot write in {folder}: {error.strerror}; give another folder") from error
+    return folder

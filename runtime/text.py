@@ -61,6 +61,12 @@ class Tokenizer:
         text: str = self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
         return text
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added ones too."""
+        found: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return found
+
     def token(self, index: int) -> str | None:
         """How the vocabulary writes a token; None for a number that it lacks."""
         found: str | None = self._inner.id_to_token(index)

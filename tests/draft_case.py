@@ -16,6 +16,7 @@ from accel.runtime.loop.autoregressive import Autoregressive
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree import Tree
+from accel.runtime.tree.chain import Chain
 
 GREEDY = Standard()
 
@@ -83,8 +84,39 @@ def speculated(
     tokens: int = 10,
     costs: Any = None,
     length: Any = None,
+    model: Any = None,
 ) -> Any:
     """The iteration of a loop that drafts."""
     verify = Axis("verify", "accel.runtime.verify").build(rule)
-    methods = {"draft": drafter, "verify": verify, "length": length or Fixed(tokens)}
-    return Speculative().tokens(session, rows, Setting(methods, costs))
+    methods = {"draft": drafter, "verify": verify, "length": length or Fixed(tokens), "tree": Chain()}
+    return Speculative().tokens(session, rows, Setting(methods, costs, model))
+
+
+def surprise(toy: Any, rule: str, drafter_of: Callable[[Any], Base], count: int = 900, **more: Any) -> float:
+    """How unlikely four tokens of `count` generations are under the target's own law: chi-square less its mean,
+    in standard deviations.
+    """
+    sampler, prompt, length = Standard(temperature=1.5, top_k=3), [3, 1, 4], 4
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        grown: dict[tuple[int, ...], float] = {}
+        for past, weight in law.items():
+            seen = np.array([*prompt, *past])
+            found = sampler.distribution(toy.oracle(seen)[-1].astype(np.float32), seen)
+            grown |= {(*past, int(t)): weight * p for t, p in zip(found.tokens, found.probabilities, strict=True)}
+        law = grown
+    drafter = drafter_of(law)
+    found = dict.fromkeys(law, 0)
+    for start in range(count):
+        with toy.session(batch=3) as session:
+            rows = rows_of([prompt] * 3, sampler, limit=length)
+            for i, row in enumerate(rows):
+                row.rng = np.random.default_rng([start, i])
+            list(speculated(session, rows, drafter, rule, **more))
+            for row in rows:
+                found[tuple(row.tokens)] += 1
+    large = [k for k in law if law[k] * 3 * count >= 5]
+    cells = [(found[k], law[k] * 3 * count) for k in large]
+    cells.append((3 * count - sum(c[0] for c in cells), 1e-9 + 3 * count - sum(c[1] for c in cells)))
+    square = sum((seen - due) ** 2 / due for seen, due in cells if due > 1)
+    return float((square - len(large)) / np.sqrt(2 * len(large)))

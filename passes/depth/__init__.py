@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
+from typing import ClassVar
 
 from accel.passes import Pass
 from accel.passes.fuse.residual import Residual
@@ -25,3 +26,5 @@ class Base(Pass, ABC):
     after = (Layers, Residual)
     rank = 1  # after what works within layers
     grade = "approximate"
+    leaves_out: ClassVar[bool] = True  # whether single tokens go through fewer layers than those of longer calls
+    by_call: ClassVar[bool] = True  # whether a call may say which layers run

@@ -31,6 +31,7 @@ class ShortGPT(Base):
     tokens: int = 8192
 
     rank = -1  # before weights are stored otherwise
+    leaves_out = by_call = False
     reads_text = True
     error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -62,11 +63,16 @@ class Base:
 
     # Other axes whose methods it works with, and the one that is taken where a recipe names none.
     asks: ClassVar[Mapping[str, str]] = {}
+    needs: ClassVar[Mapping[str, str]] = {}  # the same of axes that change the graph
     ranked: ClassVar[bool] = False  # True: what it gives to grow a tree is tokens in order, without probabilities
 
     def begin(self, prompt: Ints) -> Drafter:
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""
         raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once: use open")
+
+    def second(self) -> Path | None:
+        """The folder of a smaller model that a build puts into the artifact (`setting.model.second`); None: none."""
+        return None
 
     def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
         """For the rows of the target's session, before it has run anything. A drafter may run the session itself,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from accel.runtime.costs import Costs
 from accel.runtime.ints import Ints
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session import Session
+from accel.runtime.stepper import Facts
+from accel.runtime.text import Tokenizer
 
 __all__ = ["Base", "Row", "Setting", "chosen", "prompted"]
 
@@ -86,14 +88,31 @@ class Row:
             self.finish = self._at_end
 
 
+class Model(Protocol):
+    """What sessions are of."""
+
+    @property
+    def facts(self) -> Facts: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def second(self) -> Model | None:
+        """The smaller model that drafts, where the recipe has one."""
+
+    @property
+    def costs(self) -> Costs: ...
+    def session(self, batch: int = 1) -> Session: ...
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What a loop is given beside sessions: a method of each axis that it asks for, and what calls cost here
-    (None: not known).
+    """What a loop is given beside sessions: a method of each axis that it asks for, what calls cost here
+    (None: not known), and what the sessions are of.
     """
 
     methods: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
+    model: Model | None = None
 
 
 def chosen(tables: Any) -> tuple[Base, dict[str, Any]]:

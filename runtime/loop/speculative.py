@@ -57,7 +57,7 @@ class Speculative(Base):
             return "it drops tokens while others come, and what a draft made it drop cannot be had back"
         if axis == "kv.score" and "mass" in inspect.signature(type(method).__call__).parameters:
             return "it counts what each token draws, and what a draft drew cannot be taken back"
-        if axis == "depth" and method.rank > 0:
+        if axis == "depth" and method.leaves_out:
             return "it leaves out layers for single tokens, and for those of a draft it would not"
         return ""
 

@@ -1,0 +1,26 @@
+"""Depth as an input: a call says which layers it runs (`run_layers`), and all of them do where it says nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.depth import NESTED, Depth
+from accel.ir.program import Program
+from accel.passes import Report
+from accel.passes.depth import Base
+from accel.passes.depth._joint import conditions
+
+
+@dataclass(frozen=True)
+class ByCall(Base):
+    """For drafts of fewer layers, as `draft = layerskip`. A layer that is left out for a token stays off until that
+    token is rewound.
+    """
+
+    grade = "bit-exact"
+    leaves_out = False
+
+    def run(self, program: Program) -> Report:
+        calls = conditions(program, NESTED)
+        program.facts.depth = Depth((True,) * len(calls), NESTED)
+        return Report(changed=len(calls))

@@ -1,0 +1,96 @@
+"""What all drafters that run a model have in common: rows that draft together, a call of the model for each level."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from accel.runtime.draft import Drafters, More
+from accel.runtime.ints import Ints
+from accel.runtime.loop import Row, Setting
+from accel.runtime.stepper import Logits
+from accel.runtime.tree import Guesses, Level, Shape, Tree, grown
+from accel.runtime.verify import Base as Rule
+from accel.runtime.verify import Chance
+
+
+def chains(axis: str, method: Any) -> str:
+    """Why a method of the axis tree cannot go with these drafters."""
+    return "its session runs chains, and that tree branches" if axis == "tree" and method.branches else ""
+
+
+class ByLogits(Drafters):
+    """Each row's tokens are drawn with its own sampler's settings, or chosen where the row or the rule draws none
+    (`verify.Base.drawing`), as the tree's shape asks for them; chains only.
+    """
+
+    def __init__(self, rows: Sequence[Row], setting: Setting, vocab_size: int):
+        """`vocab_size`: the target's tokens, of which drafts are made."""
+        rule: Rule = setting.methods["verify"]
+        self.rows = rows
+        self.draws = [rule.drawing(row.sampler, Chance(row.rng)) for row in rows]
+        self.shapes: list[Shape] = [setting.methods["tree"].begin(setting.costs) for _ in rows]
+        self._vocab = vocab_size
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        wanted = {i: most for i, limit in limits.items() if (most := self.most(i, limit)) > 0}
+        if not wanted:
+            return {}
+        paths = {i: _path(self.rows[i].seen, most) for i, most in wanted.items()}
+        sizes = {i: self.rows[i].seen.size for i in wanted}
+        last: dict[int, Logits] = {}  # what each row's newest token was chosen by
+        told = dict.fromkeys(wanted, 0)  # tokens of each row that its length heard of
+
+        def goes_on(i: int, token: int) -> bool:
+            told[i] += 1
+            return more(i, last[i], token)
+
+        def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
+            if last:
+                tokens = {i: int(level.tokens[0]) for i, level in levels.items()}
+                tokens = {i: token for i, token in tokens.items() if goes_on(i, token)}
+                for i, token in tokens.items():
+                    paths[i][sizes[i]] = token
+                    sizes[i] += 1
+                logits = self.further(tokens) if tokens else np.zeros(0, np.float32)
+            else:
+                tokens = dict.fromkeys(levels, 0)
+                logits = self.first(list(levels))
+            guesses: dict[int, Guesses] = {}
+            for i in tokens:
+                last[i] = logits[i, -1, : self._vocab]
+                guesses[i] = [self.rows[i].sampler.distribution(last[i], paths[i][: sizes[i]])]
+            return guesses
+
+        shapes = {i: self.shapes[i].grow(most, self.draws[i]) for i, most in wanted.items()}
+        try:
+            trees = grown(shapes, expand)
+        finally:
+            self.done()
+        for i, tree in trees.items():
+            if len(tree) > told[i]:
+                goes_on(i, int(tree.tokens[-1]))
+        return trees
+
+    def most(self, row: int, limit: int) -> int:
+        """Tokens that a row may draft now, of `limit`."""
+        return limit
+
+    @abstractmethod
+    def first(self, rows: list[int]) -> Logits:
+        """The logits [B,n,V] whose last say what follows the committed tokens of these rows."""
+
+    @abstractmethod
+    def further(self, tokens: dict[int, int]) -> Logits:
+        """The same after one more drafted token of each of these rows, among the last that were asked."""
+
+    def done(self) -> None:
+        """The draft is whole."""
+
+
+def _path(seen: Ints, more: int) -> Ints:
+    """Tokens with room for more."""
+    return np.concatenate([seen, np.zeros(more, np.int64)])

@@ -1,0 +1,71 @@
+"""A draft model's session, whose rows follow those of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints
+from accel.runtime.log import Log
+from accel.runtime.loop import Model
+from accel.runtime.stepper import Logits
+
+
+class Follower:
+    """It holds a part of each row's committed tokens, and maybe a draft behind them that fell. Raises InputError where
+    sessions of the model cannot take a draft back.
+    """
+
+    def __init__(self, model: Model, batch: int):
+        self._session = model.session(batch)
+        self._log = Log(batch)  # what it holds
+        self._sure = np.zeros(batch, np.int64)  # tokens of it that will not change
+        back = self._session.abilities.back
+        if back is not None and back < 1:
+            self._session.close()
+            raise InputError(
+                "draft.model: sessions of the draft model take no token back (session.abilities), and drafts fall; "
+                "build it without what drops tokens while others come"
+            )
+        self._back = back
+
+    def most(self, size: int, limit: int) -> int:
+        """Tokens that a row of `size` tokens may draft, of `limit`; the last is not run."""
+        room = self._session.max_context - size + 1
+        return min(limit, room if self._back is None else min(room, self._back))
+
+    def follow(self, rows: Mapping[int, Ints], sure: Mapping[int, int] | None = None) -> Logits:
+        """Let rows hold these tokens [n], n >= 1, and no others: the logits [B,1,V] after each. `sure`: of how many
+        of them later calls will say the same; by default all.
+        """
+        session, keep = self._session, self._session.lengths
+        for i, ids in rows.items():
+            start, end = int(self._sure[i]), min(int(keep[i]), ids.size - 1)
+            differs = np.flatnonzero(self._log.ids[i, start:end] != ids[start:end])
+            keep[i] = start + differs[0] if differs.size else max(start, end)
+        if (keep < session.lengths).any():
+            session.rewind(keep)
+        first = not keep.any()
+        logits = self.run({i: ids[int(keep[i]) :] for i, ids in rows.items()}, prompt=first)
+        for i, ids in rows.items():
+            self._sure[i] = ids.size if sure is None else sure[i]
+        return logits
+
+    def run(self, rows: Mapping[int, Ints], prompt: bool = False) -> Logits:
+        """Append tokens [n] to rows: the logits [B,1,V] after each row's last."""
+        session, held = self._session, self._session.lengths
+        counts = np.zeros_like(held)
+        for i, ids in rows.items():
+            counts[i] = ids.size
+        tokens = np.zeros((len(counts), int(counts.max())), np.int64)
+        for i, ids in rows.items():
+            self._log.put(i, int(held[i]), ids)
+            tokens[i, : ids.size] = ids
+        tokens[tokens >= session.vocab_size] = 0  # ids that only the target has say nothing here
+        lengths = None if (counts == tokens.shape[1]).all() else counts
+        return session.prompt(tokens, lengths) if prompt else session.run(tokens, lengths, last_only=True)
+
+    def close(self) -> None:
+        self._session.close()

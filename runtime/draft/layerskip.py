@@ -1,0 +1,83 @@
+"""LayerSkip (arXiv:2404.16710): the model's own first layers draft, and all of them check; both share one cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError, RecipeError
+from accel.runtime.draft import Base, Drafters
+from accel.runtime.draft._by_logits import ByLogits, chains
+from accel.runtime.loop import Row, Setting
+from accel.runtime.session import Session
+from accel.runtime.stepper import Logits
+
+Layers = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class LayerSkip(Base):
+    """A drafted token goes through the first `exit` layers (0: half of them), the final norm and the head. What it
+    leaves in those layers' cache is taken back with it, and written again by the call that checks.
+    """
+
+    exit: int = 0
+
+    asks = {"tree": "chain"}
+    needs = {"depth": "by-call"}
+
+    def __post_init__(self) -> None:
+        if self.exit < 0:
+            raise RecipeError(f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: half")
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "depth" and not method.by_call:
+            return "a draft runs some of the layers, and after that method no call can say which"
+        return chains(axis, method)
+
+    def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
+        return _Early(self.layers(setting), session, rows, setting)
+
+    def layers(self, setting: Setting) -> Layers:
+        """Which layers draft [L]."""
+        depth = None if setting.model is None else setting.model.facts.depth
+        if depth is None:
+            raise InputError("draft.layerskip needs layers that a call may leave out; build with depth = by-call")
+        count = len(depth.plan)
+        last = self.exit or count // 2
+        if not 0 < last < count:
+            raise InputError(
+                f"draft.layerskip: exit = {last}, and the model has {count} layers; give 1 to {count - 1}, so that a "
+                "draft costs less than a check"
+            )
+        return np.arange(count) < last
+
+
+class _Early(ByLogits):
+    def __init__(self, layers: Layers, session: Session, rows: Sequence[Row], setting: Setting):
+        super().__init__(rows, setting, session.vocab_size)
+        self._layers, self._session = layers, session
+        self._held = session.lengths
+        self.effort = float(layers.mean())  # and the head
+
+    def first(self, rows: list[int]) -> Logits:
+        self._held = self._session.lengths
+        return self.further({i: int(self.rows[i].seen[-1]) for i in rows})
+
+    def further(self, tokens: dict[int, int]) -> Logits:
+        batch = self._session.batch
+        column = np.zeros((batch, 1), np.int64)
+        column[list(tokens), 0] = list(tokens.values())
+        mask = None
+        if len(tokens) < batch:
+            mask = np.zeros(batch, np.int64)
+            mask[list(tokens)] = 1
+        return self._session.run(column, mask, run_layers=self._layers)
+
+    def done(self) -> None:
+        self._session.rewind(self._held)

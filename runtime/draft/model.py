@@ -1,0 +1,67 @@
+"""A draft model (arXiv:2211.17192): a smaller model of the same tokens drafts, with a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.draft import Base, Drafters
+from accel.runtime.draft._by_logits import ByLogits, chains
+from accel.runtime.draft._follow import Follower
+from accel.runtime.loop import Model as Whole
+from accel.runtime.loop import Row, Setting
+from accel.runtime.stepper import Logits
+
+OWN = "draft"  # of accel.reference: the draft model of the bundled one
+
+
+@dataclass(frozen=True)
+class Model(Base):
+    """`path`: an artifact, or a Hugging Face directory, which is built along; either is put into the artifact. Empty:
+    the draft model that comes with accel, for the bundled model.
+    """
+
+    path: str = ""
+
+    asks = {"tree": "chain"}
+
+    def second(self) -> Path | None:
+        return Path(self.path or str(files("accel.reference") / OWN)).expanduser()
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        return chains(axis, method)
+
+    def open(self, session: Any, rows: Sequence[Row], setting: Setting) -> Drafters:
+        second = None if setting.model is None else setting.model.second
+        if second is None:
+            raise InputError("draft.model: this model was built without its draft model; build it again")
+        return _Beside(second, rows, setting, session.vocab_size)
+
+
+class _Beside(ByLogits):
+    """Drafts for rows whose tokens are the draft model's own."""
+
+    def __init__(self, second: Whole, rows: Sequence[Row], setting: Setting, vocab_size: int):
+        super().__init__(rows, setting, vocab_size)
+        self._follower = Follower(second, len(rows))
+        if setting.costs is not None:
+            self.effort = second.costs.seconds[0] / setting.costs.seconds[0]
+
+    def most(self, row: int, limit: int) -> int:
+        return self._follower.most(self.rows[row].seen.size, limit)
+
+    def first(self, rows: list[int]) -> Logits:
+        return self._follower.follow({i: self.rows[i].seen for i in rows})
+
+    def further(self, tokens: dict[int, int]) -> Logits:
+        return self._follower.run({i: np.array([token]) for i, token in tokens.items()})
+
+    def close(self) -> None:
+        self._follower.close()

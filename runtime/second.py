@@ -1,0 +1,111 @@
+"""The smaller model that drafts for a model: where a build takes it from, where it lies in an artifact, and that it
+fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.ir.errors import RecipeError
+from accel.runtime.artifact import copy_artifact, open_artifact
+from accel.runtime.manifest import MANIFEST
+from accel.runtime.text import Tokenizer
+
+if TYPE_CHECKING:
+    from accel.runtime.assemble import Plan
+    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.stepper import Facts
+
+Build = Callable[["Facts", str | None, Path | None], "CompiledModel"]
+FOLDER = "draft"  # of an artifact, which holds the second one whole
+ALIKE = 0.99  # of the tokens of the smaller vocabulary, where two tokenizers are taken for one
+
+
+def same_tokens(one: Tokenizer | None, other: Tokenizer | None) -> bool:
+    """Whether an id means the same token in both; where one of them has no tokenizer, it is taken to."""
+    if one is None or other is None:
+        return True
+    small, large = sorted((one.vocabulary, other.vocabulary), key=len)
+    return sum(large.get(token) == number for token, number in small.items()) >= ALIKE * len(small)
+
+
+def builder(plan: Plan, **options: Any) -> Build | None:
+    """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
+    none. `options`: of `optimize`, for a Hugging Face directory. Raises RecipeError before any work.
+    """
+    draft = plan.methods.get("draft")
+    path: Path | None = None if draft is None else draft.second()
+    if path is None:
+        return None
+    if not path.is_dir():
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': draft.model: {path} is no folder; give `path`: an artifact (accel-compile "
+            "build), or a Hugging Face directory, which is then built along"
+        )
+    return partial(_build, plan, path, options)
+
+
+def _build(
+    plan: Plan, path: Path, options: dict[str, Any], target: Facts, text: str | None, folder: Path | None
+) -> CompiledModel:
+    """`text`: of the target's tokenizer.json. Raises RecipeError where the model cannot draft for the target."""
+    from accel.runtime.compiled import load
+    from accel.runtime.optimize import optimize
+
+    tokenizer = Tokenizer(text.encode()) if text else None
+    if (path / MANIFEST).is_file():
+        artifact = open_artifact(path)
+        _check(path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")
+        if folder is not None:
+            copy_artifact(artifact, folder)
+        model = load(folder or path)
+    else:
+        _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
+        options |= {"max_context": target.max_context, "max_batch": target.max_batch}
+        model = optimize(path, "base", out=folder, **options)
+        try:
+            _check(path, target, tokenizer, model.facts, path / "tokenizer.json")
+        except RecipeError:
+            model.close()
+            raise
+    if folder is not None:  # the recipe that the artifact keeps names what it holds
+        table = {**plan.recipe.tables["draft"], "path": FOLDER}
+        plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, "draft": table})
+    return model
+
+
+def _declared(path: Path) -> int | None:
+    """The vocabulary that a Hugging Face directory says it has, before its weights are read."""
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None  # which loading it will name
+    return found if isinstance(found, int) else None
+
+
+def _check(path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts, theirs: Path) -> None:
+    """Raise RecipeError where the model from this folder cannot draft for the target, with both sides."""
+    if facts.encoder is not None:
+        raise RecipeError(f"draft.model: {path} has an encoder, and what drafts continues text; give a decoder")
+    if facts.max_batch < target.max_batch:
+        raise RecipeError(
+            f"draft.model: {path} was built for batches of up to {facts.max_batch}, and the model for "
+            f"{target.max_batch}; build it with max_batch = {target.max_batch}"
+        )
+    _check_tokens(path, target, tokenizer, facts.vocab_size, theirs)
+
+
+def _check_tokens(path: Path, target: Facts, tokenizer: Tokenizer | None, size: int | None, theirs: Path) -> None:
+    """`theirs`: the draft model's tokenizer.json, which may be missing."""
+    lack = [who for who, there in (("the model", tokenizer), ("the draft model", theirs.is_file())) if not there]
+    if size not in (None, target.vocab_size) and lack:
+        raise RecipeError(
+            f"draft.model: {path} has {size} tokens and the model {target.vocab_size}, and {' and '.join(lack)} no "
+            "tokenizer by which texts could go from one to the other; give one (tokenizer.json) to both, or a draft "
+            "model of the same tokens"
+        )

@@ -1,0 +1,210 @@
+"""A draft model over the toy: what it drafts, that its session follows, and the target's own tokens and odds."""
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import InputError
+from accel.runtime.companion import Abilities
+from accel.runtime.costs import Costs
+from accel.runtime.draft import _by_logits
+from accel.runtime.draft._follow import Follower
+from accel.runtime.draft.model import Model
+from accel.runtime.sample.standard import Standard
+from accel.runtime.session import Session
+from accel.runtime.verify import Chance
+
+from ..draft_case import plain, rows_of, speculated, surprise
+
+COSTS = Costs((1, 32), (1.0, 1.0))
+
+
+class Biased:
+    """A stepper whose logits lean: a draft model that agrees at times."""
+
+    def __init__(self, inner: Any, strength: float):
+        self.inner, self.strength = inner, strength
+        self.bias = np.random.default_rng(3).standard_normal((1, 1, 999)).astype(np.float32)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, *args):
+        logits = self.inner.step(*args)
+        return logits + self.strength * self.bias[..., : logits.shape[-1]]
+
+
+@dataclass
+class Beside:
+    """A model whose sessions are the toy's, and the target that has it beside."""
+
+    toy: Any
+    strength: float = 0.0
+    vocabulary: int = 320
+    context: int = 1300
+    costs: Costs = COSTS
+    tokenizer: Any = None
+    opened: Any = None
+
+    def session(self, batch=1):
+        stepper = Biased(self.toy.engines["ort"].stepper(batch), self.strength)
+        if self.vocabulary != self.toy.vocab:
+            inner, size = stepper.step, self.vocabulary
+            stepper.step = lambda *args: np.pad(inner(*args), ((0, 0), (0, 0), (0, max(0, size - 320))))[..., :size]
+        self.opened = Session(stepper, batch, vocab_size=self.vocabulary, max_context=self.context)
+        return self.opened
+
+    @property
+    def target(self):
+        facts = SimpleNamespace(vocab_size=320)
+        return SimpleNamespace(second=self, tokenizer=self.tokenizer, facts=facts, costs=COSTS)
+
+    @property
+    def facts(self):
+        return SimpleNamespace(vocab_size=self.vocabulary, max_context=self.context)
+
+
+@pytest.fixture
+def groups(toy):
+    rng = np.random.default_rng(5)
+    return [[rng.integers(0, toy.vocab, n).tolist() for n in (5, 1, 30)] for _ in range(4)]
+
+
+def decoded(toy, group, beside, sampler=None, rule="spec-chain", **options):
+    """(rows, the target's calls) of a session that drafts with a model."""
+    with toy.session(batch=len(group)) as session:
+        rows = rows_of(group, *([sampler] if sampler else []))
+        list(speculated(session, rows, Model(), rule, model=beside.target, **options))
+        return rows, session.stats["calls"]
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5, 2.0, 50.0])
+def test_greedy_tokens_are_those_of_plain_decoding(toy, groups, strength):
+    stood = []
+    for group in groups:
+        want = plain(toy.session(batch=3), rows_of(group))
+        rows, _ = decoded(toy, group, Beside(toy, strength), tokens=4)
+        assert [row.tokens for row in rows] == want
+        stood += [row.drafting["accepted"] / row.drafting["drafted"] for row in rows]
+    if strength == 0:
+        assert set(stood) == {1.0}, "its own draft stands"
+    elif strength == 50:
+        assert max(stood) < 0.1
+    else:
+        assert len(set(stood)) > 3 and 0 < min(stood) < 1, "rows accept different numbers"
+
+
+def test_it_saves_calls_and_catches_up_in_one(toy, groups):
+    """24 tokens by 4 drafted and one more: a prompt, and 5 checks. The draft model: catching up, and 3 more each."""
+    beside = Beside(toy)
+    _, calls = decoded(toy, groups[0], beside, tokens=4)
+    assert calls == 1 + 5 and beside.opened.stats["calls"] == 4 * 4 + 2, "the last draft has two tokens"
+    assert beside.opened._stepper is None, "it is closed"
+
+
+def test_rows_that_sleep_are_caught_up_in_one_call(toy):
+    follower = Follower(Beside(toy), 2)
+    seen = toy.tokens(2, 40)
+    session = follower._session
+    follower.follow({0: seen[0, :9], 1: seen[1, :4]})
+    follower.run({0: seen[0, 9:10]})
+    follower.run({0: np.array([7])})  # falls
+    calls = session.stats["calls"]
+    got = follower.follow({0: seen[0, :12], 1: seen[1, :33]})
+    assert session.stats["calls"] == calls + 1 and session.lengths.tolist() == [12, 33]
+    for i, size in enumerate((12, 33)):
+        np.testing.assert_allclose(got[i, -1], toy.oracle(seen[i, :size])[-1], atol=1e-3, rtol=1e-3)
+    follower.close()
+
+
+@pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
+def test_sampled_tokens_have_the_odds_of_the_target(toy, rule):
+    assert surprise(toy, rule, lambda law: Model(), 300, model=Beside(toy, 1.0).target) < 4
+
+
+def test_a_draft_of_the_likeliest_that_says_it_was_drawn_is_caught(toy, monkeypatch):
+    class Lies(Chance):
+        def draw(self, law):
+            return int(law.tokens[law.weights.argmax()])
+
+    monkeypatch.setattr(_by_logits, "Chance", Lies)
+    assert surprise(toy, "spec-chain", lambda law: Model(), 300, model=Beside(toy, 1.0).target) > 8
+
+
+def test_sample_match_draws_what_plain_sampling_draws(toy, groups):
+    sampler = Standard(temperature=0.8, top_p=0.9, repetition_penalty=1.2)
+    for group in groups:
+        want = plain(toy.session(batch=3), rows_of(group, sampler))
+        rows, _ = decoded(toy, group, Beside(toy), sampler, "sample-match")
+        assert [row.tokens for row in rows] == want
+        assert sum(row.drafting["accepted"] for row in rows) > 0
+
+
+@pytest.mark.parametrize("vocabulary", [300, 400])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_padded_vocabulary_is_no_hindrance(toy, groups, vocabulary, temperature):
+    """Ids that one of the two lacks are never drafted, and take no draft from the target either."""
+    sampler = Standard(temperature=temperature)
+    rows, _ = decoded(toy, groups[1], Beside(toy, 0.0, vocabulary), sampler)
+    if not temperature:
+        assert [row.tokens for row in rows] == plain(toy.session(batch=3), rows_of(groups[1]))
+    assert sum(row.drafting["accepted"] for row in rows) > 30
+
+
+def test_a_short_context_of_the_draft_model_ends_its_drafts(toy, groups):
+    group = [groups[0][0], groups[0][2]]  # 5 and 30 tokens
+    want = plain(toy.session(batch=2), rows_of(group))
+    rows, _ = decoded(toy, group, Beside(toy, context=20), tokens=4)
+    assert [row.tokens for row in rows] == want
+    assert rows[0].drafting["drafted"] > 8 and rows[1].drafting["drafted"] == 0
+
+
+def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch):
+    beside, sizes = Beside(toy, 2.0), []
+    opened = beside.session(1)
+    kind = type("Poor", (Session,), {"abilities": Abilities(back=2)})
+    monkeypatch.setattr(beside, "session", lambda batch=1: kind(opened._stepper, 1, vocab_size=320, max_context=1300))
+    rows, _ = decoded(toy, groups[0][:1], beside)
+    sizes = rows[0].drafting["drafted"] / rows[0].drafting["rounds"]
+    assert rows[0].tokens == plain(toy.session(), rows_of(groups[0][:1]))[0] and 1 < sizes <= 2
+    kind.abilities = Abilities(back=0)
+    with pytest.raises(InputError, match="draft.model: sessions of the draft model take no token back"):
+        decoded(toy, groups[0][:1], beside)
+
+
+def test_what_it_costs_is_known_before(toy, groups):
+    """One as dear as the target is not tried; a cheap one is."""
+    for share, drafts in ((1.0, False), (0.05, True)):
+        beside = Beside(toy, costs=replace(COSTS, seconds=(share, share)))
+        rows, _ = decoded(toy, groups[0], beside, costs=COSTS)
+        assert bool(rows[0].drafting["drafted"]) == drafts
+
+
+def test_a_length_hears_of_every_token_and_may_end_the_draft(toy, groups):
+    from accel.runtime.length import Base, Pace
+
+    told = []
+
+    class Short(Base, Pace):
+        def begin(self):
+            return self
+
+        def limit(self):
+            return 5
+
+        def more(self, logits, token):
+            assert logits.shape == (320,) and logits.argmax() == token
+            told.append(token)
+            return len(told) % 3 != 0
+
+    rows, _ = decoded(toy, groups[0][:1], Beside(toy), length=Short())
+    assert rows[0].drafting["drafted"] == len(told), "the last token of each draft too"
+    assert rows[0].drafting["rounds"] == -(-len(told) // 3)
+
+
+def test_without_its_model_it_says_so(toy):
+    with toy.session() as session, pytest.raises(InputError, match="draft.model: this model was built without"):
+        list(speculated(session, rows_of([[1, 2]]), Model(), model=SimpleNamespace(second=None)))
