@@ -10,11 +10,12 @@ import numpy as np
 
 from accel.runtime.draft import Drafters, More
 from accel.runtime.ints import Ints
+from accel.runtime.length._guard import prices
 from accel.runtime.loop import Row, Setting
 from accel.runtime.stepper import Logits
 from accel.runtime.tree import Guesses, Level, Shape, Tree, grown
 from accel.runtime.verify import Base as Rule
-from accel.runtime.verify import Chance
+from accel.runtime.verify import Chance, Verdict
 
 
 def chains(axis: str, method: Any) -> str:
@@ -27,15 +28,18 @@ class ByLogits(Drafters):
     (`verify.Base.drawing`), as the tree's shape asks for them; chains only.
     """
 
-    def __init__(self, rows: Sequence[Row], setting: Setting, vocab_size: int):
+    def __init__(self, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
         """`vocab_size`: the target's tokens, of which drafts are made."""
         rule: Rule = setting.methods["verify"]
-        self.rows = rows
+        price = prices(setting.costs, len(rows))
+        self.rows, self.effort = rows, effort
         self.draws = [rule.drawing(row.sampler, Chance(row.rng)) for row in rows]
-        self.shapes: list[Shape] = [setting.methods["tree"].begin(setting.costs) for _ in rows]
+        self.shapes: list[Shape] = [setting.methods["tree"].begin(price, effort) for _ in rows]
         self._vocab = vocab_size
+        self._trees: Mapping[int, Tree] = {}
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        self._trees = {}
         wanted = {i: most for i, limit in limits.items() if (most := self.most(i, limit)) > 0}
         if not wanted:
             return {}
@@ -73,7 +77,12 @@ class ByLogits(Drafters):
         for i, tree in trees.items():
             if len(tree) > told[i]:
                 goes_on(i, int(tree.tokens[-1]))
+        self._trees = trees
         return trees
+
+    def observe(self, row: int, verdict: Verdict, logits: Logits) -> None:
+        if row in self._trees:
+            self.shapes[row].observe(self._trees[row], verdict.path)
 
     def most(self, row: int, limit: int) -> int:
         """Tokens that a row may draft now, of `limit`."""

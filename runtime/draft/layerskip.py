@@ -60,10 +60,9 @@ class LayerSkip(Base):
 
 class _Early(ByLogits):
     def __init__(self, layers: Layers, session: Session, rows: Sequence[Row], setting: Setting):
-        super().__init__(rows, setting, session.vocab_size)
+        super().__init__(rows, setting, session.vocab_size, float(layers.mean()))  # and the head
         self._layers, self._session = layers, session
         self._held = session.lengths
-        self.effort = float(layers.mean())  # and the head
 
     def first(self, rows: list[int]) -> Logits:
         self._held = self._session.lengths

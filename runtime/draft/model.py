@@ -49,10 +49,9 @@ class _Beside(ByLogits):
     """Drafts for rows whose tokens are the draft model's own."""
 
     def __init__(self, second: Whole, rows: Sequence[Row], setting: Setting, vocab_size: int):
-        super().__init__(rows, setting, vocab_size)
+        known = setting.costs
+        super().__init__(rows, setting, vocab_size, second.costs.seconds[0] / known.seconds[0] if known else 0.0)
         self._follower = Follower(second, len(rows))
-        if setting.costs is not None:
-            self.effort = second.costs.seconds[0] / setting.costs.seconds[0]
 
     def most(self, row: int, limit: int) -> int:
         return self._follower.most(self.rows[row].seen.size, limit)

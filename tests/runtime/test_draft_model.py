@@ -189,7 +189,7 @@ def test_a_length_hears_of_every_token_and_may_end_the_draft(toy, groups):
     told = []
 
     class Short(Base, Pace):
-        def begin(self):
+        def begin(self, price=None):
             return self
 
         def limit(self):
