@@ -321,7 +321,7 @@ class CompiledModel:
                 limit=limit,
                 max_context=self.facts.max_context + unseen(self.facts.prefill, prompt.size),
                 eos=ends,
-                watch=script.push if self.tokenizer else None,
+                watch=script if self.tokenizer else None,
             )
             rows.append((row, script))
         return rows
@@ -332,7 +332,7 @@ class CompiledModel:
         for start in range(0, len(rows), size := self.facts.max_batch // branches):
             group = [row for row, _ in rows[start : start + size]]
             with self._encoded(sources, start, len(group) * branches) as session:
-                for _, token in meter.watch(self._loop.tokens(session, group, self._setting), session):
+                for _, token in meter.watch(self._loop.tokens(session, group, self._setting), session, group):
                     yield token
 
 

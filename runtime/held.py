@@ -74,7 +74,13 @@ class Held:
             found |= one.stats
         return found
 
+    @property
+    def kv_most(self) -> int:
+        """Most bytes of state buffers: now, or when rows were let go (`select`)."""
+        return max(self._kv_most, self._stepper.kv_bytes if self._stepper else 0)
+
     def _start_figures(self) -> None:
+        self._kv_most = 0
         self._calls = 0
         self._tokens = 0
         self._seconds = 0.0

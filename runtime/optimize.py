@@ -137,7 +137,7 @@ def optimize(
         tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path; a model
             directory's own is found.
         max_context: longest sequence; lowered to the model's own limit where that is shorter.
-        max_batch: rows of one session.
+        max_batch: rows of one session; a loop that searches makes several of each.
         out: write the artifact here; by default it lives in a temporary folder until `close()`.
         verify: check the logits after every pass and of the written graph. The captured program is
             always checked against the module. Where the recipe stores weights in fewer bits, the

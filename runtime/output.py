@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Transcript:
         self._taken = 0
         self._finished = False
 
-    def push(self, token: int) -> bool:
+    def __call__(self, token: int) -> bool:
         """Take one token; whether the text has reached a stop string."""
         assert self._stream is not None
         piece, stopped = self._stream.push(token), False
@@ -46,6 +47,14 @@ class Transcript:
             piece, stopped = self._matcher.push(piece)
         self._pieces.append(piece)
         return stopped
+
+    def branch(self) -> Transcript | None:
+        """See `loop.Watch`. Its text is of the tokens from here on."""
+        if self._matcher is None or self._stream is None:
+            return None
+        other = copy(self)
+        other._stream, other._matcher, other._pieces = self._stream.branch(), copy(self._matcher), []
+        return other
 
     def take(self) -> str:
         """The text that became certain since the last call."""
@@ -86,25 +95,24 @@ class Meter:
         self._decoded = 0  # tokens that came after a group's first
 
     def watch(
-        self, tokens: Iterator[tuple[int, int]], session: Session
+        self, tokens: Iterator[tuple[int, int]], session: Session, rows: list[Row]
     ) -> Iterator[tuple[int, int]]:
-        """Pass a loop's tokens on; time until the first is prefill, the rest decode, the consumer's
-        own is neither.
+        """Pass a loop's tokens on; time until the prompts of its rows have run is prefill, the rest decode, the
+        consumer's own is neither.
         """
         first, before, reused = True, self.calls, self.reused
         while True:
             start = time.perf_counter()
             pair = next(tokens, None)
-            spent = time.perf_counter() - start
+            end = time.perf_counter()
+            begun = (max(row.began for row in rows) or end) if first else start
             stats = session.stats
             self.calls = before + int(stats["calls"])
             self.reused = reused + int(stats["reused"])
-            self.kv_bytes = max(self.kv_bytes, int(stats["kv_bytes"]))
-            if first:
-                self.prefill_seconds += spent
-            else:
-                self.decode_seconds += spent
-                self._decoded += pair is not None
+            self.kv_bytes = max(self.kv_bytes, session.kv_most)
+            self.prefill_seconds += begun - start
+            self.decode_seconds += end - begun
+            self._decoded += pair is not None and not first
             if pair is None:
                 return
             first = False

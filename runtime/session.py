@@ -294,6 +294,7 @@ class Session(Held):
         if np.array_equal(chosen, np.arange(self.batch)):
             return
         if chosen.size != self.batch:
+            self._kv_most = self.kv_most
             slots, self._stepper = None, stepper.copy(chosen)
             stepper.close()
         else:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,13 @@ class StreamDecoder:
         self._emitted.append(piece)
         return piece
 
+    def branch(self) -> StreamDecoder:
+        """Another that goes on from here by itself."""
+        other = copy(self)
+        other._all, other._anchor, other._held = list(self._all), list(self._anchor), list(self._held)
+        other._emitted = list(self._emitted)
+        return other
+
     def finish(self) -> str:
         """What was held back; an unfinished character reads as U+FFFD."""
         whole = self._tokenizer.decode(self._all)
@@ -138,6 +146,11 @@ class _ByteStream(StreamDecoder):
         except KeyError:  # an added token, written as itself
             data = written.encode("utf-8")
         return self._utf8.decode(data)
+
+    def branch(self) -> StreamDecoder:
+        other = copy(self)
+        other._utf8 = copy(self._utf8)
+        return other
 
     def finish(self) -> str:
         piece = self._utf8.decode(b"", final=True)

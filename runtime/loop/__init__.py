@@ -1,11 +1,13 @@
-"""Axis: how calls of the model become tokens (one at a time, drafted and checked, or masks filled; later by beams)."""
+"""Axis: how calls of the model become tokens: one at a time, drafted and checked, masks filled, or by a search."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -19,10 +21,19 @@ from accel.runtime.session import Session
 from accel.runtime.stepper import Facts
 from accel.runtime.text import Tokenizer
 
-__all__ = ["Base", "Row", "Setting", "chosen", "prompted"]
-
+__all__ = ["Base", "Row", "Setting", "Watch", "chosen", "prompted"]
 
 STAGES = ("draft", "verify", "host")  # where a round's time goes: drafters, calls of the model, all else
+
+
+class Watch(Protocol):
+    """What sees each token of a row."""
+
+    def __call__(self, token: int) -> bool:
+        """Whether a stop string was reached with it."""
+
+    def branch(self) -> Watch | None:
+        """Another that goes on from here by itself; None where there is nothing to wait for."""
 
 
 class Row:
@@ -41,11 +52,9 @@ class Row:
         limit: int,
         max_context: int,
         eos: Collection[int] = (),
-        watch: Callable[[int], bool] | None = None,
+        watch: Watch | None = None,
     ):
-        """`limit`: most new tokens; `watch(token)` sees each one and says whether a stop string was
-        reached.
-        """
+        """`limit`: most new tokens; `watch` sees each one."""
         room = min(limit, max_context - prompt.size)
         self.prompt = prompt
         self.sampler = sampler
@@ -54,6 +63,7 @@ class Row:
         self.drafting = Counter[str]()  # figures of a loop that drafts
         self.drafts = Counter[tuple[int, int]]()  # of chains: tokens drafted, and how many of them stood
         self.seconds: dict[str, float] = {}  # of a group's drafts, on its first row: stage -> time
+        self.began = 0.0  # when its prompt had run, by perf_counter
         self.finish = "" if room > 0 else "context"
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
         self._room = room
@@ -86,6 +96,15 @@ class Row:
             self.finish = "stop"
         elif len(self.tokens) == self._room:
             self.finish = self._at_end
+
+
+    def branch(self, rng: np.random.Generator | None = None) -> Row:
+        """Another that goes on from here by itself, with random numbers of its own where they are given."""
+        other = copy(self)
+        other.tokens, other._ids, other.drafting = list(self.tokens), self._ids.copy(), Counter()
+        other._watch = None if self._watch is None else self._watch.branch()
+        other.rng = self.rng if rng is None else rng
+        return other
 
 
 class Model(Protocol):
@@ -132,7 +151,10 @@ def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
     for row, ids in zip(rows, tokens, strict=True):
         ids[: row.prompt.size] = row.prompt[: ids.size]
-    return session.prompt(tokens, lengths)
+    logits = session.prompt(tokens, lengths)
+    for row in rows:
+        row.began = perf_counter()
+    return logits
 
 
 class Base(ABC):
@@ -155,7 +177,7 @@ class Base(ABC):
 
         The session is empty and has one row per `Row`, or `branches` of them one after the other. Each `Row` gets
         the tokens that it would get alone. At the end, or where the iteration is closed, a row of the session
-        holds what its `Row` has, but for the last token.
+        holds what its `Row` has, but for the last token; after a search, what is left of that (`session.lengths`).
         """
 
     def apart(self, axis: str, method: Any) -> str:

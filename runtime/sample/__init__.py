@@ -68,6 +68,10 @@ class Base(ABC):
         return False
 
     @abstractmethod
+    def scores(self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        """The logits [V] with what penalties make of them; given and raising as `distribution`."""
+
+    @abstractmethod
     def distribution(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
     ) -> Distribution:

@@ -49,19 +49,24 @@ class Standard(Base):
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    def distribution(
+    def scores(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
-    ) -> Distribution:
+    ) -> npt.NDArray[np.float32]:
         if self.repetition_penalty != 1.0 and seen.size:
             logits = logits.copy()
             found = logits[seen]
             penalty = np.float32(self.repetition_penalty)
             logits[seen] = np.where(found < 0, found * penalty, found / penalty)
-        best = logits.argmax()
-        if not math.isfinite(logits[best]):  # NaN counts as the largest
+        if not math.isfinite(logits.max()):  # NaN counts as the largest
             raise AccelError(_NOT_A_NUMBER)
+        return logits
+
+    def distribution(
+        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
+    ) -> Distribution:
+        logits = self.scores(logits, seen)
         if self.greedy:
-            return Distribution(np.array([best]), np.ones(1), random=False)
+            return Distribution(np.array([logits.argmax()]), np.ones(1), random=False)
         return Distribution(*self.filtered(logits))
 
     def filtered(

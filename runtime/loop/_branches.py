@@ -1,0 +1,102 @@
+"""Loops that go several ways from one prompt: the ways are rows of the session, beside those of other prompts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.ints import Ints
+from accel.runtime.loop import Row, prompted
+from accel.runtime.session import Session
+from accel.runtime.stepper import Logits
+
+
+class Crowd(ABC):
+    """The ways of one prompt. `branches`: those that go on, each with a last token that the session has not seen;
+    at first one without any. `best`: the one that is the answer, once that is known.
+    """
+
+    def __init__(self, row: Row):
+        self.branches = [row.branch()]
+        self.best: Row | None = None
+
+    @abstractmethod
+    def step(self, logits: Logits) -> list[int]:
+        """Take the logits [n,V] after each of the n branches and change `branches`, or find the `best`. Gives the
+        branch that each new one goes on from.
+        """
+
+
+def branched(session: Session, rows: list[Row], begin: Callable[[Row], Crowd]) -> Iterator[tuple[int, int]]:
+    """What `loop.Base.tokens` gives, of rows whose tokens are known when their search is over.
+
+    A prompt runs once and becomes as many rows as its crowd has branches; of one that is done a row is left, which
+    holds as much of the answer as any did.
+    """
+    crowds = {i: begin(row) for i, row in enumerate(rows) if not row.finish}
+    if not crowds:
+        return
+    logits = prompted(session, rows)[:, 0]
+    start, sizes = session.lengths, np.ones(len(rows), np.int64)
+    held = start.copy()  # what is known to hold of each row's tokens
+    try:
+        while crowds:
+            chosen = [np.zeros(1, np.int64) for _ in rows]
+            for i, part in enumerate(np.split(logits, sizes.cumsum()[:-1])):
+                if i in crowds:
+                    before = crowds[i].branches
+                    chosen[i] = np.array(crowds[i].step(part))
+                    if (best := crowds[i].best) is not None:
+                        chosen[i], common = _nearest(before, best)
+                        held[i] = start[i] + common
+            session.select(np.concatenate([a + b for a, b in zip(chosen, sizes.cumsum() - sizes, strict=True)]))
+            sizes = np.array([rows_of.size for rows_of in chosen])
+            done = {i: crowd.best for i, crowd in crowds.items() if crowd.best is not None}
+            for i, best in done.items():
+                del crowds[i]
+                for token in best.tokens:
+                    rows[i].accept(token)
+            for i, best in done.items():
+                yield from ((i, token) for token in best.tokens)
+            if crowds:
+                logits = _run(session, crowds, sizes)
+    finally:
+        with suppress(InputError):  # of a session that a failed call closed
+            _leave(session, sizes, held)
+
+
+def _run(session: Session, crowds: dict[int, Crowd], sizes: Ints) -> Logits:
+    """The logits [R,V] after the last token of each branch, in one call."""
+    column, counts = np.zeros((int(sizes.sum()), 1), np.int64), np.zeros(int(sizes.sum()), np.int64)
+    first = sizes.cumsum() - sizes
+    for i, crowd in crowds.items():
+        there = slice(int(first[i]), int(first[i] + sizes[i]))
+        column[there, 0] = [branch.tokens[-1] for branch in crowd.branches]
+        counts[there] = 1
+    return session.run(column, None if counts.all() else counts)[:, 0]
+
+
+def _nearest(branches: list[Row], best: Row) -> tuple[Ints, int]:
+    """The branch whose tokens, all of them held, have most in common with the first of `best` [1], and how many
+    these are; its last token counts as not held.
+    """
+    found = []
+    for branch in branches:
+        both = min(len(branch.tokens), len(best.tokens) - 1)
+        differ = np.flatnonzero(np.not_equal(branch.tokens[:both], best.tokens[:both]))
+        found.append(int(differ[0]) if differ.size else both)
+    nearest = int(np.argmax(found))
+    return np.array([nearest]), found[nearest]
+
+
+def _leave(session: Session, sizes: Ints, held: Ints) -> None:
+    """Let the session have a row for each prompt again, of `held` [B] tokens; none where it cannot go back."""
+    session.select(sizes.cumsum() - sizes)
+    try:
+        session.rewind(np.minimum(held, session.lengths))
+    except InputError:
+        session.rewind(np.where(held < session.lengths, 0, session.lengths))

@@ -1,0 +1,114 @@
+"""Beam search with controlled patience (arXiv:2204.05424): the likeliest of many ways on, and how many of them have to
+end before the search does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError, RecipeError
+from accel.runtime.loop import Base, Row, Setting
+from accel.runtime.loop._branches import Crowd, branched
+from accel.runtime.session import Session
+from accel.runtime.stepper import Logits
+
+
+@dataclass(frozen=True)
+class BeamPatience(Base):
+    """The best of what `beams` ways on from each prompt come to. Each call goes one token further with those that are
+    likeliest; what ends among the first `beams` is a hypothesis, and the search is over when there are `beams` times
+    `patience` of them, or when no way on could be better than the best. 1 is beam search as libraries have it, more
+    searches longer.
+
+    A hypothesis of n tokens, eos included, is worth the sum of their log-probabilities over n ** `length_penalty`.
+    Equals go by beam and then by token, the lower first. Requests that sample are refused.
+    """
+
+    beams: int = 4
+    patience: float = 1.0
+    length_penalty: float = 1.0
+
+    grade = "approximate"  # other tokens than greedy decoding takes, though likelier ones
+
+    def __post_init__(self) -> None:
+        if self.beams < 1:
+            raise RecipeError(f"loop.beam-patience: beams is {self.beams}; give at least 1")
+        if not self.patience > 0:
+            raise RecipeError(f"loop.beam-patience: patience is {self.patience}; give a number above 0, 1 is usual")
+
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+        if any(not row.sampler.greedy for row in rows):
+            raise InputError(
+                "loop = beam-patience searches for the likeliest text and draws nothing; leave temperature at 0, or "
+                "build with another loop"
+            )
+        return branched(session, rows, lambda row: _Beams(row, self))
+
+
+class _Beams(Crowd):
+    """Those of one prompt, the best first."""
+
+    def __init__(self, row: Row, method: BeamPatience):
+        super().__init__(row)
+        self._method = method
+        self._sums = np.zeros(1)  # of each beam's log-probabilities
+        self._ended: list[tuple[float, Row]] = []
+
+    def step(self, logits: Logits) -> list[int]:
+        beams, live, sums, parents = self._method.beams, list[Row](), list[float](), list[int]()
+        for rank, (total, parent, token) in enumerate(_falling(self._totals(logits))):
+            branch = self.branches[parent].branch()
+            branch.accept(token)
+            if not branch.finish:
+                live, sums, parents = [*live, branch], [*sums, total], [*parents, parent]
+            elif rank < beams and not self._enough:
+                self._ended.append((self._worth(total, len(branch.tokens)), branch))
+            if len(live) == beams or (rank + 1 >= beams and branch.finish in ("length", "context")):
+                break
+        self.branches, self._sums = live, np.array(sums)
+        if not live or self._enough or self._hopeless:
+            self.best = max(self._ended, key=lambda one: one[0])[1]
+        return parents
+
+    def _totals(self, logits: Logits) -> npt.NDArray[np.float64]:
+        """The sum of log-probabilities of every way on [n,V]."""
+        scores = [b.sampler.scores(row, b.seen) for b, row in zip(self.branches, logits, strict=True)]
+        found = np.array(scores, np.float64)
+        found -= found.max(1, keepdims=True)
+        found += self._sums[:, None] - np.log(np.exp(found).sum(1, keepdims=True))
+        return found
+
+    def _worth(self, total: float, tokens: int) -> float:
+        return float(total / tokens**self._method.length_penalty)
+
+    @property
+    def _enough(self) -> bool:
+        return len(self._ended) >= self._method.beams * self._method.patience
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether no beam can come to more than the best that ended: sums only fall."""
+        if not self._ended:
+            return False
+        now, room = len(self.branches[0].tokens), self.branches[0].left
+        longest = now + (room if self._method.length_penalty > 0 else 1)
+        return self._worth(self._sums[0], longest) <= max(worth for worth, _ in self._ended)
+
+
+def _falling(totals: npt.NDArray[np.float64]) -> Iterator[tuple[float, int, int]]:
+    """(total, beam, token), the best first, of all that have a probability."""
+    flat, given, count = totals.ravel(), 0, 16
+    while given < flat.size:
+        count = min(4 * count, flat.size)
+        least = np.partition(flat, -count)[-count]
+        places = np.flatnonzero(flat >= least)  # equals of the last one, too
+        places = places[np.argsort(-flat[places], kind="stable")]
+        for place in places[given:].tolist():
+            if flat[place] == -np.inf:
+                return
+            yield float(flat[place]), *divmod(place, totals.shape[1])
+        given = places.size

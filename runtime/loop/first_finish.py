@@ -1,0 +1,60 @@
+"""First Finish Search (arXiv:2505.18149): several samples of one prompt at once; the first that ends is the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from accel.ir.errors import RecipeError
+from accel.runtime.loop import Base, Row, Setting
+from accel.runtime.loop._branches import Crowd, branched
+from accel.runtime.session import Session
+from accel.runtime.stepper import Logits
+
+
+@dataclass(frozen=True)
+class FirstFinish(Base):
+    """`samples` of each prompt, one token of each in a call; a greedy request has one, since all would be the same.
+    The first draws as plain decoding would from the same seed. Of those that reach eos or a stop string in one call
+    the first counts; where none does in time, the one whose tokens the model held likeliest on average.
+    """
+
+    samples: int = 4
+
+    grade = "approximate"  # answers are shorter than those that the model alone would give
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise RecipeError(f"loop.first-finish: samples is {self.samples}; give at least 1")
+
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+        return branched(session, rows, lambda row: _Samples(row, self.samples))
+
+
+class _Samples(Crowd):
+    """Those of one prompt."""
+
+    def __init__(self, row: Row, samples: int):
+        super().__init__(row)
+        self._count = 1 if row.sampler.greedy else samples
+        self._worth = np.zeros(self._count)  # the sum of the log-probabilities of each one's tokens
+
+    def step(self, logits: Logits) -> list[int]:
+        parents = list(range(self._count))
+        if len(self.branches) < self._count:  # the prompt's
+            (first,) = self.branches
+            self.branches = [first, *(first.branch(rng) for rng in first.rng.spawn(self._count - 1))]
+            parents, logits = [0] * self._count, np.repeat(logits, self._count, axis=0)
+        for branch, row in zip(self.branches, logits, strict=True):
+            branch.accept(branch.pick(row))
+        drawn = logits[np.arange(self._count), [branch.tokens[-1] for branch in self.branches]]
+        top = logits.max(1)
+        self._worth += drawn - top - np.log(np.exp(logits - top[:, None]).sum(1, dtype=np.float64))
+        ended = [branch for branch in self.branches if branch.finish in ("eos", "stop")]
+        if ended:
+            self.best = ended[0]
+        elif self.branches[0].finish:  # all of them, for want of room
+            self.best = self.branches[int(self._worth.argmax())]
+        return parents
