@@ -14,6 +14,7 @@ from accel.runtime.companion import Abilities
 from accel.runtime.edits import EditableSession
 from accel.runtime.given import call_tokens, check_no_plan
 from accel.runtime.ints import Ints, as_ints
+from accel.runtime.rows import Kin, wanted_rows
 from accel.runtime.session import Session
 from accel.runtime.stepper import Logits, Stepper
 
@@ -70,6 +71,12 @@ class CanvasSession(Session):
                 "its end"
             )
         return self._written(stepper, ids, first, counts, after, rows)
+
+    def select(self, rows: Any) -> None:
+        """See Session. Tokens anywhere may have been written over, so that all of a row is copied."""
+        filled, self._kin = self._filled, Kin.copies(np.arange(self.batch), self._lengths)
+        super().select(rows)
+        self._filled = filled[wanted_rows(rows, filled.size)]
 
     def _written(
         self, stepper: Stepper, ids: Ints, first: Ints, counts: Ints, after: Ints, rows: Any

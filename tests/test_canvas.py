@@ -91,6 +91,24 @@ def test_what_is_forgotten_is_out_of_sight(filler):
         assert np.abs(session.write(tokens[:, :12], 0)[0] - want).max() > 1e-2
 
 
+def test_rows_go_on_as_others(filler):
+    """With what was written over since they were copied, and what they have forgotten out of sight."""
+    module, made = filler
+    tokens = np.random.default_rng(3).integers(0, MASK, (2, 24))
+    with made["onnx"].session() as session:
+        session.run(tokens[:1])
+        session.select([0, 0])
+        session.rewind(12)
+        session.write(tokens[:, :12], 0)
+        session.select([1, 0])
+        got = session.write(tokens[::-1, :12], 0)
+        want = module(torch.tensor(tokens[::-1, :12].copy())).detach().numpy()
+        assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+        session.select([1, 1])  # row 1 holds tokens[0], and the same tokens written again see the others of that
+        got = session.write(tokens[[0, 0], 4:8], 4)
+        assert np.abs(got - want[[1, 1], 4:8]).max() < 1e-4 * np.abs(want).max()
+
+
 def test_a_block_leaves_the_others_as_they_were(filler):
     _, made = filler
     tokens = np.random.default_rng(3).integers(0, MASK, (1, 24))
