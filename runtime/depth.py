@@ -54,6 +54,7 @@ class Plans(Companion):
         self._decode = Controls(np.array(depth.plan, bool), first)
         # the first token of each row that a layer lacks [L,B]
         self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
+        self._asked = self._whole  # a caller's last, so that one that comes again is known
         self._noted: Controls | None = None
         self._told: Controls | None = None
         self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
@@ -80,11 +81,15 @@ class Plans(Companion):
         """
         decoding = bool((after - before).max() == 1 and before.min() > 0)
         found = self._decode if decoding else self._whole
-        if run_layers is None and threshold is None and found is self._noted:
+        if run_layers is not None:
+            plan, usual = self._checked(run_layers), found.threshold
+            if self._asked.threshold != usual or not np.array_equal(self._asked.layers, plan):
+                self._asked = Controls(plan, usual)
+            found = self._asked
+        if threshold is None and found is self._noted:
             return found
         complete = self._complete(before, after)
         if run_layers is not None:
-            plan = self._checked(run_layers)
             if (late := plan & ~complete).any():
                 layer = int(late.argmax())
                 row = int((self._lacks[layer] < before).argmax())
@@ -93,7 +98,6 @@ class Plans(Companion):
                     "and lacks its keys; leave it out, rewind to that token, or build with "
                     'cache = "propagate"'
                 )
-            found = Controls(plan, found.threshold)
         elif not complete[found.layers].all():
             both = found.layers & complete
             found = Controls(both if both.any() else complete, found.threshold)

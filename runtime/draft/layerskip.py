@@ -21,7 +21,7 @@ Layers = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class LayerSkip(Base):
-    """A drafted token goes through the first `exit` layers (0: half of them), the final norm and the head. What it
+    """A drafted token goes through the first `exit` layers (0: a quarter), the final norm and the head. What it
     leaves in those layers' cache is taken back with it, and written again by the call that checks.
     """
 
@@ -32,7 +32,7 @@ class LayerSkip(Base):
 
     def __post_init__(self) -> None:
         if self.exit < 0:
-            raise RecipeError(f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: half")
+            raise RecipeError(f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: a quarter")
 
     def apart(self, axis: str, method: Any) -> str:
         """Why it cannot go with another method of a recipe; empty where it can."""
@@ -49,7 +49,7 @@ class LayerSkip(Base):
         if depth is None:
             raise InputError("draft.layerskip needs layers that a call may leave out; build with depth = by-call")
         count = len(depth.plan)
-        last = self.exit or count // 2
+        last = self.exit or max(1, count // 4)
         if not 0 < last < count:
             raise InputError(
                 f"draft.layerskip: exit = {last}, and the model has {count} layers; give 1 to {count - 1}, so that a "

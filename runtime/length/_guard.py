@@ -14,6 +14,7 @@ TRIAL = 4  # rounds that are tried before they are judged
 LOSS = 3.0  # plain steps that a trial may lose before it is judged
 REST, LONGEST = 16, 256  # steps without drafts after a trial that did not pay; twice as many after each further one
 SHARE = 0.03  # of the steps: more than that trials do not lose
+DEARER, HARMLESS = 3.0, 0.2  # a round's drafter may take so many times what is known of it, or plain steps
 FADE = 0.8  # what a round weighs after each later one
 
 
@@ -69,8 +70,9 @@ class Guard:
         width = 1 + max(drafted for drafted, _ in drafts)
         cost = self._costs[width - 1]
         if self._rounds:  # in a trial's first, a drafter catches up
+            most = max(DEARER * self._effort * (width - 1), HARMLESS)  # more is the machine's doing, or comes again
             self._drafted = FADE * self._drafted + width - 1
-            self._drafting = FADE * self._drafting + drafting * cost
+            self._drafting = FADE * self._drafting + min(drafting * cost, most)
         cost += self._effort * (width - 1) + (self._costs[again - 1] if again else 0.0)
         self._rounds += 1
         self._given = FADE * self._given + tokens

@@ -70,6 +70,8 @@ def likeliest(law: Distribution, count: int) -> tuple[list[int], npt.NDArray[np.
 
 def children(guess: Distribution, count: int, draw: Draw | None) -> list[int]:
     """Up to `count` tokens of a distribution: drawn, or the likeliest."""
+    if guess.tokens.size == 1:  # a greedy row's
+        return [int(guess.tokens[0])][:count]
     if draw is None:
         return likeliest(guess, count)[0]
     return [token for token, _ in islice(drawn(guess, draw), count)]
