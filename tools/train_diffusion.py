@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 import reference_export
 import torch
-from reference_data import BOS, EOS, PAD, encode, sources, tasks
-from reference_model import Llama, optimisers
+from reference_data import BOS, EOS, PAD, REFERENCE, encode, sources, tasks
+from reference_model import Llama, Shape, optimisers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
@@ -35,8 +36,8 @@ from train_reference import Run, set_rate
 MASK = PAD  # the id that no text has; nothing is padded here
 BLOCK = 16
 CODE = 0.2  # what a token of a program counts: there are many, and few can be known
-MIX = {"copy": 2.0, "key_value": 2.0, "rest": 3.0, "pass_key": 0.5, "code": 0.5}
-STAGES = ((0.5, 96, 16), (0.85, 160, 10), (1.0, 288, 6))  # until this share of the time: length, rows
+MIX = {"copy": 3.0, "key_value": 2.0, "rest": 1.5, "pass_key": 0.3, "code": 0.2}
+LENGTH, ROWS = 80, 16
 
 
 class Masked:
@@ -47,25 +48,25 @@ class Masked:
     def __init__(self, tokenizer: Tokenizer, corpus: np.ndarray, seed: int) -> None:
         self.tokenizer, self.corpus, self.rng = tokenizer, corpus, random.Random(seed)
 
-    def draw(self, length: int, rows: int, mix: dict[str, float] = MIX) -> tuple[Tensor, ...]:
-        kinds = self.rng.choices(list(mix), list(mix.values()), k=rows)
-        drawn = [self._masked(*self._row(kind, length)) for kind in kinds]
+    def draw(self) -> tuple[Tensor, ...]:
+        kinds = self.rng.choices(list(MIX), list(MIX.values()), k=ROWS)
+        drawn = [self._masked(*self._row(kind)) for kind in kinds]
         ids, given, weights = (torch.tensor(np.stack(part)) for part in zip(*drawn, strict=True))
         code = torch.tensor([kind == "code" for kind in kinds])
         return ids, given, torch.where(code[:, None], CODE * weights, weights)
 
-    def _row(self, kind: str, length: int) -> tuple[np.ndarray, int, int]:
+    def _row(self, kind: str) -> tuple[np.ndarray, int, int]:
         """A row [T], where its answer begins, and where its end marks begin."""
         if kind == "code":
-            start = self.rng.randrange(len(self.corpus) - length)
-            return self.corpus[start : start + length].astype(np.int64), 8, length
-        room = self.rng.randrange(24, length - 24)
+            start = self.rng.randrange(len(self.corpus) - LENGTH)
+            return self.corpus[start : start + LENGTH].astype(np.int64), 8, LENGTH
+        room = self.rng.randrange(24, LENGTH - 24)
         make = tasks.rest if kind == "rest" else tasks.TASKS[kind]
         pieces = make(self.rng, tasks.lines_for(kind if kind != "rest" else "copy", room), 1)
         end = next(at for at, (_, is_answer) in enumerate(pieces) if is_answer)
         prompt = [BOS, *self._ids("".join(text for text, _ in pieces[:end]))]
-        answer = self._ids(pieces[end][0])[: length - len(prompt)]
-        row = np.full(length, EOS, dtype=np.int64)
+        answer = self._ids(pieces[end][0])[: LENGTH - len(prompt)]
+        row = np.full(LENGTH, EOS, dtype=np.int64)
         row[: len(prompt) + len(answer)] = [*prompt, *answer]
         return row, len(prompt), len(prompt) + len(answer) + 1
 
@@ -120,9 +121,9 @@ def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
     return (each * counts).sum() / counts.sum()
 
 
-def train_step(run: Run, length: int, rows: int, progress: float) -> float:
+def train_step(run: Run, progress: float) -> float:
     batches: Any = run.batches
-    ids, given, weights = batches.draw(length, rows)
+    ids, given, weights = batches.draw()
     set_rate(run, progress)
     loss = loss_of(run, ids, given, weights)
     loss.backward()
@@ -136,20 +137,20 @@ def train_step(run: Run, length: int, rows: int, progress: float) -> float:
 
 
 @torch.no_grad()
-def probe(run: Run, length: int) -> dict[str, list[float]]:
+def probe(run: Run) -> dict[str, list[float]]:
     """The share of right tokens by place in the answer (1, 2, 3, 4, 6, 8, 16), all of it masked."""
     batches = Masked(run.tokenizer, run.batches.corpus, run.count.step)
     found = {}
     for kind in MIX:
         right: dict[int, list[float]] = {}
         for _ in range(24):
-            row, start, end = batches._row(kind, length)
+            row, start, end = batches._row(kind)
             given = row.copy()
             given[start:] = MASK
             *_, state = run.model.states(torch.tensor(given[None]))
             chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).numpy()
             for place in (1, 2, 3, 4, 6, 8, 16):
-                if start + place <= min(end, length):
+                if start + place <= min(end, LENGTH):
                     right.setdefault(place, []).append(chosen[place - 1] == row[start + place - 1])
         found[kind] = [round(float(np.mean(right[p])), 2) for p in sorted(right)]
     return found
@@ -164,14 +165,13 @@ def progress_lines(run: Run, minutes: float) -> Iterator[dict[str, Any]]:
         progress = run.count.seconds / 60 / minutes
         if progress >= 1:
             return
-        length, rows = next(tuple(stage[1:]) for stage in STAGES if progress < stage[0])
-        losses.append(train_step(run, length, rows, progress))
+        losses.append(train_step(run, progress))
         if run.count.step % 20 == 0:
-            line: dict[str, Any] = {**asdict(run.count), "length": length}
+            line: dict[str, Any] = asdict(run.count)
             line["loss"] = round(sum(losses) / len(losses), 4)
             losses.clear()
             if run.count.step % 50 == 0:
-                line["accuracy"] = probe(run, length)
+                line["accuracy"] = probe(run)
             yield line
 
 
@@ -191,6 +191,27 @@ def train(run: Run, minutes: float) -> None:
     run.save()
 
 
+def export(folder: Path, out: Path) -> None:
+    """The run's checkpoint as float16 weights, with all that loading them by path needs."""
+    state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=False)
+    shape = Shape(**state["shape"])
+    fills = {"is_causal": False, "mask_token_id": MASK, "logit_shift": True}
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    log = {"trained": state["count"], "lines": [line for line in lines if "accuracy" in line]}
+    texts = {
+        "config.json": json.dumps({**reference_export._config(shape), **fills}, indent=2) + "\n",
+        "training.json": reference_export._compact(log),
+    }
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        texts[name] = (REFERENCE / name).read_text(encoding="utf-8")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (out / name).write_text(text, encoding="utf-8")
+    weights = {f"model.{k}": v.half().contiguous() for k, v in state["model"].items()}
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    print(f"exported step {state['count']['step']} to {out}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -200,7 +221,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--export", action="store_true", help="write the model and stop")
+    parser.add_argument("--to", type=Path, default=REFERENCE / "diffusion", help="where to")
     options = parser.parse_args()
+    if options.export:
+        return export(options.out, options.to)
     torch.set_num_threads(options.threads)
     run = prepare(options.out, options.seed)
     if run.checkpoint.exists() and not options.resume:

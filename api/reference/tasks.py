@@ -111,7 +111,7 @@ def rest(rng: random.Random, lines: int, answers: int = 1) -> Pieces:
     """
     text = _lines(rng, lines)
     start = lines - rng.randrange(1, 1 + min(lines, 4 * answers))
-    pieces = [(_body("# lines", [" ".join(line) for line in text]) + "# copy\n", False)]
+    pieces = [(_body("# lines", [" ".join(line) for line in text]) + "# rest\n", False)]
     answer = "\n".join(" ".join(line) for line in text[start:])
     cue = " ".join(text[start][:CUE])
     return [*pieces, (cue, False), (answer.removeprefix(cue), True), ("\n", False)]
