@@ -24,6 +24,7 @@ from accel.ir.errors import AccelError, InputError, Miscompiled, PassError, Reci
 from accel.ir.recipe import Recipe, bundled
 from accel.passes import Pass
 from accel.runtime.assemble import GRADES, Plan, assemble
+from accel.runtime.canvas import CanvasSession
 from accel.runtime.clone import own_logits, sources
 from accel.runtime.depth import NEVER
 from accel.runtime.optimize import TARGETS, optimize
@@ -193,8 +194,10 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
 
     prefill: one call of several tokens; steps: single tokens over the cache; rewind: several tokens
     after a rewind; ragged: rows of different lengths, and a token of each after that. Where layers may
-    be left out, all of them run.
+    be left out, all of them run. Where tokens see later ones: `compare_written`.
     """
+    if compiled.facts.diffusion is not None:
+        return compare_written(model, compiled)
     room = min(LONGEST, compiled.facts.max_context)
     ids = _tokens(model, (len(RAGGED), 2 * room))
     errors = dict.fromkeys(("prefill", "steps", "rewind", "ragged"), 0.0)
@@ -243,6 +246,31 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
         whole = [*ids[row, :length], ids[row, room]]
         got = np.concatenate([logits[row, :length], after[row]])
         see("ragged", got, whole, slice(0, length + 1), row)
+    return errors
+
+
+def compare_written(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
+    """As `compare`, of a model that sees both ways. prefill: rows of different lengths in one call; written: some of
+    their tokens, again; shorter: all but the last one.
+    """
+    lengths = [min(n, compiled.facts.max_context) for n in RAGGED]
+    ids, errors = _tokens(model, (len(RAGGED), max(lengths))), {}
+
+    def see(part: str, got: Any, row: int, columns: slice, size: int) -> None:
+        want = own_logits(model, torch.from_numpy(ids[row : row + 1, :size]), None)[0]
+        worst = float((torch.from_numpy(got) - want[columns]).abs().max()) / max(1.0, float(want.abs().max()))
+        errors[part] = max(errors.get(part, 0.0), worst if worst == worst else float("inf"))
+
+    with compiled.session(len(RAGGED)) as session:
+        assert isinstance(session, CanvasSession)
+        whole = session.run(ids, lengths)
+        again = session.write(ids[:, 1:3], 1)
+        session.rewind([n - 1 for n in lengths])
+        shorter = session.write(ids, 0, [n - 1 for n in lengths])
+    for row, size in enumerate(lengths):
+        see("prefill", whole[row, :size], row, slice(0, size), size)
+        see("written", again[row], row, slice(1, 3), size)
+        see("shorter", shorter[row, : size - 1], row, slice(0, size - 1), size - 1)
     return errors
 
 

@@ -16,6 +16,7 @@ from accel.passes.check import NumericCheck
 from accel.passes.weights.float16 import Float16
 from accel.runtime import smoke as smoke_module
 from accel.runtime.assemble import assemble
+from accel.runtime.canvas import CanvasSession
 from accel.runtime.clone import clone, depth, shrunk
 from accel.runtime.source import small_model
 
@@ -160,6 +161,16 @@ def test_every_target():
     assert set(by) == {(r, t) for r in ("base", "float16") for t in ("onnx", "eager")}
     assert by["base", "onnx"].status == by["base", "eager"].status == "right"
     assert by["float16", "eager"].status == "approximate"
+
+
+def test_a_model_that_fills_masks_is_written_over(monkeypatch):
+    """And where a session leaves in sight what was forgotten, that is seen."""
+    found = accel.smoke(models.FILLERS["dream"](), ["base", "dllm-threshold"], ["eager"])
+    assert [c.status for c in found.cells] == ["refused", "approximate"], found.cells
+    own = CanvasSession.write
+    monkeypatch.setattr(CanvasSession, "write", lambda s, tokens, start, *more: own(s, tokens, start))
+    (cell,) = accel.smoke(models.FILLERS["dream"](), ["dllm-lowconf"], ["eager"]).cells
+    assert cell.status == "wrong" and "shorter" in cell.reason
 
 
 @pytest.mark.parametrize("name", ["t5", "whisper"])

@@ -88,8 +88,8 @@ def table(lines: list[dict[str, Any]]) -> str:
             same = statistics.mean(x["ids"] == b["ids"] for x, b in pairs)
             fewer = sum(b["calls"] for b in base) / calls
             rows.append(
-                f"| `{task}` | {name} | {right:.0%} | {same:.0%} | {tokens / calls:.2f} | 1/{fewer:.1f} | {speed:.0f} | "
-                f"{statistics.median(ratios):.2f} |"
+                f"| `{task}` | {name} | {right:.0%} | {same:.0%} | {tokens / calls:.2f} | 1/{fewer:.1f} | "
+                f"{speed:.0f} | {statistics.median(ratios):.2f} |"
             )
     return "\n".join(rows)
 
