@@ -80,8 +80,8 @@ def assemble(recipe: Recipe) -> Plan:
     return plan
 
 
-def fit(plan: Plan, facts: Any, captured: bool = True) -> int:
-    """Refuse a loop that is for another kind of model; how many rows of a session it needs for each of its own.
+def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
+    """Refuse a loop that is for another kind of model.
 
     `captured`: that tokens see later ones is known; else only the configuration was read.
 
@@ -103,8 +103,6 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> int:
             f"recipe '{plan.recipe.name}': loop = {use} takes tokens one after the other, and {facts.name} sees both "
             f"ways and fills masks; give a recipe with [loop], one of {ways[True]}"
         )
-    return int(loop.branches)
-
 
 def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
     """The loop and what it works with: a recipe that drafts and names no loop decodes speculatively, and axes that

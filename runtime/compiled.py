@@ -328,10 +328,9 @@ class CompiledModel:
 
     def _decode(self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter) -> Iterator[int]:
         """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
-        branches = self._loop.branches
-        for start in range(0, len(rows), size := self.facts.max_batch // branches):
-            group = [row for row, _ in rows[start : start + size]]
-            with self._encoded(sources, start, len(group) * branches) as session:
+        for start in range(0, len(rows), self.facts.max_batch):
+            group = [row for row, _ in rows[start : start + self.facts.max_batch]]
+            with self._encoded(sources, start, len(group)) as session:
                 for _, token in meter.watch(self._loop.tokens(session, group, self._setting), session, group):
                     yield token
 

@@ -189,7 +189,8 @@ def optimize(
         fit(job.plan, facts, captured=False)
     with job.part("capture", 0.1):
         program = capture(model, max_context=max_context, stored=stored)
-    program.facts.max_batch = max_batch * fit(job.plan, program.facts)
+    fit(job.plan, program.facts)
+    program.facts.max_batch = max_batch
     if reads:
         program.calibration = make_calibration(given, text, program.facts, _inner(job))
     check = NumericCheck(program) if verify else None

@@ -254,12 +254,13 @@ def compare_written(model: nn.Module, compiled: CompiledModel) -> dict[str, floa
     their tokens, again; shorter: all but the last one.
     """
     lengths = [min(n, compiled.facts.max_context) for n in RAGGED]
-    ids, errors = _tokens(model, (len(RAGGED), max(lengths))), {}
+    ids = _tokens(model, (len(RAGGED), max(lengths)))
+    errors = dict.fromkeys(("prefill", "written", "shorter"), 0.0)
 
     def see(part: str, got: Any, row: int, columns: slice, size: int) -> None:
         want = own_logits(model, torch.from_numpy(ids[row : row + 1, :size]), None)[0]
         worst = float((torch.from_numpy(got) - want[columns]).abs().max()) / max(1.0, float(want.abs().max()))
-        errors[part] = max(errors.get(part, 0.0), worst if worst == worst else float("inf"))
+        errors[part] = max(errors[part], worst if worst == worst else float("inf"))
 
     with compiled.session(len(RAGGED)) as session:
         assert isinstance(session, CanvasSession)

@@ -116,10 +116,10 @@ def by_factor(factor):
 
 
 def with_loop(compiled: CompiledModel, use: str, **options: Any) -> CompiledModel:
-    """The same program under another loop, without a build; rows as many as the loop needs for two."""
+    """The same program under another loop, without a build."""
     recipe = {"tables": {"loop": {"use": use, **options}}}
     program = compiled.program
-    program.facts.max_batch = 8
+    program.facts.max_batch = 2
     return CompiledModel(EagerEngine(program), runtime_facts(program), tokenizer=compiled.tokenizer, recipe=recipe)
 
 

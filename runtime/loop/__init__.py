@@ -165,19 +165,14 @@ class Base(ABC):
     # Whether it fills masks, of a model that sees both ways; else it takes tokens one after the other, of a causal one.
     fills: ClassVar[bool] = False
 
-    @property
-    def branches(self) -> int:
-        """Rows of the session that each `Row` needs."""
-        return 1
-
     @abstractmethod
     def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
         """Decode until every row has a `finish`; give (row, token) for each token that a row
         accepted, as they come.
 
-        The session is empty and has one row per `Row`, or `branches` of them one after the other. Each `Row` gets
-        the tokens that it would get alone. At the end, or where the iteration is closed, a row of the session
-        holds what its `Row` has, but for the last token; after a search, what is left of that (`session.lengths`).
+        The session is empty and has one row per `Row`. Each row gets the tokens that it would get
+        alone. At the end, or where the iteration is closed, a row of the session holds what its `Row` has, but
+        for the last token; after a search, what is left of that (`session.lengths`).
         """
 
     def apart(self, axis: str, method: Any) -> str:

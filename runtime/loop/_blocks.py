@@ -45,6 +45,11 @@ class Blocks(Base):
         return "approximate" if self.cache != "none" or not self.static else "bit-exact"
 
     @property
+    def ways(self) -> int:
+        """Rows of the session that decode each row."""
+        return 1
+
+    @property
     def static(self) -> bool:
         """Whether what stays is what would stay of one token per call."""
         return False
@@ -52,7 +57,7 @@ class Blocks(Base):
     def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
         if all(row.finish for row in rows):
             return
-        canvas = Canvas(session, rows, self.block, self.cache, self.branches)
+        canvas = Canvas(session, rows, self.block, self.cache, self.ways)
         try:
             while canvas.advance():
                 yield from self.fill(canvas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class Guess:
 class Canvas:
     """One group of rows: each is its prompt and as many masks as it may take tokens, and goes from block to block.
 
-    `branches`: rows of the session that a row has, which may hold different tokens of the block.
+    `branches`: rows that the session then has for each, which may hold different tokens of the block.
     """
 
     def __init__(self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1):
@@ -58,6 +59,8 @@ class Canvas:
         self.session, self.rows, self._block, self._cache = session, rows, block, cache
         self._mask, self._shift = session.diffusion.mask, int(session.diffusion.shift)
         self.branches = branches
+        if branches > 1:
+            session.select(np.repeat(np.arange(len(rows)), branches))
         self.ends = np.array([0 if row.finish else row.prompt.size + row.left for row in rows])
         self.first = np.array([row.prompt.size for row in rows])
         self.last = self.first.copy()
@@ -167,5 +170,7 @@ class Canvas:
 
     def close(self) -> None:
         """Let the session hold what the rows have, but for the last token."""
-        wanted = np.repeat([row.prompt.size + max(0, len(row.tokens) - 1) for row in self.rows], self.branches)
-        self.session.rewind(np.minimum(wanted, self.session.lengths))
+        wanted = np.array([row.prompt.size + max(0, len(row.tokens) - 1) for row in self.rows])
+        with suppress(InputError):  # of a session that a failed call closed
+            self.session.select(np.arange(len(self.rows)) * self.branches)
+            self.session.rewind(np.minimum(wanted, self.session.lengths))

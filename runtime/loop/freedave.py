@@ -29,7 +29,7 @@ class Freedave(Blocks):
         self._least("drafts", 1)
 
     @property
-    def branches(self) -> int:
+    def ways(self) -> int:
         return self.drafts
 
     @property

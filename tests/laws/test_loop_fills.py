@@ -191,9 +191,9 @@ class Trusting(Freedave):
 def driven(loop, compiled, prompt, sampler=None, new=NEW):
     """Tokens of one row, by a loop over a session of its own."""
     row = Row(np.array(prompt), sampler or Standard(), np.random.default_rng(0), limit=new, max_context=LONGEST)
-    with with_loop(compiled, "dllm-lowconf") as made, made.session(loop.branches) as own:
+    with with_loop(compiled, "dllm-lowconf") as made, made.session() as own:
         list(loop.tokens(own, [row], Setting()))
-        assert own.lengths.tolist() == [len(prompt) + new - 1] * loop.branches
+        assert own.lengths.tolist() == [len(prompt) + new - 1]
         return row.tokens, own.stats["calls"]
 
 
