@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ FOLDER = "draft"  # of an artifact, which holds the second one whole
 ALIKE = 0.99  # of the tokens of the smaller vocabulary, where two tokenizers are taken for one
 
 
+@lru_cache(maxsize=8)
 def same_tokens(one: Tokenizer | None, other: Tokenizer | None) -> bool:
     """Whether an id means the same token in both; where one of them has no tokenizer, it is taken to."""
     if one is None or other is None:

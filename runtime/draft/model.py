@@ -1,4 +1,4 @@
-"""A draft model (arXiv:2211.17192): a smaller model of the same tokens drafts, with a cache of its own."""
+"""A draft model (arXiv:2211.17192): a smaller model drafts, with a cache of its own; of another tokenizer, by text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from accel.ir.errors import InputError
 from accel.runtime.draft import Base, Drafters
 from accel.runtime.draft._by_logits import ByLogits, chains
 from accel.runtime.draft._follow import Follower
+from accel.runtime.draft._texts import ByText
 from accel.runtime.loop import Model as Whole
 from accel.runtime.loop import Row, Setting
+from accel.runtime.second import same_tokens
 from accel.runtime.stepper import Logits
 
 OWN = "draft"  # of accel.reference: the draft model of the bundled one
@@ -24,7 +26,8 @@ OWN = "draft"  # of accel.reference: the draft model of the bundled one
 @dataclass(frozen=True)
 class Model(Base):
     """`path`: an artifact, or a Hugging Face directory, which is built along; either is put into the artifact. Empty:
-    the draft model that comes with accel, for the bundled model.
+    the draft model that comes with accel, for the bundled model. It draws with each row's sampler; with another
+    tokenizer it chooses.
     """
 
     path: str = ""
@@ -40,17 +43,20 @@ class Model(Base):
 
     def open(self, session: Any, rows: Sequence[Row], setting: Setting) -> Drafters:
         second = None if setting.model is None else setting.model.second
-        if second is None:
+        if setting.model is None or second is None:
             raise InputError("draft.model: this model was built without its draft model; build it again")
-        return _Beside(second, rows, setting, session.vocab_size)
+        known, here, there = setting.costs, setting.model.tokenizer, second.tokenizer
+        effort = second.costs.seconds[0] / known.seconds[0] if known else 0.0
+        if here is not None and there is not None and not same_tokens(here, there):
+            return ByText(second, rows, here, there, effort)
+        return _Beside(second, rows, setting, session.vocab_size, effort)
 
 
 class _Beside(ByLogits):
     """Drafts for rows whose tokens are the draft model's own."""
 
-    def __init__(self, second: Whole, rows: Sequence[Row], setting: Setting, vocab_size: int):
-        known = setting.costs
-        super().__init__(rows, setting, vocab_size, second.costs.seconds[0] / known.seconds[0] if known else 0.0)
+    def __init__(self, second: Whole, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
+        super().__init__(rows, setting, vocab_size, effort)
         self._follower = Follower(second, len(rows))
 
     def most(self, row: int, limit: int) -> int:

@@ -1,0 +1,117 @@
+"""A draft model with another tokenizer ("universal assisted generation" of transformers): texts go from one to the
+other, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from accel.runtime.draft import Drafters, More
+from accel.runtime.draft._follow import Follower
+from accel.runtime.ints import Ints
+from accel.runtime.loop import Model, Row
+from accel.runtime.text import Tokenizer
+from accel.runtime.tree import Tree
+
+LOOK = 16  # newest tokens whose text is always encoded again: what follows may join them
+UNSURE = "�"  # part of a character
+
+
+class ByText(Drafters):
+    """The likeliest tokens are drafted and, as text, encoded by the target's tokenizer: they are chosen, so that every
+    rule stays exact, without probabilities of the target's tokens. A draft ends where the draft model ends its text.
+    """
+
+    def __init__(self, second: Model, rows: Sequence[Row], here: Tokenizer, there: Tokenizer, effort: float):
+        """`here`: the target's tokenizer; `there`: the draft model's."""
+        self.effort = effort
+        self._rows = rows
+        self._follower = Follower(second, len(rows))
+        self._ends = there.special | set(second.facts.eos)
+        self._there = there
+        self._texts = [_Text(here, there) for _ in rows]
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        heads, left = dict[int, Ints](), dict[int, int]()
+        for i, limit in limits.items():
+            ids = self._texts[i].read(self._rows[i].seen)
+            most = 0 if ids is None else self._follower.most(ids.size, limit)
+            if ids is not None and ids.size and most > 0:
+                heads[i], left[i] = ids, most
+        if not heads:
+            return {}
+        drafted: dict[int, list[int]] = {i: [] for i in heads}
+        logits = self._follower.follow(heads, {i: self._texts[i].sure for i in heads})
+        while left:
+            fresh: dict[int, Ints] = {}
+            for i in list(left):
+                token = int(logits[i, -1].argmax())
+                if token in self._ends:
+                    del left[i]
+                    continue
+                drafted[i].append(token)
+                left[i] -= 1
+                if more(i, logits[i, -1], token) and left[i]:
+                    fresh[i] = np.array([token])
+                else:
+                    del left[i]
+            if fresh:
+                logits = self._follower.run(fresh)
+        return {i: Tree.chain(self._texts[i].back(heads[i], tokens)[: limits[i]]) for i, tokens in drafted.items()}
+
+    def close(self) -> None:
+        self._follower.close()
+
+
+class _Text:
+    """One row's text in both tokenizers. Up to an anchor, where both have a token end, it is encoded once."""
+
+    def __init__(self, here: Tokenizer, there: Tokenizer):
+        self._here, self._there = here, there
+        self._seen, self._tail = np.zeros(0, np.int64), ""
+        self._anchor = 0  # tokens of the target before it
+        self._fixed: list[int] = []  # the draft model's
+
+    @property
+    def sure(self) -> int:
+        """How many of the draft model's tokens stay as they are."""
+        return len(self._fixed)
+
+    def read(self, seen: Ints) -> Ints | None:
+        """The draft model's tokens of what the target has; None where the text breaks off within a character."""
+        self._seen = seen[self._anchor :]
+        self._tail = self._here.decode(self._seen)
+        if self._tail.endswith(UNSURE):
+            return None
+        ids = self._there.encode(self._tail, special=not self._anchor)
+        if self._seen.size >= 2 * LOOK:
+            ids = self._move(ids)
+        return np.array([*self._fixed, *ids], np.int64)
+
+    def _move(self, ids: list[int]) -> list[int]:
+        """Move the anchor on where the texts and tokens before and after it are those of the whole; what is left."""
+        for cut in range(self._seen.size - LOOK, self._seen.size - LOOK - 4, -1):
+            head, rest = (self._here.decode(part) for part in (self._seen[:cut], self._seen[cut:]))
+            first = self._there.encode(head, special=not self._anchor)
+            last = self._there.encode(rest, special=False)
+            if head + rest == self._tail and first + last == ids:
+                self._fixed += first
+                self._anchor += cut
+                self._seen, self._tail = self._seen[cut:], rest
+                return last
+        return ids
+
+    def back(self, ids: Ints, drafted: list[int]) -> list[int]:
+        """The target's tokens of what the draft model said after `ids`."""
+        before = self._there.decode(ids[-LOOK:])
+        whole = self._there.decode([*ids[-LOOK:], *drafted]).rstrip(UNSURE)
+        if not whole.startswith(before) or UNSURE in whole[len(before) :]:
+            return []
+        text = whole[len(before) :]
+        plain = [t for t in self._seen.tolist() if t not in self._here.special]
+        joined = self._here.encode(self._tail + text, special=False)
+        if joined[: len(plain)] == plain:
+            return joined[len(plain) :]
+        return self._here.encode(text, special=False)  # it would have joined what is committed
