@@ -91,7 +91,6 @@ def _measure(stepper: Stepper, facts: Facts, tile: int) -> Costs:
             taken[width].append(time.perf_counter() - start)
         if not done:
             limit = time.perf_counter() + SECONDS
-    best = [
-        min(times[1:]) for times in taken.values()
-    ]  # the first call of a shape makes its buffers
-    return Costs(tuple(widths), tuple(best))
+    best = np.array([min(times[1:]) for times in taken.values()])  # the first call of a shape makes its buffers
+    best = np.minimum.accumulate(best[::-1])[::-1]  # a call could be padded to a wider one: what is more is noise
+    return Costs(tuple(widths), tuple(best.tolist()))

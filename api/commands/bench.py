@@ -12,6 +12,7 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import pairs, print_json, progress, size, table
+from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ EXAMPLES = """\b
 Examples:
   accel-compile bench ./artifact
   accel-compile bench ./artifact --context 100 --context 2000 --tokens 64 --repeat 5 --json
+  accel-compile bench ./drafting --speculation --prompts 4 --tokens 96
 """
 CONTEXTS = (16, 128, 512, 1024)
 
@@ -53,25 +55,43 @@ def bench(
     ] = None,
     tokens: Annotated[int, typer.Option(min=2, metavar="N", help="New tokens of each run.")] = 32,
     repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs; the median counts.")] = 3,
+    speculation: Annotated[
+        bool,
+        typer.Option("--speculation", help="With drafts against without, by kind of prompt."),
+    ] = False,
+    prompts: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Prompts of each kind, with --speculation.")
+    ] = 3,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Measure the speed of an artifact.
 
-    Random prompts; prefill and decode, time outside onnxruntime, load, peak memory.
+    Random prompts; prefill and decode, time outside onnxruntime, load, peak memory. With --speculation an
+    artifact that drafts: what it gains over plain decoding, tokens per call, what of drafts stands and where the
+    time goes, over code to complete and to edit, recall, repetitive and free text, and copies with changes.
     """
     from accel.runtime.output import peak_memory
 
+    if speculation:
+        if context:
+            raise InputError("--context is for random prompts; leave it out with --speculation")
+        with progress("bench") as tell:
+            found = measure(
+                path, count=prompts, tokens=tokens, repeat=repeat, threads=threads, kernels=kernels, show=tell
+            )
+        print_json(found) if as_json else show(found)
+        return
     start = time.perf_counter()
     model, timed, engine = _open(path, threads, kernels)
     loaded = time.perf_counter() - start
     with model:
         lengths = _lengths(context, tokens, model.facts.max_context)
         rows = []
-        with progress("bench") as show:
+        with progress("bench") as tell:
             for i, length in enumerate(lengths):
-                show(f"context {length}", i / len(lengths))
+                tell(f"context {length}", i / len(lengths))
                 rows.append(_row(model, timed, length, tokens, repeat))
     result = {
         "artifact": str(path),

@@ -1,0 +1,166 @@
+"""bench --speculation: what drafting gains over plain decoding of the same artifact, by kind of prompt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from accel.commands.console import pairs, table
+from accel.ir.errors import InputError
+
+if TYPE_CHECKING:
+    from accel.runtime.compiled import CompiledModel
+
+DRAFTING = ("loop", "draft", "verify", "length", "tree", "schedule")  # axes that plain decoding does without
+PLACES = 6  # of a draft, shown on a screen
+
+
+def measure(
+    path: Path,
+    *,
+    count: int,
+    tokens: int,
+    repeat: int,
+    threads: int | None = None,
+    kernels: str = "auto",
+    kinds: Sequence[str] = (),
+    show: Callable[[str, float], None] = lambda *_: None,
+) -> dict[str, Any]:
+    """Figures of an artifact that drafts, by kind of prompt (`accel.reference.kinds`): `count` prompts, each gone on
+    with for `tokens` tokens, greedily, plainly and with drafts in turns, `repeat` times after one that warms up.
+
+    Raises InputError where the artifact does not draft, or has no tokenizer.
+    """
+    from accel.reference.kinds import KINDS, prompts
+
+    rows = []
+    plain, drafting = _both(path, threads, kernels)
+    with plain, drafting:
+        wanted = list(kinds or KINDS)
+        for i, kind in enumerate(wanted):
+            runs = []
+            for j, prompt in enumerate(prompts(kind, count)):
+                show(kind, (i + j / count) / len(wanted))
+                runs.append(_prompt(plain, drafting, prompt, tokens, repeat))
+            rows.append({"kind": kind, **_together(runs)})
+        tuning = drafting.tuning
+        return {
+            "artifact": str(path),
+            "recipe": drafting.recipe.get("name"),
+            "kernels": tuning.kernels if tuning else None,
+            "costs": drafting.costs.ratios,
+            "prompts": count,
+            "new_tokens": tokens,
+            "repeat": repeat,
+            "rows": rows,
+        }
+
+
+def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, CompiledModel]:
+    """The artifact as it decodes plainly, and as its recipe says."""
+    from accel.runtime.artifact import open_artifact
+    from accel.runtime.compiled import CompiledModel, from_artifact
+    from accel.runtime.ort import OrtEngine
+
+    artifact = open_artifact(path)
+    tables = artifact.recipe.get("tables", {})
+    loop = tables.get("loop", {}).get("use", "autoregressive")
+    if loop == "autoregressive" or artifact.facts.diffusion is not None:
+        raise InputError(
+            f"{path} was built with loop = {loop}, which guesses no tokens; give an artifact of a recipe that does, as "
+            "prompt-lookup (accel-compile recipes lists them)"
+        )
+    drafting = from_artifact(artifact, threads=threads, kernels=kernels)
+    if drafting.tokenizer is None:
+        drafting.close()
+        raise InputError(f"{path} holds no tokenizer, and these prompts are text; build it with --tokenizer")
+    recipe = {**artifact.recipe, "tables": {n: t for n, t in tables.items() if n not in DRAFTING}}
+    engine = OrtEngine(artifact, threads=threads, kernels=kernels)
+    plain = CompiledModel(
+        engine, artifact.facts, tokenizer=drafting.tokenizer, recipe=recipe, artifact=artifact
+    )
+    return plain, drafting
+
+
+def _prompt(
+    plain: CompiledModel, drafting: CompiledModel, prompt: str, tokens: int, repeat: int
+) -> dict[str, Any]:
+    """Both ways in turns: the ratio of each pair of runs, and what the last one with drafts did."""
+    assert plain.tokenizer is not None
+    ids = plain.tokenizer.encode(prompt)
+    if len(ids) + tokens > plain.facts.max_context:
+        raise InputError(
+            f"a prompt of {len(ids)} tokens and {tokens} new ones are more than max_context = "
+            f"{plain.facts.max_context}; give fewer --tokens"
+        )
+    ratios, speeds = [], []
+    for turn in range(repeat + 1):
+        models = (plain, drafting) if turn % 2 else (drafting, plain)
+        outputs = {id(m): m.generate([ids], tokens, eos=[]) for m in models}
+        before, after = outputs[id(plain)], outputs[id(drafting)]
+        if turn:
+            speeds.append((before.stats["tokens_per_second"], after.stats["tokens_per_second"]))
+            ratios.append(speeds[-1][1] / speeds[-1][0])
+    return {
+        "ratios": ratios,
+        "plain": median(s[0] for s in speeds),
+        "drafting": median(s[1] for s in speeds),
+        "equal": before.tokens == after.tokens,
+        "calls": after.stats["calls"],
+        "tokens": after.stats["tokens"],
+        "speculation": after.stats["speculation"] or {},
+    }
+
+
+def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all prompts of a kind."""
+    figures, seconds = Counter[str](), Counter[str]()
+    places: list[list[int]] = []
+    for run in (r["speculation"] for r in runs):
+        figures.update({n: v for n, v in run.items() if isinstance(v, int)})
+        seconds.update(run.get("seconds", {}))
+        for i, (tested, stood) in enumerate(run.get("by_place", [])):
+            places += [[0, 0]] * (i + 1 - len(places))
+            places[i] = [places[i][0] + tested, places[i][1] + stood]
+    whole = sum(seconds.values())
+    return {
+        "speedup": median(ratio for r in runs for ratio in r["ratios"]),
+        "slowest": min(median(r["ratios"]) for r in runs),
+        "plain_tokens_per_second": median(r["plain"] for r in runs),
+        "tokens_per_second": median(r["drafting"] for r in runs),
+        "tokens_per_call": sum(r["tokens"] for r in runs) / sum(r["calls"] for r in runs),
+        "equal": sum(r["equal"] for r in runs),
+        "accepted": figures["accepted"] / figures["drafted"] if figures["drafted"] else 0.0,
+        "fallback": figures["fallback"],
+        "by_place": [stood / tested for tested, stood in places],
+        "shares": {stage: spent / whole for stage, spent in seconds.items()} if whole else {},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """On a screen."""
+    columns = [
+        "prompts", ">speed-up", ">least", ">tokens/s", ">plain", ">per call", ">stand", "% by place",
+        ">draft, call, host", ">equal",
+    ]  # fmt: skip
+    rows = [
+        [
+            r["kind"], f"{r['speedup']:.2f}", f"{r['slowest']:.2f}", f"{r['tokens_per_second']:.0f}",
+            f"{r['plain_tokens_per_second']:.0f}", f"{r['tokens_per_call']:.2f}", f"{r['accepted']:.0%}",
+            " ".join(f"{100 * p:.0f}" for p in r["by_place"][:PLACES]),
+            ", ".join(f"{r['shares'].get(stage, 0.0):.0%}" for stage in ("draft", "verify", "host")),
+            f"{r['equal']}/{result['prompts']}",
+        ]
+        for r in result["rows"]
+    ]  # fmt: skip
+    table(columns, rows)
+    pairs([
+        ("recipe", result["recipe"]),
+        ("kernels", result["kernels"]),
+        ("calls of T tokens", ", ".join(f"{t}: {c:.2f}" for t, c in result["costs"].items())),
+        ("measured", f"{result['prompts']} prompts of a kind, {result['new_tokens']} tokens each, {result['repeat']} "
+                     "pairs of runs with and without drafts in turns; medians"),
+    ])  # fmt: skip
