@@ -24,7 +24,7 @@ LENGTHS = (100, 250, 500, 1000, 1500)
 WINDOW = 1024
 
 
-def _config(shape: Shape) -> dict[str, Any]:
+def config(shape: Shape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,16 +61,16 @@ def _tokenizer_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _replace(name: str, write: Callable[[Path], object]) -> None:
+def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Written beside its place and then renamed: readers see the old file or the new one."""
-    new = REFERENCE / f".{name}.new"
+    new = path.with_name(f".{path.name}.new")
     write(new)
     new.chmod(0o644)
-    os.replace(new, REFERENCE / name)
+    os.replace(new, path)
 
 
-def _write_json(name: str, value: Any) -> None:
-    _replace(name, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
+def write_json(path: Path, value: Any) -> None:
+    replace(path, lambda path: path.write_text(json.dumps(value, indent=2) + "\n"))
 
 
 def export(folder: Path) -> None:
@@ -79,16 +79,16 @@ def export(folder: Path) -> None:
     shape = Shape(**state["shape"])
     weights = {f"model.{k}": v.half().contiguous() for k, v in state["model"].items()}
     REFERENCE.mkdir(parents=True, exist_ok=True)
-    _write_json("config.json", _config(shape))
-    _write_json("tokenizer_config.json", _tokenizer_config(shape))
+    write_json(REFERENCE / "config.json", config(shape))
+    write_json(REFERENCE / "tokenizer_config.json", _tokenizer_config(shape))
     special = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
-    _write_json("generation_config.json", {**special, "do_sample": False})
+    write_json(REFERENCE / "generation_config.json", {**special, "do_sample": False})
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    _replace("tokenizer.json", lambda path: path.write_text(text, encoding="utf-8"))
-    _replace("model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
+    replace(REFERENCE / "tokenizer.json", lambda path: path.write_text(text, encoding="utf-8"))
+    replace(REFERENCE / "model.safetensors", lambda path: save_file(weights, path, {"format": "pt"}))
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     log = {"trained": state["count"], "lines": [x for x in lines if x["step"] % 100 == 0]}
-    _replace("training.json", lambda path: path.write_text(_compact(log)))
+    replace(REFERENCE / "training.json", lambda path: path.write_text(_compact(log)))
     print(f"exported step {state['count']['step']} to {REFERENCE.name}/")
 
 
@@ -98,10 +98,10 @@ def _compact(log: dict[str, Any]) -> str:
     return f'{{"trained": {json.dumps(log["trained"])}, "lines": [\n{lines}\n]}}\n'
 
 
-def load() -> tuple[Llama, Tokenizer]:
+def load(folder: Path = REFERENCE) -> Llama:
     """The exported float16 weights, widened: what is measured is what is shipped."""
-    weights = load_file(REFERENCE / "model.safetensors")
-    config = json.loads((REFERENCE / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
     model = Llama(
         Shape(
             config["vocab_size"],
@@ -113,23 +113,29 @@ def load() -> tuple[Llama, Tokenizer]:
             config["max_position_embeddings"],
             config["rope_theta"],
             config["rms_norm_eps"],
+            config["head_dim"],
         )
     )
     model.load_state_dict({k.removeprefix("model."): v.float() for k, v in weights.items()})
-    return model.eval(), Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))
+    return model.eval()
 
 
-def _windows(ids: np.ndarray) -> Tensor:
-    """[N, WINDOW + 1]; each window is read without what came before it."""
+def load_tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(REFERENCE / "tokenizer.json"))
+
+
+def windows(tokenizer: Tokenizer) -> Tensor:
+    """[N, WINDOW + 1] of the held-out files; each window is read without what came before it."""
+    ids = encode(tokenizer, sources()[1]).astype(np.int64)
     count = (len(ids) - 1) // WINDOW
     return torch.tensor(np.stack([ids[i * WINDOW : (i + 1) * WINDOW + 1] for i in range(count)]))
 
 
 def held_out(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
     """Perplexity on the held-out files, and how often each exit's choice is the last layer's."""
-    windows = _windows(encode(tokenizer, sources()[1])).long()
+    held = windows(tokenizer)
     loss, agree = 0.0, np.zeros(model.shape.layers)
-    for window in windows:
+    for window in held:
         states = list(model.states(window[None, :-1]))
         logits = [model.head(state)[0] for state in states]
         loss += float(F.cross_entropy(logits[-1], window[1:]))
@@ -137,9 +143,9 @@ def held_out(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
         agree += [float((row.argmax(-1) == chosen).float().mean()) for row in logits]
     return {
         "files": len(HELD_OUT),
-        "tokens": windows.shape[0] * WINDOW,
-        "perplexity": round(float(np.exp(loss / len(windows))), 3),
-        "agreement": [round(float(x) / len(windows), 3) for x in agree],
+        "tokens": len(held) * WINDOW,
+        "perplexity": round(float(np.exp(loss / len(held))), 3),
+        "agreement": [round(float(x) / len(held), 3) for x in agree],
     }
 
 
@@ -174,13 +180,21 @@ def recall(model: Llama, tokenizer: Tokenizer, prompts: int) -> dict[str, dict[s
 def evaluate(prompts: int) -> None:
     """Measures `api/reference` and writes evaluation.json and README.md there."""
     started = time.monotonic()
-    model, tokenizer = load()
+    model, tokenizer = load(), load_tokenizer()
     result: dict[str, Any] = {"held_out": held_out(model, tokenizer)}
     print(result["held_out"], flush=True)
     result["prompts"] = prompts
     result["recall"] = recall(model, tokenizer, prompts)
     result["seconds"] = round(time.monotonic() - started)
     result["parameters"] = sum(p.numel() for p in model.parameters())
-    trained = json.loads((REFERENCE / "training.json").read_text())["trained"]
-    _write_json("evaluation.json", result)
-    _replace("README.md", lambda path: path.write_text(readme(model.shape, trained, result)))
+    write_readme()
+
+
+def write_readme() -> None:
+    """README.md, from what was measured."""
+    told = [
+        json.loads((REFERENCE / name).read_text())
+        for name in ("training.json", "evaluation.json", "draft/training.json")
+    ]
+    told[0] = told[0]["trained"]
+    replace(REFERENCE / "README.md", lambda path: path.write_text(readme(load().shape, *told)))

@@ -25,11 +25,8 @@ class Shape:
     positions: int = 2048
     theta: float = 10_000_000.0
     eps: float = 1e-6
+    head_dim: int = 64
     causal: bool = True
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
 
 
 class Norm(nn.Module):
@@ -60,10 +57,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.q_proj = linear(shape.hidden, shape.hidden)
+        self.q_proj = linear(shape.hidden, shape.heads * shape.head_dim)
         self.k_proj = linear(shape.hidden, shape.kv_heads * shape.head_dim)
         self.v_proj = linear(shape.hidden, shape.kv_heads * shape.head_dim)
-        self.o_proj = linear(shape.hidden, shape.hidden, zero=True)
+        self.o_proj = linear(shape.heads * shape.head_dim, shape.hidden, zero=True)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         rows, length, _ = x.shape

@@ -44,6 +44,27 @@ of the held-out positions:
 
 Measured on the float16 weights widened to float32, by `--evaluate`, into `evaluation.json`.
 
+## Its draft model
+
+`draft/`: a Llama of {draft_parameters:.2f} M parameters ({draft_layers} layers of width {draft_hidden})
+over the same tokens (this folder's `tokenizer.json`), for `draft = model`. It begins as the bundled
+model's first layers, in the {draft_hidden} directions that its embedding uses most, and learns the
+bundled model's distributions over rows of the same texts (KL; DistillSpec). The second run keeps only
+the {keep:.0%} of the tokens of each step at which it is most behind the first one (AdaSPEC). Both took
+{draft_steps} steps of {draft_rows} rows of {draft_length} tokens, the same rows in the same order,
+{draft_seconds} s in all on one core that other work kept busy.
+
+    python tools/train_draft.py --out RUN --steps {draft_steps}
+    python tools/train_draft.py --out RUN2 --steps {draft_steps} --pool RUN/pool --reference RUN --keep {keep}
+    python tools/train_draft.py --out {shipped_run} --reference {other_run} --export
+
+Over the held-out files, {held} tokens: the chance that a token drawn from the draft stands (the mean of
+sum min(p, q)), and how often both would choose the same token:
+
+{acceptance}
+
+`draft/` holds the {shipped} one.
+
 ## To train it further
 
 The aim is 95 of 100 exact answers at 1000 tokens in every task. On a GPU, in a checkout with the
@@ -61,7 +82,30 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def readme(shape: Shape, trained: dict[str, Any], found: dict[str, Any]) -> str:
+def _draft(told: dict[str, Any]) -> dict[str, Any]:
+    """What the README says of the draft model, by `draft/training.json`."""
+    runs = told["runs"]
+    rows = [
+        [name, *(f"{100 * run['held_out'][key]:.1f}%" for key in ("alpha", "greedy"))]
+        for name, run in runs.items()
+    ]
+    adaspec = told["shipped"] == "adaspec"
+    return {
+        **{f"draft_{key}": told[key] for key in ("layers", "hidden", "rows", "length")},
+        "draft_parameters": told["parameters"] / 1e6,
+        "draft_steps": runs["plain"]["steps"],
+        "draft_seconds": sum(run["seconds"] for run in runs.values()),
+        "keep": runs["adaspec"]["keep"],
+        "shipped": told["shipped"],
+        "shipped_run": "RUN2" if adaspec else "RUN",
+        "other_run": "RUN" if adaspec else "RUN2",
+        "acceptance": _table(["Distilled", "Stands", "Agrees"], rows),
+    }
+
+
+def readme(
+    shape: Shape, trained: dict[str, Any], found: dict[str, Any], draft: dict[str, Any]
+) -> str:
     lengths = list(next(iter(found["recall"].values())))
     rows = [
         [f"`{task}`", *(f"{100 * share[length]:.0f}" for length in lengths)]
@@ -69,6 +113,7 @@ def readme(shape: Shape, trained: dict[str, Any], found: dict[str, Any]) -> str:
     ]
     exits = [f"{100 * share:.0f}%" for share in found["held_out"]["agreement"]]
     return TEMPLATE.format(
+        **_draft(draft),
         parameters=found["parameters"] / 1e6,
         layers=shape.layers,
         hidden=shape.hidden,

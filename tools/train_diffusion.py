@@ -95,7 +95,7 @@ class Masked:
 def prepare(folder: Path, seed: int) -> Run:
     """A run at step 0: the bundled model's weights, both ways visible."""
     folder.mkdir(parents=True, exist_ok=True)
-    start, tokenizer = reference_export.load()
+    start, tokenizer = reference_export.load(), reference_export.load_tokenizer()
     tokens = folder / "corpus.npy"
     if not tokens.exists():
         train, _ = sources()
