@@ -9,17 +9,16 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.program import Program
+from accel.ir.trained import found, opened
 from accel.passes.recognise.region import sizes
 
 Parts = dict[int, dict[str, Tensor]]  # layer -> name -> tensor
@@ -43,43 +42,31 @@ class Trained(ABC):
 
         Raises PassError: there is none, it is damaged, or it is another method's or model's.
         """
-        file = Path(self.trained) if self.trained else Path(
-            str(files("accel.reference") / f"{self.key}.safetensors")
-        )  # fmt: skip
+        file = found(self.key, self.trained)
         another = (
             f"train it: python tools/train.py {self.key} MODEL --out FILE, and name the FILE in the recipe, "
             f"as `trained`"
         )
-        if not file.is_file():
-            raise PassError(f"{self.key}: {file} does not exist; {another}")
-        try:
-            with safe_open(file, framework="pt") as opened:
-                told = opened.metadata() or {}
-                tensors = {name: opened.get_tensor(name).float() for name in opened.keys()}
-        except (OSError, SafetensorError) as error:
-            raise PassError(f"{self.key}: {file} is no whole safetensors file ({error}); {another}") from error
-        if told.get("method") != self.key:
-            raise PassError(
-                f"{self.key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}"
-            )
+        arrays, told = opened(self.key, file, another, PassError)
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if not same_model(told.get("model", ""), sample(program, keys)):
             whose = str(file) if self.trained else "what comes with accel"
             raise PassError(f"{self.key}: {whose} was trained for another model; for {program.facts.name}, {another}")
         return self._by_layer(tensors, keys, file)
 
     def _by_layer(self, tensors: dict[str, Tensor], keys: Mapping[int, fx.Node], file: Path) -> Parts:
-        found: Parts = {}
+        parts: Parts = {}
         for layer, node in keys.items():
             want = self.sizes(int(sizes(source(node))[-1]), int(sizes(node)[1]))
-            found[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in want}
+            parts[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in want}
             for name, size in want.items():
-                has = tuple(found[layer][name].shape)
+                has = tuple(parts[layer][name].shape)
                 if len(has) != len(size) or any(w not in (h, -1) for h, w in zip(has, size, strict=True)):
                     raise PassError(
                         f"{self.key}: {file} has {layer}.{name} of size {list(has)}, this model needs {list(size)} "
                         "(-1: any); train it again for this model"
                     )
-        return found
+        return parts
 
 
 def write(method: Trained, file: Path, parts: Parts, model: str, told: Mapping[str, Any]) -> None:

@@ -2,10 +2,12 @@
 
     python tools/train.py trim-kv --out trim-kv.safetensors                    # for the bundled model
     python tools/train.py trim-kv MODEL --text FILE --out gates.safetensors    # for yours
+    python tools/train.py specdec-pp MODEL --draft DRAFT --text FILE --out head.safetensors
 
-Then a recipe names the file: `trained = "gates.safetensors"`. What is trained makes the model, run softly
-as the method will run it, give what the model alone gives (KL), predict its text, and stay within
-`--budget`. `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
+Then a recipe names the file: `trained = "gates.safetensors"`. What is trained for the graph makes the model, run
+softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
+`--budget`; `specdec-pp` (`train_head.py`) tells which tokens of a draft model stand. `OUT.run` holds the state of
+a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 from torch import Tensor, fx
 from torch.nn import functional as F
+from train_head import forward, loss, open_pair
 
 from accel.ir.axis import find_axes
 from accel.ir.capture import capture
@@ -39,6 +42,7 @@ from accel.passes.calibrate import feeds
 from accel.passes.state.head import Head
 from accel.passes.trained import Parts, Trained, sample, source, write
 from accel.runtime.checkpoint import load_model
+from accel.runtime.length.specdec_pp import SpecdecPp
 from accel.runtime.optimize import pipeline
 
 MIX = {"code": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
@@ -57,6 +61,11 @@ class Soft:
             if layer is not None and isinstance(stored, fx.Node) and stored.target is kv_append.default:
                 self.keys[layer] = stored.args[1]  # type: ignore[assignment]
         self.hidden = {layer: source(node) for layer, node in self.keys.items()}
+
+    @property
+    def names(self) -> str:
+        """By what the model is known again."""
+        return sample(self.program, self.keys)
 
     def start(self, inner: int, seed: int) -> Parts:
         generator = torch.Generator().manual_seed(seed)
@@ -110,7 +119,7 @@ def state_of(out: Path) -> Path:
 class Run:
     """A run that can be left and taken up again."""
 
-    soft: Soft
+    soft: Any  # Soft or Pair
     parts: Parts
     options: argparse.Namespace
     step: int = 0
@@ -144,6 +153,17 @@ class Run:
         self.optimiser.load_state_dict(state["optimiser"])
         self.step, self.seconds = state["step"], state["seconds"]
 
+    def descend(self, loss: Tensor) -> None:
+        """One step."""
+        progress = self.seconds / 60 / self.options.minutes
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.options.rate * min(1.0, (self.step + 1) / WARMUP, max(0.05, (1 - progress) / 0.3))
+        self.optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.tensors, 1.0)
+        self.optimiser.step()
+        self.step += 1
+
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], of which tokens with weight `known` [B,T] can be predicted."""
         tokens, target = ids[:, :-1], ids[:, 1:]
@@ -154,15 +174,22 @@ class Run:
         kl = F.kl_div(found, want, log_target=True, reduction="none").sum(-1).mean()
         wrong = F.nll_loss(found.flatten(0, 1), target.flatten(), reduction="none")
         text = (wrong * known.flatten()).sum() / known.sum().clamp(min=1)
-        progress = self.seconds / 60 / self.options.minutes
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.options.rate * min(1.0, (self.step + 1) / WARMUP, max(0.05, (1 - progress) / 0.3))
-        self.optimiser.zero_grad()
-        (kl + text + self.options.pressure * excess).backward()
-        torch.nn.utils.clip_grad_norm_(self.tensors, 1.0)
-        self.optimiser.step()
-        self.step += 1
+        self.descend(kl + text + self.options.pressure * excess)
         return {"kl": kl.item(), "text": text.item(), "excess": excess.item()}
+
+
+class HeadRun(Run):
+    """The same of a head, beside a `Pair`."""
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1], at the tokens that can be predicted."""
+        generator = torch.Generator().manual_seed(self.options.seed + self.step)
+        x, stands = self.soft.examples(ids[:, :-1], known, generator)
+        found = forward(self.parts[0], x)
+        lost = loss(found, stands)
+        self.descend(lost)
+        right = ((found.argmax(-1) > 0) == (stands > 0.5)).float().mean()
+        return {"loss": lost.item(), "stand": stands.mean().item(), "right": right.item()}
 
 
 def read_text(options: argparse.Namespace) -> Tensor:
@@ -204,7 +231,7 @@ def trained_methods() -> dict[str, type[Any]]:
     found = {}
     for axis in find_axes().values():
         for name in axis.names():
-            if issubclass(axis.method(name), Trained):
+            if issubclass(axis.method(name), Trained | SpecdecPp):
                 found[name] = axis.method(name)
     return found
 
@@ -222,7 +249,10 @@ def shared(steps: list[Pass]) -> int:
 
 
 def prepare(model: Path, kind: type[Any], options: argparse.Namespace) -> Run:
-    """The model, captured, and parts that have not learnt yet."""
+    """The model, captured, or a pair of models; and parts that have not learnt yet."""
+    if kind is SpecdecPp:
+        pair = open_pair(options, REFERENCE)
+        return HeadRun(pair, pair.start(options.inner, options.seed), options)
     loaded = load_model(model)
     soft = Soft(over_state(capture(loaded.model, stored=loaded.stored)), kind())
     options.length = min(options.length, soft.program.facts.max_context)
@@ -263,13 +293,14 @@ def arguments() -> argparse.Namespace:
     folder = "a model folder (default: the bundled one)"
     parser.add_argument("model", nargs="?", type=Path, default=REFERENCE, help=folder)
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    parser.add_argument("--draft", type=Path, help="the draft model's folder, for specdec-pp")
     parser.add_argument("--text", type=Path, help="what to train on; needed but for the bundled model")
     parser.add_argument("--minutes", type=float, default=30, help="training time, all sessions")
     parser.add_argument("--budget", type=int, default=128, help="tokens that a head should hold")
     parser.add_argument("--pressure", type=float, default=1.0, help="weight of what goes beyond the budget")
     parser.add_argument("--length", type=int, default=768, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=1, help="rows of a step")
-    parser.add_argument("--inner", type=int, default=128, help="width of a gate")
+    parser.add_argument("--inner", type=int, default=128, help="width of a gate, or of a head")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
@@ -286,6 +317,8 @@ def main() -> None:
             raise InputError(unknown("method with a trained part", options.method, methods))
         if options.text is None and options.model != REFERENCE:
             raise InputError("give the text to train on, as --text FILE")
+        if methods[options.method] is SpecdecPp and options.draft is None and options.model != REFERENCE:
+            raise InputError("give the draft model's folder, as --draft DRAFT")
         if any(getattr(options, n) <= 0 for n in ("minutes", "budget", "length", "rows", "inner", "rate")):
             raise InputError("minutes, budget, length, rows, inner and rate must be more than 0")
         if state_of(options.out).exists() != options.resume:
@@ -301,7 +334,7 @@ def main() -> None:
         raise SystemExit(f"train: {error}") from None
     told = {n: str(getattr(options, n)) for n in ("budget", "pressure", "length", "rows", "inner", "rate", "seed")}
     told |= {"steps": str(run.step), "seconds": str(round(run.seconds))} | {n: f"{v:.4f}" for n, v in means.items()}
-    write(run.soft.method, options.out, run.parts, sample(run.soft.program, run.soft.keys), told)
+    write(run.soft.method, options.out, run.parts, run.soft.names, told)
     losses = ", ".join(f"{n} {v:.4f}" for n, v in means.items())
     print(f"{options.out}: {run.step} steps in {run.seconds:.0f} s; {losses}")
 

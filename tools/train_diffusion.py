@@ -199,7 +199,7 @@ def export(folder: Path, out: Path) -> None:
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     log = {"trained": state["count"], "lines": [line for line in lines if "accuracy" in line]}
     texts = {
-        "config.json": json.dumps({**reference_export._config(shape), **fills}, indent=2) + "\n",
+        "config.json": json.dumps({**reference_export.config(shape), **fills}, indent=2) + "\n",
         "training.json": reference_export._compact(log),
     }
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

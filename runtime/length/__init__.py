@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,9 @@ class Pace(ABC):
 
 class Base(ABC):
     """A method: a frozen dataclass whose fields are its options, shared by all rows."""
+
+    def fit(self, model: Any) -> None:  # noqa: B027
+        """Raises InputError where what it goes by was made for another model than sessions are of (`loop.Model`)."""
 
     @abstractmethod
     def begin(self, price: Price) -> Pace:

@@ -88,6 +88,8 @@ class _Rounds:
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
+        if setting.model is not None:
+            setting.methods["length"].fit(setting.model)
         self._drafters: Drafters = self._draft.open(session, rows, setting)
         effort, costs = self._drafters.effort, setting.costs
         self._guard = None if costs is None else Guard(costs, session.batch, effort)

@@ -13,6 +13,10 @@ from accel.runtime.length import Base, Pace, unpriced
 from accel.runtime.length._odds import PRIOR, WEIGHT
 from accel.runtime.length.cost_optimal import CostOptimal
 from accel.runtime.length.hf_assist import HfAssist
+from accel.runtime.sample import Distribution
+from accel.runtime.verify import Target
+
+from ..verify_case import World, alone, distance, generated, sampled
 
 AXIS = Axis("length", "accel.runtime.length")
 VOCABULARY, REACH = 6, 31
@@ -110,6 +114,49 @@ class Writes(Pace):
 def test_a_broken_one_is_caught(broken):
     with pytest.raises(AssertionError):
         law(broken)
+
+
+STOPS = {"hf-assist": {"threshold": 0.5}, "specdec-pp": {"least": 1}}
+
+
+def stopping_gap(method, rule, draft, drops=False):
+    """How far tokens are from the target's own where the length may end each draft; `drops`: a token at which it does
+    is left out. And the lengths that came.
+    """
+    world, lengths = World(sampled(), draft), set()
+    rule = Axis("verify", "accel.runtime.verify").build(rule)
+
+    def step(seen, chance):
+        pace, tokens, more = method.begin(unpriced), (), True
+        while more and len(tokens) < min(3, pace.limit()):
+            q = world.q((*seen, *tokens))
+            token = chance.draw(Distribution(np.arange(world.size), q))
+            with np.errstate(divide="ignore"):
+                more = pace.more(np.log(q), token)
+            if more or not drops:
+                tokens += (token,)
+        lengths.add(len(tokens))
+        tree, logits = world.tree(tuple(range(-1, len(tokens) - 1)), tokens, seen)
+        verdict = rule(Target(tree, logits, np.array(seen, np.int64), world.sampler), chance)
+        return (*(tokens[node] for node in verdict.path), verdict.token)
+
+    return distance(generated(step, 3), alone(world, 3)), lengths
+
+
+@pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
+@pytest.mark.parametrize("name", AXIS.names())
+def test_what_is_sampled_keeps_its_law_wherever_drafts_end(name, rule):
+    seen = set()
+    for draft in ("other", "holes", "sure"):
+        gap, lengths = stopping_gap(AXIS.build(name, **STOPS.get(name, {})), rule, draft)
+        assert gap < 1e-12
+        seen |= lengths
+    assert len(seen) > 1 or name not in STOPS
+
+
+@pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
+def test_a_token_that_is_left_out_is_missed(rule):
+    assert stopping_gap(HfAssist(threshold=0.5), rule, "other", drops=True)[0] > 0.01
 
 
 def brute(history, fade, cost, most):

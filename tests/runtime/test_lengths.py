@@ -1,12 +1,17 @@
 """Lengths in the loop: who is asked, when, and what it is told."""
 
 import numpy as np
+import pytest
 
+from accel.ir.axis import Axis
+from accel.runtime.costs import Costs
 from accel.runtime.draft import Drafters
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.tree import Tree
 
-from ..draft_case import Says, plain, rows_of, speculated
+from ..draft_case import Known, Says, plain, rows_of, speculated
+
+AXIS = Axis("length", "accel.runtime.length")
 
 
 def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
@@ -46,3 +51,19 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
         list(speculated(session, rows, Method(None), length=Stops()))
         assert [row.tokens for row in rows] == [found[tuple(p)] for p in group]
     assert len({pace for pace, _ in asked}) == 3 and len(set(lengths)) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in AXIS.names() if name != "specdec-pp"])
+@pytest.mark.parametrize("costs", [None, Costs((1, 32), (1.0, 4.0))], ids=["free", "dear"])
+def test_tokens_are_those_without_a_draft(toy, name, costs):
+    """Of three rows, with drafts that stand, that fall in part and that fall."""
+    group = [[1, 2, 3], [4], [5, 6, 7, 8]]
+    rows = rows_of(group)
+    plain(toy.session(batch=3), rows)
+    found = {tuple(p): row.tokens for p, row in zip(group, rows, strict=True)}
+    for wrong in (0, 3, 1):
+        with toy.session(batch=3) as session:
+            rows = rows_of(group)
+            list(speculated(session, rows, Known(found, wrong=wrong), costs=costs, length=AXIS.build(name)))
+            assert [row.tokens for row in rows] == list(found.values())
+        assert sum(row.drafting["rounds"] for row in rows) > 0

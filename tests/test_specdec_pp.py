@@ -1,0 +1,238 @@
+"""specdec-pp: what its head tells, how it is trained, when a draft ends by it, and what is refused."""
+
+import argparse
+import json
+
+import numpy as np
+import pytest
+import reference_data
+import reference_export
+import torch
+import train
+import train_head
+from safetensors.numpy import load_file, save_file
+
+from accel.ir.errors import InputError, RecipeError
+from accel.ir.recipe import Recipe
+from accel.runtime.assemble import assemble
+from accel.runtime.length import specdec_pp, unpriced
+from accel.runtime.length.specdec_pp import SpecdecPp, chances, features, sizes
+
+SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
+
+
+@pytest.fixture(scope="module")
+def pair():
+    options = argparse.Namespace(model=reference_data.REFERENCE, draft=None, length=99)
+    return train_head.open_pair(options, reference_data.REFERENCE)
+
+
+def head_of(file):
+    return specdec_pp._head(str(file))[0]
+
+
+def a_head(inner=8, seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(size).astype(np.float32) / 3 for name, size in sizes(inner).items()}
+
+
+def test_the_head_reads_odds_and_computes_as_it_was_trained():
+    logits = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32) * 3
+    tokens = np.arange(5)
+    x, p = features(logits, tokens), torch.from_numpy(logits).softmax(-1)
+    np.testing.assert_allclose(x[:, 0], p[np.arange(5), tokens].log(), atol=1e-5)
+    np.testing.assert_allclose(x[:, 1:-1], p.sort(descending=True).values[:, :16].log(), atol=1e-5)
+    np.testing.assert_allclose(x[:, -1], -(p * p.log()).sum(-1), atol=1e-4)
+    head = a_head()
+    want = train_head.forward({n: torch.from_numpy(t) for n, t in head.items()}, torch.from_numpy(x)).softmax(-1)
+    np.testing.assert_allclose(chances(head, x), want[:, 1], atol=1e-5)
+    few = features(np.array([[0, -np.inf, 1]], np.float32), np.array([2]))
+    assert few.shape == (1, 18) and np.isfinite(few).all()
+
+
+def test_the_head_that_comes_along_tells_what_stands(pair):
+    """Over a held-out file, by the loss of training: better than the best constant; one that knows nothing, or
+    reads other tokens' odds, is not.
+    """
+    window = reference_export.windows(reference_export.load_tokenizer())[5:6, :500]
+    x, stands = pair.examples(window, torch.ones(window.shape), torch.Generator().manual_seed(0))
+
+    def lost(found):
+        found = torch.as_tensor(found).clamp(1e-6, 1 - 1e-6)
+        return float(train_head.loss(torch.stack([(1 - found).log(), found.log()], -1), stands))
+
+    constant = min(lost(torch.full((len(stands),), c)) for c in np.linspace(0.02, 0.98, 49))
+    found = chances(head_of(SHIPPED), x.numpy())
+    assert lost(found) < constant - 0.05
+    untrained = {name: tensor.numpy() for name, tensor in pair.start(32, 0)[0].items()}
+    for control in (np.random.default_rng(0).permutation(found), chances(untrained, x.numpy())):
+        assert lost(control) > constant
+
+
+def by_own_odds():
+    """A head that goes by the token's own chance alone."""
+    head = {name: np.zeros(size, np.float32) for name, size in sizes(4).items()}
+    head["first"][0, 0] = head["last"][0, 1] = 1
+    head["last.bias"][1] = 6
+    return head
+
+
+def lengths(threshold, least=2, most=9, head=None):
+    """Of twelve drafts, each the same path of tokens whatever the threshold."""
+    pace, found = specdec_pp._Pace(SpecdecPp(threshold, least, most), head or by_own_odds()), []
+    for draft in range(12):
+        rng, drafted, more = np.random.default_rng(draft), 0, True
+        while more and drafted < pace.limit():
+            drafted += 1
+            more = pace.more(rng.standard_normal(30).astype(np.float32), int(rng.integers(30)))
+        pace.observe(drafted, 0)
+        found.append(drafted)
+    return found
+
+
+def test_a_draft_ends_where_a_token_has_likely_fallen():
+    assert lengths(1.0) == [9] * 12 and lengths(0.0) == [2] * 12
+    by_threshold = [lengths(h) for h in (0.0, 0.3, 0.6, 0.9, 0.99, 1.0)]
+    for less, more in zip(by_threshold, by_threshold[1:], strict=False):
+        assert all(a <= b for a, b in zip(less, more, strict=True))
+    assert len({tuple(found) for found in by_threshold}) > 3
+    assert len(set(lengths(0.6))) > 1, "each draft is its own"
+
+
+def test_the_chance_is_that_of_all_tokens_so_far():
+    """Each stands with a chance of 1/2: after two, one of them falls with 3/4."""
+    head = {name: np.zeros(size, np.float32) for name, size in sizes(4).items()}
+    for threshold, drafted in ((0.4, 1), (0.5, 2), (0.74, 2), (0.75, 3), (0.9, 4)):
+        assert set(lengths(threshold, 1, head=head)) == {drafted}
+
+
+def test_training_learns_and_can_be_left(pair, tmp_path):
+    options = {"rate": 1e-2, "minutes": 1.0, "seed": 0, "length": 16}
+    ids = reference_export.windows(reference_export.load_tokenizer())[2:4, :33]
+    known = torch.ones(2, 32)
+
+    def begun(name):
+        run = argparse.Namespace(**options, out=tmp_path / name)
+        return train.HeadRun(pair, pair.start(8, 0), run)
+
+    whole, first = begun("a"), begun("b")
+    losses = [whole.learn(ids, known)["loss"] for _ in range(25)]
+    assert np.mean(losses[-5:]) < np.mean(losses[:5])
+    for _ in range(9):
+        first.learn(ids, known)
+    first.save()
+    second = begun("b")
+    second.load()
+    for _ in range(16):
+        second.learn(ids, known)
+    for a, b in zip(whole.tensors, second.tensors, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_tool_trains_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr("sys.argv", ["train.py", "specdec-pp", *map(str, arguments)])
+        train.main()
+
+    out, text = tmp_path / "h.safetensors", tmp_path / "text"
+    text.write_text("def f(x):\n    return x + 1\n" * 40)
+    with pytest.raises(SystemExit, match="--draft DRAFT"):
+        call(tmp_path, "--out", out, "--text", text)
+    with pytest.raises(SystemExit, match="cannot read a model in"):
+        call("--draft", tmp_path, "--out", out, "--text", text, "--length", 24)
+    call("--out", out, "--text", text, "--length", 24, "--minutes", 0.003, "--inner", 4)
+    assert "steps in" in capsys.readouterr().out and head_of(out)["first"].shape == (18, 4)
+
+
+# What is refused
+
+
+class Session:
+    """Of a model that gives the same logits after anything."""
+
+    vocab_size = 100
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def run(self, tokens):
+        return np.broadcast_to(self.logits, (*tokens.shape, 100))
+
+
+class Model:
+    def __init__(self, seed, second=None):
+        self.logits, self.second = np.random.default_rng(seed).standard_normal(100), second
+        self.asked = 0
+
+    def session(self):
+        self.asked += 1
+        return Session(self.logits)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """written(name, …) -> the file of a head for Model(0) and its draft Model(1)."""
+
+    def make(name="head", change=(), **metadata):
+        told = {"model": specdec_pp.sample(Model(0).session), "draft": specdec_pp.sample(Model(1).session)}
+        metadata = {"method": "specdec-pp", "model": json.dumps(told)} | metadata
+        tensors = {f"0.{n}": t for n, t in a_head().items()} | dict(change)
+        save_file(tensors, tmp_path / name, metadata)
+        return str(tmp_path / name)
+
+    return make
+
+
+def test_a_head_of_other_models_is_refused(written):
+    method, model = SpecdecPp(trained=written()), Model(0, Model(1))
+    method.fit(model)
+    method.fit(model)
+    assert model.asked == 1, "a model that is known is not asked again"
+    model = Model(0, Model(1))
+    for one in (model, model.second):
+        one.logits = one.logits + np.random.default_rng(5).standard_normal(100) * 0.2  # as weights of few bits do
+    method.fit(model)
+    for wrong, words in ((Model(2, Model(1)), "another model"), (Model(0, Model(3)), "another draft model"),
+                         (Model(0), "another draft model")):  # fmt: skip
+        with pytest.raises(InputError, match=f"was trained for {words}; train it: python tools/train.py specdec-pp"):
+            method.fit(wrong)
+    with pytest.raises(InputError, match="what comes with accel was trained for another model"):
+        SpecdecPp().fit(Model(0, Model(1)))
+
+
+def test_files_that_hold_no_head_are_refused(written, tmp_path):
+    (tmp_path / "cut").write_bytes(b"123")
+    for file, words in [
+        (tmp_path / "none", "does not exist"),
+        (tmp_path / "cut", "no whole safetensors file"),
+        (written("other", method="trim-kv"), "holds 'trim-kv'"),
+        (written("small", {"0.block1": np.zeros((3, 3), np.float32)}), r"block1 of size \[3, 3\], where \[8, 8\]"),
+        (written("less", {"0.first": np.zeros((2, 8), np.float32)}), r"first of size \[2, 8\], where \[18, 8\]"),
+    ]:
+        with pytest.raises(InputError, match=f"specdec-pp: .*{words}.*train it: python tools/train.py"):
+            SpecdecPp(trained=str(file)).begin(unpriced)
+
+
+def test_options_that_cannot_be():
+    for options in ({"threshold": 2.0}, {"least": 0}, {"least": 5, "most": 4}):
+        with pytest.raises(RecipeError, match="length.specdec-pp: .*give"):
+            SpecdecPp(**options)
+
+
+def test_the_file_is_small():
+    assert SHIPPED.stat().st_size < 50e3 and set(load_file(SHIPPED)) == {f"0.{name}" for name in sizes(1)}
+
+
+
+def test_a_drafter_without_a_draft_model_is_refused():
+    tables = {"draft": {"use": "iad"}, "length": {"use": "specdec-pp"}}
+    with pytest.raises(RecipeError, match="length = specdec-pp cannot go with draft = iad: it reads the odds"):
+        assemble(Recipe(tables=tables))
+    tables["draft"] = {"use": "model"}
+    assert assemble(Recipe(tables=tables)).methods["length"] == SpecdecPp()
