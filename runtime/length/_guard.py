@@ -24,12 +24,12 @@ class Guard:
     A round pays where its rows got more tokens, on average, than as many plain steps would have given in its
     time: that of the call by the measured curve, c(T)/c(1) (`model.costs`; of B rows, a call of T tokens is taken
     for one of B T), that of the drafter by how it compares with the call. `effort`: what a drafted token costs, in
-    plain steps, as far as is known before.
+    plain steps, as far as is known before. `shaped`: drafts are trees, whose shape says how large they are.
     """
 
-    def __init__(self, costs: Costs, batch: int, effort: float = 0.0):
+    def __init__(self, costs: Costs, batch: int, effort: float = 0.0, shaped: bool = False):
         self._costs = list(map(prices(costs, batch), range(MOST + 1)))
-        self._odds = Odds(FADE)
+        self._odds, self._shaped = Odds(FADE), shaped
         self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
         self._pause = REST
         self._resting = 0
@@ -40,10 +40,12 @@ class Guard:
 
     @property
     def limit(self) -> int:
-        """The draft that gives most tokens for its cost, where tokens stand as likely as lately; 0 while drafting
-        does not pay.
+        """The draft that gives most tokens for its cost, where tokens stand as likely as lately, or of trees the
+        largest; 0 while drafting does not pay.
         """
-        return 0 if self._resting else self._odds.best(self.cost, 1, MOST)
+        if self._resting:
+            return 0
+        return MOST if self._shaped else self._odds.best(self.cost, 1, MOST)
 
     def cost(self, drafted: int) -> float:
         """Of a round that drafts so many tokens for each row, in plain steps; the call alone where the drafter's

@@ -31,8 +31,8 @@ FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Met
 
 @dataclass(frozen=True)
 class Speculative(Base):
-    """Chains. Rows draft for themselves and share each call, padded on the right; a row without a draft takes one
-    token in it. Where calls cost too much for what stands, there are no drafts for a while (`length/_guard.py`).
+    """Rows draft for themselves and share each call, padded on the right; a row without a draft takes one token in it.
+    Where calls cost too much for what stands, there are no drafts for a while (`length/_guard.py`).
     """
 
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
@@ -92,7 +92,8 @@ class _Rounds:
             setting.methods["length"].fit(setting.model)
         self._drafters: Drafters = self._draft.open(session, rows, setting)
         effort, costs = self._drafters.effort, setting.costs
-        self._guard = None if costs is None else Guard(costs, session.batch, effort)
+        shaped = "tree" in setting.methods and setting.methods["tree"].branches
+        self._guard = None if costs is None else Guard(costs, session.batch, effort, shaped)
         price = unpriced if self._guard is None else self._guard.cost
         self._paces: list[Pace] = [setting.methods["length"].begin(price) for _ in rows]
         self._drafting = 0.0  # the drafters' time of this round, in seconds
@@ -113,19 +114,29 @@ class _Rounds:
         self._drafts = []
         start = perf_counter()
         trees = self._drafted(limit)
-        held, taken = self._session.lengths, np.zeros(len(self._rows), np.int64)
+        held, kept = self._session.lengths, dict[int, list[int]]()
         called = perf_counter()
-        logits = self._called(trees)
+        branches = any(tree.branch is not None for tree in trees.values())
+        logits = self._called(trees, branches)
         self._drafting, call = called - start, perf_counter() - called
         try:
             for i, tree in trees.items():
-                taken[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
+                kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
         finally:  # what was judged stands, even where a later row fails
-            if back := bool((held + taken < self._session.lengths).any()):
-                self._session.rewind(held + taken)
-        self._weigh(trees, taken, back, self._drafting / max(call, 1e-9))
+            back = self._settle(kept, held, branches)
+        self._weigh(kept, back, self._drafting / max(call, 1e-9))
         self._clock(self._drafting, call, perf_counter() - start)
-        return [(i, token) for i in trees for token in self._rows[i].tokens[-int(taken[i]) :]]
+        return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
+
+    def _settle(self, kept: dict[int, list[int]], held: Ints, branches: bool) -> bool:
+        """Hold what stands of the last call: columns of each row. Whether tokens were taken back."""
+        if branches:
+            self._session.keep([kept.get(i, ()) for i in range(len(self._rows))])
+            return False
+        wanted = held + [len(kept.get(i, ())) for i in range(len(self._rows))]
+        if back := bool((wanted < self._session.lengths).any()):
+            self._session.rewind(wanted)
+        return back
 
     def _clock(self, draft: float, verify: float, whole: float) -> None:
         """Seconds of a round, noted on the first row for all."""
@@ -153,8 +164,11 @@ class _Rounds:
         name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
         if len(tree) > most:
             raise InputError(f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer")
-        if tree.branch is not None:
-            raise InputError(f"{name} drafted a tree that branches; loop = speculative takes chains (Tree.chain)")
+        if tree.branch is not None and not self._session.abilities.trees:
+            raise InputError(
+                f"{name} drafted a tree that branches, and this model takes chains only (session.abilities); build it "
+                "with a recipe whose tree branches, or draft chains (Tree.chain)"
+            )
         wrong = tree.tokens[tree.tokens >= self._session.vocab_size]
         if wrong.size:
             raise InputError(
@@ -162,17 +176,23 @@ class _Rounds:
                 "the same vocabulary"
             )
 
-    def _called(self, trees: dict[int, Tree]) -> Logits:
+    def _called(self, trees: dict[int, Tree], branches: bool) -> Logits:
         """The logits [B,T,V] after each row's last token and after each drafted one."""
         counts = np.zeros(len(self._rows), np.int64)
         counts[list(trees)] = [1 + len(tree) for tree in trees.values()]
         tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
         for i, tree in trees.items():
             tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *tree.tokens]
-        return self._session.run(tokens, None if (counts == tokens.shape[1]).all() else counts)
+        lengths = None if (counts == tokens.shape[1]).all() else counts
+        if not branches:
+            return self._session.run(tokens, lengths)
+        seen = np.tile(np.eye(tokens.shape[1], dtype=np.bool_), (len(self._rows), 1, 1))
+        for i, tree in trees.items():
+            seen[i, : counts[i], : counts[i]] = tree.mask
+        return self._session.guess(tokens, seen, lengths)
 
-    def _judged(self, i: int, tree: Tree, logits: Logits) -> int:
-        """Let a row take what stands, up to its end; how many tokens that is."""
+    def _judged(self, i: int, tree: Tree, logits: Logits) -> list[int]:
+        """Let a row take what stands, up to its end; the columns of the call that it then holds."""
         row, before = self._rows[i], len(self._rows[i].tokens)
         if len(tree):
             verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
@@ -192,14 +212,15 @@ class _Rounds:
             row.drafts[len(tree), stood] += 1
             self._drafts.append((len(tree), stood))
             row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
-        return taken
+        return [0, *(node + 1 for node in verdict.path)][:taken]
 
-    def _weigh(self, trees: dict[int, Tree], taken: Ints, back: bool, drafting: float) -> None:
+    def _weigh(self, kept: dict[int, list[int]], back: bool, drafting: float) -> None:
         """Tell the guard what the round gave; `drafting`: the drafters' time, the call's being 1."""
         if self._guard is None:
             return
         if not self._drafts:
             self._guard.rest()
             return
-        again = int(taken.max()) if back and not self._session.abilities.free_rewind else 0
-        self._guard.observe(float(taken.sum()) / len(trees), self._drafts, again, drafting)
+        taken = [len(columns) for columns in kept.values()]
+        again = max(taken) if back and not self._session.abilities.free_rewind else 0
+        self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting)

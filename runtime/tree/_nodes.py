@@ -12,7 +12,7 @@ from accel.runtime.ints import Ints
 from accel.runtime.sample import Distribution
 from accel.runtime.tree import Draw, Tree
 
-PART = 64  # tokens of which only the largest weight is looked at, at first
+PART = 64  # most numbers of which only the largest is looked at, at first
 
 
 class Nodes:
@@ -80,16 +80,16 @@ def children(guess: Distribution, count: int, draw: Draw | None) -> list[int]:
 def top(values: npt.NDArray[np.floating], count: int) -> Ints:
     """The indices of the `count` largest of each row [N,V], the largest first, the lower index among equals: [N,count].
 
-    The largest `count` lie in the `count` parts whose own largest are largest, so that of a long row little is sorted.
+    Of `count` parts the largest is at least as large as the least of them, so that few numbers are left to be sorted.
     """
     rows, size = values.shape
-    places = np.arange(size)[None]
-    if size > 2 * PART * count:
-        whole = size // PART * PART
-        parts = values[:, :whole].reshape(rows, -1, PART).max(2)
-        chosen = np.sort(top(parts, count), axis=1)
-        places = (chosen[:, :, None] * PART + np.arange(PART)).reshape(rows, -1)
-        places = np.concatenate([places, np.broadcast_to(np.arange(whole, size), (rows, size - whole))], axis=1)
-        values = np.take_along_axis(values, places, axis=1)
-    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
-    return np.take_along_axis(np.broadcast_to(places, values.shape), order, axis=1)
+    deep = min(PART, size // count)
+    if deep < 2:
+        return np.argsort(-values, axis=1, kind="stable")[:, :count]
+    parts = values[:, : size - size % deep].reshape(rows, deep, -1).max(1)
+    least = np.partition(parts, -count, axis=1)[:, -count]
+    row, place = np.divmod(np.flatnonzero(~(values < least[:, None])), size)  # what is no number, too
+    order = np.lexsort((place, -values[row, place], row))
+    first = row.searchsorted(np.arange(rows))
+    found: Ints = place[order][first[:, None] + np.arange(count)]
+    return found
