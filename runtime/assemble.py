@@ -19,7 +19,8 @@ DRAFTING = {  # axes of speculative decoding
     "length": "length says how many tokens are drafted",
     "tree": "tree says what shape drafts take",
 }
-BRANCHING = ("tree", "draft", "loop")  # axes whose methods may ask for trees of guesses: `branches`
+# Axes whose methods may ask for trees of guesses, and what says so; `branches` of a loop are rows.
+BRANCHING = (("tree", "branches"), ("draft", "branches"), ("loop", "trees"))
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
 
@@ -66,7 +67,7 @@ def assemble(recipe: Recipe) -> Plan:
     _apart(plan)
     if "kv.reuse" in plan.methods:
         plan.passes[:0] = plan.methods["kv.reuse"].steps()  # before slots are encoded
-    if any(getattr(plan.methods.get(axis), "branches", False) for axis in BRANCHING):
+    if any(getattr(plan.methods.get(axis), said, False) for axis, said in BRANCHING):
         plan.passes.append(Trees())
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
         if (codec := plan.methods.get("kv.codec")) is not None and codec.block:

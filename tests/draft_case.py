@@ -85,10 +85,11 @@ def speculated(
     costs: Any = None,
     length: Any = None,
     model: Any = None,
+    tree: Any = None,
 ) -> Any:
     """The iteration of a loop that drafts."""
     verify = Axis("verify", "accel.runtime.verify").build(rule)
-    methods = {"draft": drafter, "verify": verify, "length": length or Fixed(tokens), "tree": Chain()}
+    methods = {"draft": drafter, "verify": verify, "length": length or Fixed(tokens), "tree": tree or Chain()}
     return Speculative().tokens(session, rows, Setting(methods, costs, model))
 
 

@@ -18,7 +18,7 @@ from .draft_case import plain, rows_of, speculated
 from .kv_case import table
 from .prefill_case import built
 
-NAMES = ("iad", "prompt-lookup")
+NAMES = ("iad", "prompt-lookup", "token-recycling")
 CASES = {
     "base": {},
     "kv-int8": {"kv.codec": {"use": "kv-int8"}},

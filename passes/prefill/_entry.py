@@ -86,7 +86,7 @@ def finished(entry: Entry, calls: list[fx.Node], outputs: dict[str, fx.Node]) ->
             "prefill.prune: deeper layers of this model read the tokens again, not only what the layers "
             "before them give; leave prefill.prune out for it, or use gemfilter"
         )
-    return Entry(entry.graph, entry.outputs)
+    return Entry(entry.graph, entry.outputs, {n: v for n, v in entry.defaults.items() if n in entry.inputs})
 
 
 def _shrink(call: fx.Node) -> None:

@@ -60,6 +60,11 @@ def _check(state: State, written: dict[str, fx.Node]) -> None:
             "kv.reuse shares blocks of tokens between sessions, which no path of a tree can be kept in yet; leave "
             "kv.reuse out, or draft a chain"
         )
+    if state.role == "pages":
+        raise PassError(
+            "kv.select keeps bounds of pages, in which guesses that fall would leave a trace; leave kv.select out, or "
+            "draft a chain"
+        )
     if not (state.cross or state.kept or (new is not None and new.target is kv_append.default)):
         raise PassError(
             f"'{state.name}' is state that is not kept by token, so the guesses of a tree cannot be taken back from "

@@ -16,13 +16,13 @@ from accel.runtime.length import Price, unpriced
 from accel.runtime.tree import ROOT, Base, Draw, Growth, Shape, Tree
 from accel.runtime.tree._optimal import Optimal
 from accel.runtime.tree._shaped import Path, formed, shaped
+from accel.runtime.tree.static import RATES
 
 NODES = 31  # of a tree, at most
 FIRST = 4  # drafts after which rates are looked at again, twice as many after each further time, up to
 MOST = 64
 FADE = 0.98  # what a draft weighs after each later one
 BELIEF = 8.0  # nodes, for what is believed before any was seen
-BELIEVED = (0.5, 0.12, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01)  # as of `static`
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class _Measured(Shape):
 
     def __init__(self, depth: int, rates: tuple[float, ...] | None, prices: tuple[float, ...], level: float):
         self._depth, self._fixed, self._prices, self._level = depth, rates, prices, level
-        self._stood, self._tried = BELIEF * np.array(BELIEVED), np.full(len(BELIEVED), BELIEF)
-        self._rates = BELIEVED if rates is None else rates
+        self._stood, self._tried = BELIEF * np.array(RATES), np.full(len(RATES), BELIEF)
+        self._rates = RATES if rates is None else rates
         self._wait = self._pause = FIRST
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:

@@ -15,7 +15,8 @@ from accel.runtime.tree._optimal import Optimal
 from accel.runtime.tree._shaped import chances, formed, likely
 from accel.runtime.tree.chain import Chain
 from accel.runtime.tree.dyspec import Dyspec
-from accel.runtime.tree.sequoia import BELIEVED, Sequoia
+from accel.runtime.tree.sequoia import Sequoia
+from accel.runtime.tree.static import RATES as USUAL
 from accel.runtime.tree.static import Static
 
 from ..grow_case import Asked, prefixes, ranked, table, tree_of
@@ -143,7 +144,7 @@ def test_sequoia_goes_by_what_calls_cost():
     assert 1 <= len(small) < 10
     assert small == full(Static().begin(steep), 20), "rates as of static, until some are measured"
     assert len(full(Sequoia(rates=[0.9]).begin(steep), 20)) > len(small)
-    gain = [Optimal(BELIEVED, 21, 8).expected[8, m] / (1 + 7 * (m - 1) / 31) for m in range(2, 22)]
+    gain = [Optimal(USUAL, 21, 8).expected[8, m] / (1 + 7 * (m - 1) / 31) for m in range(2, 22)]
     assert len(small) == 1 + int(np.argmax(gain))
     levels = [max(map(len, full(Sequoia().begin(flat, level), 20))) for level in (0.0, 0.1, 0.5, 5.0)]
     assert levels == sorted(levels, reverse=True) and levels[-1] < levels[0], "levels of a drafter cost too"

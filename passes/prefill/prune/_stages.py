@@ -30,6 +30,11 @@ def check_state(program: Program, method: str) -> None:
             "what kv.score keeps, or a kv.codec stores in blocks, is taken from slots that all layers fill alike, "
             "and here deeper layers hold fewer; leave one of the two out, or use gemfilter"
         )
+    elif "commit" in program.entries:
+        reason = (
+            "deeper layers hold other slots, and a path of a tree of guesses is kept in those of all layers; draft "
+            "chains (tree = chain), or use gemfilter"
+        )
     elif any(s.pooled for s in program.state):
         reason = (
             "kv.reuse shares blocks that hold a token in every layer, and here deeper layers hold fewer; leave "

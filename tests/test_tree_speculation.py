@@ -1,0 +1,145 @@
+"""Trees in sessions: tokens are those of plain decoding, rows keep paths of their own, and nothing else is left."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import AccelError, RecipeError
+from accel.ir.recipe import Recipe
+from accel.runtime.assemble import assemble
+from accel.runtime.draft.token_recycling import TokenRecycling
+from accel.runtime.sample import Distribution
+from accel.runtime.sample.standard import Standard
+from accel.runtime.tree import grown
+from accel.runtime.tree.dyspec import Dyspec
+from accel.runtime.tree.sequoia import Sequoia
+from accel.runtime.tree.static import Static
+from accel.runtime.verify import Chance
+
+from .draft_case import Says, plain, rows_of, speculated, surprise
+from .grow_case import Asked
+from .prefill_case import built
+from .test_speculation import CASES, texts
+
+RECYCLING = {"draft": {"use": "token-recycling"}}
+REFUSED = {
+    "quest": "kv.select keeps bounds of pages",
+    "paged-prefix": "kv.reuse shares blocks",
+    "promptdistill": "deeper layers hold other slots",
+}
+
+
+def recycled(model, prompts, tree=None, rule="sample-match", sampler=None, kept=int, **ends):
+    """Rows decoded with trees, in a session that then holds what came."""
+    ends = {"max_context": 64} | ends
+    with model.session(len(prompts)) as session:
+        rows = rows_of(prompts, sampler or Standard(), **ends)
+        list(speculated(session, rows, TokenRecycling(), rule, 12, tree=tree or Static()))
+        for i, row in enumerate(rows):
+            assert session.lengths[i] == kept(row.prompt.size) + len(row.tokens) - 1
+        last = np.array([[row.tokens[-1]] for row in rows])
+        after = session.run(last)[:, 0] if max(session.lengths) < 64 else None
+    return rows, after
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in REFUSED])
+def test_tokens_are_those_of_plain_decoding(name):
+    """Greedy, of tiny models none of whose tokens is near a tie, with every cache that takes trees."""
+    model, without, accepted = built("llama", tables=CASES[name] | RECYCLING), built("llama", tables=CASES[name]), 0
+    for seed, tree in enumerate((Static(), Sequoia())):
+        prompts = texts(50, 3, seed, 30)
+        want = plain(without.session(3), rows_of(prompts, max_context=64))
+        rows, _ = recycled(model, prompts, tree, kept=lambda n: min(n, 12) if name == "gemfilter" else n)
+        assert [row.tokens for row in rows] == want
+        accepted += sum(row.drafting["accepted"] for row in rows)
+    assert accepted > 0
+
+
+def test_a_session_holds_what_stands_and_nothing_else():
+    """Rows of a batch that accept different numbers, in a session that goes on as one that never drafted."""
+    model = built("llama", tables=RECYCLING)
+    prompts = texts(50, 3, 1, 30)
+    rows, after = recycled(model, prompts, limit=20)
+    assert len({tuple(sorted(row.drafts.items())) for row in rows}) > 1, "rows accept different numbers"
+    for row, logits in zip(rows, after, strict=True):
+        with model.session() as session:
+            np.testing.assert_allclose(session.run([row.seen])[0, -1], logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 40])
+def test_trees_fit_what_is_left(limit):
+    """Of new tokens, and of the context (a prompt of 30, and room for 34 at most)."""
+    model = built("llama", tables=RECYCLING)
+    prompts = texts(50, 2, 2, 30)
+    want = plain(model.session(2), rows_of(prompts, max_context=64, limit=limit))
+    rows, _ = recycled(model, prompts, limit=limit)
+    assert [row.tokens for row in rows] == want
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_keep_a_path_is_refused(name):
+    with pytest.raises(AccelError, match=REFUSED[name]):
+        built("llama", tables=CASES[name] | RECYCLING)
+
+
+def test_a_chain_asks_for_no_trees():
+    tables = RECYCLING | {"tree": {"use": "chain"}}
+    model = built("llama", tables=tables)
+    assert not model.session().abilities.trees
+    prompts = texts(50, 2, 2, 30)
+    rows, _ = recycled(model, prompts, assemble(Recipe(tables=tables)).methods["tree"])
+    assert [row.tokens for row in rows] == plain(model.session(2), rows_of(prompts, max_context=64))
+
+
+def test_sampled_tokens_are_those_of_the_same_numbers():
+    model, sampler = built("llama", tables=RECYCLING), Standard(temperature=0.8, top_p=0.9)
+    prompts = texts(50, 3, 3, 30)
+    want = plain(model.session(3), rows_of(prompts, sampler, seed=4, max_context=64))
+    rows, _ = recycled(model, prompts, sampler=sampler, seed=4)
+    assert [row.tokens for row in rows] == want
+
+
+def drawing(law, vocabulary, shape, honest):
+    """A drafter that draws trees from odds of its own over what the target may say."""
+    q = np.zeros(vocabulary)
+    possible = sorted({token for past in law for token in past})
+    q[possible] = np.random.default_rng(1).exponential(size=len(possible))
+    rng = np.random.default_rng(2)
+
+    def says(seen, limit):
+        whole = Distribution(np.arange(vocabulary), q / q.sum())
+        draw = Chance(rng).draw if honest else lambda left: int(left.tokens[left.weights.argmax()])
+        return grown({0: shape.begin().grow(limit, draw)}, Asked(lambda prefix: whole))[0]
+
+    return Says(says)
+
+
+def odds(rule, shape, honest=True, count=60):
+    """See `surprise`."""
+    model = built("llama", tables=RECYCLING)
+    vocabulary = model.facts.vocab_size
+
+    def oracle(seen):
+        return model.logits([seen.tolist()])[0]
+
+    toy = SimpleNamespace(session=lambda batch: model.session(batch), oracle=oracle, vocab=vocabulary)
+    return surprise(toy, rule, lambda law: drawing(law, vocabulary, shape, honest), count, tokens=4, tree=shape)
+
+
+@pytest.mark.parametrize("shape", [Static([[0], [1], [0, 0], [0, 1]]), Dyspec()], ids=["static", "dyspec"])
+def test_drawn_trees_leave_the_odds_of_the_target(shape):
+    assert odds("rrs-wor", shape) < 4
+
+
+def test_a_tree_that_was_not_drawn_as_it_says_is_caught():
+    assert odds("rrs-wor", Static([[0], [1], [0, 0], [0, 1]]), honest=False) > 6
+
+
+def test_recipes_of_trees_name_what_goes_with_them():
+    for tables, words in [
+        ({"tree": {"use": "static"}}, "tree says what shape drafts take, and no .draft. drafts any"),
+        (RECYCLING | {"kv.codec": {"use": "kivi"}}, "cannot go with"),
+    ]:
+        with pytest.raises(RecipeError, match=words):
+            assemble(Recipe(tables=tables))
