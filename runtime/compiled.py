@@ -250,8 +250,9 @@ class CompiledModel:
 
     @property
     def _setting(self) -> Setting:
-        """What the loop is given; costs are measured where it asks for methods that go by them."""
-        return Setting(self._methods, self.costs if self._methods else self._known_costs(), self)
+        """What the loop is given; costs are measured where it goes by them."""
+        measured = self._methods or self._loop.trees
+        return Setting(self._methods, self.costs if measured else self._known_costs(), self)
 
     def _known_costs(self) -> Costs | None:
         """The costs, if they were ever measured on this machine."""

@@ -164,6 +164,7 @@ class Base(ABC):
     asks: ClassVar[Mapping[str, str]] = {}
     # Whether it fills masks, of a model that sees both ways; else it takes tokens one after the other, of a causal one.
     fills: ClassVar[bool] = False
+    trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
 
     @abstractmethod
     def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:

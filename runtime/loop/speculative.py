@@ -50,16 +50,20 @@ class Speculative(Base):
                 yield from rounds.run()
 
     def apart(self, axis: str, method: Any) -> str:
-        """What `session.abilities` would say, before anything is built."""
-        if axis == "kv.codec" and method.block:
-            return "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
-        if axis == "kv.when" and method.single:
-            return "it drops tokens while others come, and what a draft made it drop cannot be had back"
-        if axis == "kv.score" and "mass" in inspect.signature(type(method).__call__).parameters:
-            return "it counts what each token draws, and what a draft drew cannot be taken back"
-        if axis == "depth" and method.leaves_out:
-            return "it leaves out layers for single tokens, and for those of a draft it would not"
-        return ""
+        return apart(axis, method)
+
+
+def apart(axis: str, method: Any) -> str:
+    """What `session.abilities` would say of drafts, before anything is built; see `Base.apart`."""
+    if axis == "kv.codec" and method.block:
+        return "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
+    if axis == "kv.when" and method.single:
+        return "it drops tokens while others come, and what a draft made it drop cannot be had back"
+    if axis == "kv.score" and "mass" in inspect.signature(type(method).__call__).parameters:
+        return "it counts what each token draws, and what a draft drew cannot be taken back"
+    if axis == "depth" and method.leaves_out:
+        return "it leaves out layers for single tokens, and for those of a draft it would not"
+    return ""
 
 
 def reach(abilities: Abilities) -> int:

@@ -1,0 +1,231 @@
+"""Lookahead decoding (arXiv:2402.02057): each call also guesses tokens further on, and what such guesses once said to
+follow a token is checked when that token comes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from accel.ir.errors import InputError, RecipeError
+from accel.runtime.ints import Ints
+from accel.runtime.length._guard import Guard
+from accel.runtime.loop import Base, Row, Setting, prompted
+from accel.runtime.loop.speculative import FIGURES, apart
+from accel.runtime.session import Session
+from accel.runtime.stepper import Bools, Logits
+from accel.runtime.tree import Tree
+from accel.runtime.verify import Chance, Target, match
+
+
+@dataclass(frozen=True)
+class Lookahead(Base):
+    """A call holds the last token; a window of guesses, `window` columns of the next tokens in `ngram` - 1 rows, each
+    what the model made of the row before; and up to `guesses` n-grams that begin with the last token, of which those
+    tokens stand that come without them, too. A row's n-grams are of its prompt, of what came, and of its window.
+    """
+
+    window: int = 2
+    ngram: int = 6
+    guesses: int = 1
+
+    grade = "bit-exact"
+    trees = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
+            if getattr(self, name) < least:
+                raise RecipeError(f"loop.lookahead: {name} is {getattr(self, name)}; give at least {least}")
+
+    @property
+    def widest(self) -> int:
+        """Most tokens of a call."""
+        rows = self.ngram - 1
+        return self.guesses * rows + max(n * (self.window + rows - n) for n in range(1, rows + 1))  # while it fills
+
+    def apart(self, axis: str, method: object) -> str:
+        return apart(axis, method)
+
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+        wide = session.abilities.width
+        if wide is not None and wide < self.widest:
+            raise InputError(
+                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} take calls "
+                f"of up to {self.widest} tokens, and of this model those of up to {wide} give what single ones do "
+                "(session.abilities); build with smaller ones"
+            )
+        live = [i for i, row in enumerate(rows) if not row.finish]
+        if not live:
+            return
+        logits = prompted(session, rows)
+        for i in live:
+            token = rows[i].pick(logits[i, 0])
+            rows[i].accept(token)
+            yield i, token
+        rounds = _Rounds(session, rows, self, setting)
+        while rounds.live:
+            yield from rounds.run()
+
+
+class _Rounds:
+    """The rounds of one group of rows."""
+
+    def __init__(self, session: Session, rows: list[Row], method: Lookahead, setting: Setting):
+        self._session, self._rows = session, rows
+        self._windows = [_Window(row, method) for row in rows]
+        self._chances = [Chance(row.rng) for row in rows]
+        self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
+        for row in rows:
+            row.drafting.update(dict.fromkeys(FIGURES, 0))
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that run."""
+        return [i for i, row in enumerate(self._rows) if not row.finish]
+
+    def run(self) -> list[tuple[int, int]]:
+        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
+        live, rows = self.live, self._rows
+        rests = self._guard is not None and not self._guard.limit
+        calls = {} if rests else {i: self._windows[i].call(rows[i]) for i in live}
+        room = self._session.max_context - self._session.lengths
+        if not calls or any(call.tokens.size > room[i] for i, call in calls.items()):
+            return self._plain(live, rests)
+        before = {i: len(rows[i].tokens) for i in live}
+        logits, paths = self._guessed(calls), [np.zeros(0, np.int64) for _ in rows]
+        try:
+            for i, call in calls.items():
+                paths[i] = self._judged(i, call, logits[i])
+        finally:  # what was judged stands, even where a later row fails
+            self._session.keep(paths)
+        if self._guard is not None:
+            stood = [(call.tokens.size - 1, paths[i].size - 1) for i, call in calls.items()]
+            self._guard.observe(sum(p.size for p in paths) / len(calls), stood, 0, 0.0)
+        return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
+
+    def _plain(self, live: list[int], rests: bool) -> list[tuple[int, int]]:
+        """A step without guesses: they do not pay for now, or a row has no room for them."""
+        column, counts = np.zeros((len(self._rows), 1), np.int64), np.zeros(len(self._rows), np.int64)
+        column[live, 0], counts[live] = [self._rows[i].tokens[-1] for i in live], 1
+        logits = self._session.run(column, None if counts.all() else counts)
+        for i in live:
+            self._rows[i].accept(self._rows[i].pick(logits[i, 0]))
+            self._windows[i].note(self._rows[i].seen, 1)
+            self._rows[i].drafting["fallback"] += rests
+        if self._guard is not None:
+            self._guard.rest()
+        return [(i, self._rows[i].tokens[-1]) for i in live]
+
+    def _guessed(self, calls: dict[int, _Call]) -> Logits:
+        """The logits [B,T,V] of each row's call."""
+        counts = np.zeros(len(self._rows), np.int64)
+        counts[list(calls)] = [call.tokens.size for call in calls.values()]
+        width = int(counts.max())
+        tokens, seen = np.zeros((len(self._rows), width), np.int64), np.zeros((len(self._rows), width, width), bool)
+        seen[:] = np.eye(width, dtype=bool)
+        for i, call in calls.items():
+            tokens[i, : counts[i]], seen[i, : counts[i], : counts[i]] = call.tokens, call.mask
+        return self._session.guess(tokens, seen, counts)
+
+    def _judged(self, i: int, call: _Call, logits: Logits) -> Ints:
+        """Let a row take what stands, up to its end; the columns that the session is to hold [n]."""
+        row, last, before = self._rows[i], call.tokens.size - len(call.tree), len(self._rows[i].tokens)
+        nodes = np.concatenate([[0], np.arange(last, call.tokens.size)])
+        verdict = match(Target(call.tree, logits[nodes], row.seen, row.sampler), self._chances[i])
+        for token in (*call.tree.tokens[list(verdict.path)].tolist(), verdict.token):
+            row.accept(token)
+            if row.finish:
+                break
+        taken = len(row.tokens) - before
+        self._windows[i].learn(call, logits)
+        self._windows[i].note(row.seen, taken)
+        if len(call.tree):
+            row.drafting.update(rounds=1, drafted=len(call.tree), accepted=min(len(verdict.path), taken))
+            row.drafts[int(call.tree.depths.max()), min(len(verdict.path), taken)] += 1
+        found: Ints = np.concatenate([[0], last + np.array(verdict.path, np.int64)])[:taken]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """tokens [T]: the window's grid [R,W], whose first is the last committed token, and a tree of n-grams after that;
+    mask [T,T]: which of them each one sees.
+    """
+
+    tokens: Ints
+    mask: Bools
+    grid: Ints
+    tree: Tree
+
+
+class _Window:
+    """Of one row: guesses of the next tokens, and n-grams by their first token, the newest last."""
+
+    def __init__(self, row: Row, method: Lookahead):
+        self._method = method
+        draw = np.random.default_rng(0)  # what is guessed changes no token that comes
+        self._guesses = [draw.choice(row.prompt, method.window + method.ngram - 3)]  # the first row, behind its first
+        self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
+        self.note(row.seen, row.seen.size)
+
+    def call(self, row: Row) -> _Call:
+        """What the row's next call takes."""
+        last, most = row.tokens[-1], min(self._method.ngram, row.left) - 1
+        tree = _merged([gram[:most] for gram in reversed(self._pool.get(last, ()))] if most > 0 else ())
+        grid = np.stack([np.concatenate([[last], self._guesses[0]]), *self._guesses[1:]])
+        mask = np.zeros((grid.size + len(tree),) * 2, bool)
+        mask[: grid.size, : grid.size] = _sight(*grid.shape)
+        nodes = np.concatenate([[0], np.arange(grid.size, len(mask))])
+        mask[np.ix_(nodes, nodes)] |= tree.mask
+        return _Call(np.concatenate([grid.ravel(), tree.tokens]), mask, grid, tree)
+
+    def learn(self, call: _Call, logits: Logits) -> None:
+        """Take what the model made of the window's last row, as a new row."""
+        grid = call.grid
+        new = logits[grid.size - grid.shape[1] : grid.size].argmax(1)
+        if len(grid) < self._method.ngram - 1:  # not all rows are there yet
+            self._guesses = [self._guesses[0][1:], *(row[1:] for row in self._guesses[1:]), new[1:]]
+            return
+        rows = [*grid[1:], new]
+        for key, *gram in np.stack([grid[0], *rows], axis=1).tolist():
+            self._add(key, tuple(gram))
+        self._guesses = [rows[0][1:], *rows[1:]]
+
+    def note(self, seen: Ints, new: int) -> None:
+        """Of the tokens `seen` [n] the last `new` are new: take the n-grams that they end."""
+        size, ids = self._method.ngram, seen[-(new + self._method.ngram - 1) :].tolist()
+        for start in range(len(ids) - size + 1):
+            self._add(ids[start], tuple(ids[start + 1 : start + size]))
+
+    def _add(self, key: int, gram: tuple[int, ...]) -> None:
+        grams = self._pool[key]
+        grams.pop(gram, None)
+        grams[gram] = None
+        if len(grams) > self._method.guesses:
+            grams.popitem(last=False)
+
+
+@cache
+def _sight(rows: int, columns: int) -> Bools:
+    """What each token of a grid sees of it: the first row up to its column, and its column up to itself."""
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    first = (row == 0) & (column <= column[:, None])
+    found: Bools = first | ((column == column[:, None]) & (row <= row[:, None]))
+    return found
+
+
+def _merged(grams: Sequence[tuple[int, ...]]) -> Tree:
+    """A tree of what n-grams begin with alike."""
+    nodes: dict[tuple[int, ...], int] = {(): -1}
+    tokens, parents = list[int](), list[int]()
+    for gram in grams:
+        for end in range(1, len(gram) + 1):
+            if gram[:end] not in nodes:
+                nodes[gram[:end]] = len(tokens)
+                tokens.append(gram[end - 1])
+                parents.append(nodes[gram[: end - 1]])
+    return Tree(np.array(tokens, np.int64), np.array(parents, np.int64))
