@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Build = Callable[["Facts", str | None, Path | None], "CompiledModel"]
 FOLDER = "draft"  # of an artifact, which holds the second one whole
+TREES = {"draft": {"use": "token-recycling"}}  # a recipe whose calls may be trees; nobody decodes by it
 ALIKE = 0.99  # of the tokens of the smaller vocabulary, where two tokenizers are taken for one
 
 
@@ -68,7 +69,8 @@ def _build(
     else:
         _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
         options |= {"max_context": target.max_context, "max_batch": target.max_batch}
-        model = optimize(path, "base", out=folder, **options)
+        branches = plan.methods["tree"].branches  # a draft model then takes trees of guesses, too
+        model = optimize(path, TREES if branches else "base", out=folder, **options)
         try:
             _check(path, target, tokenizer, model.facts, path / "tokenizer.json")
         except RecipeError:

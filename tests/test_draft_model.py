@@ -17,6 +17,8 @@ from accel.runtime.assemble import assemble
 from accel.runtime.costs import Costs
 from accel.runtime.draft.layerskip import LayerSkip
 
+from .draft_case import rows_of
+
 SIZES = {"max_context": 96, "max_batch": 3}
 NAMES = ("model", "layerskip")
 
@@ -198,9 +200,37 @@ def test_an_exit_that_is_none_is_refused(built):
     assert LayerSkip().layers(model._setting).tolist() == [i < max(1, count // 4) for i in range(count)]
 
 
+def test_a_draft_model_grows_trees(modules, folder, small):
+    """Children are what it finds likeliest after the path to each node, in each row, round after round."""
+    recipe = {"draft": {"use": "model", "path": str(folder)}, "tree": {"use": "static"}}
+    with unmeasured(accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)) as model:
+        rows, model.second._costs = rows_of(texts()), Costs((1, 32), (0.01, 0.01))
+        with model.session(3) as session:
+            drafters = model._methods["draft"].open(session, rows, model._setting)
+            for turn in range(3):
+                trees = drafters.draft({0: 9, 1: 6, 2: 12} if turn else {2: 9}, None)
+                for i, tree in trees.items():
+                    assert tree.branch is not None
+                    for node in range(-1, len(tree)):
+                        if not (children := list(tree.children(node))):
+                            continue
+                        path = [*rows[i].seen, *tree.tokens[list(tree.path(node))]]
+                        best = np.argsort(-model.second.logits([path])[0, -1], kind="stable")
+                        assert tree.tokens[children].tolist() == best[: len(children)].tolist()
+                    for token in (*tree.tokens[list(tree.path(len(tree) - 1))], 7):
+                        rows[i].accept(int(token))
+            drafters.close()
+        model.second, kept = accel.load(small), model.second
+        model.second._costs = kept._costs
+        with model.session(1) as session, pytest.raises(InputError, match="draft model take no trees of guesses"):
+            model._methods["draft"].open(session, rows[:1], model._setting)
+        model.second.close()
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
+        ({"draft": {"use": "layerskip"}, "tree": {"use": "static"}}, "layerskip cannot go with tree = static"),
         ({"draft": {"use": "layerskip", "exit": -1}}, "draft.layerskip: exit is -1"),
         ({"draft": {"use": "layerskip"}, "depth": {"use": "shortgpt"}}, "layerskip cannot go with depth = short"),
         ({"draft": {"use": "layerskip"}, "depth": {"use": "calm"}}, "cannot go with depth = calm"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,14 +17,9 @@ from accel.runtime.verify import Base as Rule
 from accel.runtime.verify import Chance, Verdict
 
 
-def chains(axis: str, method: Any) -> str:
-    """Why a method of the axis tree cannot go with these drafters."""
-    return "its session runs chains, and that tree branches" if axis == "tree" and method.branches else ""
-
-
-class ByLogits(Drafters):
+class ByModel(Drafters):
     """Each row's tokens are drawn with its own sampler's settings, or chosen where the row or the rule draws none
-    (`verify.Base.drawing`), as the tree's shape asks for them; chains only.
+    (`verify.Base.drawing`), as the tree's shape asks for them.
     """
 
     def __init__(self, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
@@ -37,6 +31,14 @@ class ByLogits(Drafters):
         self.shapes: list[Shape] = [setting.methods["tree"].begin(price, effort) for _ in rows]
         self._vocab = vocab_size
         self._trees: Mapping[int, Tree] = {}
+
+    def observe(self, row: int, verdict: Verdict, logits: Logits) -> None:
+        if row in self._trees:
+            self.shapes[row].observe(self._trees[row], verdict.path)
+
+
+class ByLogits(ByModel):
+    """Chains, a token after the other."""
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         self._trees = {}
@@ -79,10 +81,6 @@ class ByLogits(Drafters):
                 goes_on(i, int(tree.tokens[-1]))
         self._trees = trees
         return trees
-
-    def observe(self, row: int, verdict: Verdict, logits: Logits) -> None:
-        if row in self._trees:
-            self.shapes[row].observe(self._trees[row], verdict.path)
 
     def most(self, row: int, limit: int) -> int:
         """Tokens that a row may draft now, of `limit`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.runtime.ints import Ints
@@ -18,7 +19,7 @@ class Follower:
     sessions of the model cannot take a draft back.
     """
 
-    def __init__(self, model: Model, batch: int):
+    def __init__(self, model: Model, batch: int, trees: bool = False):
         self._session = model.session(batch)
         self._log = Log(batch)  # what it holds
         self._sure = np.zeros(batch, np.int64)  # tokens of it that will not change
@@ -28,6 +29,12 @@ class Follower:
             raise InputError(
                 "draft.model: sessions of the draft model take no token back (session.abilities), and drafts fall; "
                 "build it without what drops tokens while others come"
+            )
+        if trees and not self._session.abilities.trees:
+            self._session.close()
+            raise InputError(
+                "draft.model: calls of the draft model take no trees of guesses, which this recipe's tree asks for; "
+                "build it with a recipe that drafts them (as token-recycling), or give its Hugging Face directory"
             )
         self._back = back
 
@@ -66,6 +73,21 @@ class Follower:
         tokens[tokens >= session.vocab_size] = 0  # ids that only the target has say nothing here
         lengths = None if (counts == tokens.shape[1]).all() else counts
         return session.prompt(tokens, lengths) if prompt else session.run(tokens, lengths, last_only=True)
+
+    def guess(self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]]) -> Logits:
+        """Run trees, tokens [n] and which of them each one sees [n,n], behind rows: the logits [B,N,V] after each. The
+        next call drops them.
+        """
+        counts = np.zeros(self._session.batch, np.int64)
+        for i, (ids, _) in rows.items():
+            counts[i] = ids.size
+        width = int(counts.max())
+        tokens = np.zeros((counts.size, width), np.int64)
+        tree = np.tile(np.eye(width, dtype=np.bool_), (counts.size, 1, 1))
+        for i, (ids, mask) in rows.items():
+            tokens[i, : ids.size], tree[i, : ids.size, : ids.size] = ids, mask
+        tokens[tokens >= self._session.vocab_size] = 0
+        return self._session.guess(tokens, tree, counts)
 
     def close(self) -> None:
         self._session.close()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._by_logits import ByLogits, chains
+from accel.runtime.draft._by_logits import ByLogits
 from accel.runtime.loop import Row, Setting
 from accel.runtime.session import Session
 from accel.runtime.stepper import Logits
@@ -38,7 +38,7 @@ class LayerSkip(Base):
         """Why it cannot go with another method of a recipe; empty where it can."""
         if axis == "depth" and not method.by_call:
             return "a draft runs some of the layers, and after that method no call can say which"
-        return chains(axis, method)
+        return "it drafts chains, and that tree branches" if axis == "tree" and method.branches else ""
 
     def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
         return _Early(self.layers(setting), session, rows, setting)

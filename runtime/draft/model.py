@@ -12,10 +12,10 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._by_logits import ByLogits, chains
+from accel.runtime.draft._by_levels import ByLevels
+from accel.runtime.draft._by_logits import ByLogits
 from accel.runtime.draft._follow import Follower
 from accel.runtime.draft._texts import ByText
-from accel.runtime.loop import Model as Whole
 from accel.runtime.loop import Row, Setting
 from accel.runtime.second import same_tokens
 from accel.runtime.stepper import Logits
@@ -37,27 +37,30 @@ class Model(Base):
     def second(self) -> Path | None:
         return Path(self.path or str(files("accel.reference") / OWN)).expanduser()
 
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        return chains(axis, method)
-
     def open(self, session: Any, rows: Sequence[Row], setting: Setting) -> Drafters:
         second = None if setting.model is None else setting.model.second
         if setting.model is None or second is None:
             raise InputError("draft.model: this model was built without its draft model; build it again")
         known, here, there = setting.costs, setting.model.tokenizer, second.tokenizer
         effort = second.costs.seconds[0] / known.seconds[0] if known else 0.0
+        branches = setting.methods["tree"].branches
         if here is not None and there is not None and not same_tokens(here, there):
+            if branches:
+                raise InputError(
+                    "draft.model: the draft model has another tokenizer, and texts go over as chains; build with "
+                    "tree = chain"
+                )
             return ByText(second, rows, here, there, effort)
-        return _Beside(second, rows, setting, session.vocab_size, effort)
+        follower = Follower(second, len(rows), branches)
+        return (ByLevels if branches else _Beside)(follower, rows, setting, session.vocab_size, effort)
 
 
 class _Beside(ByLogits):
     """Drafts for rows whose tokens are the draft model's own."""
 
-    def __init__(self, second: Whole, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
+    def __init__(self, follower: Follower, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
         super().__init__(rows, setting, vocab_size, effort)
-        self._follower = Follower(second, len(rows))
+        self._follower = follower
 
     def most(self, row: int, limit: int) -> int:
         return self._follower.most(self.rows[row].seen.size, limit)

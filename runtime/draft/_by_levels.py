@@ -1,0 +1,90 @@
+"""Trees that a draft model's session expands level by level, of all rows in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.runtime.draft import More
+from accel.runtime.draft._by_logits import ByModel
+from accel.runtime.draft._follow import Follower
+from accel.runtime.ints import Ints
+from accel.runtime.loop import Row, Setting
+from accel.runtime.sample import Distribution
+from accel.runtime.stepper import Logits
+from accel.runtime.tree import Guesses, Level, Tree, grown
+
+
+class ByLevels(ByModel):
+    """Each call is of all nodes so far: nothing of a tree is kept, and what stood runs again with what followed it. A
+    length is not asked after single tokens, which have no order here.
+    """
+
+    def __init__(self, follower: Follower, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
+        super().__init__(rows, setting, vocab_size, effort)
+        self._follower = follower
+
+    def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
+        sizes = {i: self._follower.most(self.rows[i].seen.size + 1, limit) for i, limit in limits.items()}
+        nodes = {i: _Nodes(self.rows[i].seen) for i, most in sizes.items() if most > 0}
+        opened = False
+
+        def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
+            nonlocal opened
+            if not opened:
+                opened = True
+                logits = self._follower.follow({i: nodes[i].seen for i in levels})
+                return {i: [self._law(i, logits[i, -1], nodes[i].seen)] for i in levels}
+            before = {i: len(nodes[i].tokens) for i in levels}
+            for i, level in levels.items():
+                nodes[i].add(level)
+            logits = self._follower.guess({i: (np.array(nodes[i].tokens), nodes[i].mask) for i in levels})
+            return {
+                i: [self._law(i, logits[i, n], nodes[i].path(n)) for n in range(start, len(nodes[i].tokens))]
+                for i, start in before.items()
+            }
+
+        self._trees = grown({i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in nodes}, expand)
+        return self._trees
+
+    def _law(self, i: int, logits: Logits, seen: Ints) -> Distribution:
+        """What may follow a node, by the row's sampler; all of it where a greedy row's children are chosen."""
+        logits = logits[: self._vocab]
+        if self.rows[i].sampler.greedy:
+            return Distribution(np.arange(logits.size), np.exp(logits - logits.max()))
+        return self.rows[i].sampler.distribution(logits, seen)
+
+    def close(self) -> None:
+        self._follower.close()
+
+
+class _Nodes:
+    """The nodes of a row that were expanded, but for the last committed token, which is number 0 of a level's."""
+
+    def __init__(self, seen: Ints):
+        self.seen = seen
+        self.tokens: list[int] = []
+        self._parents: list[int] = []
+
+    def add(self, level: Level) -> None:
+        self.tokens += level.tokens.tolist()
+        self._parents += (level.parents - 1).tolist()
+
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Which of them each one sees."""
+        mask = np.eye(len(self.tokens), dtype=np.bool_)
+        for node, parent in enumerate(self._parents):
+            if parent >= 0:
+                mask[node] |= mask[parent]
+        return mask
+
+    def path(self, node: int) -> Ints:
+        """All tokens up to this one."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self._parents[node]
+        return np.concatenate([self.seen, tokens[::-1]]).astype(np.int64)
