@@ -74,6 +74,21 @@ same Python and torch, start anew (a `RUN` can also be copied there and resumed)
     python tools/train_reference.py --out RUN --export --evaluate --prompts 100
 
 SIGTERM saves the run; the same command with `--resume` (and more minutes) goes on with it.
+
+## The masked-diffusion model beside it
+
+`diffusion/` is the same model after it was taught to fill masks: it sees both ways, `<|pad|>` is
+the mask, and the logits of a token say what follows it (`logit_shift`, as in Dream). It began with
+the weights above.
+
+    python tools/train_diffusion.py --out RUN --minutes 80
+    python tools/train_diffusion.py --out RUN --export
+
+`diffusion/training.json` is its log. It saw rows of 80 to 160 tokens (the tasks above, one with
+longer answers, `tasks.rest`, and a little code) on one thread of a machine that other work kept
+busy, so its prompts should be short. The mix and the lengths were adjusted during the run: the
+commands repeat the recipe, not the weights. What it answers, and in how many calls, is in
+docs/benchmarks.md, by `python tools/bench_diffusion.py`.
 """
 
 

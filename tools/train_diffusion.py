@@ -7,7 +7,8 @@ The weights begin as those of `api/reference` and see both ways from then on; th
 stay a prediction of token i + 1 (Dream's shift), so that copying what follows works from the first
 step on. A row is a prompt, its answer, and <|eos|> up to the row's end; of all that follows the prompt a
 share is masked, and the model learns what stood there (LLaDA, arXiv:2502.09992). Half of the rows
-are masked as decoding in blocks meets them: all known before a block, nothing behind it.
+are masked as decoding in blocks meets them: all known before a block, nothing behind it. Rows are
+short, since an hour of one busy core is little. SIGTERM saves the run.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
-from train_reference import Run, set_rate
+from train_reference import Run, set_rate, train
 
 MASK = PAD  # the id that no text has; nothing is padded here
 BLOCK = 16
@@ -175,22 +175,6 @@ def progress_lines(run: Run, minutes: float) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def train(run: Run, minutes: float) -> None:
-    def stop(*_: object) -> None:
-        run.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
-    with (run.folder / "log.jsonl").open("a") as log:
-        for line in progress_lines(run, minutes):
-            line["seconds"] = round(line["seconds"])
-            print(json.dumps(line), file=log, flush=True)
-            print(*(f"{key} {value}" for key, value in line.items()), flush=True)
-            if run.count.step % 50 == 0:
-                run.save()
-    run.save()
-
-
 def export(folder: Path, out: Path) -> None:
     """The run's checkpoint as float16 weights, with all that loading them by path needs."""
     state = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=False)
@@ -232,7 +216,7 @@ def main() -> None:
         raise SystemExit(f"{run.checkpoint} exists: add --resume, or choose another --out")
     if options.resume:
         run.load()
-    train(run, options.minutes)
+    train(run, progress_lines(run, options.minutes))
 
 
 if __name__ == "__main__":

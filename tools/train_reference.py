@@ -204,18 +204,20 @@ def progress_lines(run: Run, minutes: float) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def train(run: Run, minutes: float) -> None:
+def train(run: Run, lines: Iterator[dict[str, Any]]) -> None:
+    """Keep the log and a checkpoint while `lines` train; SIGTERM ends it and saves."""
+
     def stop(*_: object) -> None:
         run.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     with (run.folder / "log.jsonl").open("a") as log:
-        for line in progress_lines(run, minutes):
+        for line in lines:
             line["seconds"] = round(line["seconds"])
             print(json.dumps(line), file=log, flush=True)
             print(*(f"{key} {value}" for key, value in line.items()), flush=True)
-            if run.count.step % 100 == 0:
+            if "accuracy" in line:
                 run.save()
     run.save()
 
@@ -256,7 +258,7 @@ def main() -> None:
         torch._dynamo.config.recompile_limit = 64  # five lengths, and the probe's batch sizes
         for layer in run.model.layers:
             layer.compile(dynamic=False)
-    train(run, options.minutes)
+    train(run, progress_lines(run, options.minutes))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class Canvas:
         self.ids = np.full((len(rows), branches, int(self.ends.max())), self._mask)
         self.open = np.zeros(self.ids.shape[::2], np.bool_)  # which slots are masks, [B,W]
         for row, ids, hidden, end in zip(rows, self.ids, self.open, self.ends, strict=True):
+            row.began = perf_counter()  # a prompt runs with its masks, in every call
             ids[:, : row.prompt.size] = row.prompt[: ids.shape[1]]
             hidden[row.prompt.size : end] = True
         self._fresh = True  # no call yet in this block
