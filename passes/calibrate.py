@@ -51,7 +51,8 @@ def feeds(program: Program, entry: str, tokens: Tensor) -> dict[str, Tensor]:
     places = torch.arange(length).repeat(batch, 1)
     state = {s.name: s.allocate(B=batch, C=length) for s in program.state if not s.cross}
     slots = torch.zeros(batch, dtype=torch.int64)
-    return {"tokens": tokens, "positions": places, "slots": slots, "rows": places, **side, **state}
+    given = {"tokens": tokens, "positions": places, "slots": slots, "rows": places}
+    return {**program.entries[entry].defaults, **given, **side, **state}
 
 
 def _encoder_inputs(program: Program, tokens: Tensor) -> dict[str, Tensor]:

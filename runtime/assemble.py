@@ -21,6 +21,12 @@ DRAFTING = {  # axes of speculative decoding
 }
 # Axes whose methods may ask for trees of guesses, and what says so; `branches` of a loop are rows.
 BRANCHING = (("tree", "branches"), ("draft", "branches"), ("loop", "trees"))
+TREELESS = {  # axes with no way to take a guess back, and why
+    "kv.select": "reads pages by the order of positions, in which guesses do not lie",
+    "kv.reuse": "shares blocks of tokens between sessions, from which no guess can be taken back",
+    "prefill.prune": "runs prompts by a graph of its own, which takes none",
+    "prefill.sparse": "runs prompts by a graph of its own, which takes none",
+}
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
 
@@ -67,8 +73,7 @@ def assemble(recipe: Recipe) -> Plan:
     _apart(plan)
     if "kv.reuse" in plan.methods:
         plan.passes[:0] = plan.methods["kv.reuse"].steps()  # before slots are encoded
-    if any(getattr(plan.methods.get(axis), said, False) for axis, said in BRANCHING):
-        plan.passes.append(Trees())
+    _trees(plan)
     if eviction := [axis for axis in plan.methods if axis in EVICTION]:
         if (codec := plan.methods.get("kv.codec")) is not None and codec.block:
             raise RecipeError(
@@ -142,6 +147,20 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
         if axis not in plan.methods:
             _default(plan, axes, axis, use)
             plan.passes.append(plan.methods[axis])
+
+
+def _trees(plan: Plan) -> None:
+    """The pass for trees of guesses, where a method asks for them. Raises RecipeError where another takes none."""
+    asking = [axis for axis, said in BRANCHING if getattr(plan.methods.get(axis), said, False)]
+    if not asking:
+        return
+    uses = {axis: f"{axis} = {plan.recipe.tables[axis]['use']}" for axis in plan.methods}
+    for axis in TREELESS.keys() & uses.keys():
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': {uses[asking[0]]} guesses trees, and {uses[axis]} {TREELESS[axis]}; leave "
+            "one of the two out, or draft a chain (prompt-lookup)"
+        )
+    plan.passes.append(Trees())
 
 
 def _default(plan: Plan, axes: dict[str, Axis], axis: str, use: str) -> None:

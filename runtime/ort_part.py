@@ -55,17 +55,19 @@ class _Bound:
     def __init__(self, session: Any, buffers: Arrays, twice: Collection[str]):
         self.binding = session.io_binding()
         self.inputs = {i.name for i in session.get_inputs()}
-        self.outputs = [o.name for o in session.get_outputs()]
+        self.outputs: list[str] = []  # in the order in which they are bound, in which a binding gives them
         self.left: list[str] = []
         self._held = {n: _value(a) for n, a in buffers.items() if n in self.inputs}  # must outlive the binding
         for name, value in self._held.items():
             self.binding.bind_ortvalue_input(name, value)
-        for name in self.outputs:
+        for name in (o.name for o in session.get_outputs()):
             state = name.removesuffix(".next")
             if state in self._held and state not in twice:
                 self.binding.bind_ortvalue_output(name, self._held[state])
+                self.outputs.append(name)
             else:
                 self.left.append(name)
+        self.outputs += self.left
 
 
 def _value(array: npt.NDArray[Any]) -> Any:

@@ -235,9 +235,8 @@ def different(want: dict[str, Any], got: dict[str, Any], bound: float, turns: bo
     return ""
 
 
-def outcomes(chosen: list[Case], watch: Callable[[Any], Any] = iter) -> Iterator[Outcome]:
+def outcomes(matrix: Matrix, chosen: list[Case], watch: Callable[[Any], Any] = iter) -> Iterator[Outcome]:
     """Run cases one after another, those of an architecture together."""
-    matrix = Matrix()
     for case in watch(sorted(chosen, key=lambda c: ARCHITECTURES.index(c.architecture))):
         yield matrix.run(case)
 
@@ -254,22 +253,29 @@ def read(path: Path) -> dict[str, Outcome]:
     return found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    every: list[Case] | None = None,
+    runner: Matrix | None = None,
+    results: Path = Path("build/matrix.jsonl"),
+    about: str | None = __doc__,
+) -> int:
+    """Run `every` case (by default those of the graph) that `results` lacks, and tell the counts."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--sample", type=int, help="so many cases, chosen by the seed; default all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
-    parser.add_argument("--results", type=Path, default=Path("build/matrix.jsonl"))
+    if every is None:
+        parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
+    parser.add_argument("--results", type=Path, default=results)
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    chosen = cases(tuple(int(n) for n in options.sizes.split(",")))
+    chosen = cases(tuple(int(n) for n in options.sizes.split(","))) if every is None else every
     if options.sample:
         chosen = sample(chosen, options.sample, options.seed)
     known = read(options.results)
     todo = [case for case in chosen if str(case) not in known]
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with options.results.open("a", encoding="utf-8") as out:
-        for outcome in outcomes(todo, lambda all_: track(all_, f"{len(todo)} recipes")):
+        for outcome in outcomes(runner or Matrix(), todo, lambda all_: track(all_, f"{len(todo)} recipes")):
             known[str(outcome.case)] = outcome
             print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
     done = [known[str(case)] for case in chosen]

@@ -1,0 +1,136 @@
+"""Every loop, drafter, tree, length and rule with every method that changes the graph, on tiny models: refused with a
+reason, or the tokens of plain decoding over the same artifact.
+
+    python tools/matrix_loops.py [--sample N] [--seed S] [--results FILE]
+
+A loop that searches has other tokens than plain decoding: those of the eager target count there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import matrix
+import models
+import numpy as np
+from matrix import ARCHITECTURES, AXES, VOCABULARY, Case, Matrix
+
+import accel
+from accel.ir.axis import find_axes
+from accel.ir.recipe import Recipe
+from accel.passes import run
+from accel.runtime import optimize as building
+from accel.runtime import second
+from accel.runtime.assemble import assemble
+from accel.runtime.compiled import CompiledModel, from_artifact
+from accel.runtime.ort import OrtEngine
+from accel.runtime.output import Output
+
+HOST = ("draft", "loop", "length", "tree", "verify", "schedule")  # axes that decide between calls
+SEARCHES = ("beam-patience",)  # loops with tokens of their own
+PROMPTS, NEW = (23, 14), 18  # tokens of a batch of two, and new ones of each
+CLOSE = 1e-3  # between the best two logits, of the largest: a token that rounding may turn
+
+
+def cases() -> list[Case]:
+    """Each method between calls, with each method of the graph and with none; the rest of a recipe by default."""
+    axes = find_axes()
+    hosts = [(axis, name) for axis in HOST if axis in axes for name in axes[axis].names()]
+    hosts = [one for one in hosts if one not in (("loop", "autoregressive"), ("loop", "speculative"))]
+    graph = [
+        (axis, name) for axis in sorted(axes) if axis.partition(".")[0] in AXES for name in axes[axis].names()
+    ]
+    return [
+        Case(a, tuple(other for other in (host, method) if other is not None))
+        for a in ARCHITECTURES for host in hosts for method in (None, *graph)
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Loops(Matrix):
+    """Runs cases. Where a method of trees, lengths or rules needs a drafter, one that fits it drafts."""
+
+    def _recipe(self, case: Case) -> Recipe:
+        axis, name = case.tables[0]
+        graph = super()._recipe(Case(case.architecture, case.tables[1:]))
+        tables = {axis: {"use": name}}
+        if axis in HOST and axis not in ("draft", "loop"):
+            ranked = axis == "tree" and not find_axes()["tree"].method(name).ranked
+            tables["draft"] = {"use": "model" if ranked or axis == "length" else "token-recycling"}
+            if axis == "verify" and not find_axes()["verify"].method(name).branches:
+                tables["draft"] = {"use": "prompt-lookup"}
+        if tables.get("draft", {}).get("use") == "model":
+            tables["draft"]["path"] = str(self._smaller(case.architecture))
+        return Recipe(name=str(case), tables={**graph.tables, **tables})
+
+    def _smaller(self, architecture: str) -> Path:
+        """A model of one layer that drafts for those of an architecture."""
+        folder = Path(self.folder.name) / f"smaller.{architecture}"
+        if not folder.exists():
+            layers, models.LAYERS = models.LAYERS, 1
+            try:
+                module = models.ARCHITECTURES[architecture]()
+            finally:
+                models.LAYERS = layers
+            accel.optimize(module, "base", out=folder, max_context=128, max_batch=8, verify=False).close()
+        return folder
+
+    def _compare(self, case: Case) -> tuple[str, str]:
+        job = building._Job(assemble(self._recipe(case)), "onnx", lambda *_: None)
+        job.second = second.builder(job.plan, target="onnx", verify=False, trust_remote_code=False)
+        program = self._program(case.architecture)
+        program.facts.max_batch = 8
+        program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
+        passes = building._passes(job)
+        own = matrix.shared(passes)
+        run(program, passes[own:], done=passes[:own])
+        program.calibration = None
+        rng = np.random.default_rng(1)
+        prompts = [np.tile(rng.permutation(VOCABULARY)[:9], 3)[:n] for n in PROMPTS]  # some of it comes again
+        with building._artifact(job, program, None, None, None) as built:
+            assert built.artifact is not None
+            with from_artifact(built.artifact, threads=1) as model:
+                got = _generated(model, prompts)
+                if dict(case.tables).get("loop") in SEARCHES:
+                    oracle = building._in_process(job, program, None, None)
+                    return _alike(_generated(oracle, prompts), got, prompts, None)
+            tables = {n: t for n, t in built.recipe["tables"].items() if n not in HOST}
+            engine = OrtEngine(built.artifact, threads=1)
+            recipe = {**built.recipe, "tables": tables}
+            with CompiledModel(engine, built.facts, recipe=recipe, artifact=built.artifact) as plain:
+                return _alike(_generated(plain, prompts), got, prompts, plain)
+
+
+def _generated(model: CompiledModel, prompts: list[Any]) -> Output:
+    return model.generate(prompts, NEW, eos=[])
+
+
+def _alike(want: Output, got: Output, prompts: list[Any], plain: CompiledModel | None) -> tuple[str, str]:
+    """Whether the tokens are the same, up to one whose logits were as good as those of another."""
+    for row, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=True)):
+        if a == b:
+            continue
+        at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        if plain is None or at >= min(len(a), len(b)) or not _close(plain, prompts[row], a, b[at], at):
+            return "wrong", f"row {row}: token {at} of {a} is other in {b}"
+    return "equal", ""
+
+
+def _close(plain: CompiledModel, prompt: Any, tokens: list[int], other: int, at: int) -> bool:
+    """Whether rounding may have chosen the other token at this place."""
+    with plain.session() as session:
+        logits = session.prompt(prompt[None])[0, 0]
+        for token in tokens[:at]:
+            logits = session.run([[token]])[0, 0]
+    return bool(logits.max() - logits[other] <= CLOSE * np.abs(logits).max())
+
+
+def main() -> int:
+    return matrix.main(cases(), Loops(), Path("build/matrix-loops.jsonl"), __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
