@@ -3,9 +3,13 @@ run by tools/matrix.py; here is a sample.
 """
 
 import matrix
+import matrix_loops
 import pytest
 
 from accel.runtime import ort
+from accel.runtime.loop import speculative
+from accel.runtime.tree import Tree
+from accel.runtime.verify import Verdict, spec_chain
 
 COUNT, PARTS = 200, 20  # recipes, and tests that share them out
 CHOSEN = sorted(
@@ -37,3 +41,27 @@ def test_a_wrong_cache_is_caught(runner, monkeypatch):
         ort, "trimmed", lambda found: {n: a[:, :, 1:] for n, a in right(found).items()}
     )
     assert runner.run(case).kind == "wrong"
+
+
+LOOPS = matrix.sample(matrix_loops.cases(), 40, seed=2)
+
+
+@pytest.fixture(scope="module")
+def loops():
+    return matrix_loops.Loops()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_loops_are_refused_or_right(loops, part):
+    found = [loops.run(case) for case in LOOPS[10 * part : 10 * part + 10]]
+    wrong = [f"{o.case}: {o.why}" for o in found if o.kind == "wrong"]
+    assert not wrong, "\n".join(wrong)
+    assert all(o.why for o in found if o.kind == "refused")
+
+
+def test_a_wrong_token_of_a_draft_is_caught(loops, monkeypatch):
+    case = matrix.Case("llama", (("draft", "prompt-lookup"), ("kv.codec", "kv-int8")))
+    assert loops.run(case).kind == "equal"
+    monkeypatch.setattr(speculative._Rounds, "_drafted", lambda self, limit: {i: Tree.chain([5]) for i in self.live})
+    monkeypatch.setattr(spec_chain.SpecChain, "__call__", lambda *_: Verdict((0,), 7))
+    assert loops.run(case).kind == "wrong"

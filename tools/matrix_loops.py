@@ -75,6 +75,9 @@ class Loops(Matrix):
                 module = models.ARCHITECTURES[architecture]()
             finally:
                 models.LAYERS = layers
+            if hasattr(module, "save_pretrained"):  # built along, with trees where the recipe asks for some
+                module.save_pretrained(folder)
+                return folder
             accel.optimize(module, "base", out=folder, max_context=128, max_batch=8, verify=False).close()
         return folder
 
