@@ -1,0 +1,167 @@
+"""PEARL (arXiv:2408.11850): a draft model and its target at work at the same time, each a step ahead of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError, RecipeError
+from accel.runtime.draft._follow import Follower
+from accel.runtime.ints import Ints
+from accel.runtime.length._guard import Guard
+from accel.runtime.loop import Base, Row, Setting, prompted
+from accel.runtime.loop.speculative import FIGURES, apart, reach
+from accel.runtime.session import Session
+from accel.runtime.stepper import Logits
+from accel.runtime.tree import Tree
+from accel.runtime.verify import Chance, Target, match
+
+
+@dataclass(frozen=True)
+class Pearl(Base):
+    """While a call checks what was drafted, the draft model drafts `ahead` tokens that would follow. Where all stood,
+    and the token after them is the first of these, the others are checked by the next call; else they fall, and the
+    next call checks none. What stands is what comes without drafts, sampled tokens too.
+    """
+
+    ahead: int = 4
+
+    asks = {"draft": ""}
+    grade = "bit-exact"
+
+    def __post_init__(self) -> None:
+        if self.ahead < 1:
+            raise RecipeError(f"loop.pearl: ahead is {self.ahead}; give at least 1")
+
+    def apart(self, axis: str, method: Any) -> str:
+        if axis == "draft" and method.second() is None:
+            return "it drafts while the target runs, in a session of another model"
+        return apart(axis, method)
+
+    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+        second = None if setting.model is None else setting.model.second
+        if second is None:
+            raise InputError("loop.pearl: this model was built without its draft model; build it again")
+        live = [i for i, row in enumerate(rows) if not row.finish]
+        if not live:
+            return
+        logits = prompted(session, rows)
+        for i in live:
+            token = rows[i].pick(logits[i, 0])
+            rows[i].accept(token)
+            yield i, token
+        with ExitStack() as stack:
+            follower = stack.enter_context(closing(Follower(second, len(rows))))
+            thread = stack.enter_context(ThreadPoolExecutor(1))  # ends before the draft's session closes
+            rounds = _Rounds(session, rows, self.ahead, setting, follower, thread)
+            while rounds.live:
+                yield from rounds.run()
+
+
+class _Rounds:
+    """The rounds of one group of rows; `_pending`: tokens of each that were drafted and are not checked."""
+
+    def __init__(
+        self, session: Session, rows: list[Row], ahead: int, setting: Setting,
+        follower: Follower, thread: ThreadPoolExecutor,
+    ):  # fmt: skip
+        self._session, self._rows, self._ahead = session, rows, ahead
+        self._follower, self._thread = follower, thread
+        self._chances = [Chance(row.rng) for row in rows]
+        self._pending = [np.zeros(0, np.int64) for _ in rows]
+        self._reach = reach(session.abilities)
+        self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
+        for row in rows:
+            row.drafting.update(dict.fromkeys(FIGURES, 0))
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that run."""
+        return [i for i, row in enumerate(self._rows) if not row.finish]
+
+    def run(self) -> list[tuple[int, int]]:
+        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
+        live, rows, held = self.live, self._rows, self._session.lengths
+        rests = self._guard is not None and not self._guard.limit
+        for i in live:
+            self._pending[i] = self._pending[i][: 0 if rests else min(self._reach, rows[i].left - 1)]
+        before, stood = {i: len(rows[i].tokens) for i in live}, []
+        try:
+            logits, ahead, late = self._both(live, rests)
+            for i in live:
+                stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i))))
+        finally:  # what was judged stands, even where a later row or the draft fails
+            taken = np.array([len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)])
+            if (held + taken < self._session.lengths).any():
+                self._session.rewind(np.minimum(held + taken, self._session.lengths))
+        if self._guard is not None and rests:
+            self._guard.rest()
+        elif self._guard is not None:
+            self._guard.observe(float(taken.sum()) / len(live), stood, 0, late)
+        for i in live:
+            rows[i].drafting["fallback"] += rests
+        return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
+
+    def _both(self, live: list[int], rests: bool) -> tuple[Logits, dict[int, Ints], float]:
+        """The call's logits [B,T,V], what was drafted meanwhile, and how many times its time that took longer."""
+        start = perf_counter()
+        drafts = None if rests else self._thread.submit(self._drafted, live)
+        try:
+            logits = self._called(live)
+        finally:  # the draft's session is free again before anything else happens
+            end = perf_counter()
+            ahead = {} if drafts is None else drafts.result()
+        return logits, ahead, (perf_counter() - end) / (end - start)
+
+    def _drafted(self, live: list[int]) -> dict[int, Ints]:
+        """What the draft model says after each row's tokens and its pending ones."""
+        ids = {i: np.concatenate([self._rows[i].seen, self._pending[i]]) for i in live}
+        most = {i: self._follower.most(each.size, self._ahead) for i, each in ids.items()}
+        ids = {i: each for i, each in ids.items() if most[i] > 0}
+        if not ids:
+            return {}
+        found: dict[int, list[int]] = {i: [] for i in ids}
+        logits = self._follower.follow(ids, {i: self._rows[i].seen.size for i in ids})
+        while True:
+            new = {i: int(logits[i, 0].argmax()) for i in ids if len(found[i]) < most[i]}
+            for i, token in new.items():
+                found[i].append(token)
+            new = {i: token for i, token in new.items() if len(found[i]) < most[i]}
+            if not new:
+                return {i: np.array(tokens, np.int64) for i, tokens in found.items()}
+            logits = self._follower.run({i: np.array([token]) for i, token in new.items()})
+
+    def _called(self, live: list[int]) -> Logits:
+        """The logits [B,T,V] after each row's last token and after each pending one."""
+        counts = np.zeros(len(self._rows), np.int64)
+        counts[live] = [1 + self._pending[i].size for i in live]
+        tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
+        for i in live:
+            tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *self._pending[i]]
+        return self._session.run(tokens, None if (counts == tokens.shape[1]).all() else counts)
+
+    def _judged(self, i: int, logits: Logits, ahead: Ints | None) -> int:
+        """Let a row take what stands, up to its end; how many pending tokens that is. What was drafted behind them is
+        pending from now on, where its first token came.
+        """
+        row, tree, before = self._rows[i], Tree.chain(self._pending[i]), len(self._rows[i].tokens)
+        verdict = match(Target(tree, logits[: len(tree) + 1], row.seen, row.sampler), self._chances[i])
+        for token in (*tree.tokens[: len(verdict.path)].tolist(), verdict.token):
+            row.accept(token)
+            if row.finish:
+                break
+        stood = min(len(verdict.path), len(row.tokens) - before)
+        row.drafting.update(rounds=len(tree) > 0, drafted=len(tree), accepted=stood)
+        if len(tree):
+            row.drafts[len(tree), stood] += 1
+        on = ahead is not None and len(verdict.path) == len(tree) and ahead[0] == verdict.token
+        found = ahead[1:] if on and ahead is not None else np.zeros(0, np.int64)
+        wrong = np.flatnonzero(found >= self._session.vocab_size)  # tokens that only the draft model has
+        self._pending[i] = found[: wrong[0]] if wrong.size else found
+        return stood

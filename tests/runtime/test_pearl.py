@@ -1,0 +1,176 @@
+"""A draft model beside its target, over the toy: the same tokens as without, and as one after the other."""
+
+import itertools
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from accel.ir.errors import InputError, RecipeError
+from accel.ir.recipe import Recipe
+from accel.runtime.assemble import assemble
+from accel.runtime.costs import Costs
+from accel.runtime.loop import Setting, pearl
+from accel.runtime.loop.pearl import Pearl
+from accel.runtime.sample.standard import Standard
+
+from ..draft_case import plain, rows_of
+
+PROMPTS = [[5, 17, 200, 3, 88], [9], list(range(40, 61))]
+WARM = Standard(temperature=0.6, top_k=20)
+
+
+class Errs:
+    """A stepper whose logits say another token at every `every`-th position; `fails`: at which step."""
+
+    def __init__(self, inner, every, fails):
+        self.inner, self.every, self.fails = inner, every, fails
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, tokens, positions, slots, rows, observe=False, tree=None):
+        self.fails -= 1
+        if not self.fails:
+            raise MemoryError("no room")
+        logits = self.inner.step(tokens, positions, slots, rows, observe)
+        wrong = np.take_along_axis(positions, rows, 1) % self.every == 0
+        logits[wrong] = np.roll(logits[wrong], 1, axis=-1)
+        return logits
+
+
+def setting(toy, every=3, costs=None, fails=0):
+    """With a draft model that errs."""
+    def session(batch):
+        return toy.session(batch=batch, wrap=lambda stepper: Errs(stepper, every, fails))
+
+    return Setting(costs=costs, model=SimpleNamespace(second=SimpleNamespace(session=session)))
+
+
+def run(toy, rows, every=3, ahead=4, **more):
+    with toy.session(batch=len(rows)) as session:
+        list(Pearl(ahead).tokens(session, rows, setting(toy, every, **more)))
+        assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
+        return [row.tokens for row in rows], session.stats["calls"]
+
+
+@pytest.mark.parametrize("sampler", [Standard(), WARM])
+@pytest.mark.parametrize("every", [1, 3, 1000])
+def test_tokens_are_those_of_plain_decoding(toy, sampler, every):
+    want = plain(toy.session(batch=3), rows_of(PROMPTS, sampler, limit=30))
+    for ahead in (1, 2, 5):
+        rows = rows_of(PROMPTS, sampler, limit=30)
+        got, calls = run(toy, rows, every, ahead)
+        assert got == want
+        drafted, accepted = (sum(row.drafting[name] for row in rows) for name in ("drafted", "accepted"))
+        assert ahead > 1 or not drafted, "of one token none is ever pending"
+        assert every > 1 or not accepted, "what always errs"
+        if every == 1000 and sampler.greedy and ahead > 1:
+            assert accepted == drafted and calls <= 4 + 30 / ahead, "what never errs runs ahead for good"
+    assert [run(toy, rows_of([p], sampler, limit=30))[0][0] for p in PROMPTS] == want
+
+
+def test_they_are_at_work_at_the_same_time(toy, monkeypatch):
+    """The draft waits for the call to begin, and the call for the draft: else they would wait for good."""
+    meet = threading.Barrier(2, timeout=20)
+    for name in ("_drafted", "_called"):
+        method = getattr(pearl._Rounds, name)
+
+        def waits(self, live, method=method):
+            meet.wait()
+            return method(self, live)
+
+        monkeypatch.setattr(pearl._Rounds, name, waits)
+    assert run(toy, rows_of(PROMPTS, limit=6))[0] == plain(toy.session(batch=3), rows_of(PROMPTS, limit=6))
+
+
+def test_one_after_the_other_gives_the_same(toy, monkeypatch):
+    threaded, calls = run(toy, rows_of(PROMPTS, limit=30))
+
+    class Now:
+        def __init__(self, count):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, act, *args):
+            done = Future()
+            done.set_result(act(*args))
+            return done
+
+    monkeypatch.setattr(pearl, "ThreadPoolExecutor", Now)
+    assert run(toy, rows_of(PROMPTS, limit=30)) == (threaded, calls)
+
+
+def test_what_stands_but_was_not_compared_is_caught(toy, monkeypatch):
+    judged = pearl._Rounds._judged
+
+    def trusts(self, i, logits, ahead):
+        stood = judged(self, i, logits, ahead)
+        if ahead is not None:
+            self._pending[i] = ahead[1:]
+        return stood
+
+    monkeypatch.setattr(pearl._Rounds, "_judged", trusts)
+    rows = rows_of(PROMPTS, limit=30)
+    run(toy, rows)
+    good = rows_of(PROMPTS, limit=30)
+    monkeypatch.undo()
+    run(toy, good)
+    assert sum(r.drafting["accepted"] for r in rows) / sum(r.drafting["drafted"] for r in rows) < sum(
+        r.drafting["accepted"] for r in good
+    ) / sum(r.drafting["drafted"] for r in good), "pending tokens that do not follow the last one fall"
+
+
+@pytest.mark.parametrize("ends", [{"limit": 1}, {"limit": 2}, {"limit": 5}, {"max_context": 24}, {"eos": 4}])
+def test_rows_end_where_they_would(toy, ends):
+    if "eos" in ends:
+        ends = {"eos": [plain(toy.session(batch=3), rows_of(PROMPTS))[0][ends["eos"]]]}
+    want, got = rows_of(PROMPTS, **ends), rows_of(PROMPTS, **ends)
+    plain(toy.session(batch=3), want)
+    run(toy, got, 1000)
+    assert [(r.tokens, r.finish) for r in got] == [(r.tokens, r.finish) for r in want]
+
+
+def test_an_iteration_that_is_closed_leaves_a_session_to_go_on_with(toy):
+    for stop in (1, 5, 20):
+        with toy.session(batch=3) as session:
+            rows = rows_of(PROMPTS)
+            tokens = Pearl().tokens(session, rows, setting(toy))
+            list(itertools.islice(tokens, stop))
+            tokens.close()
+            assert session.lengths.tolist() == [row.prompt.size + max(0, len(row.tokens) - 1) for row in rows]
+    assert threading.active_count() < 20
+
+
+def test_a_draft_model_that_fails_is_told_of(toy):
+    with toy.session(batch=3) as session:
+        rows = rows_of(PROMPTS)
+        with pytest.raises(MemoryError, match="no room"):
+            list(Pearl().tokens(session, rows, setting(toy, fails=6)))
+        assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
+
+
+def test_where_drafts_do_not_pay_it_rests(toy):
+    steep = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    rows = rows_of(PROMPTS[:1], limit=60)
+    got, _ = run(toy, rows, 2, costs=Costs(steep, tuple(float(n) for n in steep)))
+    assert got == plain(toy.session(), rows_of(PROMPTS[:1], limit=60)) and rows[0].drafting["fallback"] > 10
+
+
+def test_what_it_cannot_do_without_is_said(toy):
+    assert assemble(Recipe.load("pearl")).grade == "bit-exact"
+    with pytest.raises(RecipeError, match="loop = pearl cannot go with draft = iad: it drafts while the target runs"):
+        assemble(Recipe(tables={"loop": {"use": "pearl"}, "draft": {"use": "iad"}}))
+    with pytest.raises(RecipeError, match="loop = pearl needs .draft."):
+        assemble(Recipe(tables={"loop": {"use": "pearl"}}))
+    with pytest.raises(RecipeError, match="loop.pearl: ahead is 0"):
+        Pearl(0)
+    with toy.session() as session, pytest.raises(InputError, match="built without its draft model"):
+        next(Pearl().tokens(session, rows_of(PROMPTS[:1]), Setting()))
