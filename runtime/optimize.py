@@ -340,7 +340,8 @@ def _write(
         ):  # its class is all that onnxruntime-genai reads beside tokenizer.json
             kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
             (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
-    report = _report(job, program, {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()})
+    written = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    report = _report(job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in written})
     write_html(folder / "report.html", report)
     write_manifest(folder, _manifest(job, program, entries, report))
     if check is not None and "numerics" in job.plan.methods:

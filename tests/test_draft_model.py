@@ -112,6 +112,7 @@ def test_an_artifact_holds_its_draft_model(built, tmp_path, monkeypatch):
     """Saved, moved, loaded from another place: one folder, and no path of the machine that built it."""
     made = built("model")
     assert made.recipe["tables"]["draft"] == {"use": "model", "path": "draft"}
+    assert made.report["bytes"]["draft/weights.bin"] > 0
     made.save(tmp_path / "first")
     os.rename(tmp_path / "first", tmp_path / "second")
     monkeypatch.chdir(tmp_path)
