@@ -12,12 +12,19 @@ import train
 import train_head
 from safetensors.numpy import load_file, save_file
 
+import accel
+from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.assemble import assemble
 from accel.runtime.length import specdec_pp, unpriced
 from accel.runtime.length.specdec_pp import SpecdecPp, chances, features, sizes
+from accel.runtime.loop import Setting
+from accel.runtime.loop.speculative import Speculative
 
+from .draft_case import plain, rows_of
+
+METHODS = {"draft": "model", "tree": "chain", "verify": "sample-match"}
 SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
 
 
@@ -142,6 +149,37 @@ def test_the_tool_trains_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
         call("--draft", tmp_path, "--out", out, "--text", text, "--length", 24)
     call("--out", out, "--text", text, "--length", 24, "--minutes", 0.003, "--inner", 4)
     assert "steps in" in capsys.readouterr().out and head_of(out)["first"].shape == (18, 4)
+
+
+class Other:
+    """A draft model that a model drafts for."""
+
+    def __init__(self, one, second):
+        self.session, self.second = one.session, second
+
+
+@pytest.mark.long
+def test_the_recipe_gives_the_tokens_of_plain_decoding():
+    """With the head and the draft model that come along, none of the tokens near a tie; to another model they are
+    refused.
+    """
+    sizes = {"max_context": 160, "max_batch": 1, "target": "eager"}
+    with accel.optimize(reference_data.REFERENCE, "specdec-pp", verify=False, **sizes) as model:
+        methods = {axis: find_axes()[axis].build(use) for axis, use in METHODS.items()}
+        methods["length"] = SpecdecPp(threshold=0.9, least=1)
+        prompts = [model.tokenizer.encode(text) for text in ("def f(x):\n", "aa: 1\nbb: 2\naa: 1\nbb:")]
+        want = [plain(model.session(), rows_of([p], limit=40, max_context=160))[0] for p in prompts]
+        accepted, lengths = 0, set()
+        for prompt, tokens in zip(prompts, want, strict=True):
+            rows = rows_of([prompt], limit=40, max_context=160)
+            with model.session() as session:
+                list(Speculative().tokens(session, rows, Setting(methods, None, model)))
+            assert rows[0].tokens == tokens
+            accepted += rows[0].drafting["accepted"]
+            lengths |= {drafted for drafted, _ in rows[0].drafts}
+        assert accepted > 20 and len(lengths) > 2
+        with pytest.raises(InputError, match="another model"):
+            SpecdecPp().fit(Other(model.second, model))
 
 
 # What is refused
