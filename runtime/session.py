@@ -293,6 +293,7 @@ class Session(Held):
         chosen = wanted_rows(rows, self.batch)
         if np.array_equal(chosen, np.arange(self.batch)):
             return
+        self._drop()
         if chosen.size != self.batch:
             self._kv_most = self.kv_most
             slots, self._stepper = None, stepper.copy(chosen)

@@ -131,6 +131,18 @@ def test_n_grams_are_kept_by_their_first_token_the_newest_last():
     assert call.tokens.size == call.grid.size + 3 <= Lookahead(2, 3, 2).widest
 
 
+def test_rows_go_on_without_guesses_that_were_not_kept():
+    model = built("llama", tables=LOOP)
+    with model.session() as session:
+        session.run([[4, 5, 6]])
+        session.guess([[7, 8]], np.tri(2, dtype=bool)[None])
+        session.select([0, 0])
+        with pytest.raises(InputError, match="no guesses to keep"):
+            session.keep([[0], [0]])
+        got = session.run([[9], [9]])
+    assert np.abs(got[:, 0] - model.logits([[4, 5, 6, 9]])[0, -1]).max() < 1e-4
+
+
 ENDS = [*({"limit": n} for n in (1, 2, 5)), *({"max_context": n} for n in (20, 19, 64)), {"eos": 4}]
 
 
