@@ -83,8 +83,8 @@ def top(values: npt.NDArray[np.floating], count: int) -> Ints:
     Of `count` parts the largest is at least as large as the least of them, so that few numbers are left to be sorted.
     """
     rows, size = values.shape
-    deep = min(PART, size // count)
-    if deep < 2:
+    deep = min(PART, size // max(count, 1))
+    if not count or deep < 2:
         return np.argsort(-values, axis=1, kind="stable")[:, :count]
     parts = values[:, : size - size % deep].reshape(rows, deep, -1).max(1)
     least = np.partition(parts, -count, axis=1)[:, -count]
