@@ -24,7 +24,6 @@ BRANCHING = (("tree", "branches"), ("draft", "branches"), ("loop", "trees"))
 TREELESS = {  # axes with no way to take a guess back, and why
     "kv.select": "reads pages by the order of positions, in which guesses do not lie",
     "kv.reuse": "shares blocks of tokens between sessions, from which no guess can be taken back",
-    "prefill.prune": "runs prompts by a graph of its own, which takes none",
     "prefill.sparse": "runs prompts by a graph of its own, which takes none",
 }
 GRADES = ("bit-exact", "distribution-exact", "approximate")
