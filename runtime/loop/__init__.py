@@ -21,7 +21,7 @@ from accel.runtime.session import Session
 from accel.runtime.stepper import Facts
 from accel.runtime.text import Tokenizer
 
-__all__ = ["Base", "Row", "Setting", "Watch", "chosen", "prompted"]
+__all__ = ["Base", "Row", "Setting", "Watch", "chosen", "first_tokens", "prompted"]
 
 STAGES = ("draft", "verify", "host")  # where a round's time goes: drafters, calls of the model, all else
 
@@ -155,6 +155,18 @@ def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
     for row in rows:
         row.began = perf_counter()
     return logits
+
+
+def first_tokens(session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
+    """Run the prompts of all rows that run, and let each accept the token that it picks: (row, token)."""
+    live = [i for i, row in enumerate(rows) if not row.finish]
+    if not live:
+        return
+    logits = prompted(session, rows)
+    for i in live:
+        token = rows[i].pick(logits[i, 0])
+        rows[i].accept(token)
+        yield i, token
 
 
 class Base(ABC):

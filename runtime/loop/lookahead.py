@@ -14,7 +14,7 @@ import numpy as np
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.ints import Ints
 from accel.runtime.length._guard import Guard
-from accel.runtime.loop import Base, Row, Setting, prompted
+from accel.runtime.loop import Base, Row, Setting, first_tokens
 from accel.runtime.loop.speculative import FIGURES, apart
 from accel.runtime.session import Session
 from accel.runtime.stepper import Bools, Logits
@@ -58,14 +58,7 @@ class Lookahead(Base):
                 f"of up to {self.widest} tokens, and of this model those of up to {wide} give what single ones do "
                 "(session.abilities); build with smaller ones"
             )
-        live = [i for i, row in enumerate(rows) if not row.finish]
-        if not live:
-            return
-        logits = prompted(session, rows)
-        for i in live:
-            token = rows[i].pick(logits[i, 0])
-            rows[i].accept(token)
-            yield i, token
+        yield from first_tokens(session, rows)
         rounds = _Rounds(session, rows, self, setting)
         while rounds.live:
             yield from rounds.run()

@@ -15,7 +15,7 @@ from accel.ir.errors import InputError, RecipeError
 from accel.runtime.draft._follow import Follower
 from accel.runtime.ints import Ints
 from accel.runtime.length._guard import Guard
-from accel.runtime.loop import Base, Row, Setting, prompted
+from accel.runtime.loop import Base, Row, Setting, first_tokens
 from accel.runtime.loop.speculative import FIGURES, apart, reach
 from accel.runtime.session import Session
 from accel.runtime.stepper import Logits
@@ -48,14 +48,7 @@ class Pearl(Base):
         second = None if setting.model is None else setting.model.second
         if second is None:
             raise InputError("loop.pearl: this model was built without its draft model; build it again")
-        live = [i for i, row in enumerate(rows) if not row.finish]
-        if not live:
-            return
-        logits = prompted(session, rows)
-        for i in live:
-            token = rows[i].pick(logits[i, 0])
-            rows[i].accept(token)
-            yield i, token
+        yield from first_tokens(session, rows)
         with ExitStack() as stack:
             follower = stack.enter_context(closing(Follower(second, len(rows))))
             thread = stack.enter_context(ThreadPoolExecutor(1))  # ends before the draft's session closes

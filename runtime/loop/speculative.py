@@ -19,7 +19,7 @@ from accel.runtime.draft import Drafters
 from accel.runtime.ints import Ints
 from accel.runtime.length import Pace, unpriced
 from accel.runtime.length._guard import Guard
-from accel.runtime.loop import STAGES, Base, Row, Setting, prompted
+from accel.runtime.loop import STAGES, Base, Row, Setting, first_tokens
 from accel.runtime.session import CHUNK, Session
 from accel.runtime.stepper import Logits
 from accel.runtime.tree import Tree
@@ -39,13 +39,7 @@ class Speculative(Base):
 
     def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
         with closing(_Rounds(session, rows, setting)) as rounds:
-            if not rounds.live:
-                return
-            logits = prompted(session, rows)
-            for i in rounds.live:
-                token = rows[i].pick(logits[i, 0])
-                rows[i].accept(token)
-                yield i, token
+            yield from first_tokens(session, rows)
             while rounds.live:
                 yield from rounds.run()
 
