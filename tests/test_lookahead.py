@@ -201,6 +201,7 @@ def test_bit_exact_tokens_are_those_without():
 
 
 REFUSED = {"h2o", "trim-kv", "streaming-llm", "mikv", "kivi-4", "kivi-2", "calm", "unified-skip", "edge"}
+REFUSED |= {"quest", "paged-prefix", "pie", "critiprefill"}  # no guess could be taken back
 
 
 def test_what_cannot_take_guesses_back_is_refused_before_any_work():
@@ -213,7 +214,7 @@ def test_what_cannot_take_guesses_back_is_refused_before_any_work():
                 plan = assemble(Recipe(tables={**recipe.tables, **LOOP}))
                 assert any(isinstance(step, Trees) for step in plan.passes) and plan.grade
             except RecipeError as error:
-                assert "loop = lookahead cannot go with" in str(error)
+                assert "loop = lookahead cannot go with" in str(error) or "guesses trees" in str(error)
                 refused.add(name)
     assert refused == REFUSED
 

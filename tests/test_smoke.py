@@ -234,7 +234,7 @@ def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
             pass
 
     class Compiled:
-        facts = type("Facts", (), {"max_context": 64, "encoder": None, "depth": None})
+        facts = type("Facts", (), {"max_context": 64, "encoder": None, "depth": None, "diffusion": None})
         session = staticmethod(Session)
 
     errors = smoke_module.compare(model, Compiled)

@@ -159,7 +159,7 @@ def test_models_without_trees_say_so(stateful):
     ("architecture", "recipe", "match"),
     [
         (mamba, "base", "not kept by token"),
-        (models.ARCHITECTURES["llama"], {"kv.select": {"use": "quest", "page": 4}}, "not kept by token"),
+        (models.ARCHITECTURES["llama"], {"kv.select": {"use": "quest", "page": 4}}, "keeps bounds of pages"),
         (models.ARCHITECTURES["llama"], {"kv.reuse": {"use": "paged-prefix"}}, "shares blocks"),
     ],
 )

@@ -24,8 +24,8 @@ from .test_speculation import CASES, texts
 
 RECYCLING = {"draft": {"use": "token-recycling"}}
 REFUSED = {
-    "quest": "kv.select keeps bounds of pages",
-    "paged-prefix": "kv.reuse shares blocks",
+    "quest": "kv.select = quest reads pages",
+    "paged-prefix": "kv.reuse = paged-prefix shares blocks",
     "promptdistill": "deeper layers hold other slots",
 }
 

@@ -15,12 +15,15 @@ from accel.ir.errors import AccelError, Miscompiled
 from accel.lowering import triton
 from accel.lowering.triton import accel_attention
 from accel.lowering.triton.lowered import lower_program, triton_error
+from accel.passes import run
 from accel.passes.check import NumericCheck
+from accel.passes.state.trees import Trees
 from accel.runtime.compiled import CompiledModel
+from accel.runtime.optimize import pipeline
 from accel.runtime.small import small_model
 from accel.runtime.triton import TritonEngine
 
-from ..tree_case import PARENTS, ancestors, prompt_then_tree, with_tree
+from ..tree_case import PARENTS, ancestors
 from .triton_case import needs_gpu, on_device
 
 of_a_llama = pytest.mark.parametrize("both", ["llama"], indirect=True)
@@ -137,18 +140,22 @@ def test_optimize_builds_and_checks_it():
 
 
 def test_a_tree_in_one_call_is_as_on_the_eager_target():
-    program = with_tree(capture(module("mistral"), max_context=64))
+    program = capture(module("mistral"), max_context=64)
+    run(program, pipeline(own=[Trees()]))
     lowered = lower_program(program)
     tokens = np.random.default_rng(4).integers(0, 90, (2, 5 + len(PARENTS)))
 
-    def logits(run, move):
+    def logits(call, move):
         state = {s.name: move(s.allocate(B=2, C=20)) for s in program.state}
-
-        def step(inputs):
-            out = run("step", move(inputs))
-            return {**out, "logits": out["logits"].cpu()}
-
-        return prompt_then_tree(step, state, tokens, 5, ancestors())
+        for ids, slot, tree in ((tokens[:, :5], 0, np.tri(5, dtype=bool)), (tokens[:, 5:], 5, ancestors())):
+            places = np.broadcast_to(slot + tree.sum(1) - 1, ids.shape)
+            given = {
+                "tokens": ids, "positions": places, "rows": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
+                "slots": np.full(2, slot), "tree": np.broadcast_to(tree, (2, *tree.shape)),
+            }  # fmt: skip
+            out = call("step", {**move({n: torch.from_numpy(np.array(a)) for n, a in given.items()}), **state})
+            state = {n: out[f"{n}.next"] for n in state}
+        return out["logits"].cpu()
 
     close(logits(lowered.run, on_device), logits(program.run, lambda x: x))
 

@@ -418,17 +418,23 @@ struct Lane {
     std::copy_n(x.slots->pos.data() + index * kChunk, before, pos.data());
   }
 
-  // And those that token t sees of its own.
-  Piece of(const Call& c, int64_t pair, int64_t index, int64_t t) {
+  // And those that token t sees of its own, and of what lies behind them: nothing, in a session.
+  Piece of(const Call& c, int64_t pair, int64_t index, int64_t t, Range sight) {
     int64_t b = pair / c.G, first = c.first.as<int64_t>()[b], next = first - index * kChunk, count = before;
     const bool* seen = c.tree.as<bool>() + (b * c.T + t) * c.own;
     Piece x = piece_of(c, c.segments[1], pair, 0, 0);
-    for (int64_t w = 0; w < c.own && next < kChunk; ++w) {
-      if (!seen[w]) continue;
+    auto take = [&](int64_t slot) {
       if (int64_t at = next++; at >= 0) {
-        copy(x.k, first + w, 1, k.data() + at * c.D), copy(x.v, first + w, 1, v.data() + at * c.W);
-        pos[at] = x.slots->pos[first + w], count = at + 1;
+        copy(x.k, slot, 1, k.data() + at * c.D), copy(x.v, slot, 1, v.data() + at * c.W);
+        pos[at] = x.slots->pos[slot], count = at + 1;
       }
+    };
+    for (int64_t w = 0; w < c.own && next < kChunk; ++w)
+      if (seen[w]) take(first + w);
+    for (int64_t slot = first + c.own; slot < x.C && next < kChunk; slot = (slot / kTile + 1) * kTile) {
+      if (x.slots->tiles[slot / kTile].misses(sight)) continue;
+      for (int64_t i = slot; i < std::min((slot / kTile + 1) * kTile, x.C) && next < kChunk; ++i)
+        if (int32_t p = x.slots->pos[i]; p >= sight.first && p <= sight.last) take(i);
     }
     slots = slots::sorted(pos.data(), count);
     Rows keys{k.data(), nullptr, nullptr, c.D}, values{v.data(), nullptr, nullptr, c.W};
@@ -446,14 +452,13 @@ bool guesses(const Call& c, int64_t b, int64_t index) {
 template <typename F>
 void over_guesses(const Call& c, int64_t pair, int64_t index, const Block& block, F over) {
   thread_local Lane lane;
-  if (index * kChunk >= c.first.as<int64_t>()[pair / c.G] + c.own) return;
   lane.begin(c, pair, index);
   for (int64_t t = 0; t < c.T; ++t) {
     int64_t rows[kRows], count = 0;
     for (int64_t r = 0; r < block.count; ++r)
       if ((block.first + r * block.step) % c.T == t) rows[count++] = r;
     if (!count) continue;
-    Piece x = lane.of(c, pair, index, t);
+    Piece x = lane.of(c, pair, index, t, row_of(c, pair / c.G, pair % c.G, t).seen);
     for (int64_t r = 0; r < count && x.C; r += kGroup) over(x, rows + r, std::min(kGroup, count - r));
   }
 }
