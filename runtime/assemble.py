@@ -127,8 +127,9 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
         wanted |= plan.methods["draft"].asks
     for axis in asked:
         if axis not in wanted and "draft" in wanted:
-            why = f"draft = {uses['draft']} gives them a shape of its own; leave [{axis}] out"
-            raise RecipeError(f"recipe '{name}': {DRAFTING[axis]}, and {why}")
+            own = f"draft = {uses['draft']} gives them a shape of its own"
+            why = own if axis == "tree" else f"loop = {uses['loop']} has a way of its own"
+            raise RecipeError(f"recipe '{name}': {DRAFTING[axis]}, and {why}; leave [{axis}] out")
         if axis not in wanted:
             raise RecipeError(
                 f"recipe '{name}': loop = {uses['loop']} drafts no tokens, and {DRAFTING[axis]}; leave one of the two "

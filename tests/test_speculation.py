@@ -157,6 +157,10 @@ def test_what_assembles_is_what_sessions_can_do():
         ({"loop": {"use": "speculative"}}, "loop = speculative needs .draft.; add it with one of iad, .*prompt-lookup"),
         ({"draft": {"use": "iad"}, "loop": {"use": "autoregressive"}}, "loop = autoregressive drafts no tokens"),
         ({"draft": {"use": "iad"}, "tree": {"use": "chain"}}, "draft = iad gives them a shape of its own"),
+        (
+            {"loop": {"use": "pearl"}, "draft": {"use": "model"}, "verify": {"use": "sample-match"}},
+            "loop = pearl has a way of its own; leave .verify. out",
+        ),
         ({"tree": {"use": "chain"}}, "tree says what shape drafts take, and no .draft. drafts any"),
         ({"length": {"use": "fixed"}}, "length says how many tokens are drafted, and no .draft. drafts any"),
         ({"draft": {"use": "promptlookup"}}, "did you mean 'prompt-lookup'"),

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ from accel.runtime import optimize as building
 from accel.runtime import second
 from accel.runtime.assemble import assemble
 from accel.runtime.compiled import CompiledModel, from_artifact
+from accel.runtime.costs import Costs
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Output
 
 HOST = ("draft", "loop", "length", "tree", "verify", "schedule")  # axes that decide between calls
 SEARCHES = ("beam-patience",)  # loops with tokens of their own
-PROMPTS, NEW = (23, 14), 18  # tokens of a batch of two, and new ones of each
+NEW = 18  # tokens of each row
+_RNG = np.random.default_rng(1)
+PROMPTS = [np.tile(_RNG.permutation(VOCABULARY)[:9], 3)[:n] for n in (23, 14)]  # some of it comes again
+FREE = Costs((1, 32), (1.0, 1.0))  # what calls cost, for all that the guard knows
 CLOSE = 1e-3  # between the best two logits, of the largest: a token that rounding may turn
 
 
@@ -91,27 +97,40 @@ class Loops(Matrix):
         own = matrix.shared(passes)
         run(program, passes[own:], done=passes[:own])
         program.calibration = None
-        rng = np.random.default_rng(1)
-        prompts = [np.tile(rng.permutation(VOCABULARY)[:9], 3)[:n] for n in PROMPTS]  # some of it comes again
         with building._artifact(job, program, None, None, None) as built:
-            assert built.artifact is not None
-            with from_artifact(built.artifact, threads=1) as model:
-                got = _generated(model, prompts)
-                if dict(case.tables).get("loop") in SEARCHES:
-                    oracle = building._in_process(job, program, None, None)
-                    return _alike(_generated(oracle, prompts), got, prompts, None)
-            tables = {n: t for n, t in built.recipe["tables"].items() if n not in HOST}
-            engine = OrtEngine(built.artifact, threads=1)
-            recipe = {**built.recipe, "tables": tables}
-            with CompiledModel(engine, built.facts, recipe=recipe, artifact=built.artifact) as plain:
-                return _alike(_generated(plain, prompts), got, prompts, plain)
+            if dict(case.tables).get("loop") in SEARCHES:
+                oracle = building._in_process(job, program, None, None)
+                assert built.artifact is not None
+                with from_artifact(built.artifact, threads=1) as model:
+                    return alike(_generated(oracle, PROMPTS), _generated(model, PROMPTS), PROMPTS, None)
+            return self._like_plain(built)
+
+    def _like_plain(self, built: CompiledModel) -> tuple[str, str]:
+        """What the artifact gives, and what it gives without guesses."""
+        with opened(built) as (plain, model):
+            return alike(_generated(plain, PROMPTS), _generated(model, PROMPTS), PROMPTS, plain)
+
+
+@contextmanager
+def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]]:
+    """An artifact as it decodes plainly, and as its recipe says: it never rests from guessing."""
+    assert built.artifact is not None
+    tables = {n: t for n, t in built.recipe["tables"].items() if n not in HOST}
+    engine = OrtEngine(built.artifact, threads=1)
+    recipe = {**built.recipe, "tables": tables}
+    with (
+        CompiledModel(engine, built.facts, recipe=recipe, artifact=built.artifact) as plain,
+        from_artifact(built.artifact, threads=1) as model,
+    ):
+        model._costs = FREE
+        yield plain, model
 
 
 def _generated(model: CompiledModel, prompts: list[Any]) -> Output:
     return model.generate(prompts, NEW, eos=[])
 
 
-def _alike(want: Output, got: Output, prompts: list[Any], plain: CompiledModel | None) -> tuple[str, str]:
+def alike(want: Output, got: Output, prompts: list[Any], plain: CompiledModel | None) -> tuple[str, str]:
     """Whether the tokens are the same, up to one whose logits were as good as those of another."""
     for row, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=True)):
         if a == b:

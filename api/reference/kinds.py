@@ -63,7 +63,7 @@ def repetitive(rng: random.Random) -> str:
 
 
 def free(rng: random.Random) -> str:
-    while len(words := max(re.findall(r'"""(.*?)"""', _source(rng), re.S), key=len).split()) < 60:
+    while len(words := max(re.findall(r'"""(.*?)"""', _source(rng), re.S), key=len, default="").split()) < 60:
         pass
     return " ".join(words[:60])
 
