@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,6 @@ class CompiledModel:
         self._pool = pool_of(tables, state)
         self._sessions = session_kind(getattr(artifact or program, "entries", ()), facts.diffusion)
         self._costs: Costs | None = None
-        self._asked = False
 
     def generate(
         self,
@@ -234,14 +234,16 @@ class CompiledModel:
     @property
     def costs(self) -> Costs:
         """What a call of 1..32 tokens costs here; measured when first asked for (or when a model that drafts
-        first generates), in a few seconds at most, and then remembered. Raises InputError where the model is closed.
+        first generates), in a few seconds at most, by the first loads on a machine, and remembered. Raises InputError
+        where the model is closed.
         """
         if self._costs is None:
             if self._engine is None:
                 raise InputError("this model is closed; load or optimize it again")
-            self._costs = self._known_costs() or measured(
-                self._engine.stepper(1), self.facts, self._cost_key, self._tile
-            )
+            before = self._costs_before
+            if before is None or not before.sure:
+                before = measured(self._engine.stepper(1), self.facts, self._cost_key, self._tile)
+            self._costs = before
         return self._costs
 
     @property
@@ -252,14 +254,12 @@ class CompiledModel:
     def _setting(self) -> Setting:
         """What the loop is given; costs are measured where it goes by them."""
         measured = self._methods or self._loop.trees
-        return Setting(self._methods, self.costs if measured else self._known_costs(), self)
+        return Setting(self._methods, self.costs if measured else self._costs or self._costs_before, self)
 
-    def _known_costs(self) -> Costs | None:
-        """The costs, if they were ever measured on this machine."""
-        if not self._asked:
-            self._asked = True
-            self._costs = known(self._cost_key)
-        return self._costs
+    @cached_property
+    def _costs_before(self) -> Costs | None:
+        """As other loads measured them on this machine."""
+        return known(self._cost_key)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the artifact to a folder, whole or not at all. Raises ArtifactError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,23 @@ TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 SLOTS = 512  # of the cache that the calls read, or as many as the model has
 SECONDS = 1.0  # after a first round, at most about this
 ROUNDS = 9
+RUNS = 3  # measurements, by as many loads: what else the machine did then only adds to times
 
 
 @dataclass(frozen=True)
 class Costs:
-    """tokens: of a call, from 1 up; seconds: what it takes, logits of every token included."""
+    """tokens: of a call, from 1 up; seconds: what it takes, logits of every token included; runs: measurements of
+    which these are the least.
+    """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
+    runs: int = 1
+
+    @property
+    def sure(self) -> bool:
+        """Whether it need not be measured again."""
+        return self.runs >= RUNS
 
     def ratio(self, tokens: int) -> float:
         """c(T)/c(1), between measured points by a straight line. Raises InputError beyond them."""
@@ -46,7 +55,7 @@ def known(key: dict[str, Any] | None) -> Costs | None:
     value: Any = None if key is None else recall("costs", key)
     try:
         found = Costs(
-            tuple(int(t) for t in value["tokens"]), tuple(float(s) for s in value["seconds"])
+            tuple(int(t) for t in value["tokens"]), tuple(float(s) for s in value["seconds"]), int(value["runs"])
         )
     except (KeyError, TypeError, ValueError):
         return None
@@ -56,7 +65,8 @@ def known(key: dict[str, Any] | None) -> Costs | None:
 
 
 def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, tile: int = 1) -> Costs:
-    """Measure with a fresh stepper of one row, which is closed after; keep it under the key.
+    """Measure with a fresh stepper of one row, which is closed after; keep it under the key, together with what was
+    measured before.
 
     `tile`: as of `Session`.
     """
@@ -64,8 +74,12 @@ def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, tile: i
         costs = _measure(stepper, facts, tile)
     finally:
         stepper.close()
+    before = known(key)
+    if before is not None and before.tokens == costs.tokens:
+        least = tuple(map(min, before.seconds, costs.seconds))
+        costs = Costs(costs.tokens, least, before.runs + 1)
     if key is not None:
-        remember("costs", key, {"tokens": costs.tokens, "seconds": costs.seconds})
+        remember("costs", key, asdict(costs))
     return costs
 
 

@@ -185,6 +185,13 @@ def test_costs_are_measured_on_the_step_and_remembered(artifact, monkeypatch, tm
     engine = OrtEngine(artifact, threads=1, kernels="grouped")
     assert known(engine.cost_key) == found
     assert known(OrtEngine(artifact, threads=1, kernels="fused").cost_key) is None
+    slow = dict(tokens=list(TOKENS), seconds=[9.0, *found.seconds[1:-1], 1e-9], runs=1)
+    rewrite(kept(tmp_path, "costs"), lambda value: value.update(value=slow))  # a busy machine at the first point
+    for runs in (2, 3, 3):
+        with from_artifact(artifact, threads=1, kernels="grouped") as model:
+            merged = model.costs
+            assert model.costs is merged and merged.runs == runs
+        assert merged.seconds[0] < 1 and merged.seconds[-1] == 1e-9, "the least of all measurements"
 
     def broken(value):
         value["value"]["seconds"].pop()
