@@ -80,6 +80,21 @@ def tree_of(tree: Any, shape: tuple[int, ...]) -> Bools:
     return seen
 
 
+def columns_of(columns: Any, shape: tuple[int, ...]) -> Ints:
+    """Of which columns of a call [B,T] logits are given, [B,N]; None: of all. Raises InputError."""
+    if columns is None:
+        return np.broadcast_to(np.arange(shape[1]), shape)
+    found = as_ints(columns, "columns")
+    if found.ndim != 2 or len(found) != shape[0] or not 0 < found.shape[1] <= shape[1]:
+        raise InputError(
+            f"columns have shape {list(found.shape)}; give [{shape[0]}, N] with N of 1..{shape[1]}: of each row those "
+            "after which logits are wanted"
+        )
+    if found.min() < 0 or found.max() >= shape[1]:
+        raise InputError(f"columns {found.min()} to {found.max()} are asked for; the call's are 0..{shape[1] - 1}")
+    return found
+
+
 def path_of(path: Any, tree: Bools, row: int, count: int) -> Ints:
     """Columns [n] of a call that a row keeps, of `count` real ones: a path from the root on. Raises InputError."""
     columns = as_ints(path, f"paths[{row}]") if np.size(path) else np.zeros(0, np.int64)

@@ -17,7 +17,14 @@ from accel.ir.errors import InputError
 from accel.ir.prefill import Prefill, Segments
 from accel.runtime.companions import companions
 from accel.runtime.encode import Encoder, entry_inputs
-from accel.runtime.given import call_tokens, check_no_plan, path_of, rewind_target, tree_of
+from accel.runtime.given import (
+    call_tokens,
+    check_no_plan,
+    columns_of,
+    path_of,
+    rewind_target,
+    tree_of,
+)
 from accel.runtime.held import Held
 from accel.runtime.ints import Ints
 from accel.runtime.keeper import KvPlan
@@ -201,9 +208,10 @@ class Session(Held):
             self._catch_up(stepper)
         self._settle(stepper, "prompt", self._lengths)
 
-    def guess(self, tokens: Any, tree: Any, lengths: Any = None) -> Logits:
+    def guess(self, tokens: Any, tree: Any, lengths: Any = None, columns: Any = None) -> Logits:
         """Run a tree of guesses, tokens [B,T] behind what each row holds, and return the logits after each, float32
-        [B,T,V]. `tree` [B,T,T] bools: which tokens of the call each one sees, itself and its ancestors.
+        [B,T,V]. `tree` [B,T,T] bools: which tokens of the call each one sees, itself and its ancestors. `columns`
+        [B,N]: after which of them logits are wanted, [B,N,V]; others are not computed.
 
         Nothing of it is held until `keep` says which path stands; any other call drops it. `lengths` as in `run`.
         One graph call, so T is at most `CHUNK` and `abilities.width`. Raises InputError, and where the model was built
@@ -216,7 +224,7 @@ class Session(Held):
             )
         self._drop()
         ids, counts = call_tokens(tokens, lengths, self._lengths, self.vocab_size, self.max_context)
-        seen, held = tree_of(tree, ids.shape), self._lengths
+        seen, rows, held = tree_of(tree, ids.shape), columns_of(columns, ids.shape), self._lengths
         if ids.shape[1] > CHUNK:
             raise InputError(f"a tree of {ids.shape[1]} tokens is too large; give at most {CHUNK}")
         full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
@@ -227,7 +235,6 @@ class Session(Held):
         try:
             self._catch_up(stepper)
             self._guessed = _Guessed(ids, seen, full)
-            rows = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
             return self._step(stepper, ids, positions, held - self._base, rows, int(full.sum()), seen)
         except BaseException as error:
             self._undo(stepper, held, error)

@@ -239,7 +239,7 @@ def test_a_call_is_no_wider_than_is_said(shape):
     window = lookahead._Window(row, method)
     for _ in range(12):
         call = window.call(row)
-        window.learn(call, np.zeros((call.tokens.size, 50), np.float32))
+        window.learn(call, np.zeros((call.grid.shape[1], 50), np.float32))
         widths.append(call.grid.size)
     assert max(widths) + method.guesses * (method.ngram - 1) == method.widest
 

@@ -85,7 +85,9 @@ def test_each_path_is_as_if_alone(build, name):
         kept = [[0, 1, 4, 7, 8], [0, 1, 2], []]
         with session.fork() as other, pytest.raises(InputError, match="no guesses"):
             other.keep(kept)
-        logits = session.guess(tokens, seen, lengths)
+        some = np.array([[0, 2], [1, 0], [0, 0]])
+        of_some = session.guess(tokens, seen, lengths, some)
+        np.testing.assert_allclose(of_some, np.take_along_axis(logits, some[:, :, None], 1), atol=off, rtol=0)
         session.keep(kept)
         assert (session.lengths == held + [5, 3, 0]).all()
         got = session.run([[8], [9], [10]])[:, 0]
@@ -127,6 +129,9 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
             session.guess(tokens, seen[:, :2], lengths)
         with pytest.raises(InputError, match="ancestors first"):
             session.guess(tokens, seen.transpose(0, 2, 1), lengths)
+        for columns, match in (([0], r"give \[1, N\] with N of 1..4"), ([[4]], r"the call's are 0\.\.3")):
+            with pytest.raises(InputError, match=match):
+                session.guess(tokens, seen, lengths, columns)
         with pytest.raises(InputError, match="would hold 258 tokens"):
             session.guess(np.zeros((1, 256), int), np.tri(256, dtype=bool)[None])
         with pytest.raises(InputError, match="call session.guess first"):

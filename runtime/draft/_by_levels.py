@@ -40,10 +40,11 @@ class ByLevels(ByModel):
             before = {i: len(nodes[i].tokens) for i in levels}
             for i, level in levels.items():
                 nodes[i].add(level)
-            logits = self._follower.guess({i: (np.array(nodes[i].tokens), nodes[i].mask) for i in levels})
+            trees = {i: (np.array(nodes[i].tokens), nodes[i].mask) for i in levels}
+            logits = self._follower.guess(trees, {i: level.tokens.size for i, level in levels.items()})
             return {
-                i: [self._law(i, logits[i, n], nodes[i].path(n)) for n in range(start, len(nodes[i].tokens))]
-                for i, start in before.items()
+                i: [self._law(i, logits[i, n], nodes[i].path(before[i] + n)) for n in range(level.tokens.size)]
+                for i, level in levels.items()
             }
 
         self._trees = grown({i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in nodes}, expand)

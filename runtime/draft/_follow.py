@@ -74,20 +74,21 @@ class Follower:
         lengths = None if (counts == tokens.shape[1]).all() else counts
         return session.prompt(tokens, lengths) if prompt else session.run(tokens, lengths, last_only=True)
 
-    def guess(self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]]) -> Logits:
-        """Run trees, tokens [n] and which of them each one sees [n,n], behind rows: the logits [B,N,V] after each. The
-        next call drops them.
+    def guess(self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]], new: Mapping[int, int]) -> Logits:
+        """Run trees, tokens [n] and which of them each one sees [n,n], behind rows: the logits [B,N,V] after the last
+        `new` of each. The next call drops them.
         """
-        counts = np.zeros(self._session.batch, np.int64)
+        counts, wanted = np.zeros((2, self._session.batch), np.int64)
         for i, (ids, _) in rows.items():
-            counts[i] = ids.size
-        width = int(counts.max())
+            counts[i], wanted[i] = ids.size, new[i]
+        width, most = int(counts.max()), int(wanted.max())
+        columns = np.minimum((counts - wanted)[:, None] + np.arange(most), width - 1)
         tokens = np.zeros((counts.size, width), np.int64)
         tree = np.tile(np.eye(width, dtype=np.bool_), (counts.size, 1, 1))
         for i, (ids, mask) in rows.items():
             tokens[i, : ids.size], tree[i, : ids.size, : ids.size] = ids, mask
         tokens[tokens >= self._session.vocab_size] = 0
-        return self._session.guess(tokens, tree, counts)
+        return self._session.guess(tokens, tree, counts, columns)
 
     def close(self) -> None:
         self._session.close()

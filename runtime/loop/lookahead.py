@@ -114,27 +114,31 @@ class _Rounds:
         return [(i, self._rows[i].tokens[-1]) for i in live]
 
     def _guessed(self, calls: dict[int, _Call]) -> Logits:
-        """The logits [B,T,V] of each row's call."""
+        """The logits [B,N,V] of what each row's call asks for."""
         counts = np.zeros(len(self._rows), np.int64)
         counts[list(calls)] = [call.tokens.size for call in calls.values()]
         width = int(counts.max())
+        columns = np.zeros((len(self._rows), max(call.columns.size for call in calls.values())), np.int64)
         tokens, seen = np.zeros((len(self._rows), width), np.int64), np.zeros((len(self._rows), width, width), bool)
         seen[:] = np.eye(width, dtype=bool)
         for i, call in calls.items():
             tokens[i, : counts[i]], seen[i, : counts[i], : counts[i]] = call.tokens, call.mask
-        return self._session.guess(tokens, seen, counts)
+            columns[i, : call.columns.size] = call.columns
+        return self._session.guess(tokens, seen, counts, columns)
 
     def _judged(self, i: int, call: _Call, logits: Logits) -> Ints:
         """Let a row take what stands, up to its end; the columns that the session is to hold [n]."""
         row, last, before = self._rows[i], call.tokens.size - len(call.tree), len(self._rows[i].tokens)
-        nodes = np.concatenate([[0], np.arange(last, call.tokens.size)])
-        verdict = match(Target(call.tree, logits[nodes], row.seen, row.sampler), self._chances[i])
+        end = call.columns.size - len(call.tree)
+        window, nodes = logits[end - call.grid.shape[1] : end], logits[end : call.columns.size]
+        target = Target(call.tree, np.concatenate([logits[:1], nodes]), row.seen, row.sampler)
+        verdict = match(target, self._chances[i])
         for token in (*call.tree.tokens[list(verdict.path)].tolist(), verdict.token):
             row.accept(token)
             if row.finish:
                 break
         taken = len(row.tokens) - before
-        self._windows[i].learn(call, logits)
+        self._windows[i].learn(call, window)
         self._windows[i].note(row.seen, taken)
         if len(call.tree):
             row.drafting.update(rounds=1, drafted=len(call.tree), accepted=min(len(verdict.path), taken))
@@ -146,13 +150,19 @@ class _Rounds:
 @dataclass(frozen=True, eq=False)
 class _Call:
     """tokens [T]: the window's grid [R,W], whose first is the last committed token, and a tree of n-grams after that;
-    mask [T,T]: which of them each one sees.
+    mask [T,T]: which of them each one sees; columns: those whose logits are used: the first, the grid's last row, the
+    tree.
     """
 
     tokens: Ints
     mask: Bools
     grid: Ints
     tree: Tree
+
+    @property
+    def columns(self) -> Ints:
+        last = self.grid.size - self.grid.shape[1]
+        return np.concatenate([[0], np.arange(max(last, 1), self.tokens.size)])
 
 
 class _Window:
@@ -177,9 +187,8 @@ class _Window:
         return _Call(np.concatenate([grid.ravel(), tree.tokens]), mask, grid, tree)
 
     def learn(self, call: _Call, logits: Logits) -> None:
-        """Take what the model made of the window's last row, as a new row."""
-        grid = call.grid
-        new = logits[grid.size - grid.shape[1] : grid.size].argmax(1)
+        """Take what the model made of the window's last row, `logits` [W,V], as a new row."""
+        grid, new = call.grid, logits.argmax(1)
         if len(grid) < self._method.ngram - 1:  # not all rows are there yet
             self._guesses = [self._guesses[0][1:], *(row[1:] for row in self._guesses[1:]), new[1:]]
             return
