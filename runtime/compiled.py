@@ -31,6 +31,7 @@ from accel.runtime.stepper import Engine, Facts, Logits
 from accel.runtime.text import Tokenizer
 from accel.runtime.tune import AUTO, Tuning
 
+ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
 Sources = list[npt.NDArray[Any]] | None
 
 __all__ = ["CompiledModel", "Output", "Stream", "load"]
@@ -359,8 +360,12 @@ def from_artifact(
     kernels: str = AUTO,
     program: Any = None,
     on_close: Callable[[], None] | None = None,
+    in_turns: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that was checked or just written. Raises ArtifactError."""
+    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`. Raises ArtifactError.
+
+    A small draft model gets one thread, so that those of the target need not rest while it computes.
+    """
     if artifact.manifest.target != "onnx":
         raise ArtifactError(
             f"{artifact.path}: target {artifact.manifest.target!r} is not one that this accel "
@@ -370,9 +375,12 @@ def from_artifact(
     named, inner = "tokenizer.json" in artifact.files, artifact.path / FOLDER
     second = None
     if f"{FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
-        second = from_artifact(open_artifact(inner, hashes=False), threads=threads)
+        draft = open_artifact(inner, hashes=False)
+        alone = sum(file.bytes for file in draft.files.values()) < ALONE
+        in_turns = in_turns or not alone
+        second = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
     return CompiledModel(
-        OrtEngine(artifact, threads=threads, kernels=kernels),
+        OrtEngine(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
         artifact.facts,
         tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
         recipe=artifact.recipe,

@@ -40,6 +40,8 @@ from accel.runtime.rows import moved
 from accel.runtime.stepper import Arrays, Bools, Compression, Logits, alike, call_inputs
 from accel.runtime.tune import AUTO, Tuning, choose
 
+MOVES = ("commit", "shift")  # entries that move a little of the state: more threads would come too late
+
 
 class OrtEngine:
     """The step entry of an artifact. Opened at first use; safe to share between threads."""
@@ -49,17 +51,18 @@ class OrtEngine:
         artifact: Artifact,
         *,
         threads: int | None = None,
-        spinning: bool = True,
+        in_turns: bool = False,
         entry: str = "step",
         kernels: str = AUTO,
     ):
         """`threads`: compute threads of one call, default the physical cores it may use.
+        `in_turns`: another engine computes between two calls of this one, whose threads make room for it at once.
         `kernels`: the variant of the step, or "auto": the fastest here.
         Raises ArtifactError where there is none of that name.
         """
         self.artifact = artifact
         self.threads = threads or physical_cores()
-        self.spinning = spinning
+        self._in_turns = in_turns
         self.entry = entry
         self._lock = threading.Lock()
         self._session: Any = None
@@ -126,7 +129,8 @@ class OrtEngine:
     def _open(self, entry: str) -> Any:
         graphs = self.artifact.entries[entry].graphs
         path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
-        session = open_session(path, self.threads, self.spinning)
+        threads = 1 if entry in MOVES else self.threads
+        session = open_session(path, threads, resting=self._in_turns or entry != self.entry)
         if entry == "encode":
             check_encode(session, self.artifact, path)
         elif entry == "step":
@@ -173,6 +177,7 @@ class OrtStepper:
         }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
+        self._bytes = 0
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
         self._observing: list[Any] = []  # other shapes, giving queries too
@@ -337,14 +342,13 @@ class OrtStepper:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all state buffers but a pool's."""
-        own = [self._buffers[v.name] for v in self._state if v.name in self._buffers and not v.pooled]
-        return sum(a.nbytes for a in (*own, *self._spare.values()))
+        return self._bytes
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
         self._decode, self._other, self._observing = [], [], []
         self._parts.forget()
-        self._values = []
+        self._values, self._bytes = [], 0
         self._buffers, self._spare = {}, {}
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
@@ -376,6 +380,8 @@ class OrtStepper:
             decode[-1].bind_ortvalue_output("logits", self._logits_value)
         self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
+        own = (buffers[v.name] for v in self._state if v.name in buffers and not v.pooled)
+        self._bytes = sum(a.nbytes for a in (*own, *spare.values()))
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from accel.ir.errors import RecipeError
 from accel.runtime.draft import Base, Drafter
-from accel.runtime.draft._match import ends
 from accel.runtime.ints import Ints
-from accel.runtime.tree import Tree
+from accel.runtime.tree import NONE, Tree
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,25 @@ class Iad(Base):
             raise RecipeError(f"draft.iad: ngram is {self.ngram}; give at least 1")
 
     def begin(self, prompt: Ints) -> Drafter:
-        return _Aligned(self.ngram, prompt)
+        order = np.argsort(prompt, kind="stable")
+        return _Aligned(self.ngram, prompt, order, prompt[order])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Aligned(Drafter):
+    """order [n]: the prompt's places by their tokens, which are `ranked` [n]."""
+
     ngram: int
     source: Ints
+    order: Ints
+    ranked: Ints
 
     def draft(self, seen: Ints, limit: int) -> Tree:
-        for size in range(1, min(self.ngram, seen.size) + 1):
-            found = ends(self.source, seen[-size:])
-            if found.size == 1:
-                return Tree.chain(self.source[found[0] : found[0] + limit])
-            if not found.size:
+        first, end = self.ranked.searchsorted([seen[-1], seen[-1] + 1])
+        found = self.order[first:end]
+        for back in range(1, min(self.ngram, seen.size)):
+            if found.size < 2:
                 break
-        return Tree.chain([])
+            found = found[found >= back]
+            found = found[self.source[found - back] == seen[-1 - back]]
+        return Tree.chain(self.source[found[0] + 1 : found[0] + 1 + limit]) if found.size == 1 else NONE

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from accel.ir.errors import RecipeError
 from accel.runtime.draft import Base, Drafter
-from accel.runtime.draft._match import ends
 from accel.runtime.ints import Ints
-from accel.runtime.tree import Tree
+from accel.runtime.tree import NONE, Tree
 
 
 @dataclass(frozen=True)
@@ -33,4 +34,14 @@ class PromptLookup(Base, Drafter):
             found = ends(seen[:-1], seen[-size:])
             if found.size:
                 return Tree.chain(seen[found[0] : found[0] + limit])
-        return Tree.chain([])
+        return NONE
+
+
+def ends(tokens: Ints, tail: Ints) -> Ints:
+    """The index behind each occurrence of tail [n], n >= 1, in tokens [m], in rising order."""
+    if tail.size > tokens.size:
+        return np.zeros(0, np.int64)
+    last = np.flatnonzero(tokens[tail.size - 1 :] == tail[-1])  # of most tails nothing else has to be compared
+    for back in range(1, tail.size):
+        last = last[tokens[last + tail.size - 1 - back] == tail[-1 - back]]
+    return last + tail.size

@@ -17,7 +17,7 @@ from accel.runtime.ints import Ints
 from accel.runtime.length._guard import prices
 from accel.runtime.loop import Row, Setting
 from accel.runtime.session import Session
-from accel.runtime.tree import ROOT, Guesses, Level, Shape, Tree, grown
+from accel.runtime.tree import NONE, ROOT, Guesses, Level, Shape, Tree, grown
 from accel.runtime.tree._nodes import top
 from accel.runtime.verify import Verdict
 
@@ -60,7 +60,7 @@ class _Recycled(Drafters):
         return {i: self.drafted[i] for i in limits}
 
     def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
-        tree = self.drafted.pop(row, Tree.chain([]))
+        tree = self.drafted.pop(row, NONE)
         tokens = np.concatenate([self.rows[row].seen[-1:], tree.tokens])
         recycle(self.matrices[row], tokens, logits, [0, *(node + 1 for node in verdict.path)])
         if len(tree):

@@ -35,6 +35,7 @@ class Guard:
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
+        self._best: int | None = None  # `limit`, where nothing was observed since
         if effort and not self._odds.best(self.cost, 0, MOST):
             self._resting = self._pause = LONGEST
 
@@ -45,7 +46,9 @@ class Guard:
         """
         if self._resting:
             return 0
-        return MOST if self._shaped else self._odds.best(self.cost, 1, MOST)
+        if self._best is None:
+            self._best = MOST if self._shaped else self._odds.best(self.cost, 1, MOST)
+        return self._best
 
     def cost(self, drafted: int) -> float:
         """Of a round that drafts so many tokens for each row, in plain steps; the call alone where the drafter's
@@ -69,6 +72,7 @@ class Guard:
         call's being 1.
         """
         self._odds.observe(drafts)
+        self._best = None
         width = 1 + max(drafted for drafted, _ in drafts)
         cost = self._costs[width - 1]
         if self._rounds:  # in a trial's first, a drafter catches up

@@ -14,13 +14,15 @@ import numpy as np
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.draft._follow import Follower
 from accel.runtime.ints import Ints
-from accel.runtime.length._guard import Guard
+from accel.runtime.length._guard import Guard, prices
 from accel.runtime.loop import Base, Row, Setting, first_tokens
 from accel.runtime.loop.speculative import FIGURES, apart, reach
 from accel.runtime.session import Session
 from accel.runtime.stepper import Logits
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
+
+ALONE = 2  # steps without a draft, which say what those with one beside them cost
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class _Rounds:
         self._pending = [np.zeros(0, np.int64) for _ in rows]
         self._reach = reach(session.abilities)
         self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
+        self._price = prices(setting.costs, session.batch)
+        self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
 
@@ -81,36 +85,39 @@ class _Rounds:
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         live, rows, held = self.live, self._rows, self._session.lengths
-        rests = self._guard is not None and not self._guard.limit
+        alone = self._guard is not None and len(self._plain) < ALONE
+        rests = alone or self._guard is not None and not self._guard.limit
         for i in live:
             self._pending[i] = self._pending[i][: 0 if rests else min(self._reach, rows[i].left - 1)]
         before, stood = {i: len(rows[i].tokens) for i in live}, []
         try:
-            logits, ahead, late = self._both(live, rests)
+            logits, ahead, seconds = self._both(live, rests)
             for i in live:
                 stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i))))
         finally:  # what was judged stands, even where a later row or the draft fails
             taken = np.array([len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)])
             if (held + taken < self._session.lengths).any():
                 self._session.rewind(np.minimum(held + taken, self._session.lengths))
-        if self._guard is not None and rests:
+        if alone:
+            self._plain.append(seconds)
+        elif self._guard is not None and rests:
             self._guard.rest()
         elif self._guard is not None:
-            self._guard.observe(float(taken.sum()) / len(live), stood, 0, late)
+            usual = min(self._plain) * self._price(max(drafted for drafted, _ in stood))
+            self._guard.observe(float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1))
         for i in live:
-            rows[i].drafting["fallback"] += rests
+            rows[i].drafting["fallback"] += rests and not alone
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _both(self, live: list[int], rests: bool) -> tuple[Logits, dict[int, Ints], float]:
-        """The call's logits [B,T,V], what was drafted meanwhile, and how many times its time that took longer."""
+        """The call's logits [B,T,V], what was drafted meanwhile, and the seconds of both."""
         start = perf_counter()
         drafts = None if rests else self._thread.submit(self._drafted, live)
         try:
             logits = self._called(live)
         finally:  # the draft's session is free again before anything else happens
-            end = perf_counter()
             ahead = {} if drafts is None else drafts.result()
-        return logits, ahead, (perf_counter() - end) / (end - start)
+        return logits, ahead, perf_counter() - start
 
     def _drafted(self, live: list[int]) -> dict[int, Ints]:
         """What the draft model says after each row's tokens and its pending ones."""

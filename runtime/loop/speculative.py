@@ -22,10 +22,9 @@ from accel.runtime.length._guard import Guard
 from accel.runtime.loop import STAGES, Base, Row, Setting, first_tokens
 from accel.runtime.session import CHUNK, Session
 from accel.runtime.stepper import Logits
-from accel.runtime.tree import Tree
+from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
-PLAIN = Tree.chain([])
 FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Meter.stats`
 
 
@@ -152,7 +151,7 @@ class _Rounds:
         found = self._drafters.draft(limits, self._more) if limits else {}
         for i, tree in found.items():
             self._check(tree, limits.get(i, 0))
-        return {i: found.get(i, PLAIN) for i in self.live}
+        return {i: found.get(i, NONE) for i in self.live}
 
     def _more(self, i: int, logits: Logits, token: int) -> bool:
         return self._paces[i].more(logits, token)

@@ -18,7 +18,7 @@ from accel.runtime.ints import Ints, as_ints
 from accel.runtime.length import Price, unpriced
 from accel.runtime.sample import Distribution
 
-__all__ = ["ROOT", "Base", "Draw", "Growth", "Guesses", "Level", "Shape", "Tree", "grown", "without"]
+__all__ = ["NONE", "ROOT", "Base", "Draw", "Growth", "Guesses", "Level", "Shape", "Tree", "grown", "without"]
 
 ROOT = -1  # the last committed token: the parent of the first drafted ones
 
@@ -90,7 +90,7 @@ class Tree:
             node = int(self.parents[node])
         return tuple(reversed(path))
 
-    @property
+    @cached_property
     def branch(self) -> int | None:
         """The first node that does not follow the one before it; None in a chain."""
         found = np.flatnonzero(self.parents != np.arange(len(self)) - 1)
@@ -200,6 +200,9 @@ def _line(value: Any, name: str, like: Any) -> Ints:
             f"tree: {name} has shape {list(line.shape)}; give one number for each token, [{np.size(like)}]"
         )
     return line
+
+
+NONE = Tree.chain([])  # no draft
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,7 +65,7 @@ class Target:
         self._logits = logits
         self._sampler = sampler
         self._size = seen.size
-        self._ids = np.concatenate([seen, np.zeros(max(tree.depths, default=0), np.int64)])
+        self._ids = np.concatenate([seen, np.zeros(tree.depths.max(initial=0), np.int64)])
         self._laws: dict[int, Distribution] = {}
 
     def law(self, node: int) -> Distribution:
