@@ -177,7 +177,7 @@ class OrtStepper:
         }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
-        self._bytes = 0
+        self._bytes: tuple[Any, int] = None, 0  # buffers, and how large they are
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
         self._observing: list[Any] = []  # other shapes, giving queries too
@@ -342,13 +342,16 @@ class OrtStepper:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all state buffers but a pool's."""
-        return self._bytes
+        if self._bytes[0] is not self._buffers:
+            own = [self._buffers[v.name] for v in self._state if v.name in self._buffers and not v.pooled]
+            self._bytes = self._buffers, sum(a.nbytes for a in (*own, *self._spare.values()))
+        return self._bytes[1]
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
         self._decode, self._other, self._observing = [], [], []
         self._parts.forget()
-        self._values, self._bytes = [], 0
+        self._values = []
         self._buffers, self._spare = {}, {}
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
@@ -380,8 +383,6 @@ class OrtStepper:
             decode[-1].bind_ortvalue_output("logits", self._logits_value)
         self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
-        own = (buffers[v.name] for v in self._state if v.name in buffers and not v.pooled)
-        self._bytes = sum(a.nbytes for a in (*own, *spare.values()))
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""

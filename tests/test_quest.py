@@ -11,12 +11,13 @@ import accel
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.choice import page_bounds
+from accel.ir.recipe import Recipe
 from accel.passes.kv.select.quest import Quest
 from accel.passes.numerics.bit_exact import BitExact
+from accel.runtime.assemble import assemble
 from accel.runtime.compiled import CompiledModel
 from accel.runtime.eager import EagerEngine
 
-from .kv_case import evicting
 from .select_case import Selecting, built, singles
 
 numbers = st.floats(-1e3, 1e3, width=32)
@@ -180,10 +181,9 @@ def test_options_that_make_no_sense(options, why):
         )
 
 
-def test_who_counts_attention_is_refused(stateful):
-    program = evicting(stateful("llama"), {"kv.score": {"use": "h2o"}}).program
-    with pytest.raises(PassError, match="counts the attention that each token draws"):
-        built("quest").run(program)
+def test_who_counts_attention_is_refused():
+    with pytest.raises(RecipeError, match="h2o: that score counts the attention that each token draws"):
+        assemble(Recipe(tables={"kv.score": {"use": "h2o"}, "kv.select": {"use": "quest"}}))
 
 
 def test_equal_bits_are_refused(stateful):

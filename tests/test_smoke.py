@@ -147,11 +147,15 @@ def test_a_directory_without_weights_through_the_command(directory):
     assert "smoke: 100% done" in result.stderr
 
 
-def test_every_recipe_in_its_own_sizes():
+SOME = ["base", "float16", "snapkv", "kivi-2", "quest", "calm", "gemfilter", "token-recycling"]
+
+
+@pytest.mark.parametrize("recipes", [SOME, pytest.param(None, marks=pytest.mark.long)])
+def test_every_recipe_in_its_own_sizes(recipes):
     """A plain module, taken as it is."""
-    found = accel.smoke(models.tiny().eval(), None, ["onnx"])
+    found = accel.smoke(models.tiny().eval(), recipes, ["onnx"])
     assert found.ok and found.seconds > 0
-    assert {c.recipe for c in found.cells} >= {"base", "float16", "snapkv", "kivi-2", "quest"}
+    assert {c.recipe for c in found.cells} >= set(SOME)
 
 
 def test_every_target():

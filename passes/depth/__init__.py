@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from accel.passes import Pass
 from accel.passes.fuse.residual import Residual
@@ -28,3 +28,9 @@ class Base(Pass, ABC):
     grade = "approximate"
     leaves_out: ClassVar[bool] = True  # whether single tokens go through fewer layers than those of longer calls
     by_call: ClassVar[bool] = True  # whether a call may say which layers run
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "kv.score" and method.reads & {"queries", "mass"}:
+            return "its layers stand under conditions, out of which that score would take what their tokens ask for"
+        return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +43,11 @@ class ShortGPT(Base):
             )
         if self.tokens < 1:
             raise RecipeError(f"tokens = {self.tokens}; give how many to measure on, 1 or more")
+
+    def apart(self, axis: str, method: Any) -> str:
+        if axis == "kv.score" or axis == "kv.codec" and method.block:
+            return "it deletes layers whose caches that method already shapes"
+        return ""
 
     def run(self, program: Program) -> Report:
         if program.facts.kv is not None:

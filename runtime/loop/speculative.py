@@ -4,7 +4,6 @@ says which stand.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ def apart(axis: str, method: Any) -> str:
         return "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
     if axis == "kv.when" and method.single:
         return "it drops tokens while others come, and what a draft made it drop cannot be had back"
-    if axis == "kv.score" and "mass" in inspect.signature(type(method).__call__).parameters:
+    if axis == "kv.score" and "mass" in method.reads:
         return "it counts what each token draws, and what a draft drew cannot be taken back"
     if axis == "depth" and method.leaves_out:
         return "it leaves out layers for single tokens, and for those of a draft it would not"

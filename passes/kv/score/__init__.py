@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -34,6 +35,11 @@ class Base:
     grade: ClassVar[str] = "approximate"
 
     __call__: Callable[..., Tensor]
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of what it goes by."""
+        return frozenset(inspect.signature(type(self).__call__).parameters)
 
     def note(self, hidden: Tensor, **trained: Tensor) -> Tensor:
         """What is noted of each token when it is cached, for scores that name `notes`: hidden

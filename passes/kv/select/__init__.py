@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.errors import PassError, RecipeError
+from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Mask, Operands, attention, operands_of
 from accel.ir.ops.choice import best_pages, pages_before
 from accel.ir.ops.kv import kv_append
-from accel.ir.ops.mass import attention_mass
 from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
 from accel.ir.program import Conditional, Editor, Program, State
 from accel.ir.sizes import FEW
@@ -71,6 +70,12 @@ class Base(Pass, ABC):
         if self.dense_layers < 0:
             raise RecipeError(f"{name}: dense_layers = {self.dense_layers}; give 0 or more")
 
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "kv.score" and "mass" in method.reads:
+            return "that score counts the attention that each token draws, and tokens here read only some others"
+        return ""
+
     @abstractmethod
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
         """What is kept of a page of keys of D = `width` numbers: name -> (dtype, sizes after [B,G,N])."""
@@ -106,12 +111,6 @@ class Base(Pass, ABC):
         return max(LEAST, self.tokens_read // self.page)
 
     def run(self, program: Program) -> Report:
-        name = type(self).__name__
-        if mass := program.nodes(attention_mass.default, entry=program.step):
-            raise PassError(
-                f"{mass[0].name}: kv.score counts the attention that each token draws, and {name} reads only "
-                "some tokens; leave kv.select out, or use a kv.score that does not count"
-            )
         report = Report()
         graph = program.step.graph
         sites = [n for n in graph.nodes if n.target is attention.default]
