@@ -119,7 +119,8 @@ class _Rounds:
             for i, tree in trees.items():
                 kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
         finally:  # what was judged stands, even where a later row fails
-            back = self._settle(kept, held, branches)
+            whole = not self._drafts and len(kept) == len(trees)  # each row has the one token that it was given
+            back = False if whole else self._settle(kept, held, branches)
         self._weigh(kept, back, self._drafting / max(call, 1e-9))
         self._clock(self._drafting, call, perf_counter() - start)
         return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
@@ -142,7 +143,8 @@ class _Rounds:
 
     def _drafted(self, limit: int) -> dict[int, Tree]:
         """What each row that runs is to have checked. Raises InputError where that cannot be."""
-        limits = {i: min(limit, self._paces[i].limit()) for i in self.live}
+        live = self.live
+        limits = {i: min(limit, self._paces[i].limit()) for i in live}
         for i, most in limits.items():
             self._rows[i].drafting["fallback"] += most < 1
         limits = {i: min(most, self._rows[i].left - 1) for i, most in limits.items()}
@@ -150,7 +152,7 @@ class _Rounds:
         found = self._drafters.draft(limits, self._more) if limits else {}
         for i, tree in found.items():
             self._check(tree, limits.get(i, 0))
-        return {i: found.get(i, NONE) for i in self.live}
+        return {i: found.get(i, NONE) for i in live}
 
     def _more(self, i: int, logits: Logits, token: int) -> bool:
         return self._paces[i].more(logits, token)
@@ -165,10 +167,9 @@ class _Rounds:
                 f"{name} drafted a tree that branches, and this model takes chains only (session.abilities); build it "
                 "with a recipe whose tree branches, or draft chains (Tree.chain)"
             )
-        wrong = tree.tokens[tree.tokens >= self._session.vocab_size]
-        if wrong.size:
+        if len(tree) and (wrong := int(tree.tokens.max())) >= self._session.vocab_size:
             raise InputError(
-                f"{name} drafted token {wrong[0]}, and the model's are 0..{self._session.vocab_size - 1}; draft from "
+                f"{name} drafted token {wrong}, and the model's are 0..{self._session.vocab_size - 1}; draft from "
                 "the same vocabulary"
             )
 
@@ -190,25 +191,30 @@ class _Rounds:
     def _judged(self, i: int, tree: Tree, logits: Logits) -> list[int]:
         """Let a row take what stands, up to its end; the columns of the call that it then holds."""
         row, before = self._rows[i], len(self._rows[i].tokens)
-        if len(tree):
-            verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
-        else:
+        if not len(tree):
             verdict = Verdict((), row.pick(logits[0]))
-        start = perf_counter()
-        self._drafters.observe(i, verdict, logits)
-        self._drafting += perf_counter() - start
+            self._observe(i, verdict, logits)
+            row.accept(verdict.token)
+            return [0]
+        verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
+        self._observe(i, verdict, logits)
         for token in (*tree.tokens[list(verdict.path)].tolist(), verdict.token):
             row.accept(token)
             if row.finish:
                 break
         taken = len(row.tokens) - before
-        if len(tree):
-            stood = min(len(verdict.path), taken)
-            self._paces[i].observe(len(tree), stood)
-            row.drafts[len(tree), stood] += 1
-            self._drafts.append((len(tree), stood))
-            row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
+        stood = min(len(verdict.path), taken)
+        self._paces[i].observe(len(tree), stood)
+        row.drafts[len(tree), stood] += 1
+        self._drafts.append((len(tree), stood))
+        row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return [0, *(node + 1 for node in verdict.path)][:taken]
+
+    def _observe(self, i: int, verdict: Verdict, logits: Logits) -> None:
+        """Tell the drafters, whose time it is."""
+        start = perf_counter()
+        self._drafters.observe(i, verdict, logits)
+        self._drafting += perf_counter() - start
 
     def _weigh(self, kept: dict[int, list[int]], back: bool, drafting: float) -> None:
         """Tell the guard what the round gave; `drafting`: the drafters' time, the call's being 1."""
