@@ -13,7 +13,7 @@ from accel.passes.state.trees import Trees
 from accel.runtime.assemble import assemble
 from accel.runtime.companion import Abilities
 from accel.runtime.costs import Costs
-from accel.runtime.loop import Setting, lookahead
+from accel.runtime.loop import STAGES, Setting, lookahead
 from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.sample.standard import Standard
 
@@ -48,6 +48,7 @@ def test_tokens_are_those_of_plain_decoding():
         for shape in SHAPES:
             rows = rows_of(texts(seed), sampler, seed)
             assert run(model, rows, shape)[0] == want
+            assert min(rows[0].seconds[stage] for stage in STAGES) > 0, "where its time goes"
             stood += sum(row.drafting["accepted"] for row in rows)
     assert stood, "no n-gram ever stood"
 

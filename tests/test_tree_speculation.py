@@ -53,6 +53,8 @@ def test_tokens_are_those_of_plain_decoding(name):
         rows, _ = recycled(model, prompts, tree, kept=lambda n: min(n, 12) if name == "gemfilter" else n)
         assert [row.tokens for row in rows] == want
         accepted += sum(row.drafting["accepted"] for row in rows)
+        nodes = sum(row.drafting["drafted"] for row in rows)
+        assert sum(deep * n for row in rows for (deep, _), n in row.drafts.items()) < nodes, "places, not nodes"
     assert accepted > 0
 
 

@@ -74,7 +74,7 @@ def peers(count: int, tokens: int, repeat: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, draft = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (MODEL, MODEL / "draft"))
-    model.generation_config.eos_token_id = draft.generation_config.eos_token_id = None
+    model.generation_config.eos_token_id = draft.generation_config.eos_token_id = 10**6  # none: look-up asks for one
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     common: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
     ways: dict[str, dict[str, Any]] = {

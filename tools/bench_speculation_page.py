@@ -54,7 +54,7 @@ def _peers(theirs: Result | None, ours: list[Result]) -> list[str]:
     heads = [f"transformers {w.removeprefix('transformers ')}" for w in ways] + [f"`{r['name']}`" for r in mine]
     rows = ["| prompts | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for i, row in enumerate(theirs["rows"]):
-        found = [row[w] for w in ways] + [r["rows"][i]["tokens_per_second"] for r in mine]
+        found = [row[w] for w in ways] + [r["rows"][i]["whole_tokens_per_second"] for r in mine]
         rows.append(f"| {row['kind']} | " + " | ".join(f"{x:.0f}" for x in found) + " |")
     return rows
 
@@ -86,9 +86,10 @@ def _places(file: Path, results: list[Result]) -> None:
     kinds = [r["kind"] for r in results[0]["rows"]]
     figure, grid = plt.subplots(2, 3, figsize=(9, 5), sharex=True, sharey=True, layout="constrained")
     for axes, (i, kind) in zip(grid.flat, enumerate(kinds), strict=False):
-        for r in results:
+        for r, colour in zip(results, plt.get_cmap("tab20").colors, strict=False):
             found = r["rows"][i]["by_place"][:PLACES]
-            axes.plot(range(1, len(found) + 1), found, marker="o", markersize=3, linewidth=1, label=r["name"])
+            places = range(1, len(found) + 1)
+            axes.plot(places, found, marker="o", markersize=3, linewidth=1, color=colour, label=r["name"])
         axes.set_title(kind, fontsize=9, color=INK)
         axes.set_ylim(-0.03, 1.03)
         axes.grid(alpha=0.3)

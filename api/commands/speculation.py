@@ -96,7 +96,7 @@ def _prompt(
             f"a prompt of {len(ids)} tokens and {tokens} new ones are more than max_context = "
             f"{plain.facts.max_context}; give fewer --tokens"
         )
-    ratios, speeds = [], []
+    ratios, speeds, wholes = [], [], []
     for turn in range(repeat + 1):
         models = (plain, drafting) if turn % 2 else (drafting, plain)
         outputs = {id(m): m.generate([ids], tokens, eos=[]) for m in models}
@@ -104,10 +104,13 @@ def _prompt(
         if turn:
             speeds.append((before.stats["tokens_per_second"], after.stats["tokens_per_second"]))
             ratios.append(speeds[-1][1] / speeds[-1][0])
+            spent = after.stats["prefill_seconds"] + after.stats["decode_seconds"]
+            wholes.append(after.stats["tokens"] / spent)
     return {
         "ratios": ratios,
         "plain": median(s[0] for s in speeds),
         "drafting": median(s[1] for s in speeds),
+        "whole": median(wholes),
         "equal": before.tokens == after.tokens,
         "tokens": after.stats["tokens"],
         "speculation": after.stats["speculation"] or {},
@@ -130,6 +133,7 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "slowest": min(median(r["ratios"]) for r in runs),
         "plain_tokens_per_second": median(r["plain"] for r in runs),
         "tokens_per_second": median(r["drafting"] for r in runs),
+        "whole_tokens_per_second": median(r["whole"] for r in runs),  # the prompt's call among them
         "tokens_per_check": new / max(1, new - figures["accepted"]),
         "equal": sum(r["equal"] for r in runs),
         "accepted": figures["accepted"] / figures["drafted"] if figures["drafted"] else 0.0,

@@ -98,6 +98,11 @@ class Row:
             self.finish = self._at_end
 
 
+    def clock(self, draft: float, verify: float, whole: float) -> None:
+        """Add the seconds of a round: those of the drafters, of the call that checks, and of all of it."""
+        for stage, spent in zip(STAGES, (draft, verify, whole - draft - verify), strict=True):
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
+
     def branch(self, rng: np.random.Generator | None = None) -> Row:
         """Another that goes on from here by itself, with random numbers of its own where they are given."""
         other = copy(self)

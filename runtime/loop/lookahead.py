@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from time import perf_counter
 
 import numpy as np
 
@@ -84,12 +85,15 @@ class _Rounds:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         live, rows = self.live, self._rows
         rests = self._guard is not None and not self._guard.limit
+        start = perf_counter()
         calls = {} if rests else {i: self._windows[i].call(rows[i]) for i in live}
         room = self._session.max_context - self._session.lengths
         if not calls or any(call.tokens.size > room[i] for i, call in calls.items()):
             return self._plain(live, rests)
         before = {i: len(rows[i].tokens) for i in live}
+        called = perf_counter()
         logits, paths = self._guessed(calls), [np.zeros(0, np.int64) for _ in rows]
+        spent = perf_counter() - called
         try:
             for i, call in calls.items():
                 paths[i] = self._judged(i, call, logits[i])
@@ -98,19 +102,23 @@ class _Rounds:
         if self._guard is not None:
             stood = [(call.tokens.size - 1, paths[i].size - 1) for i, call in calls.items()]
             self._guard.observe(sum(p.size for p in paths) / len(calls), stood, 0, 0.0)
+        rows[0].clock(called - start, spent, perf_counter() - start)  # for all
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _plain(self, live: list[int], rests: bool) -> list[tuple[int, int]]:
         """A step without guesses: they do not pay for now, or a row has no room for them."""
         column, counts = np.zeros((len(self._rows), 1), np.int64), np.zeros(len(self._rows), np.int64)
         column[live, 0], counts[live] = [self._rows[i].tokens[-1] for i in live], 1
+        start = perf_counter()
         logits = self._session.run(column, None if counts.all() else counts)
+        spent = perf_counter() - start
         for i in live:
             self._rows[i].accept(self._rows[i].pick(logits[i, 0]))
             self._windows[i].note(self._rows[i].seen, 1)
             self._rows[i].drafting["fallback"] += rests
         if self._guard is not None:
             self._guard.rest()
+        self._rows[0].clock(0.0, spent, perf_counter() - start)
         return [(i, self._rows[i].tokens[-1]) for i in live]
 
     def _guessed(self, calls: dict[int, _Call]) -> Logits:

@@ -90,8 +90,9 @@ class _Rounds:
         for i in live:
             self._pending[i] = self._pending[i][: 0 if rests else min(self._reach, rows[i].left - 1)]
         before, stood = {i: len(rows[i].tokens) for i in live}, []
+        start = perf_counter()
         try:
-            logits, ahead, seconds = self._both(live, rests)
+            logits, ahead, call, seconds = self._both(live, rests)
             for i in live:
                 stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i))))
         finally:  # what was judged stands, even where a later row or the draft fails
@@ -107,17 +108,19 @@ class _Rounds:
             self._guard.observe(float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1))
         for i in live:
             rows[i].drafting["fallback"] += rests and not alone
+        rows[0].clock(seconds - call, call, perf_counter() - start)  # for all
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
-    def _both(self, live: list[int], rests: bool) -> tuple[Logits, dict[int, Ints], float]:
-        """The call's logits [B,T,V], what was drafted meanwhile, and the seconds of both."""
+    def _both(self, live: list[int], rests: bool) -> tuple[Logits, dict[int, Ints], float, float]:
+        """The call's logits [B,T,V], what was drafted meanwhile, the call's seconds, and those of both."""
         start = perf_counter()
         drafts = None if rests else self._thread.submit(self._drafted, live)
         try:
             logits = self._called(live)
         finally:  # the draft's session is free again before anything else happens
+            end = perf_counter()
             ahead = {} if drafts is None else drafts.result()
-        return logits, ahead, perf_counter() - start
+        return logits, ahead, end - start, perf_counter() - start
 
     def _drafted(self, live: list[int]) -> dict[int, Ints]:
         """What the draft model says after each row's tokens and its pending ones."""

@@ -18,7 +18,7 @@ from accel.runtime.draft import Drafters
 from accel.runtime.ints import Ints
 from accel.runtime.length import Pace, unpriced
 from accel.runtime.length._guard import Guard
-from accel.runtime.loop import STAGES, Base, Row, Setting, first_tokens
+from accel.runtime.loop import Base, Row, Setting, first_tokens
 from accel.runtime.session import CHUNK, Session
 from accel.runtime.stepper import Logits
 from accel.runtime.tree import NONE, Tree
@@ -122,7 +122,7 @@ class _Rounds:
             whole = not self._drafts and len(kept) == len(trees)  # each row has the one token that it was given
             back = False if whole else self._settle(kept, held, branches)
         self._weigh(kept, back, self._drafting / max(call, 1e-9))
-        self._clock(self._drafting, call, perf_counter() - start)
+        self._rows[0].clock(self._drafting, call, perf_counter() - start)  # for all
         return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
 
     def _settle(self, kept: dict[int, list[int]], held: Ints, branches: bool) -> bool:
@@ -134,12 +134,6 @@ class _Rounds:
         if back := bool((wanted < self._session.lengths).any()):
             self._session.rewind(wanted)
         return back
-
-    def _clock(self, draft: float, verify: float, whole: float) -> None:
-        """Seconds of a round, noted on the first row for all."""
-        seconds = self._rows[0].seconds
-        for stage, spent in zip(STAGES, (draft, verify, whole - draft - verify), strict=True):
-            seconds[stage] = seconds.get(stage, 0.0) + spent
 
     def _drafted(self, limit: int) -> dict[int, Tree]:
         """What each row that runs is to have checked. Raises InputError where that cannot be."""
@@ -205,7 +199,7 @@ class _Rounds:
         taken = len(row.tokens) - before
         stood = min(len(verdict.path), taken)
         self._paces[i].observe(len(tree), stood)
-        row.drafts[len(tree), stood] += 1
+        row.drafts[int(tree.depths.max()), stood] += 1
         self._drafts.append((len(tree), stood))
         row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return [0, *(node + 1 for node in verdict.path)][:taken]

@@ -65,6 +65,7 @@ def test_tokens_are_those_of_plain_decoding(toy, sampler, every):
         got, calls = run(toy, rows, every, ahead)
         assert got == want
         drafted, accepted = (sum(row.drafting[name] for row in rows) for name in ("drafted", "accepted"))
+        assert rows[0].seconds["verify"] > 0 and min(rows[0].seconds.values()) >= 0
         assert ahead > 1 or not drafted, "of one token none is ever pending"
         assert every > 1 or not accepted, "what always errs"
         if every == 1000 and sampler.greedy and ahead > 1:
