@@ -11,6 +11,8 @@ import pytest
 
 from accel.runtime.report import kinds, state_bytes, write_html
 
+pytestmark = pytest.mark.usefixtures("figures")
+
 LAYER = {"attention": "causal", "window": 0, "num_heads": 8, "num_kv_heads": 2, "head_dim": 16}
 EVIL = "<script>alert('$1$ & \"x\"')</script>"
 
