@@ -2,6 +2,7 @@
 other cores have tests of their own.
 """
 
+import gc
 import os
 import shutil
 import tempfile
@@ -64,6 +65,13 @@ def pytest_configure(config):
     if library:
         native.cache_folder().mkdir()
         (native.cache_folder() / library.name).symlink_to(library)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled():
+    """A build collects garbage, and would look at all that the tests before it keep."""
+    gc.collect()
+    gc.freeze()
 
 
 class Golden:
