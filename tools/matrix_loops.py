@@ -32,7 +32,7 @@ from accel.runtime.costs import Costs
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Output
 
-HOST = ("draft", "loop", "length", "tree", "verify", "schedule")  # axes that decide between calls
+HOST = ("draft", "loop", "length", "tree", "verify")  # axes that decide between calls
 SEARCHES = ("beam-patience",)  # loops with tokens of their own
 NEW = 18  # tokens of each row
 _RNG = np.random.default_rng(1)

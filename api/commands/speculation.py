@@ -14,7 +14,7 @@ from accel.ir.errors import InputError
 if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
 
-DRAFTING = ("loop", "draft", "verify", "length", "tree", "schedule")  # axes that plain decoding does without
+DRAFTING = ("loop", "draft", "verify", "length", "tree")  # axes that plain decoding does without
 PLACES = 4  # of a draft, shown on a screen
 
 
