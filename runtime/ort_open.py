@@ -41,6 +41,8 @@ def open_session(path: Path, threads: int, spinning: bool = True, resting: bool 
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
+    # planning which values share memory grows with the square of the layers; all are freed in time anyway
+    options.enable_mem_reuse = False
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     if resting:
         options.add_session_config_entry("session.force_spinning_stop", "1")

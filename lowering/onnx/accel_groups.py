@@ -47,10 +47,11 @@ def group_quantize(b: Builder, x: str, bits: int, group: int, along: str) -> tup
     steps = b.node("Div", b.node("Sub", cut, least), b.node("Cast", scale, to=_FLOAT))
     steps = b.node("Clip", b.node("Round", steps), _number(b, 0.0), _number(b, most))
     steps = b.node("Where", b.node("IsNaN", steps), _number(b, 0.0), steps)
-    whole = _last(b, b.node("Reshape", steps, b.ints(*lead, rows, -1)), width)
-    if short := -width % per:
-        whole = str(b.node("Pad", whole, b.ints(0, short), None, b.ints(-1)))
-    cut = b.node("Reshape", whole, b.ints(*lead, rows, per, -1))
+    short = -width % per
+    if short or (along == "channels" and width % group):
+        steps = _last(b, b.node("Reshape", steps, b.ints(*lead, rows, -1)), width)
+        steps = b.node("Pad", steps, b.ints(0, short), None, b.ints(-1)) if short else steps
+    cut = b.node("Reshape", steps, b.ints(*lead, rows, per, -1))
     place = b.constant([[float(1 << bits * i)] for i in range(per)], "float32")
     total = b.node("ReduceSum", b.node("Mul", cut, place), b.ints(rank - 1), keepdims=0)
     codes = b.node("Reshape", b.node("Cast", total, to=DTYPES[torch.uint8]), b.ints(*lead, -1))
@@ -74,26 +75,26 @@ def group_dequantize(
     width: int,
 ) -> str:
     per, lead = 8 // bits, [0] * (b.rank(codes) - 1)
-    wide = -(-width // per)
+    wide, count = -(-width // per), -(-width // group)
     shifts = b.constant([[bits * i] for i in range(per)], "uint8")
     apart = b.node("Reshape", codes, b.ints(*lead, rows, 1, wide))
     if bits < 8:
         apart = b.node("BitShift", apart, shifts, direction="RIGHT")
         apart = b.node("BitwiseAnd", apart, b.constant(2**bits - 1, torch.uint8))
-    steps = b.node("Reshape", apart, b.ints(*lead, rows, wide * per))
-    steps = b.node("Cast", _last(b, str(steps), width), to=_FLOAT)
+    steps = b.node("Cast", apart, to=_FLOAT)
+    short = count * group - width if along == "channels" else 0
+    if wide * per > width or short:
+        steps = _last(b, b.node("Reshape", steps, b.ints(*lead, rows, wide * per)), width)
+        steps = b.node("Pad", steps, b.ints(0, short), None, b.ints(-1)) if short else steps
     if along == "rows":
         sizes, cut = (
             b.ints(*lead, rows // group, 1, width),
             b.ints(*lead, rows // group, group, width),
         )
     else:
-        count = -(-width // group)
-        short = count * group - width
-        steps = b.node("Pad", steps, b.ints(0, short), None, b.ints(-1)) if short else steps
         sizes, cut = b.ints(*lead, rows, count, 1), b.ints(*lead, rows, count, group)
     of = [b.node("Reshape", b.node("Cast", x, to=_FLOAT), sizes) for x in (scale, least)]
     x = b.node("Add", b.node("Mul", b.node("Reshape", steps, cut), of[0]), of[1])
-    if along == "channels" and short:
+    if short:
         x = _last(b, str(b.node("Reshape", x, b.ints(*lead, rows, count * group))), width)
     return str(b.node("Reshape", x, b.ints(*lead[:-1], -1, width)))

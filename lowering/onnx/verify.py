@@ -289,7 +289,7 @@ def _random_inputs(program: Program, entry: Entry) -> dict[str, Tensor]:
 def _open(program: Program, file: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    options.enable_cpu_mem_arena = False
+    options.enable_cpu_mem_arena = options.enable_mem_reuse = False
     options.execution_order = (
         ort.ExecutionOrder.PRIORITY_BASED
     )  # or it would cast all weights first

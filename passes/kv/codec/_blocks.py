@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,16 +180,14 @@ def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.No
     editor = Editor(program, graph)
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
     outputs = {"kept.pos.next": moved[0], "kv.pos.next": moved[1]}
+    rows: dict[int, Any] = {}  # of all heads, by their number
     for cache, nodes in zip(caches, given, strict=True):
-        role = _role(cache.state)
+        role, groups = _role(cache.state), int(sizes(cache.recent)[1])
+        if groups not in rows:
+            rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
 
         def move(
-            fresh: Tensor,
-            places: Tensor,
-            tail: Tensor,
-            recent: Tensor,
-            *old: Tensor,
-            role: str = role,
+            fresh: Tensor, places: Tensor, tail: Tensor, recent: Tensor, *old: Tensor, role: str = role
         ) -> tuple[Tensor, ...]:
             new = codec.encode(role, _blocks(recent, fresh))
             kept = [
@@ -198,7 +197,7 @@ def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.No
             return (*kept, _taken(recent, tail))
 
         name = f"compress.{cache.state.name}"
-        *kept, left = trace(editor, name, move, fresh, places, tail, *nodes, key=("move", codec, role))
+        *kept, left = trace(editor, name, move, fresh, *rows[groups], *nodes, key=("move", codec, role))
         outputs |= {f"{s.name}.next": node for s, node in zip(cache.parts, kept, strict=True)}
         outputs[f"{cache.state.name}.next"] = left
     graph.output(tuple(outputs.values()))
@@ -211,12 +210,15 @@ def _blocks(recent: Tensor, fresh: Tensor) -> Tensor:
     return found
 
 
-def _taken(x: Tensor, places: Tensor) -> Tensor:
-    """x [B,G,C,n], places [B,P] (-1: any) -> [B,G,P,n]; whole rows are copied, each in one."""
-    batch, groups, _, width = x.shape
-    index = places.clamp(min=0)[:, None].expand(-1, groups, -1).flatten(0, 1)
-    found: Tensor = take_rows(x.flatten(0, 1), index)
-    return found.reshape(batch, groups, places.shape[1], width)
+def _rows(groups: int, *places: Tensor) -> tuple[Tensor, ...]:
+    """places [B,P] (-1: any), of each [B*G,P]: the same slots of every head."""
+    return tuple(x.clamp(min=0).repeat_interleave(groups, dim=0) for x in places)
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    """x [B,G,C,n], rows [B*G,P] -> [B,G,P,n]; whole rows are copied, each in one."""
+    found: Tensor = take_rows(x.flatten(0, 1), rows)
+    return found.unflatten(0, x.shape[:2])
 
 
 def _moved_positions(
@@ -224,7 +226,8 @@ def _moved_positions(
 ) -> tuple[Tensor, Tensor]:
     """Positions of the blocks [B,1,P,R] and of what stays [B,M], -1 where there is nothing."""
     new = _blocks(held[:, None, :, None], fresh)[..., 0]
-    kept = _taken(torch.cat((stored, new), dim=2), places)
+    (rows,) = _rows(1, places)
+    kept = _taken(torch.cat((stored, new), dim=2), rows)
     kept = kept.masked_fill((places < 0)[:, None, :, None], -1)
     left = held.gather(1, tail.clamp(min=0)).masked_fill(tail < 0, -1)
     return kept, left
