@@ -10,11 +10,12 @@ import accel
 from accel.ir.capture import capture
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import attention
+from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.passes.kv.codec.kivi import Kivi
-from accel.passes.numerics.bit_exact import BitExact
 from accel.passes.state.head import Head
 from accel.runtime import blocks
+from accel.runtime.assemble import assemble
 from accel.runtime.compiled import CompiledModel
 from accel.runtime.eager import EagerEngine
 from accel.runtime.keeper import kv_plan
@@ -384,11 +385,9 @@ def test_models_that_it_cannot_serve_are_refused(stateful):
         Kivi().run(stateful("mamba"))
 
 
-def test_equal_rows_are_not_promised(program):
-    with pytest.raises(
-        PassError, match="bit-exact and kv.codec: which tokens a query reads in codes"
-    ):
-        BitExact().run(program("llama")[1])
+def test_equal_rows_are_not_promised():
+    with pytest.raises(RecipeError, match="bit-exact cannot go with kv.codec = kivi: which tokens"):
+        assemble(Recipe(tables={"kv.codec": {"use": "kivi"}, "numerics": {"use": "bit-exact"}}))
 
 
 def test_blocks_are_read_by_every_layer_of_a_shared_cache(program):

@@ -13,12 +13,11 @@ from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.choice import page_bounds
 from accel.ir.recipe import Recipe
 from accel.passes.kv.select.quest import Quest
-from accel.passes.numerics.bit_exact import BitExact
 from accel.runtime.assemble import assemble
 from accel.runtime.compiled import CompiledModel
 from accel.runtime.eager import EagerEngine
 
-from .select_case import Selecting, built, singles
+from .select_case import built, singles
 
 numbers = st.floats(-1e3, 1e3, width=32)
 
@@ -186,10 +185,9 @@ def test_who_counts_attention_is_refused():
         assemble(Recipe(tables={"kv.score": {"use": "h2o"}, "kv.select": {"use": "quest"}}))
 
 
-def test_equal_bits_are_refused(stateful):
-    program = Selecting(stateful("llama"), built("quest")).program
-    with pytest.raises(PassError, match="bit-exact and kv.select"):
-        BitExact().run(program)
+def test_equal_bits_are_refused():
+    with pytest.raises(RecipeError, match="bit-exact cannot go with kv.select = quest: which pages a token reads"):
+        assemble(Recipe(tables={"kv.select": {"use": "quest"}, "numerics": {"use": "bit-exact"}}))
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,6 @@ def conditions(program: Program, cache: str) -> list[fx.Node]:
             f"depth: layer {recurrent[0]} carries a recurrent state, which a rewind computes again from the "
             "tokens, and nobody knows which layers each had run; build it without a depth method"
         )
-    if any(s.pooled for s in program.state):
-        raise PassError(
-            "depth and kv.reuse: a layer that a call leaves out makes no keys of its own, and blocks of other "
-            "sessions would lack them; leave one of the two out"
-        )
     calls = layers(program)
     graph = program.step.graph
     editor = Editor(program, graph)

@@ -50,11 +50,6 @@ class ShortGPT(Base):
         return ""
 
     def run(self, program: Program) -> Report:
-        if program.facts.kv is not None:
-            raise PassError(
-                "shortgpt deletes layers whose caches the recipe's kv methods already shape; leave one of "
-                "the two out"
-            )
         calls = layers(program)
         count = int(self.share * len(calls))
         if count == 0:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.quantized import quantized_expert_linear
 from accel.ir.program import Program
@@ -27,19 +28,21 @@ class BitExact(Base):
 
     rank = 3  # after methods of depth and prefill, which may break the promise
 
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "kv.score":
+            return "what is dropped, and when, depends on how tokens share calls"
+        if axis == "kv.codec" and method.block:
+            return "which tokens a query reads in codes depends on how tokens share calls"
+        if axis == "kv.select":
+            return "which pages a token reads is no promise of equal bits, since a long call reads all of them"
+        if axis.startswith("prefill."):
+            return (
+                "what is left out of a prompt depends on sums, which differ by how many rows and tokens share a call"
+            )
+        return ""
+
     def run(self, program: Program) -> Report:
-        if program.facts.kv is not None:
-            other, why = "kv.score", "what is dropped, and when,"
-            if program.facts.kv.flush:
-                other, why = "kv.codec", "which tokens a query reads in codes"
-            raise PassError(
-                f"bit-exact and {other}: {why} depends on how tokens share calls; leave one of them out"
-            )
-        if program.facts.prefill is not None:
-            raise PassError(
-                "bit-exact and a method of prefill: what is left out of a prompt depends on sums, which differ "
-                "by how many rows and tokens share a call; leave one of them out"
-            )
         depth = program.facts.depth
         if depth is not None and (not all(depth.plan) or depth.threshold is not None):
             raise PassError(
@@ -62,11 +65,6 @@ class BitExact(Base):
                 "tokens change; build it without the bit-exact recipe"
             )
         nodes = program.nodes(attention.default, entry=program.step)
-        if any(operands_of(node).pages for node in nodes):
-            raise PassError(
-                "bit-exact and kv.select: which pages a token reads is no promise of equal bits, since a long "
-                "call reads all of them; leave one of them out"
-            )
         if any(int(node.all_input_nodes[0].meta["val"].shape[3]) > WIDEST for node in nodes):
             raise PassError(
                 f"bit-exact: this model's heads are wider than {WIDEST}, and onnxruntime cuts products "

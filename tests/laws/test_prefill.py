@@ -251,12 +251,12 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"kv.score": {"use": "knorm"}}, "promptdistill: what kv.score keeps.*; leave one of the two out"),
-        ({"numerics": {"use": "bit-exact"}}, "bit-exact and a method of prefill"),
+        ({"kv.score": {"use": "knorm"}}, "promptdistill cannot go with kv.score = knorm: .*; leave one of the two out"),
+        ({"numerics": {"use": "bit-exact"}}, "bit-exact cannot go with prefill.prune = promptdistill"),
     ],
 )
 def test_what_cannot_go_together_is_refused_by_name(tables, words):
-    with pytest.raises(PassError, match=words):
+    with pytest.raises(RecipeError, match=words):
         built("llama", tables=tables, use="promptdistill")
 
 

@@ -217,8 +217,8 @@ def _rows(groups: int, *places: Tensor) -> tuple[Tensor, ...]:
 
 def _taken(x: Tensor, rows: Tensor) -> Tensor:
     """x [B,G,C,n], rows [B*G,P] -> [B,G,P,n]; whole rows are copied, each in one."""
-    found: Tensor = take_rows(x.flatten(0, 1), rows)
-    return found.unflatten(0, x.shape[:2])
+    found: Tensor = take_rows(x.flatten(0, 1), rows).unflatten(0, x.shape[:2])
+    return found
 
 
 def _moved_positions(

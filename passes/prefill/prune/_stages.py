@@ -20,25 +20,10 @@ _SLOTS = 73  # example number of slots while shapes are worked out
 def check_state(program: Program, method: str) -> None:
     """Raise PassError where what the model keeps of a token cannot differ from layer to layer."""
     reason = None
-    if program.facts.prefill is not None and program.facts.prefill.segments is not None:
-        reason = (
-            "prefill.sparse reads a prompt in segments, which deeper layers would not have; leave one of "
-            "the two out, or use gemfilter"
-        )
-    elif program.facts.kv is not None:
-        reason = (
-            "what kv.score keeps, or a kv.codec stores in blocks, is taken from slots that all layers fill alike, "
-            "and here deeper layers hold fewer; leave one of the two out, or use gemfilter"
-        )
-    elif "commit" in program.entries:
+    if "commit" in program.entries:
         reason = (
             "deeper layers hold other slots, and a path of a tree of guesses is kept in those of all layers; draft "
             "chains (tree = chain), or use gemfilter"
-        )
-    elif any(s.pooled for s in program.state):
-        reason = (
-            "kv.reuse shares blocks that hold a token in every layer, and here deeper layers hold fewer; leave "
-            "one of the two out, or use gemfilter"
         )
     elif any(s.role == "recurrent" for s in program.state):
         reason = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.prefill import Pick, Prefill
@@ -40,6 +41,16 @@ class PromptDistill(Base):
             raise RecipeError(
                 f"prefill.prune.promptdistill: kernel is {self.kernel}; give an odd number of at least 1"
             )
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "prefill.sparse":
+            return "that reads a prompt in segments, which deeper layers would not have (gemfilter goes with it)"
+        if axis == "kv.score" or axis == "kv.codec" and method.block:
+            return "that takes slots which all layers fill alike, and deeper ones hold fewer (gemfilter goes with it)"
+        if axis == "kv.reuse" and method.pools:
+            return "that shares blocks of tokens in all layers, and deeper ones hold fewer (gemfilter goes with it)"
+        return ""
 
     def run(self, program: Program) -> Report:
         check_state(program, "promptdistill")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -50,6 +51,12 @@ class Base(Pass, ABC):
                 f"{name}: segment = {self.segment} and budget = {self.budget} must be whole blocks of "
                 f"{self.block} tokens"
             )
+
+    def apart(self, axis: str, method: Any) -> str:
+        """Why it cannot go with another method of a recipe; empty where it can."""
+        if axis == "kv.score" and "mass" in method.reads:
+            return "that score counts the attention of every query to every key, and here only some are read"
+        return ""
 
     @abstractmethod
     def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:

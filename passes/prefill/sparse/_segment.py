@@ -83,13 +83,6 @@ def _check(program: Program) -> None:
         reason = "a recurrent state is computed again from the tokens after a rewind, which reads all keys"
     elif any(layer.shares is not None for layer in facts.layers):
         reason = "layers of this model read the keys of others"
-    elif facts.prefill is not None and facts.prefill.stages:
-        reason = (
-            "prefill.prune gives deeper layers other tokens, so that no segments are left (gemfilter, which "
-            "makes a shorter prompt, can go with it)"
-        )
-    elif any(s.role == "mass" for s in program.state):
-        reason = "kv.score counts the attention of every query to every key, and here only some are read"
     elif any(operands_of(n).bias is not None for n in program.nodes(attention.default, entry=program.step)):
         reason = "keys that are gathered have no bias by position (ALiBi, T5)"
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["Base"]
 
@@ -12,6 +12,7 @@ class Base(ABC):
     """A method is a frozen dataclass. `steps` are its passes; a session does the rest."""
 
     grade: str
+    pools: ClassVar[bool] = False  # whether sessions share blocks of tokens
 
     @abstractmethod
     def steps(self) -> list[Any]:

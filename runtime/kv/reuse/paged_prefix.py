@@ -31,6 +31,7 @@ class PagedPrefix(Base):
     block: int = 16
     blocks: int = 2048
 
+    pools = True
     grade = "distribution-exact"  # calls of other lengths differ by rounding
 
     def __post_init__(self) -> None:
@@ -46,5 +47,7 @@ class PagedPrefix(Base):
     def apart(self, axis: str, method: Any) -> str:
         if axis == "kv.codec" and method is not None and method.block:
             return "blocks of codes are of one row, and what sessions share has to be read by any"
+        if axis == "depth" and method is not None and method.by_call:
+            return "a layer that a call leaves out makes no keys, which blocks of other sessions would lack"
         found = (why for other, why in _APART.items() if f"{axis}.".startswith(f"{other}."))
         return next(found, "")
