@@ -4,6 +4,7 @@ run by tools/matrix.py; here is a sample.
 
 import matrix
 import matrix_loops
+import matrix_page
 import pytest
 
 from accel.runtime import ort
@@ -41,6 +42,23 @@ def test_a_wrong_cache_is_caught(runner, monkeypatch):
         ort, "trimmed", lambda found: {n: a[:, :, 1:] for n, a in right(found).items()}
     )
     assert runner.run(case).kind == "wrong"
+
+
+def test_the_page_says_what_was_found(tmp_path):
+    quest, bits, snap = ("kv.select", "quest"), ("numerics", "bit-exact"), ("kv.score", "snapkv")
+    why = "recipe 'x': numerics = bit-exact cannot go with kv.select = quest: pages turn; leave one of the two out"
+    found = [
+        matrix.Outcome(matrix.Case("llama", (quest, bits)), "refused", why),
+        matrix.Outcome(matrix.Case("gpt2", (quest, bits)), "equal"),
+        matrix.Outcome(matrix.Case("llama", (snap, quest)), "equal"),
+        matrix.Outcome(matrix.Case("llama", (snap, quest, bits)), "wrong", "logits differ"),
+    ]
+    matrix_page.write(tmp_path, found)
+    page = (tmp_path / "composition.md").read_text(encoding="utf-8")
+    assert "| 2 methods | 3 | 2 | 1 | 0 |" in page and "| 3 methods | 1 | 0 | 0 | 1 |" in page
+    assert "| `quest` | `bit-exact` (llama) | pages turn |" in page
+    assert "of the 1 with a pair that is refused, 0 are refused" in page
+    assert (tmp_path / "composition" / "pairs.png").stat().st_size > 1000
 
 
 LOOPS = matrix.sample(matrix_loops.cases(), 28, seed=2)

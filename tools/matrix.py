@@ -1,8 +1,11 @@
 """Every pair and triple of methods across axes, on tiny models: refused with a reason, or equal to the oracle.
 
-    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--results FILE]
+    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--part K/N] [--results FILE]
+    python tools/matrix.py --page docs [--results FILE]
 
-Each outcome is a line of FILE as soon as it is known; cases that are there already are not run again.
+Each outcome is a line of FILE as soon as it is known; cases that are there already are not run again. `--page`
+writes docs/composition.md of what FILE holds. Processes that run parts write files of their own, which may be put
+together.
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import matrix_page
 import models
 import numpy as np
 import torch
@@ -148,6 +152,9 @@ class Matrix:
         chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
+        budget = job.plan.methods.get("kv.budget")
+        shares = turns and budget is not None and budget.most(2, 2) > 2  # the head that keeps most says how much
+        free = {"bytes", "held"} if shares else set[str]()
         oracle = building._in_process(job, program, None, None)
         job.target = "onnx"
         with building._artifact(job, program, None, None, None) as built:
@@ -155,7 +162,7 @@ class Matrix:
             want = drive(oracle)
             for kernels in built.artifact.entries["step"].graphs:
                 with accel.load(built.artifact.path, kernels=kernels, threads=1) as model:
-                    if off := different(want, drive(model), bound, turns):
+                    if off := different(want, drive(model), bound, turns, free):
                         return "wrong", f"{kernels}: {off}"
         return "equal", ""
 
@@ -213,12 +220,16 @@ def drive(model: Any) -> dict[str, Any]:
     return seen
 
 
-def different(want: dict[str, Any], got: dict[str, Any], bound: float, turns: bool) -> str:
-    """What of two drives differs; nothing: empty. Where what is kept `turns` with the rounding of weights,
-    only what comes before the first choice, and how much is kept, are compared.
+def different(
+    want: dict[str, Any], got: dict[str, Any], bound: float, turns: bool, free: Collection[str] = ()
+) -> str:
+    """What of two drives differs, but for what is `free` to; nothing: empty. Where what is kept `turns` with the
+    rounding of weights, only what comes before the first choice, and how much is kept, are compared.
     """
     for name, a in want.items():
         b = got.get(name)
+        if name in free:
+            continue
         if not isinstance(a, np.ndarray):
             if a != b:
                 return f"{name}: {a} and {b}"
@@ -263,14 +274,21 @@ def main(
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--sample", type=int, help="so many cases, chosen by the seed; default all")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="1/1", help="K/N: every Nth of them from the Kth on, for N processes")
     if every is None:
         parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
+        parser.add_argument("--page", type=Path, help="the folder of the page; nothing is run")
     parser.add_argument("--results", type=Path, default=results)
     options = parser.parse_args()
+    if every is None and options.page is not None:
+        matrix_page.write(options.page, list(read(options.results).values()))
+        return 0
     warnings.filterwarnings("ignore")
     chosen = cases(tuple(int(n) for n in options.sizes.split(","))) if every is None else every
     if options.sample:
         chosen = sample(chosen, options.sample, options.seed)
+    part, parts = map(int, options.part.split("/"))
+    chosen = chosen[part - 1 :: parts]
     known = read(options.results)
     todo = [case for case in chosen if str(case) not in known]
     options.results.parent.mkdir(parents=True, exist_ok=True)
