@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
 
 DRAFTING = ("loop", "draft", "verify", "length", "tree")  # axes that plain decoding does without
+QUIET = 0.1  # seconds before a run: threads of the other model wait busily for a while after theirs
 PLACES = 4  # of a draft, shown on a screen
 
 
@@ -99,7 +101,10 @@ def _prompt(
     ratios, speeds, wholes = [], [], []
     for turn in range(repeat + 1):
         models = (plain, drafting) if turn % 2 else (drafting, plain)
-        outputs = {id(m): m.generate([ids], tokens, eos=[]) for m in models}
+        outputs = {}
+        for model in models:
+            time.sleep(QUIET)
+            outputs[id(model)] = model.generate([ids], tokens, eos=[])
         before, after = outputs[id(plain)], outputs[id(drafting)]
         if turn:
             speeds.append((before.stats["tokens_per_second"], after.stats["tokens_per_second"]))
