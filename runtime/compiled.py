@@ -17,7 +17,7 @@ from accel.runtime.costs import Costs, known, measured
 from accel.runtime.encode import encoder_rows, padded
 from accel.runtime.ints import as_ints
 from accel.runtime.keeper import kv_plan
-from accel.runtime.loop import Row, Setting, chosen
+from accel.runtime.loop import HOST, Row, Setting, chosen
 from accel.runtime.manifest import MANIFEST
 from accel.runtime.ort import OrtEngine
 from accel.runtime.output import Meter, Output, Stream, Transcript, pieces
@@ -361,20 +361,23 @@ def from_artifact(
     program: Any = None,
     on_close: Callable[[], None] | None = None,
     in_turns: bool = False,
+    plain: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`. Raises ArtifactError.
+    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`; `plain`: it decodes one
+    token per call, whatever its recipe says of that. Raises ArtifactError.
 
     A small draft model gets one thread, so that those of the target need not rest while it computes.
     """
     if artifact.manifest.target != "onnx":
         raise ArtifactError(
-            f"{artifact.path}: target {artifact.manifest.target!r} is not one that this accel "
-            "runs ('onnx'); "
+            f"{artifact.path}: target {artifact.manifest.target!r} is not one that this accel runs ('onnx'); "
             "upgrade accel"
         )
     named, inner = "tokenizer.json" in artifact.files, artifact.path / FOLDER
-    second = None
-    if f"{FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
+    second, recipe = None, artifact.recipe
+    if plain:
+        recipe = {**recipe, "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST}}
+    elif f"{FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
         draft = open_artifact(inner, hashes=False)
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
@@ -383,7 +386,7 @@ def from_artifact(
         OrtEngine(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
         artifact.facts,
         tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
-        recipe=artifact.recipe,
+        recipe=recipe,
         report=artifact.report,
         program=program,
         artifact=artifact,

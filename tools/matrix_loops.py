@@ -29,10 +29,9 @@ from accel.runtime import second
 from accel.runtime.assemble import assemble
 from accel.runtime.compiled import CompiledModel, from_artifact
 from accel.runtime.costs import Costs
-from accel.runtime.ort import OrtEngine
+from accel.runtime.loop import HOST
 from accel.runtime.output import Output
 
-HOST = ("draft", "loop", "length", "tree", "verify")  # axes that decide between calls
 SEARCHES = ("beam-patience",)  # loops with tokens of their own
 NEW = 18  # tokens of each row
 _RNG = np.random.default_rng(1)
@@ -115,11 +114,8 @@ class Loops(Matrix):
 def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]]:
     """An artifact as it decodes plainly, and as its recipe says: it never rests from guessing."""
     assert built.artifact is not None
-    tables = {n: t for n, t in built.recipe["tables"].items() if n not in HOST}
-    engine = OrtEngine(built.artifact, threads=1)
-    recipe = {**built.recipe, "tables": tables}
     with (
-        CompiledModel(engine, built.facts, recipe=recipe, artifact=built.artifact) as plain,
+        from_artifact(built.artifact, threads=1, plain=True) as plain,
         from_artifact(built.artifact, threads=1) as model,
     ):
         model._costs = FREE

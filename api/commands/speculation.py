@@ -15,7 +15,6 @@ from accel.ir.errors import InputError
 if TYPE_CHECKING:
     from accel.runtime.compiled import CompiledModel
 
-DRAFTING = ("loop", "draft", "verify", "length", "tree")  # axes that plain decoding does without
 QUIET = 0.1  # seconds before a run: threads of the other model wait busily for a while after theirs
 PLACES = 4  # of a draft, shown on a screen
 
@@ -64,12 +63,10 @@ def measure(
 def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, CompiledModel]:
     """The artifact as it decodes plainly, and as its recipe says."""
     from accel.runtime.artifact import open_artifact
-    from accel.runtime.compiled import CompiledModel, from_artifact
-    from accel.runtime.ort import OrtEngine
+    from accel.runtime.compiled import from_artifact
 
     artifact = open_artifact(path)
-    tables = artifact.recipe.get("tables", {})
-    loop = tables.get("loop", {}).get("use", "autoregressive")
+    loop = artifact.recipe.get("tables", {}).get("loop", {}).get("use", "autoregressive")
     if loop == "autoregressive" or artifact.facts.diffusion is not None:
         raise InputError(
             f"{path} was built with loop = {loop}, which guesses no tokens; give an artifact of a recipe that does, as "
@@ -79,12 +76,7 @@ def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
     if drafting.tokenizer is None:
         drafting.close()
         raise InputError(f"{path} holds no tokenizer, and these prompts are text; build it with --tokenizer")
-    recipe = {**artifact.recipe, "tables": {n: t for n, t in tables.items() if n not in DRAFTING}}
-    engine = OrtEngine(artifact, threads=threads, kernels=kernels)
-    plain = CompiledModel(
-        engine, artifact.facts, tokenizer=drafting.tokenizer, recipe=recipe, artifact=artifact
-    )
-    return plain, drafting
+    return from_artifact(artifact, threads=threads, kernels=kernels, plain=True), drafting
 
 
 def _prompt(

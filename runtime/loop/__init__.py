@@ -21,8 +21,9 @@ from accel.runtime.session import Session
 from accel.runtime.stepper import Facts
 from accel.runtime.text import Tokenizer
 
-__all__ = ["Base", "Row", "Setting", "Watch", "chosen", "first_tokens", "prompted"]
+__all__ = ["HOST", "Base", "Row", "Setting", "Watch", "chosen", "first_tokens", "prompted"]
 
+HOST = ("draft", "loop", "length", "tree", "verify")  # what decides between calls of the model
 STAGES = ("draft", "verify", "host")  # where a round's time goes: drafters, calls of the model, all else
 
 

@@ -20,10 +20,14 @@ class Dyspec(Base, Shape):
     """`threshold`: least value of a node; `depth`: most levels, each a call of the drafter. Of all nodes those with the
     largest values are kept: chosen ones by the product of the probabilities on their path; drawn ones by how likely a
     rule gets to try them, which is settled before they are drawn.
+
+    `temperature`: of the probabilities that chosen nodes go by. The likeliest token of a greedy target is the drafter's
+    likeliest far oftener than the drafter would draw it, so that they understate what stands.
     """
 
     threshold: float = 0.02
     depth: int = 8
+    temperature: float = 0.6
 
     ranked = False
 
@@ -32,12 +36,14 @@ class Dyspec(Base, Shape):
             raise RecipeError(f"tree.dyspec: threshold is {self.threshold}; give 0 or more, below 1")
         if self.depth < 1:
             raise RecipeError(f"tree.dyspec: depth is {self.depth}; give at least 1")
+        if not 0 < self.temperature <= 1:
+            raise RecipeError(f"tree.dyspec: temperature is {self.temperature}; give more than 0, and 1 at most")
 
     def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
         return self
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
-        found, level, expanded = _Found(limit, self.threshold, draw), LEVEL, 0
+        found, level, expanded = _Found(limit, self.threshold, 1 / self.temperature, draw), LEVEL, 0
         open_ = [ROOT] if limit else []
         for _ in range(self.depth):
             if not open_ or (guesses := (yield level)) is None:
@@ -62,6 +68,7 @@ class _Found:
 
     limit: int
     threshold: float
+    power: float  # 1 / temperature
     draw: Draw | None
     nodes: Nodes = field(default_factory=Nodes)
     values: list[float] = field(default_factory=list)
@@ -71,7 +78,7 @@ class _Found:
         """Add the children that may be kept."""
         share = 1.0 if node == ROOT else self.shares[node]
         if self.draw is None:
-            best, probabilities = likeliest(guess, self.limit)
+            best, probabilities = likeliest(Distribution(guess.tokens, guess.weights**self.power), self.limit)
             values = share * probabilities
             count = int((values >= self._least()).sum())
             self.values += values[:count].tolist()

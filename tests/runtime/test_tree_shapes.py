@@ -9,6 +9,7 @@ import pytest
 from accel.ir.errors import RecipeError
 from accel.runtime.costs import Costs
 from accel.runtime.length._guard import prices
+from accel.runtime.sample import Distribution
 from accel.runtime.tree import ROOT, Tree, grown
 from accel.runtime.tree._nodes import likeliest, top
 from accel.runtime.tree._optimal import Optimal
@@ -180,6 +181,8 @@ def test_rates_that_are_none(rates):
         ({"threshold": 1.0}, "dyspec: threshold is 1.0"),
         ({"threshold": -0.1}, "dyspec: threshold"),
         ({"depth": 0}, "dyspec: depth is 0"),
+        ({"temperature": 0.0}, "dyspec: temperature is 0.0"),
+        ({"temperature": 1.5}, "dyspec: temperature is 1.5"),
     ],
 )
 def test_options_of_dyspec(options, words):
@@ -203,13 +206,22 @@ def products(says, depth, seen=()):
 def test_dyspec_keeps_the_nodes_of_largest_product(limit):
     for seed in range(12):
         says = table(4, seed, zeros=seed % 2 == 1)
-        tree = tree_of(Dyspec(0.0, 4), limit, Asked(says))
+        tree = tree_of(Dyspec(0.0, 4, 1.0), limit, Asked(says))
         every = products(says, 4)
         best = sorted((v for v in every.values() if v > 0), reverse=True)[:limit]
         got = [every[*before, token] for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)]
         np.testing.assert_allclose(sorted(got, reverse=True), best)
-        few = tree_of(Dyspec(0.1, 4), limit, Asked(says))
+        few = tree_of(Dyspec(0.1, 4, 1.0), limit, Asked(says))
         assert len(few) == sum(v >= 0.1 for v in best)
+
+
+def test_chosen_nodes_go_by_sharper_probabilities():
+    """Somewhat likely tokens: by a low temperature the likeliest is gone on from, however deep."""
+    even = Distribution(np.arange(3), np.array([0.4, 0.3, 0.3]))
+    first = Distribution(np.arange(3), np.array([0.5, 0.3, 0.2]))
+    for temperature, kept in ((1.0, {(0,), (1,), (2,), (0, 0)}), (0.25, {(0,) * n for n in (1, 2, 3, 4)})):
+        tree = tree_of(Dyspec(0.0, 4, temperature), 4, Asked(lambda prefix: even if prefix else first))
+        assert {(*before, token) for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)} == kept
 
 
 def middling(law):
@@ -240,7 +252,7 @@ def by_heap(says, limit, depth):
 def test_drawn_nodes_are_those_of_the_heap(limit):
     for seed in range(12):
         says = table(4, seed, zeros=seed % 2 == 1)
-        tree = tree_of(Dyspec(0.0, 4), limit, Asked(says), middling)
+        tree = tree_of(Dyspec(0.0, 4, 1.0), limit, Asked(says), middling)
         got = {(*before, token) for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)}
         assert got == by_heap(says, limit, 4)
 
@@ -251,8 +263,6 @@ def test_dyspec_of_one_sure_token_after_the_other_is_a_chain():
 
 
 def ranked_law(place):
-    from accel.runtime.sample import Distribution
-
     return Distribution(np.arange(4), np.eye(4)[place % 4])
 
 
