@@ -33,7 +33,8 @@ class Drafter(ABC):
 
     def observe(self, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:  # noqa: B027
         """What became of the last draft: the target's logits [N+1,V] after the last committed token and after
-        each drafted one, and what stands. A step without a draft is told too, N = 0. Not to be kept.
+        each drafted one, and what stands. A step without a draft is told too, N = 0, but for those while drafting does
+        not pay. Not to be kept.
         """
 
 

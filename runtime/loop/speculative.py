@@ -111,7 +111,7 @@ class _Rounds:
         start = perf_counter()
         trees = self._drafted(limit)
         if not any(map(len, trees.values())):
-            return self._plain(list(trees), start)
+            return self._plain(list(trees), start, told=limit > 0)
         held, kept = self._session.lengths, dict[int, list[int]]()
         called = perf_counter()
         branches = any(tree.branch is not None for tree in trees.values())
@@ -126,8 +126,8 @@ class _Rounds:
         self._rows[0].clock(self._drafting, call, perf_counter() - start)  # for all
         return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
 
-    def _plain(self, live: list[int], start: float) -> list[tuple[int, int]]:
-        """A round in which no row has a draft, as quick as any loop's."""
+    def _plain(self, live: list[int], start: float, told: bool) -> list[tuple[int, int]]:
+        """A round in which no row has a draft, as quick as any loop's; `told`: whether drafters hear of it."""
         rows, taken = self._rows, list[tuple[int, int]]()
         column, counts = np.zeros((len(rows), 1), np.int64), np.zeros(len(rows), np.int64)
         for i in live:
@@ -138,7 +138,8 @@ class _Rounds:
         try:
             for i in live:
                 token = rows[i].pick(logits[i, 0])
-                self._observe(i, Verdict((), token), logits[i])
+                if told:
+                    self._observe(i, Verdict((), token), logits[i])
                 rows[i].accept(token)
                 taken.append((i, token))
         finally:
