@@ -139,12 +139,16 @@ def alike(want: Output, got: Output, prompts: list[Any], plain: CompiledModel | 
 
 
 def _searched(oracle: CompiledModel, model: CompiledModel, bound: float) -> tuple[str, str]:
-    """Whether a search finds the same texts, or where rounding has turned one another way, both models find each of
+    """Whether a search finds the same texts; where rounded numbers may have turned it, whether both models find each of
     the two texts as likely.
     """
     want, got = (_generated(m, DISTINCT) for m in (oracle, model))
     for row, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=True)):
-        for text in (a, b) if a != b else ():
+        if a == b:
+            continue
+        if bound <= EXACT:
+            return "wrong", f"row {row}: {a} and {b}"
+        for text in (a, b):
             likely = [_likelihood(m, DISTINCT[row], text) for m in (oracle, model)]
             if not abs(likely[0] - likely[1]) <= bound * len(text):
                 return "wrong", f"row {row}: {a} and {b}; the log-probability of {text} is {likely}"
