@@ -155,6 +155,17 @@ def test_a_layer_that_does_nothing_goes_first_and_nothing_changes(deep):
         assert not any("layers.2." in name for name in compiled.program.params)
 
 
+def test_a_path_is_kept_in_the_layers_that_are_left(deep):
+    """What keeps a path of a tree moves the state that the step wrote, which counts from 0 again."""
+    module, prompt = deep("llama")[0], TOKENS[:1, :9]
+    plain = {"depth": {"use": "shortgpt"}}
+    with (
+        accel.optimize(module, plain, max_context=64) as one,
+        accel.optimize(module, {**plain, "loop": {"use": "lookahead"}}, max_context=64) as other,
+    ):
+        assert one.generate(prompt, 20, eos=[]).tokens == other.generate(prompt, 20, eos=[]).tokens
+
+
 def test_no_share_deletes_nothing(deep):
     module, base = deep("llama")
     with accel.optimize(

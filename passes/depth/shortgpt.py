@@ -86,7 +86,6 @@ def influence(program: Program, calls: list[fx.Node], tokens: int) -> list[float
 
 def delete(program: Program, calls: list[fx.Node], gone: list[int]) -> None:
     """Take layers out of the step; those that stay are numbered anew, with their state."""
-    step = program.step
     for index in gone:
         call = calls[index]
         for item in list(call.users):
@@ -102,10 +101,10 @@ def delete(program: Program, calls: list[fx.Node], gone: list[int]) -> None:
         for item in list(calls[index].users):
             item.graph.erase_node(item)
         calls[index].graph.erase_node(calls[index])
-    for name in lost:
-        step.graph.erase_node(step.input(name))
     for entry in program.entries.values():
         remove_dead(entry.graph)
+        for name in lost.intersection(entry.inputs):
+            entry.graph.erase_node(entry.input(name))
     before = set(program.params)
     sizes = {name: program.params.blank(name).numel() for name in before}
     forget_unused(program)
@@ -128,7 +127,7 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
         state.append(value)
     program.state = state
     program.facts.layers = [program.facts.layers[i] for i in stay]
-    for graph in program.graphs(step):
+    for graph in program.graphs():
         for node in graph.find_nodes(op="placeholder"):
             node.target = names.get(str(node.target), node.target)
     for entry in program.entries.values():
