@@ -35,12 +35,12 @@ from accel.ir.errors import AccelError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe, bundled
 from accel.runtime import optimize as building
+from accel.runtime import second
 from accel.runtime.assemble import EVICTION, assemble
 from accel.runtime.checkpoint import load_model
 
 RESULTS = Path("build/leaderboard")
 CONTEXT = 2048
-THREADS = 1
 # (axis, option) -> values, beside the recipe's own where a budget says nothing to prompts of 1000 tokens
 SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("kv.budget", "tokens_kept"): (256, 128, 512),
@@ -110,6 +110,7 @@ class Builder:
         job = building._Job(
             assemble(Recipe(case.recipe, tables=case.tables)), "onnx", lambda *_: None
         )
+        job.second = second.builder(job.plan, target="onnx", verify=False, trust_remote_code=False)
         program = self.program.copy()
         program.calibration = building.make_calibration(
             None, self.text, program.facts, job.progress
@@ -148,7 +149,7 @@ def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> N
         builder, given = Builder(), measure.windows(amount.windows)
         base = Path(folder) / "base"
         builder.build(Case("base", tables=Recipe.load("base").tables), base)
-        with accel.load(base, threads=THREADS) as peer:
+        with accel.load(base, threads=measure.THREADS) as peer:
             logits = [measure.along(peer, ids) for ids in given]
             for case, parts in todo.items():
                 start = time.perf_counter()
@@ -182,7 +183,7 @@ def _one(
     try:
         tell("build")
         built = {"grade": "bit-exact"} if case.recipe == "base" else builder.build(case, out)
-        with accel.load(out, threads=THREADS) as model:
+        with accel.load(out, threads=measure.THREADS) as model:
             own = None if case.recipe == "base" else peer
             return {**about, "build": built, **measure.measured(model, own, given, amount, parts, tell)}
     except AccelError as error:

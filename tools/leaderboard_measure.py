@@ -19,9 +19,12 @@ import numpy.typing as npt
 from reference_data import REFERENCE, encode, sources, tasks
 from tokenizers import Tokenizer
 
+from accel.commands import speculation
 from accel.runtime.compiled import CompiledModel
 
-PARTS = ("quality", "speed")  # what the machine's load leaves as it is, and what it does not
+PARTS = ("quality", "speed", "loop")  # what the machine's load leaves as it is, and twice what it does not
+NEW = 96  # tokens of a text that a loop writes
+THREADS = 1
 TASKS = ("pass_key", "key_value", "copy")
 LENGTHS = (500, 1000)  # tokens of a prompt, about
 DEPTHS = 4  # equal parts of a prompt, in one of which the answer lies
@@ -191,6 +194,23 @@ def memory(folder: Path) -> int:
     return int(json.loads(done.stdout))
 
 
+def loop(model: CompiledModel, amount: Amount) -> dict[str, Any] | None:
+    """Whole texts of every kind of prompt, against plain decoding of the same artifact; None of what decodes so."""
+    assert model.artifact is not None
+    if model.recipe.get("tables", {}).get("loop", {}).get("use", "autoregressive") == "autoregressive":
+        return None
+    found = speculation.measure(
+        model.artifact.path, count=1, tokens=NEW, repeat=max(1, amount.rounds // 2), threads=THREADS
+    )
+    rows = found["rows"]
+    return {
+        "speedup": statistics.geometric_mean(row["speedup"] for row in rows),
+        "kinds": {row["kind"]: row["speedup"] for row in rows},
+        "tokens_per_check": statistics.geometric_mean(row["tokens_per_check"] for row in rows),
+        "equal": sum(row["equal"] for row in rows), "texts": len(rows) * found["prompts"],
+    }  # fmt: skip
+
+
 def measured(
     model: CompiledModel,
     peer: Peer | None,
@@ -213,4 +233,7 @@ def measured(
         found["speed"] = speed(model, model if peer is None else peer.model, amount.rounds)
         tell("memory")
         found["peak_memory"] = memory(model.artifact.path)
+    if "loop" in parts:
+        tell("loop")
+        found["loop"] = loop(model, amount)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from leaderboard_measure import DEPTHS, LENGTHS, MEMORY_PROMPT, PROMPT, STEPS, TASKS
+from leaderboard_measure import DEPTHS, LENGTHS, MEMORY_PROMPT, NEW, PROMPT, STEPS, TASKS
 
 TEMPLATE = Path(__file__).with_name("leaderboard.md")  # the page, and what people wrote on it
 INK, FAINT = "#1f2937", "#d5dbe3"
@@ -33,6 +33,7 @@ def write(folder: Path, results: list[Result]) -> None:
         windows=samples["windows"], prompt=PROMPT, steps=STEPS, memory=MEMORY_PROMPT,
         asked=samples["prompts"] * DEPTHS * len(TASKS), tasks=", ".join(f"`{t}`" for t in TASKS),
         rounds=samples["rounds"], table="\n".join(_table(right, base)),
+        new=NEW, loops="\n".join(_loops(right)),
         refused="\n".join(["## Refused\n", *refused]) if refused else "",
     )  # fmt: skip
     (folder / "leaderboard.md").write_text(text.rstrip() + "\n", encoding="utf-8")
@@ -70,6 +71,19 @@ def _table(results: list[Result], base: Result) -> list[str]:
             f"| {r['kv_bytes'] / base['kv_bytes']:.2f} | {speeds[0]} | {speeds[1]} "
             f"| {_megabytes(r.get('peak_memory'))} |"
         )
+    return rows
+
+
+def _loops(results: list[Result]) -> list[str]:
+    """A row for each recipe that guesses tokens, or searches."""
+    rows = ["| recipe | speed-up | least | most | tokens a call | texts as without |", "|---|---:|---|---|---:|---:|"]
+    for r in results:
+        if found := r.get("loop"):
+            (least, a), *_, (most, b) = sorted(found["kinds"].items(), key=lambda item: item[1])
+            rows.append(
+                f"| {r['recipe']} | {found['speedup']:.2f} | {a:.2f} ({least}) | {b:.2f} ({most}) "
+                f"| {found['tokens_per_check']:.2f} | {found['equal']} of {found['texts']} |"
+            )
     return rows
 
 
