@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.errors import RecipeError
+from accel.ir.recipe import Recipe
 from accel.runtime.artifact import copy_artifact, open_artifact
 from accel.runtime.manifest import MANIFEST
 from accel.runtime.text import Tokenizer
@@ -40,6 +41,8 @@ def builder(plan: Plan, **options: Any) -> Build | None:
     """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
     none. `options`: of `optimize`, for a Hugging Face directory. Raises RecipeError before any work.
     """
+    from accel.runtime.assemble import assemble
+
     draft = plan.methods.get("draft")
     path: Path | None = None if draft is None else draft.second()
     if path is None:
@@ -49,7 +52,17 @@ def builder(plan: Plan, **options: Any) -> Build | None:
             f"recipe '{plan.recipe.name}': draft.model: {path} is no folder; give `path`: an artifact (accel-compile "
             "build), or a Hugging Face directory, which is then built along"
         )
+    if not (path / MANIFEST).is_file():
+        assemble(_recipe(plan))
     return partial(_build, plan, path, options)
+
+
+def _recipe(plan: Plan) -> Recipe:
+    """That of a draft model which is built along."""
+    weights = plan.methods["draft"].weights
+    tables = {"weights": {"use": weights}} if weights else {}
+    trees = TREES if plan.methods["tree"].branches else {}
+    return Recipe(name=f"{plan.recipe.name}: draft", tables={**tables, **trees})
 
 
 def _build(
@@ -69,8 +82,7 @@ def _build(
     else:
         _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
         options |= {"max_context": target.max_context, "max_batch": target.max_batch}
-        branches = plan.methods["tree"].branches  # a draft model then takes trees of guesses, too
-        model = optimize(path, TREES if branches else "base", out=folder, **options)
+        model = optimize(path, _recipe(plan), out=folder, **options)
         try:
             _check(path, target, tokenizer, model.facts, path / "tokenizer.json")
         except RecipeError:

@@ -146,6 +146,19 @@ def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
         accel.optimize(modules[0], recipe, target="eager", verify=False, max_context=96, max_batch=4)
 
 
+def test_a_directory_is_stored_as_its_weights_say(modules, folder, tmp_path):
+    """In 8 bits, where a recipe says nothing; what an artifact has stays."""
+    draft, sizes = {"use": "model", "path": str(folder)}, {}
+    for weights in ("int8", ""):
+        recipe = {"draft": draft if weights else {**draft, "weights": ""}}
+        with accel.optimize(modules[0], recipe, out=tmp_path / f"a{weights}", verify=False, **SIZES) as model:
+            assert model.second.recipe["tables"].get("weights", {"use": ""})["use"] == weights
+            sizes[weights] = (model.second.artifact.path / "weights.bin").stat().st_size
+    assert sizes["int8"] < sizes[""]
+    with pytest.raises(RecipeError, match="a: draft.*int9.*int8"):
+        accel.optimize(modules[0], Recipe("a", tables={"draft": {**draft, "weights": "int9"}}), **SIZES)
+
+
 def assisted(module, assistant, prompt, count, drafts):
     """transformers' assisted generation of a constant draft: tokens, and calls of the target."""
     calls, forward = [], module.forward

@@ -42,6 +42,13 @@ class Drafters(ABC):
     """What drafts for all rows of a session, from their prompts to their ends."""
 
     effort: float = 0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
+    looks: bool = False  # whether it can `look`
+
+    def look(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
+        """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
+        without a draft: how many tokens each, and how many of them stand, the newest last. For less than drafts cost.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:

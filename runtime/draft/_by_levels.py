@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.runtime.draft import More
-from accel.runtime.draft._by_logits import ByModel
-from accel.runtime.draft._follow import Follower
+from accel.runtime.draft._beside import Beside
 from accel.runtime.ints import Ints
-from accel.runtime.loop import Row, Setting
 from accel.runtime.sample import Distribution
 from accel.runtime.stepper import Logits
 from accel.runtime.tree import Guesses, Level, Tree, grown
 
 
-class ByLevels(ByModel):
+class ByLevels(Beside):
     """Each call is of all nodes so far: nothing of a tree is kept, and what stood runs again with what followed it. A
     length is not asked after single tokens, which have no order here.
     """
-
-    def __init__(self, follower: Follower, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
-        super().__init__(rows, setting, vocab_size, effort)
-        self._follower = follower
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         sizes = {i: self._follower.most(self.rows[i].seen.size + 1, limit) for i, limit in limits.items()}
@@ -35,7 +29,7 @@ class ByLevels(ByModel):
             nonlocal opened
             if not opened:
                 opened = True
-                logits = self._follower.follow({i: nodes[i].seen for i in levels})
+                logits = self.follow(list(levels))
                 return {i: [self._law(i, logits[i, -1], nodes[i].seen)] for i in levels}
             before = {i: len(nodes[i].tokens) for i in levels}
             for i, level in levels.items():
@@ -56,9 +50,6 @@ class ByLevels(ByModel):
         if self.rows[i].sampler.greedy:
             return Distribution(np.arange(logits.size), np.exp(logits - logits.max()))
         return self.rows[i].sampler.distribution(logits, seen)
-
-    def close(self) -> None:
-        self._follower.close()
 
 
 class _Nodes:

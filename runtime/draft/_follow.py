@@ -13,6 +13,8 @@ from accel.runtime.log import Log
 from accel.runtime.loop import Model
 from accel.runtime.stepper import Logits
 
+TAIL, BACK, WIDE = 16, 16, 64  # to look back: tokens of a prompt that are read, new ones asked for, most of one call
+
 
 class Follower:
     """It holds a part of each row's committed tokens, and maybe a draft behind them that fell. Raises InputError where
@@ -23,6 +25,7 @@ class Follower:
         self._session = model.session(batch)
         self._log = Log(batch)  # what it holds
         self._sure = np.zeros(batch, np.int64)  # tokens of it that will not change
+        self.cut = np.zeros(batch, np.int64)  # tokens at a row's beginning that it leaves out
         back = self._session.abilities.back
         if back is not None and back < 1:
             self._session.close()
@@ -47,6 +50,47 @@ class Follower:
         """Let rows hold these tokens [n], n >= 1, and no others: the logits [B,1,V] after each. `sure`: of how many
         of them later calls will say the same; by default all.
         """
+        rows = {i: ids[self.cut[i] :] for i, ids in rows.items()}
+        keep = self._kept(rows)
+        first = not keep.any()
+        logits = self.run({i: ids[int(keep[i]) :] for i, ids in rows.items()}, prompt=first)
+        for i, ids in rows.items():
+            self._sure[i] = ids.size if sure is None else sure[i]
+        return logits
+
+    def look(self, rows: Mapping[int, Ints], known: Mapping[int, int]) -> dict[int, tuple[int, Logits]]:
+        """Run tokens [n] of rows but for the last, n >= 2, and say of the newest that it had not yet read what it would
+        have said: the number of the first, and logits [m,V] of that and those after it. A row begins with `known`
+        tokens, its prompt, of which nothing is asked, and which are read from near their end on.
+        """
+        for i, count in known.items():
+            if not self._session.lengths[i] and count > 2 * TAIL:
+                self.cut[i] = count - TAIL
+        held = {i: ids[self.cut[i] : -1] for i, ids in rows.items()}
+        keep, new = self._kept(held), not self._session.lengths.any()
+        asked = {i: max(known[i], rows[i].size - BACK) - int(self.cut[i]) - 1 for i in rows}  # the last before
+        starts = {i: int(keep[i]) for i in rows}
+        if max(ids.size - starts[i] for i, ids in held.items()) > WIDE:  # all logits would take longer than a call
+            asked = {i: max(start, starts[i]) for i, start in asked.items()}
+            self.run({i: held[i][starts[i] : start] for i, start in asked.items()}, prompt=new)
+            starts = asked
+        logits = self.run({i: ids[starts[i] :] for i, ids in held.items()}, last_only=False)
+        if new:
+            self._session.end_prompt()
+        found = dict[int, tuple[int, Logits]]()
+        for i, ids in held.items():
+            self._sure[i], first = ids.size, max(asked[i], starts[i])
+            found[i] = int(self.cut[i]) + first + 1, logits[i, first - starts[i] : ids.size - starts[i]]
+        return found
+
+    def whole(self, row: int) -> None:
+        """Read a row from its first token on the next time."""
+        keep = self._session.lengths
+        keep[row] = self._sure[row] = self.cut[row] = 0
+        self._session.rewind(keep)
+
+    def _kept(self, rows: Mapping[int, Ints]) -> Ints:
+        """Take back what of rows is not of these tokens [n]: how many are held, fewer than n."""
         session, keep = self._session, self._session.lengths
         for i, ids in rows.items():
             start, end = int(self._sure[i]), min(int(keep[i]), ids.size - 1)
@@ -54,14 +98,10 @@ class Follower:
             keep[i] = start + differs[0] if differs.size else max(start, end)
         if (keep < session.lengths).any():
             session.rewind(keep)
-        first = not keep.any()
-        logits = self.run({i: ids[int(keep[i]) :] for i, ids in rows.items()}, prompt=first)
-        for i, ids in rows.items():
-            self._sure[i] = ids.size if sure is None else sure[i]
-        return logits
+        return keep
 
-    def run(self, rows: Mapping[int, Ints], prompt: bool = False) -> Logits:
-        """Append tokens [n] to rows: the logits [B,1,V] after each row's last."""
+    def run(self, rows: Mapping[int, Ints], prompt: bool = False, last_only: bool = True) -> Logits:
+        """Append tokens [n] to rows: the logits [B,1,V] after each row's last, or after all."""
         session, held = self._session, self._session.lengths
         counts = np.zeros_like(held)
         for i, ids in rows.items():
@@ -72,7 +112,7 @@ class Follower:
             tokens[i, : ids.size] = ids
         tokens[tokens >= session.vocab_size] = 0  # ids that only the target has say nothing here
         lengths = None if (counts == tokens.shape[1]).all() else counts
-        return session.prompt(tokens, lengths) if prompt else session.run(tokens, lengths, last_only=True)
+        return session.prompt(tokens, lengths) if prompt else session.run(tokens, lengths, last_only=last_only)
 
     def guess(self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]], new: Mapping[int, int]) -> Logits:
         """Run trees, tokens [n] and which of them each one sees [n,n], behind rows: the logits [B,N,V] after the last

@@ -12,6 +12,7 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.draft import Base, Drafters
+from accel.runtime.draft._beside import Beside
 from accel.runtime.draft._by_levels import ByLevels
 from accel.runtime.draft._by_logits import ByLogits
 from accel.runtime.draft._follow import Follower
@@ -20,6 +21,7 @@ from accel.runtime.loop import Row, Setting
 from accel.runtime.second import same_tokens
 from accel.runtime.stepper import Logits
 
+TOKEN, LEVEL = 5e-5, 4e-4  # seconds that a drafted token, or a level of a tree, takes beside the draft model's call
 OWN = "draft"  # of accel.reference: the draft model of the bundled one
 
 
@@ -28,9 +30,13 @@ class Model(Base):
     """`path`: an artifact, or a Hugging Face directory, which is built along; either is put into the artifact. Empty:
     the draft model that comes with accel, for the bundled model. It draws with each row's sampler; with another
     tokenizer it chooses.
+
+    `weights`: how those of a directory that is built along are stored, a method of the axis `weights` (empty: as they
+    are). In 8 bits nearly as many drafts stand, and each takes less memory and time; what stands is exact all the same.
     """
 
     path: str = ""
+    weights: str = "int8"
 
     asks = {"tree": "chain"}
 
@@ -41,9 +47,10 @@ class Model(Base):
         second = None if setting.model is None else setting.model.second
         if setting.model is None or second is None:
             raise InputError("draft.model: this model was built without its draft model; build it again")
-        known, here, there = setting.costs, setting.model.tokenizer, second.tokenizer
-        effort = second.costs.seconds[0] / known.seconds[0] if known else 0.0
         branches = setting.methods["tree"].branches
+        known, here, there = setting.costs, setting.model.tokenizer, second.tokenizer
+        host = LEVEL if branches else TOKEN
+        effort = (second.costs.seconds[0] + host) / known.seconds[0] if known else 0.0
         if here is not None and there is not None and not same_tokens(here, there):
             if branches:
                 raise InputError(
@@ -52,24 +59,14 @@ class Model(Base):
                 )
             return ByText(second, rows, here, there, effort)
         follower = Follower(second, len(rows), branches)
-        return (ByLevels if branches else _Beside)(follower, rows, setting, session.vocab_size, effort)
+        return (ByLevels if branches else _Chains)(follower, rows, setting, session.vocab_size, effort)
 
 
-class _Beside(ByLogits):
+class _Chains(Beside, ByLogits):
     """Drafts for rows whose tokens are the draft model's own."""
 
-    def __init__(self, follower: Follower, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
-        super().__init__(rows, setting, vocab_size, effort)
-        self._follower = follower
-
-    def most(self, row: int, limit: int) -> int:
-        return self._follower.most(self.rows[row].seen.size, limit)
-
     def first(self, rows: list[int]) -> Logits:
-        return self._follower.follow({i: self.rows[i].seen for i in rows})
+        return self.follow(rows)
 
     def further(self, tokens: dict[int, int]) -> Logits:
         return self._follower.run({i: np.array([token]) for i, token in tokens.items()})
-
-    def close(self) -> None:
-        self._follower.close()

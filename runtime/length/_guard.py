@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 from accel.runtime.costs import Costs
 from accel.runtime.length import Price, unpriced
@@ -12,9 +14,12 @@ from accel.runtime.length._odds import Odds
 MOST = 31  # tokens of a draft whose call the costs are known for
 TRIAL = 4  # rounds that are tried before they are judged
 LOSS = 3.0  # plain steps that a trial may lose before it is judged
+FIRST = 16  # steps before a drafter that can look back does, and says what it would have drafted
 REST, LONGEST = 16, 256  # steps without drafts after a trial that did not pay; twice as many after each further one
 SHARE = 0.03  # of the steps: more than that trials do not lose
 DEARER, HARMLESS = 3.0, 0.2  # a round's drafter may take so many times what is known of it, or plain steps
+HOST = 2e-4  # seconds that a round with a draft takes beside its call and its drafter's, as far as is known before
+BESIDE = 1.0  # plain steps: more is the machine's doing
 FADE = 0.8  # what a round weighs after each later one
 
 
@@ -24,11 +29,15 @@ class Guard:
     A round pays where its rows got more tokens, on average, than as many plain steps would have given in its
     time: that of the call by the measured curve, c(T)/c(1) (`model.costs`; of B rows, a call of T tokens is taken
     for one of B T), that of the drafter by how it compares with the call. `effort`: what a drafted token costs, in
-    plain steps, as far as is known before. `shaped`: drafts are trees, whose shape says how large they are.
+    plain steps, as far as is known before. `shaped`: drafts are trees, whose shape says how large they are. `looks`:
+    the drafter can say what it would have drafted of tokens that came without (`look`), which costs less than a trial.
     """
 
-    def __init__(self, costs: Costs, batch: int, effort: float = 0.0, shaped: bool = False):
+    def __init__(
+        self, costs: Costs, batch: int, effort: float = 0.0, shaped: bool = False, looks: bool = False
+    ):  # fmt: skip
         self._costs = list(map(prices(costs, batch), range(MOST + 1)))
+        self._step = costs.seconds[0] * _cost(costs, batch)  # seconds of a plain one
         self._odds, self._shaped = Odds(FADE), shaped
         self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
         self._pause = REST
@@ -36,8 +45,30 @@ class Guard:
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
         self._best: int | None = None  # `limit`, where nothing was observed since
-        if effort and not self._odds.best(self.cost, 0, MOST):
+        self._can_look = self._looks = looks  # at all; before the next trial
+        self._host = HOST / self._step if looks else 0.0  # plain steps of a round with a draft
+        self._plain = deque[float](maxlen=FIRST)  # seconds of steps without drafts
+        if looks:
+            self._resting = FIRST
+        elif effort and not self._odds.best(self.cost, 0, MOST):
             self._resting = self._pause = LONGEST
+
+    @property
+    def due(self) -> bool:
+        """Whether the drafter has to `look` before anything is drafted."""
+        return self._looks and not self._resting and not self._rounds
+
+    def look(self, drafts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Of tokens that came without drafts, what drafts would have been: how many tokens, how many of them stand; and
+        the time that it took to find out. There is a trial where such drafts pay.
+        """
+        self._looks, self._best = False, None
+        self._step = median(self._plain)
+        self._won -= seconds / self._step
+        for draft in drafts:  # the newest count for most
+            self._odds.observe([draft])
+        if not self._odds.best(self.cost, 0, MOST):
+            self._rest()
 
     @property
     def limit(self) -> int:
@@ -54,18 +85,20 @@ class Guard:
         """Of a round that drafts so many tokens for each row, in plain steps; the call alone where the drafter's
         time is not known yet.
         """
-        return self._costs[min(drafted, MOST)] + self._effort * drafted
+        return self._costs[min(drafted, MOST)] + self._effort * drafted + (self._host if drafted else 0.0)
 
-    def rest(self) -> None:
-        """A step went by without a draft."""
+    def rest(self, seconds: float = 0.0) -> None:
+        """A step went by without a draft, in so much time."""
+        self._plain.append(seconds)
         if self._resting:
             self._resting -= 1
             self._won += SHARE
             if not self._resting:
                 self._rounds, self._given, self._spent = 0, 0.0, 0.0
+                self._looks = self._can_look
 
     def observe(
-        self, tokens: float, drafts: Sequence[tuple[int, int]], again: int, drafting: float = 0.0
+        self, tokens: float, drafts: Sequence[tuple[int, int]], again: int, drafting: float = 0.0, seconds: float = 0.0
     ) -> None:
         """A round gave each row that ran so many `tokens`; of what rows drafted, how many tokens and how many of them
         stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the drafter's time, the
@@ -80,6 +113,11 @@ class Guard:
             self._drafted = FADE * self._drafted + width - 1
             self._drafting = FADE * self._drafting + min(drafting * cost, most)
         cost += self._effort * (width - 1) + (self._costs[again - 1] if again else 0.0)
+        if self._can_look:
+            if self._rounds:
+                beside = min(max(0.0, seconds / self._step - cost), BESIDE)
+                self._host = FADE * self._host + (1 - FADE) * beside
+            cost += self._host
         self._rounds += 1
         self._given = FADE * self._given + tokens
         self._spent = FADE * self._spent + cost
@@ -89,8 +127,11 @@ class Guard:
         if self._given >= self._spent:
             self._pause = REST
         else:
-            self._resting = max(self._pause, math.ceil(-self._won / SHARE))
-            self._pause = min(2 * self._pause, LONGEST)
+            self._rest()
+
+    def _rest(self) -> None:
+        self._resting = max(self._pause, math.ceil(-self._won / SHARE))
+        self._pause = min(2 * self._pause, LONGEST)
 
     @property
     def _effort(self) -> float:

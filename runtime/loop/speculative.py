@@ -88,8 +88,9 @@ class _Rounds:
             setting.methods["length"].fit(setting.model)
         self._drafters: Drafters = self._draft.open(session, rows, setting)
         effort, costs = self._drafters.effort, setting.costs
-        shaped = "tree" in setting.methods and setting.methods["tree"].branches
-        self._guard = None if costs is None else Guard(costs, session.batch, effort, shaped)
+        looks = self._drafters.looks
+        shaped = not looks and "tree" in setting.methods and setting.methods["tree"].branches
+        self._guard = None if costs is None else Guard(costs, session.batch, effort, shaped, looks)
         price = unpriced if self._guard is None else self._guard.cost
         self._paces: list[Pace] = [setting.methods["length"].begin(price) for _ in rows]
         self._drafting = 0.0  # the drafters' time of this round, in seconds
@@ -106,9 +107,9 @@ class _Rounds:
 
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
-        limit = self._reach if self._guard is None else min(self._reach, self._guard.limit)
         self._drafts = []
         start = perf_counter()
+        limit = self._limit()
         trees = self._drafted(limit)
         if not any(map(len, trees.values())):
             return self._plain(list(trees), start, told=limit > 0)
@@ -122,9 +123,20 @@ class _Rounds:
                 kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
         finally:  # what was judged stands, even where a later row fails
             back = self._settle(kept, held, branches)
-        self._weigh(kept, back, self._drafting / max(call, 1e-9))
-        self._rows[0].clock(self._drafting, call, perf_counter() - start)  # for all
+        whole = perf_counter() - start
+        self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
+        self._rows[0].clock(self._drafting, call, whole)  # for all
         return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
+
+    def _limit(self) -> int:
+        """Most tokens of a draft, by what can be taken back and what pays."""
+        if self._guard is None:
+            return self._reach
+        if self._guard.due:
+            start = perf_counter()
+            drafts = self._drafters.look(self.live)
+            self._guard.look(drafts, perf_counter() - start)
+        return min(self._reach, self._guard.limit)
 
     def _plain(self, live: list[int], start: float, told: bool) -> list[tuple[int, int]]:
         """A round in which no row has a draft, as quick as any loop's; `told`: whether drafters hear of it."""
@@ -146,9 +158,10 @@ class _Rounds:
             if len(taken) < len(live):  # what was taken stands, even where a later row fails
                 counts[[i for i, _ in taken]] = 0
                 self._session.rewind(self._session.lengths - counts)
+        whole = perf_counter() - start
         if self._guard is not None:
-            self._guard.rest()
-        rows[0].clock(self._drafting, call, perf_counter() - start)  # for all
+            self._guard.rest(whole)
+        rows[0].clock(self._drafting, call, whole)  # for all
         return taken
 
     def _settle(self, kept: dict[int, list[int]], held: Ints, branches: bool) -> bool:
@@ -236,10 +249,10 @@ class _Rounds:
         self._drafters.observe(i, verdict, logits)
         self._drafting += perf_counter() - start
 
-    def _weigh(self, kept: dict[int, list[int]], back: bool, drafting: float) -> None:
-        """Tell the guard what the round gave; `drafting`: the drafters' time, the call's being 1."""
+    def _weigh(self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float) -> None:
+        """Tell the guard what the round gave in these seconds; `drafting`: the drafters' time, the call's being 1."""
         if self._guard is None:
             return
         taken = [len(columns) for columns in kept.values()]
         again = max(taken) if back and not self._session.abilities.free_rewind else 0
-        self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting)
+        self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting, seconds)

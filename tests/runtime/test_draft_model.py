@@ -13,6 +13,7 @@ from accel.runtime.costs import Costs
 from accel.runtime.draft import _by_logits
 from accel.runtime.draft._follow import Follower
 from accel.runtime.draft.model import Model
+from accel.runtime.length._guard import FIRST
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session import Session
 from accel.runtime.verify import Chance
@@ -118,6 +119,50 @@ def test_rows_that_sleep_are_caught_up_in_one_call(toy):
     for i, size in enumerate((12, 33)):
         np.testing.assert_allclose(got[i, -1], toy.oracle(seen[i, :size])[-1], atol=1e-3, rtol=1e-3)
     follower.close()
+
+
+def test_looking_back_says_what_the_model_would_have_said(toy):
+    """Of rows of different lengths, one read from near its prompt's end on, in the first look and in a later one."""
+    follower, seen = Follower(Beside(toy), 2), toy.tokens(2, 150)
+    session = follower._session
+    for sizes, first in (((120, 30), (105, 25)), ((125, 41), (120, 30)), ((149, 42), (133, 41))):
+        calls = session.stats["calls"]
+        found = follower.look({i: seen[i, :n] for i, n in enumerate(sizes)}, {0: 105, 1: 25})
+        assert session.stats["calls"] == calls + 1 and session.lengths.tolist() == [sizes[0] - 1 - 89, sizes[1] - 1]
+        for i, start in enumerate((89, 0)):
+            assert found[i][0] == first[i] and len(found[i][1]) == sizes[i] - first[i]
+            want = toy.oracle(seen[i, start : sizes[i] - 1])[first[i] - 1 - start :]
+            np.testing.assert_allclose(found[i][1], want, atol=1e-3, rtol=1e-3)
+    got = follower.follow({0: seen[0, :150]})
+    np.testing.assert_allclose(got[0, -1], toy.oracle(seen[0, 89:150])[-1], atol=1e-3, rtol=1e-3)
+    follower.whole(0)
+    got = follower.follow({0: seen[0, :150]})
+    assert session.lengths.tolist() == [150, 41]
+    np.testing.assert_allclose(got[0, -1], toy.oracle(seen[0, :150])[-1], atol=1e-3, rtol=1e-3)
+    follower.close()
+
+
+def test_a_long_look_leaves_out_logits_that_nobody_asked_for(toy):
+    follower, seen = Follower(Beside(toy), 1), toy.tokens(1, 100)
+    first, logits = follower.look({0: seen[0]}, {0: 20})[0]
+    assert first == 84 and logits.shape == (16, 320) and follower._session.stats["calls"] == 2
+    np.testing.assert_allclose(logits, toy.oracle(seen[0, :99])[83:], atol=1e-3, rtol=1e-3)
+    follower.close()
+
+
+def test_who_looks_back_first_gives_the_same_tokens(toy, groups):
+    """And drafts where that pays: a draft model that says what the target does, and costs little."""
+    drafted = {}
+    for strength in (0.0, 50.0):
+        target = Beside(toy, strength, costs=Costs((1, 32), (1e-4, 1e-4))).target
+        want = plain(toy.session(batch=3), rows_of(groups[0], limit=60))
+        with toy.session(batch=3) as session:
+            rows = rows_of(groups[0], limit=60)
+            list(speculated(session, rows, Model(), "spec-chain", model=target, costs=COSTS))
+        assert [row.tokens for row in rows] == want
+        assert all(row.drafting["fallback"] >= FIRST for row in rows)
+        drafted[strength] = sum(row.drafting["accepted"] for row in rows)
+    assert drafted[0.0] > 60 and drafted[50.0] < 10
 
 
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from accel.runtime.costs import Costs
+from accel.runtime.length import _guard
 from accel.runtime.length._guard import TRIAL, Guard
 
 
@@ -66,6 +67,43 @@ def test_a_drafter_that_does_not_pay_costs_little(steps, told):
 def test_a_drafter_that_costs_too_much_is_not_even_tried():
     costs = Costs((1, 32), (1.0, 1.0))
     assert Guard(costs, 1, 2.0).limit == 0 < Guard(costs, 1, 0.2).limit < Guard(costs, 1).limit
+
+
+def looked(stands, steps, hears=True, beside=0.0, reading=8):
+    """As `trials`, where a call of several tokens costs more than one, a drafted one 0.3, and the drafter can look
+    back: it says whether it would have drafted each of the last 16 tokens, for 2 plain steps; before its first draft
+    it reads a prompt, for 8. `beside`: plain steps that each round takes and nobody foresees.
+    """
+    costs = Costs((1, 2, 32), (1.0, 1.2, 4.0))
+    guard, time, given = Guard(costs, 1, 0.3, looks=True), 0.0, 0
+    rng = np.random.default_rng(0)
+    while given < steps:
+        if guard.due:
+            right = (rng.random(16) < stands).tolist()
+            guard.look([(1, int(r)) for r in right] if hears else [], 2.0)
+            time += 2
+        if limit := min(10, guard.limit):
+            stood = min(limit, int(rng.geometric(1 - stands)) - 1)
+            spent = costs.ratio(1 + limit) + 0.3 * limit + beside
+            guard.observe(1 + stood, [(limit, stood)], 0, 0.3 * limit / costs.ratio(1 + limit), spent)
+            time, given, reading = time + spent + reading, given + 1 + stood, 0
+        else:
+            time, given = time + 1, given + 1
+            guard.rest(1.0)
+    return given / time
+
+
+def test_a_drafter_that_looks_back_is_not_tried_in_vain():
+    assert looked(0.0, 96) > 0.95 > 0.9 > looked(0.0, 96, hears=False), "one that is not listened to"
+    assert looked(0.95, 400) > 1.5, "one that pays is heard"
+
+
+def test_what_a_round_takes_beside_is_found_out(monkeypatch):
+    """A draft that pays by what its calls cost, and does not by the clock."""
+    assert looked(0.9, 600) > 1.3
+    assert looked(0.8, 600, beside=2.0) > 0.9
+    monkeypatch.setattr(_guard, "BESIDE", 0.0)
+    assert looked(0.8, 600, beside=2.0) < 0.8, "who does not look at the clock goes on"
 
 
 def test_rows_of_a_batch_cost_what_as_many_tokens_do():

@@ -1,0 +1,60 @@
+"""What all drafters that run a model beside the target have in common: its session, and looking back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accel.runtime.draft._by_logits import ByModel
+from accel.runtime.draft._follow import Follower
+from accel.runtime.loop import Row, Setting
+from accel.runtime.stepper import Logits
+
+CHAIN = 4  # tokens of a draft that would have been
+WHOLE = 1 / 8  # of the plain steps that a row may still take: what reading the whole of its prompt may cost
+
+
+class Beside(ByModel):
+    """Where all rows are greedy they look back first, at the end of their prompts only; the whole of a prompt is read
+    when there are drafts, and enough tokens to come.
+    """
+
+    def __init__(self, follower: Follower, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
+        super().__init__(rows, setting, vocab_size, effort)
+        self._follower = follower
+        self.looks = all(row.sampler.greedy for row in rows)
+        second, known = None if setting.model is None else setting.model.second, setting.costs
+        self._reading = 0.0  # plain steps that a token of a prompt takes
+        if second is not None and known is not None:
+            self._reading = second.costs.seconds[-1] / second.costs.tokens[-1] / known.seconds[0]
+
+    def look(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
+        found = self._follower.look({i: self.rows[i].seen for i in rows}, {i: self.rows[i].prompt.size for i in rows})
+        return [draft for i, (first, logits) in found.items() for draft in self._would(i, first, logits)]
+
+    def follow(self, rows: Sequence[int]) -> Logits:
+        """Let the model hold these rows' committed tokens: the logits [B,1,V] after each."""
+        for i in rows:
+            row = self.rows[i]
+            if self._follower.cut[i] and row.seen.size * self._reading < WHOLE * row.left:
+                self._follower.whole(i)
+        return self._follower.follow({i: self.rows[i].seen for i in rows})
+
+    def most(self, row: int, limit: int) -> int:
+        """Tokens that a row may draft now, of `limit`."""
+        return self._follower.most(self.rows[row].seen.size, limit)
+
+    def _would(self, i: int, first: int, logits: Logits) -> list[tuple[int, int]]:
+        """What chains of a row would have been from its token number `first` on, by what was said [n,V] of that and
+        each after it: how many tokens, and how many of them stand.
+        """
+        row, drafts, stood = self.rows[i], list[tuple[int, int]](), 0
+        for place, line in enumerate(logits, first):
+            stands = row.sampler.distribution(line[: self._vocab], row.seen[:place]).tokens[0] == row.seen[place]
+            stood += stands
+            if not stands or stood == CHAIN:
+                drafts.append((stood + (not stands), stood))
+                stood = 0
+        return [*drafts, (stood, stood)] if stood else drafts
+
+    def close(self) -> None:
+        self._follower.close()
