@@ -166,6 +166,19 @@ def test_a_path_is_kept_in_the_layers_that_are_left(deep):
         assert one.generate(prompt, 20, eos=[]).tokens == other.generate(prompt, 20, eos=[]).tokens
 
 
+def test_a_method_that_picks_a_layer_finds_it_by_its_new_number(deep):
+    module = copy.deepcopy(deep("llama")[0])
+    recipe = {"depth": {"use": "shortgpt"}, "prefill.prune": {"use": "gemfilter", "tokens": 5, "layer": 1}}
+    with torch.no_grad():  # so that layer 1 goes
+        module.model.layers[1].self_attn.o_proj.weight.zero_()
+        module.model.layers[1].mlp.down_proj.weight.zero_()
+    with (
+        accel.optimize(module, recipe, max_context=64, verify=False) as compiled,
+        accel.optimize(module, recipe, target="eager", max_context=64, verify=False) as eager,
+    ):
+        assert compiled.generate(TOKENS[:1], 8, eos=[]).tokens == eager.generate(TOKENS[:1], 8, eos=[]).tokens
+
+
 def test_no_share_deletes_nothing(deep):
     module, base = deep("llama")
     with accel.optimize(

@@ -1,11 +1,11 @@
 """Every pair and triple of methods across axes, on tiny models: refused with a reason, or equal to the oracle.
 
-    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--part K/N] [--results FILE]
+    python tools/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--having METHOD] [--part K/N] [--results FILE]
     python tools/matrix.py --page docs [--results FILE]
 
-Each outcome is a line of FILE as soon as it is known; cases that are there already are not run again. `--page`
-writes docs/composition.md of what FILE holds. Processes that run parts write files of their own, which may be put
-together.
+A method whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
+known; cases that are there already are not run again. `--page` writes docs/composition.md of what FILE holds. Processes
+that run parts write files of their own, which may be put together.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change
 # Small enough for a prompt of PROMPT tokens to feel it, wherever a method has such an option.
 SMALL = {
     "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
-    "speedup": 1.4, "residual": 8, "group": 4, "page": 4, "tokens_read": 12,
+    "speedup": 1.4, "share": 0.4, "residual": 8, "group": 4, "page": 4, "tokens_read": 12,
 }  # fmt: skip
-OWN = {"critiprefill": {"segment": 8, "block": 4, "budget": 8, "threshold": 8}}  # of one method
+OWN = {  # of one method
+    "critiprefill": {"segment": 8, "block": 4, "budget": 8, "threshold": 8}, "calm": {"threshold": 0.05},
+}  # fmt: skip
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
+CHECKS = "BitExact"  # the pass of a method that changes nothing by itself
 FAULTS = ("Report it", "report it", "is not valid")  # no reason, but a bug that was caught
 EXACT = 1e-3  # error relative to the largest logit
 
@@ -65,6 +68,10 @@ class Case:
 
     architecture: str
     tables: tuple[tuple[str, str], ...]  # (axis, method)
+
+    @property
+    def methods(self) -> set[str]:
+        return {method for _, method in self.tables}
 
     def __str__(self) -> str:
         return f"{self.architecture}: " + " + ".join(f"{a}={m}" for a, m in self.tables)
@@ -146,10 +153,13 @@ class Matrix:
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         passes = building._passes(job)
         own = shared(passes)
-        run(program, passes[own:], done=passes[:own])
+        steps = run(program, passes[own:], done=passes[:own])
         program.calibration = None
+        own_names = {type(step).__name__ for step in job.plan.passes} - {CHECKS}
+        if idle := [s.name for s in steps if s.name in own_names and not s.changed]:
+            return "wrong", f"{', '.join(idle)} changed nothing, so that nothing is compared"
         axes = {axis for axis, _ in case.tables}
-        chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
+        chooses = bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"}) or "calm" in case.methods
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
         budget = job.plan.methods.get("kv.budget")
@@ -275,6 +285,7 @@ def main(
     parser.add_argument("--sample", type=int, help="so many cases, chosen by the seed; default all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="1/1", help="K/N: every Nth of them from the Kth on, for N processes")
+    parser.add_argument("--having", action="append", metavar="METHOD", help="only cases that have it; may be repeated")
     if every is None:
         parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
         parser.add_argument("--page", type=Path, help="the folder of the page; nothing is run")
@@ -285,6 +296,8 @@ def main(
         return 0
     warnings.filterwarnings("ignore")
     chosen = cases(tuple(int(n) for n in options.sizes.split(","))) if every is None else every
+    if options.having:
+        chosen = [case for case in chosen if case.methods.intersection(options.having)]
     if options.sample:
         chosen = sample(chosen, options.sample, options.seed)
     part, parts = map(int, options.part.split("/"))

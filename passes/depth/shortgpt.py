@@ -113,7 +113,7 @@ def delete(program: Program, calls: list[fx.Node], gone: list[int]) -> None:
 
 
 def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
-    """Layers and their state count from 0 again."""
+    """Layers, their state and what belongs to them count from 0 again."""
     step = program.step
     names: dict[str, str] = {}
     state = []
@@ -128,8 +128,11 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
     program.state = state
     program.facts.layers = [program.facts.layers[i] for i in stay]
     for graph in program.graphs():
-        for node in graph.find_nodes(op="placeholder"):
-            node.target = names.get(str(node.target), node.target)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                node.target = names.get(str(node.target), node.target)
+            if node.meta.get("layer") in stay:
+                node.meta["layer"] = stay.index(node.meta["layer"])
     for entry in program.entries.values():
         found = entry.output_nodes()
         entry.set_outputs({_renamed(name, names): node for name, node in found.items()})
