@@ -89,6 +89,7 @@ def test_every_kind_of_recipe_is_told(captured, name, tmp_path):
     for svg in re.findall(r"<svg.*?</svg>", text, re.S):
         ElementTree.fromstring(svg)
     assert all(m.use in text for m in e.methods) and "<script" not in text
+    assert ("accel-compile bench measures it" in text) == ({"loop", "draft"} & set(tables) != set())
 
 
 def test_base_changes_nothing_and_others_do(captured):

@@ -120,6 +120,11 @@ def rests(e: Explanation) -> list[str]:
     lines = ["Bytes are by formula, from the layout of the state and the budget, slots by 256."]
     if e.after.get("depth", {}).get("threshold") is not None:
         lines.append("Weights and speed are those of a token that leaves nowhere early.")
+    if any(m.axis == "loop" for m in e.methods):
+        lines.append(
+            "Figures are of one call for each token. How many tokens its loop makes of a call hangs on the text; "
+            "accel-compile bench measures it, with --speculation where it guesses."
+        )
     r = e.rates
     if r is None:
         return lines
