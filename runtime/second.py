@@ -68,8 +68,11 @@ def _recipe(plan: Plan) -> Recipe:
 def _build(
     plan: Plan, path: Path, options: dict[str, Any], target: Facts, text: str | None, folder: Path | None
 ) -> CompiledModel:
-    """`text`: of the target's tokenizer.json. Raises RecipeError where the model cannot draft for the target."""
+    """`text`: of the target's tokenizer.json. Raises RecipeError where the model cannot draft for the target, and
+    InputError where its sessions cannot.
+    """
     from accel.runtime.compiled import load
+    from accel.runtime.draft._follow import Follower
     from accel.runtime.optimize import optimize
 
     tokenizer = Tokenizer(text.encode()) if text else None
@@ -79,6 +82,11 @@ def _build(
         if folder is not None:
             copy_artifact(artifact, folder)
         model = load(folder or path)
+        try:
+            Follower(model, 1, plan.methods["tree"].branches).close()  # its sessions can take back, and grow, drafts
+        except BaseException:
+            model.close()
+            raise
     else:
         _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
         options |= {"max_context": target.max_context, "max_batch": target.max_batch}

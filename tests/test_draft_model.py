@@ -146,6 +146,18 @@ def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
         accel.optimize(modules[0], recipe, target="eager", verify=False, max_context=96, max_batch=4)
 
 
+def test_an_artifact_whose_sessions_cannot_draft_is_refused_when_built(modules, folder, tmp_path):
+    dropping = {"kv.score": {"use": "knorm"}, "kv.when": {"use": "every"}, "kv.budget": {"use": "uniform"}}
+    for name, made, tree, words in (
+        ("drops", dropping, "chain", "take no token back"), ("chains", "base", "dyspec", "take no trees of guesses"),
+    ):  # fmt: skip
+        accel.optimize(folder, made, out=tmp_path / name, verify=False, **SIZES).close()
+        recipe = {"draft": {"use": "model", "path": str(tmp_path / name)}, "tree": {"use": tree}}
+        with pytest.raises(InputError, match=words):
+            accel.optimize(modules[0], recipe, out=tmp_path / "out", verify=False, **SIZES)
+        assert not (tmp_path / "out").exists(), "nothing half-written"
+
+
 def test_a_directory_is_stored_as_its_weights_say(modules, folder, tmp_path):
     """In 8 bits, where a recipe says nothing; what an artifact has stays."""
     draft, sizes = {"use": "model", "path": str(folder)}, {}
