@@ -65,10 +65,14 @@ def result(name, share, kl, **more):
 
 def test_the_page(tmp_path):
     rows = [result("base", 1, 0), result("some@128", 0.25, 0.3), result("some@512", 0.5, 0.1)]
+    kinds = {"copy": 1.9, "code": 1.2, "free": 1.4}
+    loop = {"speedup": 1.5, "kinds": kinds, "tokens_per_check": 2.5, "equal": 6, "texts": 6}
+    rows += [result("guesses", 1, 0, loop=loop), result("plain", 1, 0, loop=None)]
     page.write(tmp_path, [*rows, {"name": "odd", "refused": "no cache of keys"}])
     text = (tmp_path / "leaderboard.md").read_text()
     assert "| some@128 | kv | 50.0 | 0.3000 | 70.0% | 88 | 88 | 2.50 | 0.25 |" in text
     assert "- `odd`: no cache of keys" in text
+    assert "| guesses | 1.50 | 1.20 (code) | 1.90 (copy) | 2.50 | 6 of 6 |" in text
     for picture in ("budget", "recall", "speed"):
         assert (tmp_path / "leaderboard" / f"{picture}.png").stat().st_size > 5000
     assert page.share(rows[0], 500, 0) == 0.5 and page.share(rows[0], 500, 1) == 1
@@ -85,7 +89,7 @@ def test_parts_of_a_case_are_measured_apart(tmp_path):
     case, both = leaderboard.Case("some", "kept", 5), list(measure.PARTS)
     assert leaderboard.missing(case, tmp_path, both) == both
     leaderboard.keep(tmp_path / "some@5.json", {"quality": {}, "recall": {}})
-    assert leaderboard.missing(case, tmp_path, both) == ["speed"]
+    assert leaderboard.missing(case, tmp_path, both) == ["speed", "loop"]
     leaderboard.keep(tmp_path / "some@5.json", {"refused": "no"})
     assert leaderboard.missing(case, tmp_path, both) == []
     rows = [result("base", 1, 0), result("some@128", 0.25, 0.3)]
