@@ -28,20 +28,24 @@ class Beside(ByModel):
             self._reading = second.costs.seconds[-1] / second.costs.tokens[-1] / known.seconds[0]
 
     def look(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
-        found = self._follower.look({i: self.rows[i].seen for i in rows}, {i: self.rows[i].prompt.size for i in rows})
+        known = {i: self.rows[i].prompt.size for i in rows}
+        for i, count in known.items():
+            self._follower.ending(i, count)
+        seen = {i: self.rows[i].seen for i in rows if self.most(i, 1) > 0}
+        found = self._follower.look(seen, known) if seen else {}
         return [draft for i, (first, logits) in found.items() for draft in self._would(i, first, logits)]
 
     def follow(self, rows: Sequence[int]) -> Logits:
         """Let the model hold these rows' committed tokens: the logits [B,1,V] after each."""
         for i in rows:
-            row = self.rows[i]
-            if self._follower.cut[i] and row.seen.size * self._reading < WHOLE * row.left:
+            row, size = self.rows[i], self.rows[i].seen.size
+            if self._follower.cut[i] and size * self._reading < WHOLE * row.left and self._follower.most(size, 1) > 0:
                 self._follower.whole(i)
         return self._follower.follow({i: self.rows[i].seen for i in rows})
 
     def most(self, row: int, limit: int) -> int:
         """Tokens that a row may draft now, of `limit`."""
-        return self._follower.most(self.rows[row].seen.size, limit)
+        return self._follower.most(self.rows[row].seen.size - int(self._follower.cut[row]), limit)
 
     def _would(self, i: int, first: int, logits: Logits) -> list[tuple[int, int]]:
         """What chains of a row would have been from its token number `first` on, by what was said [n,V] of that and

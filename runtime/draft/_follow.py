@@ -61,11 +61,8 @@ class Follower:
     def look(self, rows: Mapping[int, Ints], known: Mapping[int, int]) -> dict[int, tuple[int, Logits]]:
         """Run tokens [n] of rows but for the last, n >= 2, and say of the newest that it had not yet read what it would
         have said: the number of the first, and logits [m,V] of that and those after it. A row begins with `known`
-        tokens, its prompt, of which nothing is asked, and which are read from near their end on.
+        tokens, its prompt, of which nothing is asked.
         """
-        for i, count in known.items():
-            if not self._session.lengths[i] and count > 2 * TAIL:
-                self.cut[i] = count - TAIL
         held = {i: ids[self.cut[i] : -1] for i, ids in rows.items()}
         keep, new = self._kept(held), not self._session.lengths.any()
         asked = {i: max(known[i], rows[i].size - BACK) - int(self.cut[i]) - 1 for i in rows}  # the last before
@@ -82,6 +79,11 @@ class Follower:
             self._sure[i], first = ids.size, max(asked[i], starts[i])
             found[i] = int(self.cut[i]) + first + 1, logits[i, first - starts[i] : ids.size - starts[i]]
         return found
+
+    def ending(self, row: int, known: int) -> None:
+        """Read a row that nothing was read of from near the end of its prompt on, which has `known` tokens."""
+        if not self._session.lengths[row] and known > 2 * TAIL:
+            self.cut[row] = known - TAIL
 
     def whole(self, row: int) -> None:
         """Read a row from its first token on the next time."""

@@ -125,6 +125,8 @@ def test_looking_back_says_what_the_model_would_have_said(toy):
     """Of rows of different lengths, one read from near its prompt's end on, in the first look and in a later one."""
     follower, seen = Follower(Beside(toy), 2), toy.tokens(2, 150)
     session = follower._session
+    follower.ending(0, 105)
+    follower.ending(1, 25)
     for sizes, first in (((120, 30), (105, 25)), ((125, 41), (120, 30)), ((149, 42), (133, 41))):
         calls = session.stats["calls"]
         found = follower.look({i: seen[i, :n] for i, n in enumerate(sizes)}, {0: 105, 1: 25})
@@ -163,6 +165,18 @@ def test_who_looks_back_first_gives_the_same_tokens(toy, groups):
         assert all(row.drafting["fallback"] >= FIRST for row in rows)
         drafted[strength] = sum(row.drafting["accepted"] for row in rows)
     assert drafted[0.0] > 60 and drafted[50.0] < 10
+
+
+@pytest.mark.parametrize("size", [100, 30])
+def test_a_text_may_be_longer_than_the_draft_model_reads(toy, size):
+    """It goes by the end of a long prompt, and drafts until what came since fills its context."""
+    beside = Beside(toy, context=60, costs=Costs((1, 32), (1e-4, 1e-4)))
+    prompts = [toy.tokens(1, size)[0].tolist()]
+    want = plain(toy.session(batch=1), rows_of(prompts, limit=90))
+    with toy.session(batch=1) as session:
+        rows = rows_of(prompts, limit=90)
+        list(speculated(session, rows, Model(), model=beside.target, costs=COSTS))
+    assert rows[0].tokens == want[0] and rows[0].drafting["drafted"] > 8
 
 
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
