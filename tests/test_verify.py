@@ -240,3 +240,22 @@ def test_a_recipe_without_a_drafter_is_refused():
         RecipeError, match="'mine': verify says which drafted tokens stand, and no .draft."
     ):
         assemble(recipe)
+
+
+def test_choices_are_those_of_each_row():
+    """Of all rows at once, where they are those that `distribution` gives; elsewhere of none."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        logits = rng.integers(-2, 3, (5, 7)).astype(np.float32)  # with equals
+        each = [int(Standard().distribution(row, np.zeros(0, np.int64)).tokens[0]) for row in logits]
+        assert Standard().choices(logits).tolist() == each
+    assert Standard(temperature=0.5).choices(logits) is None
+    assert Standard(repetition_penalty=1.1).choices(logits) is None
+    logits[2, 3] = np.nan
+    assert Standard().choices(logits) is None, "a row that nobody reads may hold anything"
+
+    class Least(Standard):
+        def distribution(self, logits, seen):
+            return super().distribution(-logits, seen)
+
+    assert Least().choices(logits) is None

@@ -67,6 +67,12 @@ class Base(ABC):
         """Whether nothing is ever drawn."""
         return False
 
+    def choices(self, logits: npt.NDArray[np.float32]) -> Ints | None:
+        """The token after each row of logits [N,V] by `distribution`, where nothing is drawn, the tokens before do not
+        matter and all are numbers; None elsewhere.
+        """
+        return None
+
     @abstractmethod
     def scores(self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """The logits [V] with what penalties make of them; given and raising as `distribution`."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError, InputError
+from accel.runtime.ints import Ints
 from accel.runtime.sample import Base, Distribution
 
 
@@ -48,6 +49,13 @@ class Standard(Base):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def choices(self, logits: npt.NDArray[np.float32]) -> Ints | None:
+        own = type(self).distribution is Standard.distribution  # a subclass may choose otherwise
+        if not (own and self.greedy and self.repetition_penalty == 1.0):
+            return None
+        found: Ints = logits.argmax(-1)  # NaN counts as the largest
+        return found if np.isfinite(np.take_along_axis(logits, found[:, None], -1)).all() else None
 
     def scores(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]

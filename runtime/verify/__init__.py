@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -68,6 +69,12 @@ class Target:
         self._ids = np.concatenate([seen, np.zeros(tree.depths.max(initial=0), np.int64)])
         self._laws: dict[int, Distribution] = {}
 
+    @cached_property
+    def choices(self) -> list[int] | None:
+        """The token after ROOT and after each node, [N+1], where the sampler says it of all at once."""
+        found = self._sampler.choices(self._logits)
+        return None if found is None else found.tolist()
+
     def law(self, node: int) -> Distribution:
         """What the token after a node, or after ROOT, is drawn from. Raises AccelError where the logits are
         not numbers.
@@ -102,7 +109,7 @@ class Base(ABC):
                 f"verify.{name} takes chains, and node {node} of the tree follows node "
                 f"{target.tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
             )
-        if not target.law(ROOT).random:
+        if target.choices is not None or not target.law(ROOT).random:
             return match(target, chance)
         return self.judge(target, chance)
 
@@ -123,10 +130,10 @@ class Base(ABC):
 
 def match(target: Target, chance: Chance) -> Verdict:
     """Draw from the target, and follow while the tree has what was drawn."""
-    node, path = ROOT, list[int]()
+    node, path, tokens = ROOT, list[int](), target.tree.tokens
     while True:
-        token = chance.draw(target.law(node))
-        found = [c for c in target.tree.children(node) if target.tree.tokens[c] == token]
+        token = chance.draw(target.law(node)) if target.choices is None else target.choices[node + 1]
+        found = [c for c in target.tree.children(node) if tokens[c] == token]
         if not found:
             return Verdict(tuple(path), token)
         node = found[0]
