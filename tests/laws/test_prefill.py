@@ -1,6 +1,7 @@
 """Laws of what is done to prompts, over every method found, and parity with transformers' own attention."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.prefill import Pick
+from accel.passes.prefill.prune._layer import deciding
 from accel.runtime import prefill
 
 from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
@@ -258,6 +260,14 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
 def test_what_cannot_go_together_is_refused_by_name(tables, words):
     with pytest.raises(RecipeError, match=words):
         built("llama", tables=tables, use="promptdistill")
+
+
+def test_of_two_layers_the_first_decides_what_the_other_reads():
+    layers = [SimpleNamespace(attention="causal", shares=None)] * 2
+    program = SimpleNamespace(facts=SimpleNamespace(encoder=None, layers=layers))
+    assert [deciding(program, "some", -1, 13 / 32, last=last) for last in (False, True)] == [0, 1]
+    program.facts.layers = layers[:1]
+    assert deciding(program, "some", -1, 13 / 32, last=False) == 0, "it has no other"
 
 
 def test_a_last_layer_has_nothing_to_save():

@@ -9,10 +9,10 @@ from accel.ir.errors import PassError
 from accel.ir.program import Program
 
 
-def deciding(program: Program, method: str, layer: int, share: float) -> int:
+def deciding(program: Program, method: str, layer: int, share: float, last: bool = True) -> int:
     """The layer whose queries and keys decide: `layer`, or where that is -1 the one at a `share` of the
     depth, or the nearest that attends to all tokens (to some, where none does to all) and has a cache of
-    its own.
+    its own. Unless `last`, that is not the last of the model, where it has another.
     """
     if program.facts.encoder is not None:
         raise PassError(
@@ -32,6 +32,7 @@ def deciding(program: Program, method: str, layer: int, share: float) -> int:
             )
         return layer
     wanted = share * len(facts)
+    own = own if last else [i for i in own if i < len(facts) - 1] or own
     choice = [i for i in own if facts[i].attention == "causal"] or own
     return min(choice, key=lambda i: abs(i - wanted))
 

@@ -19,9 +19,9 @@ _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
 
 @dataclass(frozen=True)
 class PromptDistill(Base):
-    """A prompt goes through the layers up to `layer` (-1: 13 of 32). The `tokens` that its last query likes
-    best there, by q k^T averaged over the heads and over `kernel` neighbours, go on through the others, at
-    their own positions; the last token is one of them. Layers after `layer` hold no others of the prompt.
+    """A prompt goes through the layers up to `layer` (-1: 13 of 32, and not the last). The `tokens` that its last
+    query likes best there, by q k^T averaged over the heads and over `kernel` neighbours, go on through the
+    others, at their own positions; the last token is one of them. Layers after `layer` hold no others of the prompt.
 
     The first layers keep the keys of all of the prompt's tokens, which later tokens look at: what the
     paper's cache truncation would drop of them, kv.score does by layer and head.
@@ -54,7 +54,7 @@ class PromptDistill(Base):
 
     def run(self, program: Program) -> Report:
         check_state(program, "promptdistill")
-        layer = deciding(program, "promptdistill", self.layer, _SHARE)
+        layer = deciding(program, "promptdistill", self.layer, _SHARE, last=False)
         count = len(program.facts.layers)
         if layer == count - 1:
             raise PassError(
