@@ -115,13 +115,14 @@ def delete(program: Program, calls: list[fx.Node], gone: list[int]) -> None:
 def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
     """Layers, their state and what belongs to them count from 0 again."""
     step = program.step
+    places = {old: new for new, old in enumerate(stay)}
     names: dict[str, str] = {}
     state = []
     for value in program.state:
         if value.name in lost:
             continue
         if value.layer is not None:
-            layer = stay.index(value.layer)
+            layer = places[value.layer]
             name = value.name.replace(f".{value.layer}.", f".{layer}.", 1)
             names[value.name], value = name, replace(value, name=name, layer=layer)
         state.append(value)
@@ -131,8 +132,8 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
         for node in graph.nodes:
             if node.op == "placeholder":
                 node.target = names.get(str(node.target), node.target)
-            if node.meta.get("layer") in stay:
-                node.meta["layer"] = stay.index(node.meta["layer"])
+            if node.meta.get("layer") in places:
+                node.meta["layer"] = places[node.meta["layer"]]
     for entry in program.entries.values():
         found = entry.output_nodes()
         entry.set_outputs({_renamed(name, names): node for name, node in found.items()})

@@ -48,7 +48,7 @@ class Drafters(ABC):
         """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
         without a draft: how many tokens each, and how many of them stand, the newest last. For less than drafts cost.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} says that it looks back (looks), and has no look")
 
     @abstractmethod
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from accel.runtime.draft._by_logits import ByModel
 from accel.runtime.draft._follow import Follower
 from accel.runtime.loop import Row, Setting
@@ -45,15 +47,22 @@ class Beside(ByModel):
 
     def most(self, row: int, limit: int) -> int:
         """Tokens that a row may draft now, of `limit`."""
-        return self._follower.most(self.rows[row].seen.size - int(self._follower.cut[row]), limit)
+        return self._follower.most(self.size(row), limit)
+
+    def size(self, row: int) -> int:
+        """Tokens of a row, but for those at its beginning that the model leaves out."""
+        return self.rows[row].seen.size - int(self._follower.cut[row])
 
     def _would(self, i: int, first: int, logits: Logits) -> list[tuple[int, int]]:
         """What chains of a row would have been from its token number `first` on, by what was said [n,V] of that and
         each after it: how many tokens, and how many of them stand.
         """
         row, drafts, stood = self.rows[i], list[tuple[int, int]](), 0
-        for place, line in enumerate(logits, first):
-            stands = row.sampler.distribution(line[: self._vocab], row.seen[:place]).tokens[0] == row.seen[place]
+        logits, law = logits[:, : self._vocab], row.sampler.distribution
+        said = row.sampler.choices(logits)
+        if said is None:
+            said = np.array([law(line, row.seen[:n]).tokens[0] for n, line in enumerate(logits, first)])
+        for stands in (said == row.seen[first : first + said.size]).tolist():
             stood += stands
             if not stands or stood == CHAIN:
                 drafts.append((stood + (not stands), stood))

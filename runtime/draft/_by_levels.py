@@ -21,8 +21,7 @@ class ByLevels(Beside):
     """
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
-        cut, size = self._follower.cut, {i: self.rows[i].seen.size for i in limits}
-        sizes = {i: self._follower.most(size[i] - int(cut[i]) + 1, limit) for i, limit in limits.items()}
+        sizes = {i: self._follower.most(self.size(i) + 1, limit) for i, limit in limits.items()}
         nodes = {i: _Nodes(self.rows[i].seen) for i, most in sizes.items() if most > 0}
         opened = False
 

@@ -70,7 +70,7 @@ class Follower:
         if max(ids.size - starts[i] for i, ids in held.items()) > WIDE:  # all logits would take longer than a call
             asked = {i: max(start, starts[i]) for i, start in asked.items()}
             self.run({i: held[i][starts[i] : start] for i, start in asked.items()}, prompt=new)
-            starts = asked
+            starts, new = asked, False  # the prompt has ended
         logits = self.run({i: ids[starts[i] :] for i, ids in held.items()}, last_only=False)
         if new:
             self._session.end_prompt()

@@ -56,7 +56,7 @@ class Guard:
     @property
     def due(self) -> bool:
         """Whether the drafter has to `look` before anything is drafted."""
-        return self._looks and not self._resting and not self._rounds
+        return self._looks and not self._resting
 
     def look(self, drafts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Of tokens that came without drafts, what drafts would have been: how many tokens, how many of them stand; and

@@ -145,21 +145,25 @@ def test_looking_back_says_what_the_model_would_have_said(toy):
 
 
 def test_a_long_look_leaves_out_logits_that_nobody_asked_for(toy):
-    follower, seen = Follower(Beside(toy), 1), toy.tokens(1, 100)
+    follower, seen, ends = Follower(Beside(toy), 1), toy.tokens(1, 100), []
+    end = follower._session.end_prompt
+    follower._session.end_prompt = lambda: ends.append(end())
     first, logits = follower.look({0: seen[0]}, {0: 20})[0]
+    assert len(ends) == 1, "what came since is no part of the prompt"
     assert first == 84 and logits.shape == (16, 320) and follower._session.stats["calls"] == 2
     np.testing.assert_allclose(logits, toy.oracle(seen[0, :99])[83:], atol=1e-3, rtol=1e-3)
     follower.close()
 
 
-def test_who_looks_back_first_gives_the_same_tokens(toy, groups):
+@pytest.mark.parametrize("penalty", [1.0, 1.01], ids=["plain", "penalised"])
+def test_who_looks_back_first_gives_the_same_tokens(toy, groups, penalty):
     """And drafts where that pays: a draft model that says what the target does, and costs little."""
-    drafted = {}
+    drafted, sampler = {}, Standard(repetition_penalty=penalty)
     for strength in (0.0, 50.0):
         target = Beside(toy, strength, costs=Costs((1, 32), (1e-4, 1e-4))).target
-        want = plain(toy.session(batch=3), rows_of(groups[0], limit=60))
+        want = plain(toy.session(batch=3), rows_of(groups[0], sampler, limit=60))
         with toy.session(batch=3) as session:
-            rows = rows_of(groups[0], limit=60)
+            rows = rows_of(groups[0], sampler, limit=60)
             list(speculated(session, rows, Model(), "spec-chain", model=target, costs=COSTS))
         assert [row.tokens for row in rows] == want
         assert all(row.drafting["fallback"] >= FIRST for row in rows)
