@@ -1,11 +1,11 @@
 """Six kinds of prompts by which speculative decoding is measured, out of the standard library and the tasks beside.
 
-    code        the first lines of a file, to go on with
-    edit        a function, then its beginning again under another name
-    recall      a table and look-ups in it, one after another
-    repetitive  lines that differ in a number
-    free        prose, from documentation
-    copy        lines of words, then the same with one word changed
+code        the first lines of a file, to go on with
+edit        a function, then its beginning again under another name
+recall      a table and look-ups in it, one after another
+repetitive  lines that differ in a number
+free        prose, from documentation
+copy        lines of words, then the same with one word changed
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from accel.reference import tasks
 
-# No text of these was in what the bundled models were trained on (`tools/reference_data.py`).
+# No text of these was in what the bundled models were trained on (`tools/train/reference_data.py`).
 FILES = ("bisect.py", "calendar.py", "csv.py", "fractions.py", "heapq.py", "queue.py", "sched.py")
 LINES = 24  # of a prompt
 
@@ -31,7 +31,11 @@ def _source(rng: random.Random) -> str:
 
 def _functions(text: str) -> list[str]:
     """The source of functions long enough to be worth an edit."""
-    found = [ast.get_source_segment(text, n) for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
+    found = [
+        ast.get_source_segment(text, n)
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, ast.FunctionDef)
+    ]
     return [f for f in found if f is not None and 8 <= f.count("\n") <= LINES]
 
 
@@ -59,11 +63,20 @@ def recall(rng: random.Random) -> str:
 
 def repetitive(rng: random.Random) -> str:
     name, first = rng.choice(tasks.WORDS), rng.randrange(10, 50)
-    return "".join(f"    assert {name}({i}) == {name}_table[{i}]\n" for i in range(first, first + LINES // 2))
+    return "".join(
+        f"    assert {name}({i}) == {name}_table[{i}]\n" for i in range(first, first + LINES // 2)
+    )
 
 
 def free(rng: random.Random) -> str:
-    while len(words := max(re.findall(r'"""(.*?)"""', _source(rng), re.S), key=len, default="").split()) < 60:
+    while (
+        len(
+            words := max(
+                re.findall(r'"""(.*?)"""', _source(rng), re.S), key=len, default=""
+            ).split()
+        )
+        < 60
+    ):
         pass
     return " ".join(words[:60])
 

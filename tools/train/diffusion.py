@@ -1,0 +1,279 @@
+"""Train the bundled masked-diffusion model from the bundled one's weights, restartably.
+
+    python tools/train/diffusion.py --out RUN --minutes 70       # train, or continue with --resume
+    python tools/train/diffusion.py --out RUN --export           # RUN -> api/reference/diffusion
+
+The weights begin as those of `api/reference` and see both ways from then on; the logits of token i
+stay a prediction of token i + 1 (Dream's shift), so that copying what follows works from the first
+step on. A row is a prompt, its answer, and <|eos|> up to the row's end; of all that follows the prompt a
+share is masked, and the model learns what stood there (LLaDA, arXiv:2502.09992). Half of the rows
+are masked as decoding in blocks meets them: all known before a block, nothing behind it. Rows are
+short, since an hour of one busy core is little. SIGTERM saves the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import reference_export
+import torch
+from checkpoints import Checkpoints
+from reference_data import BOS, EOS, PAD, REFERENCE, encode, sources, tasks
+from reference_model import Llama, Shape, optimisers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+MASK = PAD  # the id that no text has; nothing is padded here
+BLOCK = 16
+CODE = 0.2  # what a token of a program counts: there are many, and few can be known
+MIX = {"copy": 3.0, "key_value": 2.0, "rest": 1.5, "pass_key": 0.3, "code": 0.2}
+LENGTH, ROWS = 80, 16
+PEAK = 0.5  # times the bundled model's learning rates: the weights have learnt already
+WARMUP, DECAY = 20, 0.25
+
+
+class Masked:
+    """Rows `(ids [B,T], given [B,T], weights [B,T])`: the text, what the model is shown of it, and
+    how much each masked token counts; a function of the seed and of the calls so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, corpus: np.ndarray, seed: int) -> None:
+        self.tokenizer, self.corpus, self.rng = tokenizer, corpus, random.Random(seed)
+
+    def draw(self) -> tuple[Tensor, ...]:
+        kinds = self.rng.choices(list(MIX), list(MIX.values()), k=ROWS)
+        drawn = [self._masked(*self.row(kind)) for kind in kinds]
+        ids, given, weights = (torch.tensor(np.stack(part)) for part in zip(*drawn, strict=True))
+        code = torch.tensor([kind == "code" for kind in kinds])
+        return ids, given, torch.where(code[:, None], CODE * weights, weights)
+
+    def row(self, kind: str) -> tuple[np.ndarray, int, int]:
+        """A row [T], where its answer begins, and where its end marks begin."""
+        if kind == "code":
+            start = self.rng.randrange(len(self.corpus) - LENGTH)
+            return self.corpus[start : start + LENGTH].astype(np.int64), 8, LENGTH
+        room = self.rng.randrange(24, LENGTH - 24)
+        make = tasks.rest if kind == "rest" else tasks.TASKS[kind]
+        pieces = make(self.rng, tasks.lines_for(kind if kind != "rest" else "copy", room), 1)
+        end = next(at for at, (_, is_answer) in enumerate(pieces) if is_answer)
+        prompt = [BOS, *self._ids("".join(text for text, _ in pieces[:end]))]
+        answer = self._ids(pieces[end][0])[: LENGTH - len(prompt)]
+        row = np.full(LENGTH, EOS, dtype=np.int64)
+        row[: len(prompt) + len(answer)] = [*prompt, *answer]
+        return row, len(prompt), len(prompt) + len(answer) + 1
+
+    def _ids(self, text: str) -> list[int]:
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+
+    def _masked(self, row: np.ndarray, start: int, end: int) -> tuple[np.ndarray, ...]:
+        """Masks a share t of what follows `start`, or of one block of it and all behind that. A masked
+        token counts 1/t, one of many end marks a tenth of it.
+        """
+        size = len(row)
+        share = 1 - self.rng.random() * 0.8
+        places = np.arange(size)
+        hidden = np.array([self.rng.random() < share for _ in row])
+        weights = np.where(hidden, 1 / share, 0.0)
+        if self.rng.random() < 0.5:
+            first = start + BLOCK * self.rng.randrange(1 + (min(end, size - 1) - start) // BLOCK)
+            hidden = (hidden & (places >= first)) | (places >= first + BLOCK)
+            weights = np.where(hidden, np.where(places < first + BLOCK, 1 / share, 0.3), 0.0)
+        hidden &= places >= start
+        weights = weights * hidden * np.where(places >= end, 0.1, 1.0)
+        return row, np.where(hidden, MASK, row), weights.astype(np.float32)
+
+
+@dataclass
+class Run:
+    """A run that can be left and taken up again; `minutes` of training pace it."""
+
+    folder: Path
+    rows: Masked
+    model: Llama
+    minutes: float
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.optimisers = optimisers(self.model)
+        self.peaks = [[PEAK * group["lr"] for group in o.param_groups] for o in self.optimisers]
+        self.checkpoints = Checkpoints(self.folder)
+
+    @property
+    def progress(self) -> float:
+        return self.seconds / 60 / self.minutes
+
+    def save(self) -> None:
+        state = {
+            "shape": asdict(self.model.shape),
+            "count": {"step": self.step, "tokens": self.tokens, "seconds": self.seconds},
+            "model": self.model.state_dict(),
+            "optimisers": [o.state_dict() for o in self.optimisers],
+            "rows": self.rows.rng.getstate(),
+        }
+        self.checkpoints.save(self.step, state)
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.step, self.tokens, self.seconds = (
+            state["count"][name] for name in ("step", "tokens", "seconds")
+        )
+        self.model.load_state_dict(state["model"])
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+        version, internal, gauss = state["rows"]
+        self.rows.rng.setstate((version, tuple(internal), gauss))
+
+
+def prepare(folder: Path, minutes: float, seed: int) -> Run:
+    """A run at step 0: the bundled model's weights, both ways visible."""
+    start, tokenizer = reference_export.load(), reference_export.load_tokenizer()
+    torch.manual_seed(seed)
+    model = Llama(replace(start.shape, causal=False))
+    model.load_state_dict(start.state_dict())
+    return Run(folder, Masked(tokenizer, encode(tokenizer, sources()[0]), seed), model, minutes)
+
+
+def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
+    *_, state = run.model.states(given)
+    at = weights[:, 1:].flatten().nonzero().squeeze(1)
+    logits = run.model.head(state[:, :-1].flatten(0, 1)[at])
+    each = F.cross_entropy(logits, ids[:, 1:].flatten()[at], reduction="none")
+    counts = weights[:, 1:].flatten()[at]
+    return (each * counts).sum() / counts.sum()
+
+
+def train_step(run: Run) -> float:
+    ids, given, weights = run.rows.draw()
+    rate = min(1.0, (run.step + 1) / WARMUP, max(0.02, (1 - run.progress) / DECAY))
+    for optimiser, peaks in zip(run.optimisers, run.peaks, strict=True):
+        for group, peak in zip(optimiser.param_groups, peaks, strict=True):
+            group["lr"] = rate * peak
+    loss = loss_of(run, ids, given, weights)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    for optimiser in run.optimisers:
+        optimiser.step()
+        optimiser.zero_grad()
+    run.step += 1
+    run.tokens += ids.numel()
+    return float(loss.detach())
+
+
+@torch.no_grad()
+def probe(run: Run) -> dict[str, list[float]]:
+    """The share of right tokens by place in the answer (1, 2, 3, 4, 6, 8, 16), all of it masked."""
+    rows = Masked(run.rows.tokenizer, run.rows.corpus, run.step)
+    found = {}
+    for kind in MIX:
+        right: dict[int, list[float]] = {}
+        for _ in range(24):
+            row, start, end = rows.row(kind)
+            given = row.copy()
+            given[start:] = MASK
+            *_, state = run.model.states(torch.tensor(given[None]))
+            chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).numpy()
+            for place in (1, 2, 3, 4, 6, 8, 16):
+                if start + place <= min(end, LENGTH):
+                    right.setdefault(place, []).append(chosen[place - 1] == row[start + place - 1])
+        found[kind] = [round(float(np.mean(right[p])), 2) for p in sorted(right)]
+    return found
+
+
+def train(run: Run) -> None:
+    """Until the minutes are over, or a signal comes; a log line every 20 steps."""
+
+    def stop(*_: object) -> None:
+        run.stopping = True
+
+    for kind in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(kind, stop)
+    losses: list[float] = []
+    with (run.folder / "log.jsonl").open("a") as log:
+        while not run.stopping and run.progress < 1:
+            start = time.monotonic()
+            losses.append(train_step(run))
+            run.seconds += time.monotonic() - start
+            if run.step % 20 == 0:
+                loss = round(sum(losses) / len(losses), 4)
+                line: dict[str, Any] = {
+                    "step": run.step,
+                    "seconds": round(run.seconds),
+                    "loss": loss,
+                }
+                losses.clear()
+                if run.step % 100 == 0:
+                    line["accuracy"] = probe(run)
+                    run.save()
+                print(json.dumps(line), file=log, flush=True)
+                print(*(f"{key} {value}" for key, value in line.items()), flush=True)
+    run.save()
+
+
+def export(folder: Path, out: Path) -> None:
+    """The run's newest checkpoint as float16 weights, with all that loading them by path needs."""
+    state = Checkpoints(folder).load()
+    if state is None:
+        raise SystemExit(f"{folder} has no checkpoint to export: train first")
+    shape = Shape(**state["shape"])
+    fills = {"is_causal": False, "mask_token_id": MASK, "logit_shift": True}
+    texts = {
+        "config.json": json.dumps({**reference_export.config(shape), **fills}, indent=2) + "\n",
+        "training.json": reference_export.compact(
+            {"trained": state["count"]}, folder / "log.jsonl"
+        ),
+    }
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        texts[name] = (REFERENCE / name).read_text(encoding="utf-8")
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (out / name).write_text(text, encoding="utf-8")
+    weights = {f"model.{k}": v.half().contiguous() for k, v in state["model"].items()}
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    print(f"exported step {state['count']['step']} to {out}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the run")
+    parser.add_argument("--minutes", type=float, default=70, help="training time, all sessions")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--export", action="store_true", help="write the model and stop")
+    parser.add_argument("--to", type=Path, default=REFERENCE / "diffusion", help="where to")
+    options = parser.parse_args()
+    if options.export:
+        return export(options.out, options.to)
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    run = prepare(options.out, options.minutes, options.seed)
+    state = run.checkpoints.load()
+    if (state is None) == options.resume:
+        what, act = (
+            ("has no checkpoint", "leave --resume out")
+            if state is None
+            else ("holds a run", "add --resume")
+        )
+        raise SystemExit(f"{options.out} {what}: {act}, or choose another --out")
+    if state is not None:
+        run.load(state)
+    train(run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Training of `specdec-pp`'s head: a draft model's odds, and whether the model takes what it drew (SpecDec++,
+arXiv:2405.19715). Half the tokens are drawn and count as they would stand; half are the draft's likeliest, as greedy
+decoding drafts them, and count where the model has the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from accel.ir.errors import InputError
+from accel.passes.trained import Parts
+from accel.runtime.length.specdec_pp import BLOCKS, SpecdecPp, features, sample, sizes
+
+FELL = 6.0  # what a token that fell weighs, where one that stood weighs 1
+
+
+@dataclass
+class Pair:
+    """A model and its draft model, which stay as they are."""
+
+    model: Any
+    draft: Any
+    method: SpecdecPp = field(default_factory=SpecdecPp)
+
+    def start(self, inner: int, seed: int) -> Parts:
+        generator = torch.Generator().manual_seed(seed)
+        parts = {name: torch.zeros(size) for name, size in sizes(inner).items()}
+        for tensor in parts.values():
+            if tensor.ndim == 2:
+                tensor.normal_(0, tensor.shape[0] ** -0.5, generator=generator)
+        return {0: parts}
+
+    def examples(
+        self, tokens: Tensor, known: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """What the head reads [N,F] and the chance that it stands [N], of a token drafted after each of tokens [B,T]
+        that is `known` [B,T].
+        """
+        with torch.no_grad():
+            p, q = (m(tokens).logits[known > 0].float() for m in (self.model, self.draft))
+        drawn = torch.multinomial(q.softmax(-1), 1, generator=generator)[:, 0]
+        greedy = torch.rand(len(q), generator=generator) < 0.5
+        y = torch.where(greedy, q.argmax(-1), drawn)
+        at = torch.arange(len(y))
+        sampled = (p.log_softmax(-1)[at, y] - q.log_softmax(-1)[at, y]).exp().clamp(max=1)
+        stands = torch.where(greedy, (p.argmax(-1) == y).float(), sampled)
+        return torch.from_numpy(features(q.numpy(), y.numpy())), stands
+
+    @property
+    def names(self) -> str:
+        """By what the two are known again, as JSON."""
+        return json.dumps(
+            {
+                "model": sample(lambda: _Whole(self.model)),
+                "draft": sample(lambda: _Whole(self.draft)),
+            }
+        )
+
+
+class _Whole:
+    """A model as `sample` asks for it."""
+
+    def __init__(self, model: Any):
+        self.model, self.vocab_size = model, model.config.vocab_size
+
+    def __enter__(self) -> _Whole:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, tokens: Any) -> Any:
+        with torch.no_grad():
+            return self.model(torch.from_numpy(tokens)).logits.float().numpy()
+
+
+def forward(part: dict[str, Tensor], x: Tensor) -> Tensor:
+    """The head's two logits [N,2], as `specdec_pp.chances` computes them."""
+    x = x @ part["first"] + part["first.bias"]
+    for block in range(BLOCKS):
+        x = x + F.silu(x @ part[f"block{block}"] + part[f"block{block}.bias"])
+    return x @ part["last"] + part["last.bias"]
+
+
+def loss(logits: Tensor, stands: Tensor) -> Tensor:
+    """Cross-entropy with soft labels, in which tokens that fall weigh more."""
+    odds = logits.log_softmax(-1)
+    weights = torch.stack([FELL * (1 - stands), stands], -1)
+    return -(weights * odds).sum() / weights.sum()
+
+
+def open_pair(options: argparse.Namespace, reference: Path) -> Pair:
+    """Raises InputError where the two do not share their tokens."""
+    folders = options.model, options.draft or reference / "draft"
+    model, draft = map(_read, folders)
+    one, other = model.config.vocab_size, draft.config.vocab_size
+    if one != other:
+        raise InputError(
+            f"{folders[1]} has {other} tokens and {folders[0]} {one}; give a draft of the same tokens"
+        )
+    options.length = min(
+        options.length, model.config.max_position_embeddings, draft.config.max_position_embeddings
+    )
+    return Pair(model, draft)
+
+
+def _read(folder: Path) -> Any:
+    """A model in float32."""
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read a model in {folder}: {error}") from error

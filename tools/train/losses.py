@@ -1,0 +1,51 @@
+"""Cross-entropy over a tied head, a chunk of positions at a time: the logits of a step never stand in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 1024  # positions: a chunk's logits stay in the processor's cache
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Gradients are computed along with the loss, while a chunk's logits are at hand."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, head: Tensor, target: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        each = torch.empty(len(states), dtype=torch.float32, device=states.device)
+        by_state, by_head = torch.empty_like(states), torch.zeros_like(head)
+        for start in range(0, len(states), CHUNK):
+            part = slice(start, start + CHUNK)
+            logits = (states[part] @ head.T).float()
+            log_sum = logits.logsumexp(-1)
+            goal = target[part, None]
+            each[part] = log_sum - logits.gather(1, goal)[:, 0]
+            slope = logits.sub_(log_sum[:, None]).exp_()
+            slope.scatter_add_(1, goal, slope.new_full(goal.shape, -1.0))
+            slope = slope.mul_(weight[part, None]).to(head.dtype)
+            by_state[part] = slope @ head
+            by_head.addmm_(slope.T, states[part])
+        ctx.save_for_backward(by_state, by_head)
+        ctx.mark_non_differentiable(each)
+        return (each * weight).sum(), each
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        by_state, by_head = ctx.saved_tensors
+        return by_state * scale, by_head * scale, None, None
+
+
+def head_loss(
+    states: Tensor, head: Tensor, target: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sum of `weight [N]` times the loss of each position, and those losses [N], which carry no gradient.
+
+    `states` [N,E] are normed, `head` is [V,E], `target` [N].
+    """
+    total, each = _HeadLoss.apply(states, head, target, weight)  # type: ignore[no-untyped-call]
+    return total, each

@@ -1,0 +1,160 @@
+"""The text of `api/reference/README.md`: every figure in it comes from the JSON files there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reference_model import Shape
+
+TEMPLATE = """\
+# The bundled reference model
+
+A small Llama ({parameters:.2f} M parameters, {layers} layers of width {hidden}, {heads} query and
+{kv_heads} key-value heads, byte-level BPE of {vocab}, tied embedding, {positions} positions) that
+`accel` uses in its tests and demonstrations. It has seen little text: what it writes looks like
+Python and is not, and it recalls from its prompt as measured below. `transformers` loads it as any
+other checkpoint.
+
+## How it was made
+
+{made}
+`training.json` is the log.
+
+## What it does
+
+Perplexity on {files} held-out files of the standard library ({held} tokens, windows of 1024):
+**{perplexity}**.
+
+Exact answers, greedy, in percent of {prompts} prompts per cell, by prompt length in tokens:
+
+{recall}
+
+Each layer's exit (final norm and head on its output) chooses the last layer's token at this share
+of the held-out positions:
+
+{agreement}
+
+Measured on the float16 weights widened to float32, by `--evaluate`, into `evaluation.json`.
+
+## Its draft model
+
+`draft/`: a Llama of {draft_parameters:.2f} M parameters ({draft_layers} layers of width {draft_hidden})
+over the same tokens (this folder's `tokenizer.json`), for `draft = model`. It begins as the bundled
+model's first layers, in the {draft_hidden} directions that its embedding uses most, and learns the
+bundled model's distributions over rows of the kinds that this was trained on (KL; DistillSpec). The
+second run keeps only the {keep:.0%} of the tokens of each step at which it is most behind the first
+one (AdaSPEC). Both took {draft_steps} steps of {draft_rows} rows of {draft_length} tokens, the same rows in
+the same order, {draft_seconds} s in all on one core that other work kept busy.
+
+    python tools/train/draft.py --out RUN --steps {draft_steps}
+    python tools/train/draft.py --out RUN2 --steps {draft_steps} --pool RUN/pool --reference RUN --keep {keep}
+    python tools/train/draft.py --out {shipped_run} --reference {other_run} --export
+
+Over the held-out files, {held} tokens: the chance that a token drawn from the draft stands (the mean of
+sum min(p, q)), and how often both would choose the same token:
+
+{acceptance}
+
+`draft/` holds the {shipped} one.
+
+## To train it further
+
+The aim is 95 of 100 exact answers at 1000 tokens in every task. In a checkout with its packages:
+
+    python tools/train/reference.py --run RUN --resume       # stop it at any moment; the same command goes on
+    python tools/train/reference.py --run RUN --release 20   # decay a copy over 20 M tokens, and export it here
+    python tools/train/reference.py --evaluate               # measure what is here, and write this page
+
+On a GPU add `--device cuda --scale 16`. The text is Python's standard library, the installed packages whose licence
+permits it, and their documentation, without doubles and without the files held out; an eighth of the rows are the
+tasks of `tasks.py`. `RUN/corpus.json` lists the packages and their licences.
+
+## The masked-diffusion model beside it
+
+`diffusion/` is the same model after it was taught to fill masks: it sees both ways, `<|pad|>` is
+the mask, and the logits of a token say what follows it (`logit_shift`, as in Dream). It began with
+the weights above.
+
+    python tools/train/diffusion.py --out RUN --minutes 80
+    python tools/train/diffusion.py --out RUN --export
+
+`diffusion/training.json` is its log. It saw rows of 80 to 160 tokens (the tasks above, one with
+longer answers, `tasks.rest`, and a little code) on one thread of a machine that other work kept
+busy, so its prompts should be short. The mix and the lengths were adjusted during the run: the
+commands repeat the recipe, not the weights. What it answers, and in how many calls, is in
+docs/figures/details/diffusion.md, by `python tools/bench/bench_diffusion.py`.
+"""
+
+MADE = {
+    "warm-up, stable, decay": """\
+{tokens:.2f} M tokens in {steps} steps and {seconds} s by `tools/train/reference.py`, in float32; stored in float16.
+Muon and AdamW train all weights, with LayerSkip's layer dropout and early-exit loss on the shared head; the
+rate is warmed up, held, and decayed to zero before a release.""",
+    None: """\
+{tokens:.2f} M tokens in {steps} steps and {seconds} s on 2 CPU cores that other work kept busy, in float32;
+stored in float16. An earlier trainer made it, which is gone: it placed an induction circuit in the first three
+layers, since so short a run does not form one, and then trained all weights by Muon and AdamW, with LayerSkip's
+layer dropout and early-exit loss on the shared head. The text is Python's standard library (without tests and the
+files held out; PSF licence) and the synthetic tasks of `tasks.py`, in rows of 256 to 1536 tokens.""",
+}
+"""How the weights came about, by `trainer` in training.json."""
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _draft(told: dict[str, Any]) -> dict[str, Any]:
+    """What the README says of the draft model, by `draft/training.json`."""
+    runs = told["runs"]
+    rows = [
+        [name, *(f"{100 * run['held_out'][key]:.1f}%" for key in ("alpha", "greedy"))]
+        for name, run in runs.items()
+    ]
+    adaspec = told["shipped"] == "adaspec"
+    return {
+        **{f"draft_{key}": told[key] for key in ("layers", "hidden", "rows", "length")},
+        "draft_parameters": told["parameters"] / 1e6,
+        "draft_steps": runs["plain"]["steps"],
+        "draft_seconds": sum(run["seconds"] for run in runs.values()),
+        "keep": runs["adaspec"]["keep"],
+        "shipped": told["shipped"],
+        "shipped_run": "RUN2" if adaspec else "RUN",
+        "other_run": "RUN" if adaspec else "RUN2",
+        "acceptance": _table(["Distilled", "Stands", "Agrees"], rows),
+    }
+
+
+def readme(
+    shape: Shape, training: dict[str, Any], found: dict[str, Any], draft: dict[str, Any]
+) -> str:
+    trained = training["trained"]
+    made = MADE[training.get("trainer")].format(
+        tokens=trained["tokens"] / 1e6, steps=trained["step"], seconds=round(trained["seconds"])
+    )
+    lengths = list(next(iter(found["recall"].values())))
+    rows = [
+        [f"`{task}`", *(f"{100 * share[length]:.0f}" for length in lengths)]
+        for task, share in found["recall"].items()
+    ]
+    exits = [f"{100 * share:.0f}%" for share in found["held_out"]["agreement"]]
+    return TEMPLATE.format(
+        **_draft(draft),
+        parameters=found["parameters"] / 1e6,
+        layers=shape.layers,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        vocab=shape.vocab,
+        positions=shape.positions,
+        made=made,
+        files=found["held_out"]["files"],
+        held=found["held_out"]["tokens"],
+        perplexity=found["held_out"]["perplexity"],
+        prompts=found["prompts"],
+        recall=_table(["Task", *lengths], rows),
+        agreement=_table(
+            ["Layer", *(str(at + 1) for at in range(len(exits)))], [["Agrees", *exits]]
+        ),
+    )
