@@ -1,0 +1,150 @@
+"""The recipe reference, written from the recipe files and their methods before Sphinx reads the pages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel.compiler.assemble import Plan, assemble
+from accel.compiler.explain.words import about, details, options
+from accel.ir.errors import RecipeError
+from accel.ir.recipe import Recipe, bundled, merge
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+TITLES = {  # folder of `recipes/` -> title of its page, in the order of the index
+    "basic": "Plain decoding",
+    "combined": "Ready combinations",
+    "weights": "Weights",
+    "kv": "KV cache",
+    "prefill": "Prompts",
+    "depth": "Layers",
+    "speculation": "Speculative decoding",
+    "search": "Searches",
+    "diffusion": "Masked-diffusion models",
+    "numerics": "Numerics",
+}
+INTRO = """# Recipes
+
+This reference is generated from the recipe files and the dataclass fields of the methods that they name.
+`accel-compile recipes NAME` prints the same. A grade says how the output compares with the model's own:
+see [grades](../concepts/capabilities.md#grades). Which recipe to take: [choose a recipe](../guides/choose-a-recipe.md).
+
+| recipe | page | grade | what it does |
+|---|---|---|---|
+"""
+
+
+def write(folder: Path) -> None:
+    """`index.md` and one page for each family of recipes."""
+    families: dict[str, list[str]] = defaultdict(list)
+    for name, file in bundled().items():
+        families[Path(str(file)).parent.name].append(name)
+    if families.keys() != TITLES.keys():
+        raise ValueError(
+            f"folders of recipes are {sorted(families)}; give each a title in {__file__}"
+        )
+    recipes = {name: Recipe.load(name) for name in bundled()}
+    plans = {name: assemble(recipe) for name, recipe in recipes.items()}
+    clashes, refusals = _pairs(recipes)
+    folder.mkdir(exist_ok=True)
+    index = INTRO
+    for family, title in TITLES.items():
+        page = f"# {title}\n\n"
+        for name in families[family]:
+            plan = plans[name]
+            index += f"| [`{name}`](#recipe-{name}) | [{title}]({family}.md) | {plan.grade} "
+            index += f"| {_cell(plan.recipe.about)} |\n"
+            page += _recipe(name, recipes[name], plan, clashes[name], refusals[name])
+        _put(folder / f"{family}.md", page)
+    pages = "\n".join(TITLES)
+    _put(folder / "index.md", f"{index}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n")
+
+
+def _pairs(
+    recipes: dict[str, Recipe],
+) -> tuple[dict[str, list[str]], dict[str, dict[str, list[str]]]]:
+    """Of each recipe: those that set the same axis, and reason -> those that it is refused with."""
+    clashes: dict[str, list[str]] = defaultdict(list)
+    refusals: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for one, other in combinations(recipes, 2):
+        try:
+            both = merge([recipes[one], recipes[other]])
+        except RecipeError:
+            clashes[one].append(other)
+            clashes[other].append(one)
+            continue
+        try:
+            assemble(both)
+        except RecipeError as error:
+            reason = str(error).removeprefix(f"recipe '{both.name}': ").rpartition("; ")[0]
+            refusals[one][reason or str(error)].append(other)
+            refusals[other][reason or str(error)].append(one)
+    return clashes, refusals
+
+
+def _recipe(
+    name: str, recipe: Recipe, plan: Plan, same: list[str], refused: dict[str, list[str]]
+) -> str:
+    """One section: what it does, papers, the file, options, what it goes with."""
+    lines = [f"(recipe-{name})=", f"## `{name}`", "", f"{recipe.about}.", ""]
+    lines += [
+        f"- Grade: {plan.grade}",
+        f"- Axes: {', '.join(f'`{axis}`' for axis in plan.recipe.tables)}",
+    ]
+    lines += [f"- Paper: {paper}" for paper in recipe.papers]
+    for axis, method in plan.methods.items():
+        lines += [
+            "",
+            f"**`{axis}` = `{plan.recipe.tables[axis]['use']}`**: {about(method)} {details(method)}".rstrip(),
+        ]
+        lines += _options(options(method, plan.recipe.tables[axis]))
+    lines += ["", *_together(same, refused), "", ""]
+    return "\n".join(lines)
+
+
+def _options(found: list[dict[str, Any]]) -> list[str]:
+    """A table of a method's options; nothing where it has none."""
+    if not found:
+        return []
+    rows = ["", "| option | type | default | here |", "|---|---|---|---|"]
+    for one in found:
+        here = f"`{one['value']!r}`" if one["set"] else ""
+        rows.append(f"| `{one['name']}` | `{_cell(one['type'])}` | `{one['default']!r}` | {here} |")
+    return rows
+
+
+def _together(same: list[str], refused: dict[str, list[str]]) -> list[str]:
+    """What the recipe cannot be merged with; all others it can."""
+    if not same and not refused:
+        return ["Goes with every other recipe."]
+    lines = ["Goes with every other recipe but these:", "", "| not with | because |", "|---|---|"]
+    if same:
+        lines.append(
+            f"| {_names(same)} | both set the same axis; options of one file can be changed instead |"
+        )
+    lines += [f"| {_names(names)} | {_cell(why)} |" for why, names in refused.items()]
+    return lines
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"[`{name}`](#recipe-{name})" for name in names)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _put(file: Path, text: str) -> None:
+    """Write what differs, so that Sphinx reads again only what changed."""
+    if not file.exists() or file.read_text(encoding="utf-8") != text:
+        file.write_text(text, encoding="utf-8")
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Sphinx calls it before it looks for pages."""
+    write(Path(app.srcdir) / "recipes")
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
