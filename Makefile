@@ -1,8 +1,8 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both make the virtual environment first.
+# For a newcomer: `make demo`, `make test`, `make docs`. Each makes the virtual environment first.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check install
+.PHONY: demo test check docs install
 
 demo: .venv/installed
 	$(BIN)/accel-compile demo
@@ -13,8 +13,12 @@ test: check
 
 check: .venv/installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/python tools/links.py
 	$(BIN)/mypy
+
+docs: .venv/installed
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 install: .venv/installed
 

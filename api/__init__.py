@@ -14,6 +14,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel.compiler.optimize import optimize
+    from accel.compiler.smoke.smoke import Smoke, smoke
     from accel.ir.errors import (
         AccelError,
         ArtifactError,
@@ -24,21 +26,21 @@ if TYPE_CHECKING:
         RecipeError,
     )
     from accel.ir.recipe import Recipe
-    from accel.runtime.compiled import CompiledModel, Output, load
-    from accel.runtime.optimize import optimize
-    from accel.runtime.session import Session
-    from accel.runtime.smoke import Smoke, smoke
-    from accel.runtime.version import VERSION as __version__
+    from accel.ir.version import VERSION as __version__
+    from accel.runtime.decode.sampling_params import SamplingParams
+    from accel.runtime.model.compiled import CompiledModel, Output, load
+    from accel.runtime.session.session import Session
 
 _WHERE = {
-    "optimize": "accel.runtime.optimize",
-    "load": "accel.runtime.compiled",
-    "CompiledModel": "accel.runtime.compiled",
-    "Output": "accel.runtime.compiled",
-    "Session": "accel.runtime.session",
+    "optimize": "accel.compiler.optimize",
+    "load": "accel.runtime.model.compiled",
+    "CompiledModel": "accel.runtime.model.compiled",
+    "Output": "accel.runtime.model.compiled",
+    "SamplingParams": "accel.runtime.decode.sampling_params",
+    "Session": "accel.runtime.session.session",
     "Recipe": "accel.ir.recipe",
-    "Smoke": "accel.runtime.smoke",
-    "smoke": "accel.runtime.smoke",
+    "Smoke": "accel.compiler.smoke.smoke",
+    "smoke": "accel.compiler.smoke.smoke",
     **dict.fromkeys(
         ("AccelError", "ArtifactError", "CaptureError", "InputError", "LoweringError", "PassError", "RecipeError"),
         "accel.ir.errors",
@@ -47,14 +49,14 @@ _WHERE = {
 
 __all__ = [
     "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "InputError", "LoweringError",
-    "Output", "PassError", "Recipe", "RecipeError", "Session", "Smoke",
+    "Output", "PassError", "Recipe", "RecipeError", "SamplingParams", "Session", "Smoke",
     "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return importlib.import_module("accel.runtime.version").VERSION
+        return importlib.import_module("accel.ir.version").VERSION
     if name not in _WHERE:
         raise AttributeError(f"module 'accel' has no attribute '{name}'")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -67,7 +67,7 @@ for module in (build, run, recipes, explain, inspect, smoke, bench, demo):
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from accel.runtime.version import VERSION
+        from accel.ir.version import VERSION
 
         typer.echo(f"accel-compile {VERSION}")
         raise typer.Exit()

@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from accel.ir.errors import RecipeError, unknown
@@ -77,6 +78,7 @@ def host_method(tables: Any, name: str, default: str) -> Any:
     return Axis(name, f"accel.runtime.{name}").build(table.get("use", default), **options)
 
 
+@cache
 def find_axes(roots: tuple[str, ...] = ("accel.passes", "accel.runtime")) -> dict[str, Axis]:
     """Every axis below the root packages: a sub-package that defines `Base`."""
     axes: dict[str, Axis] = {}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.fields import Fields
+
 NESTED, PROPAGATE = CACHES = ("nested", "propagate")
 
 
@@ -19,3 +21,14 @@ class Depth:
     plan: tuple[bool, ...]
     cache: str
     threshold: float | None = None
+
+    @classmethod
+    def from_json(cls, f: Fields, layers: int) -> Depth:
+        """Of a model of so many layers. Raises ArtifactError."""
+        plan = f.array("plan")
+        if len(plan) != layers or not all(isinstance(run, bool) for run in plan) or not any(plan):
+            raise f.wrong("plan", plan, f"{layers} bools, some of them true")
+        threshold = float(f.number("threshold")) if f.has("threshold") else None
+        if f.text("cache") not in CACHES:
+            raise f.wrong("cache", f.text("cache"), f"one of {', '.join(CACHES)}")
+        return cls(tuple(plan), f.text("cache"), threshold)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.fields import Fields
+
 
 @dataclass(frozen=True)
 class Pick:
@@ -16,6 +18,11 @@ class Pick:
     sinks: int
     recent: int
 
+    @classmethod
+    def from_json(cls, f: Fields) -> Pick:
+        """Raises ArtifactError."""
+        return cls(f.integer("tokens", 1), f.integer("sinks"), f.integer("recent"))
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -25,6 +32,11 @@ class Segments:
 
     tokens: int
     threshold: int
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Segments:
+        """Raises ArtifactError."""
+        return cls(f.integer("tokens", 1), f.integer("threshold"))
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,15 @@ class Prefill:
     filter: Pick | None = None
     stages: tuple[Pick, ...] = ()
     segments: Segments | None = None
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Prefill:
+        """Raises ArtifactError."""
+        return cls(
+            filter=Pick.from_json(f.object("filter")) if f.has("filter") else None,
+            stages=tuple(Pick.from_json(stage) for stage in f.objects("stages")),
+            segments=Segments.from_json(f.object("segments")) if f.has("segments") else None,
+        )
 
     @property
     def entries(self) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from torch.fx.node import map_arg
 
 import accel.ir.ops  # noqa: F401  (registers the dialect)
 from accel.ir.calibration import Calibration
-from accel.ir.depth import Depth
-from accel.ir.diffusion import Diffusion
-from accel.ir.prefill import Prefill
+from accel.ir.errors import PassError
+from accel.ir.facts import Facts
+from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
+from accel.ir.text import program_text
 from accel.ir.weights import Change, Weights
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
@@ -30,124 +31,6 @@ class State(StateValue):
     def allocate(self, **letters: int) -> Tensor:
         """A new buffer, filled as an empty cache is; letters that are not given are 0."""
         return torch.full(in_numbers(self.shape, letters), self.fill, dtype=DTYPES[self.dtype])
-
-
-@dataclass(eq=False)
-class Region:
-    """A sub-graph called as one node: a layer. Its placeholders are the call's arguments in order."""
-
-    name: str
-    graph: fx.Graph
-
-    @property
-    def __name__(self) -> str:
-        return self.name
-
-    def __call__(self, *args: Any) -> Any:
-        raise TypeError(f"{self.name} is run by Program.run, which holds its parameters")
-
-
-@dataclass(eq=False)
-class Conditional(Region):
-    """A region that may be left out: its first argument, a bool [], says whether `graph` runs, or
-    `otherwise`, which takes and gives the same.
-    """
-
-    otherwise: fx.Graph
-
-
-@dataclass
-class Entry:
-    """One callable graph. Placeholders carry the input names; `outputs` names what it returns, in order.
-
-    defaults: values of the inputs that a caller may leave out.
-    """
-
-    graph: fx.Graph
-    outputs: list[str]
-    defaults: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def inputs(self) -> list[str]:
-        return [str(n.target) for n in self.graph.find_nodes(op="placeholder")]
-
-    def input(self, name: str) -> fx.Node:
-        """The placeholder of an input."""
-        holders: list[fx.Node] = list(self.graph.find_nodes(op="placeholder"))
-        return next(n for n in holders if n.target == name)
-
-    def output_nodes(self) -> dict[str, fx.Node]:
-        (out,) = self.graph.find_nodes(op="output")
-        values = out.args[0]
-        assert isinstance(values, (tuple, list))
-        return dict(zip(self.outputs, values, strict=True))
-
-    def set_outputs(self, values: Mapping[str, fx.Node]) -> None:
-        """Return these values, under these names, from now on."""
-        (out,) = self.graph.find_nodes(op="output")
-        out.args = (tuple(values.values()),)
-        self.outputs = list(values)
-
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """What one layer carries.
-
-    attention: the class of its mask, or "recurrent" where nothing attends (the head counts are then
-    0). state_bytes: recurrent state of one row, which does not grow with the tokens. shares: the layer
-    before whose keys and values it reads; none: its own.
-    """
-
-    attention: str
-    window: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    state_bytes: int = 0
-    shares: int | None = None
-
-
-@dataclass
-class EncoderFacts:
-    """What the encoder of an encoder-decoder model takes, and the tokens that its decoder starts from."""
-
-    vocab_size: int  # of token ids [B,X]; 0: it takes features
-    max_length: int  # longest X
-    features: list[int] = field(default_factory=list)  # sizes of one row's features, after B
-    start: list[int] = field(default_factory=list)
-
-
-@dataclass
-class KvFacts:
-    """What a recipe does with the KV cache beyond appending to it.
-
-    observe: last queries of a row that the entry `compress` takes. flush: it drops nothing, and moves
-    blocks of so many tokens (`kv.codec`).
-    """
-
-    observe: int = 0
-    flush: int = 0
-
-
-@dataclass
-class Facts:
-    """What is known of the model; grows as passes recognise more."""
-
-    name: str
-    vocab_size: int
-    max_context: int
-    max_batch: int = 1
-    eos: list[int] = field(default_factory=list)
-    bos: int | None = None
-    parameters: int = 0
-    layers: list[LayerFacts] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    encoder: EncoderFacts | None = None
-    kv: KvFacts | None = None  # None: every token stays as it is
-    depth: Depth | None = None
-    prefill: Prefill | None = None
-    diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
 
 
 @dataclass
@@ -195,7 +78,10 @@ class Program:
 
     def copy(self) -> Program:
         """A program of its own over the same parameters: passes over one leave the other as it is."""
-        entries = {n: Entry(_copied(e.graph, {}), list(e.outputs), e.defaults) for n, e in self.entries.items()}
+        entries = {
+            n: Entry(_copied(e.graph, {}), list(e.outputs), e.defaults)
+            for n, e in self.entries.items()
+        }
         return replace(
             self, params=self.params.copy(), entries=entries, facts=deepcopy(self.facts),
             state=list(self.state), dims=dict(self.dims),
@@ -203,9 +89,7 @@ class Program:
 
     def text(self) -> str:
         """A stable form that people read; see accel.ir.text."""
-        from accel.ir.text import program_text
-
-        return program_text(self)
+        return program_text(self.entries, self.dims)
 
 
 def _copied(graph: fx.Graph, regions: dict[Region, Region]) -> fx.Graph:
@@ -219,11 +103,6 @@ def _copied(graph: fx.Graph, regions: dict[Region, Region]) -> fx.Graph:
                 regions[old] = type(old)(old.name, *graphs)
             node.target = regions[old]
     return new
-
-
-def graphs_of(region: Region) -> list[fx.Graph]:
-    """The graphs of which a call of the region runs one."""
-    return [region.graph, *([region.otherwise] if isinstance(region, Conditional) else [])]
 
 
 def execute(graph: fx.Graph, params: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> Any:
@@ -286,7 +165,9 @@ def compute(
 
 def operand(node: fx.Node, params: Mapping[str, Tensor], values: Mapping[fx.Node, Any]) -> Any:
     """A value that is known, or else a parameter, read now."""
-    return params[str(node.target)] if node not in values and node.op == "get_attr" else values[node]
+    return (
+        params[str(node.target)] if node not in values and node.op == "get_attr" else values[node]
+    )
 
 
 def ancestors(nodes: Iterable[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
@@ -371,6 +252,10 @@ class Editor:
         """A new symbolic size, written as `letter` in text; the example only has to be unlike others."""
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         value = self.fake.from_tensor(torch.empty(example), symbolic_context=context)
+        if not isinstance(value.shape[0], torch.SymInt):
+            raise PassError(
+                f"size {letter}: torch takes an example of {example} as a constant; give one of at least 2"
+            )
         self.program.dims[str(value.shape[0])] = letter
         return value.shape[0]
 

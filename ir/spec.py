@@ -7,7 +7,8 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import MASKS, attention, operands_of
-from accel.ir.program import Program, Region, graphs_of
+from accel.ir.program import Program
+from accel.ir.region import Region, graphs_of
 
 
 def verify(program: Program, where: str) -> None:
@@ -106,7 +107,9 @@ def _interface_rules(program: Program) -> list[str]:
             for graph in graphs_of(node.target):
                 count = len(graph.find_nodes(op="placeholder"))
                 if count != len(node.args):
-                    broken.append(f"{node.name} passes {len(node.args)} values to a region of {count}")
+                    broken.append(
+                        f"{node.name} passes {len(node.args)} values to a region of {count}"
+                    )
     if program.state and value is not None and value.dtype is not torch.float32:
         broken.append(f"logits are {value.dtype}, not float32")
     return broken

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.program import Conditional, Entry, Program, Region
+from accel.ir.region import Conditional, Entry, Region
 
 _SHORT = {
     torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -18,30 +18,28 @@ _SHORT = {
 }  # fmt: skip
 
 
-def program_text(program: Program) -> str:
+def program_text(entries: Mapping[str, Entry], dims: Mapping[str, str]) -> str:
     """Every entry, then each different layer once."""
     parts: list[str] = []
     bodies: dict[str, str] = {}
-    for name, entry in program.entries.items():
-        parts.append(_entry_text(program, name, entry))
+    for name, entry in entries.items():
+        parts.append(_entry_text(name, entry, dims))
         for node in entry.graph.nodes:
             if isinstance(node.target, Region):
-                body = _body(node.target.graph, program.dims)
+                body = _body(node.target.graph, dims)
                 if isinstance(node.target, Conditional):
-                    body += f"\n otherwise:\n{_body(node.target.otherwise, program.dims)}"
+                    body += f"\n otherwise:\n{_body(node.target.otherwise, dims)}"
                 shape = _anonymous(body)
                 if shape in bodies:
                     parts.append(f"{node.target.name}: as {bodies[shape]}")
                 else:
                     bodies[shape] = node.target.name
-                    parts.append(
-                        f"{node.target.name}({_inputs(node.target.graph, program.dims)}):\n{body}"
-                    )
+                    parts.append(f"{node.target.name}({_inputs(node.target.graph, dims)}):\n{body}")
     return "\n\n".join(parts) + "\n"
 
 
-def _entry_text(program: Program, name: str, entry: Entry) -> str:
-    return f"{name}({_inputs(entry.graph, program.dims)}):\n{_body(entry.graph, program.dims, entry.outputs)}"
+def _entry_text(name: str, entry: Entry, dims: Mapping[str, str]) -> str:
+    return f"{name}({_inputs(entry.graph, dims)}):\n{_body(entry.graph, dims, entry.outputs)}"
 
 
 def _inputs(graph: fx.Graph, dims: Mapping[str, str]) -> str:
@@ -105,13 +103,13 @@ def _plain(value: Any) -> str:
 def type_text(value: Any, dims: Mapping[str, str]) -> str:
     """`f32[B,T,48]`; symbols are written as their letters."""
     if isinstance(value, Tensor):
-        return f"{_SHORT.get(value.dtype, value.dtype)}[{','.join(_size(d, dims) for d in value.shape)}]"
+        return f"{_SHORT.get(value.dtype, value.dtype)}[{','.join(size_text(d, dims) for d in value.shape)}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(type_text(v, dims) for v in value) + ")"
     return "int" if isinstance(value, (int, torch.SymInt)) else type(value).__name__
 
 
-def _size(size: Any, dims: Mapping[str, str]) -> str:
+def size_text(size: Any, dims: Mapping[str, str]) -> str:
     return re.sub(r"[su]\d+", lambda m: dims.get(m.group(0), m.group(0)), str(size)).replace(
         " ", ""
     )

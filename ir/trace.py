@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate, map_arg
 
 from accel.ir.program import Editor
+from accel.ir.specialization import no_specialization
 
 
 def trace(
@@ -31,13 +32,21 @@ def trace(
 
     `key`: hashable; what is traced under one key is the same function. It is traced once for operands that
     differ only in which symbols their sizes are: layers, and builds of copies, cost little more than the first.
+
+    Raises:
+        PassError: the function takes a symbolic size as a number, and would be wrong at other lengths.
     """
     values = _apart(editor, [o.meta["val"] for o in operands])
     known, form = editor.program.traces, (key, _form(values))
     if key is not None and form in known:
         traced, before = known[form]
     else:
-        with editor.fake, enable_python_dispatcher(), torch.no_grad():
+        with (
+            no_specialization(editor, name),
+            editor.fake,
+            enable_python_dispatcher(),
+            torch.no_grad(),
+        ):
             traced, before = make_fx(function, pre_dispatch=True)(*values), values
         if key is not None:
             known[form] = traced, values
@@ -87,7 +96,10 @@ def _form(values: Sequence[Tensor]) -> Any:
     """What the traced graph depends on: types, and sizes up to the names of symbols."""
     names: dict[str, int] = {}
     shapes = [
-        tuple(s if isinstance(s, int) else ("symbol", names.setdefault(str(s), len(names))) for s in v.shape)
+        tuple(
+            s if isinstance(s, int) else ("symbol", names.setdefault(str(s), len(names)))
+            for s in v.shape
+        )
         for v in values
     ]
     return tuple((v.dtype, shape) for v, shape in zip(values, shapes, strict=True))
@@ -115,7 +127,9 @@ class Renamed:
             return value
         key = value.dtype, *(tuple(map(_expr, part)) for part in (value.shape, value.stride()))
         if key not in self.made:
-            shape, stride = ([self._size(s) for s in part] for part in (value.shape, value.stride()))
+            shape, stride = (
+                [self._size(s) for s in part] for part in (value.shape, value.stride())
+            )
             with self.fake:
                 self.made[key] = torch.empty_strided(shape, stride, dtype=value.dtype)
         return self.made[key]

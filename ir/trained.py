@@ -1,4 +1,4 @@
-"""Files of trained parts: small tensors beside a frozen model, which `tools/train.py METHOD` makes. Without torch."""
+"""Files of trained parts, small tensors beside a frozen model: `tools/train/train.py METHOD` makes them. No torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def found(key: str, trained: str) -> Path:
     return Path(trained) if trained else Path(str(files("accel.reference") / f"{key}.safetensors"))
 
 
-def opened(key: str, file: Path, another: str, kind: type[AccelError]) -> tuple[Tensors, dict[str, Any]]:
+def opened(
+    key: str, file: Path, another: str, kind: type[AccelError]
+) -> tuple[Tensors, dict[str, Any]]:
     """Tensors, widened, and notes of a method's file. Raises `kind`, which ends with how to make `another`: the file is
     not there, damaged, or another method's.
     """
@@ -33,5 +35,7 @@ def opened(key: str, file: Path, another: str, kind: type[AccelError]) -> tuple[
     except (OSError, SafetensorError) as error:
         raise kind(f"{key}: {file} is no whole safetensors file ({error}); {another}") from error
     if told.get("method") != key:
-        raise kind(f"{key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}")
+        raise kind(
+            f"{key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}"
+        )
     return tensors, told

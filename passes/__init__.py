@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from accel.ir.errors import AccelError, PassError, RecipeError
-from accel.ir.program import Facts, Program
+from accel.ir.facts import Facts
+from accel.ir.program import Program
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Pass(ABC):
     flat: ClassVar[bool] = False  # it works on the state, and runs before layers become regions
     rank: ClassVar[int] = 0  # among a recipe's own passes those of lower rank run first
     reads_text: ClassVar[bool] = False  # it goes by `program.calibration`
-    grade: ClassVar[str] = "bit-exact"  # how its tokens compare: see accel.runtime.assemble.GRADES
+    grade: ClassVar[str] = "bit-exact"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
     def refuse(self, facts: Facts) -> str | None:
         """Why it cannot take a model; None where it may.

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from accel.ir.encoder import INPUT_POSITIONS, INPUTS, encoder_example
-from accel.ir.program import Program, Region, ancestors, compute, operand
+from accel.ir.capture.encoder import INPUT_POSITIONS, INPUTS
+from accel.ir.capture.examples import encoder_example
+from accel.ir.program import Program, ancestors, compute, operand
+from accel.ir.region import Region
 
 Visit = Callable[..., None]  # (node, *its operands that are no parameters)
 
@@ -28,9 +30,7 @@ def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], vis
             run.graph(program.entries[name].graph, feeds(program, name, tokens), False)
 
 
-def all_values(
-    program: Program, tokens: Tensor
-) -> Iterator[tuple[fx.Graph, dict[fx.Node, Any]]]:
+def all_values(program: Program, tokens: Tensor) -> Iterator[tuple[fx.Graph, dict[fx.Node, Any]]]:
     """Each graph of the program and the values of all its nodes: for a few tokens only."""
     for name in ("encode", "step"):
         if name in program.entries:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from accel.ir.capture import example
-from accel.ir.encoder import encoder_side
+from accel.ir.capture.examples import encoder_side, example
 from accel.ir.errors import Miscompiled
 from accel.ir.ops.codec import encode_rows
 from accel.ir.ops.groups import group_quantize
@@ -123,8 +122,12 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
         buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
         base = 0
         for i, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            found.append((_call(program, side, buffers, tokens, start, end, base), slice(start, end)))
-            if compresses and i in (0, 2) and end < length:  # all tokens stay: nothing is lost but by codes
+            found.append(
+                (_call(program, side, buffers, tokens, start, end, base), slice(start, end))
+            )
+            if (
+                compresses and i in (0, 2) and end < length
+            ):  # all tokens stay: nothing is lost but by codes
                 (store_all if _flush(program) else keep_all)(program, buffers, end)
                 base = end
     return found
@@ -138,7 +141,9 @@ def run_again(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
     third = length // 3
     for start, end, pad in ((third, length - third, 0), (length - third, length, 1)):
         if 0 < start < end:
-            found.append((_call(program, {}, buffers, tokens, start, end, pad=pad), slice(start, end)))
+            found.append(
+                (_call(program, {}, buffers, tokens, start, end, pad=pad), slice(start, end))
+            )
     return found
 
 

@@ -1,6 +1,6 @@
 """Trained parts: small modules beside a frozen model, in a safetensors file that a recipe names.
 
-`tools/train.py METHOD` makes such a file. What comes with accel is for the bundled model.
+`tools/train/train.py METHOD` makes such a file. What comes with accel is for the bundled model.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.program import Program
+from accel.ir.region import sizes
 from accel.ir.trained import found, opened
-from accel.passes.recognise.region import sizes
 
 Parts = dict[int, dict[str, Tensor]]  # layer -> name -> tensor
 _SAMPLES = 64  # numbers of a weight that tell one model from another
@@ -44,24 +44,30 @@ class Trained(ABC):
         """
         file = found(self.key, self.trained)
         another = (
-            f"train it: python tools/train.py {self.key} MODEL --out FILE, and name the FILE in the recipe, "
+            f"train it: python tools/train/train.py {self.key} MODEL --out FILE, and name the FILE in the recipe, "
             f"as `trained`"
         )
         arrays, told = opened(self.key, file, another, PassError)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if not same_model(told.get("model", ""), sample(program, keys)):
             whose = str(file) if self.trained else "what comes with accel"
-            raise PassError(f"{self.key}: {whose} was trained for another model; for {program.facts.name}, {another}")
+            raise PassError(
+                f"{self.key}: {whose} was trained for another model; for {program.facts.name}, {another}"
+            )
         return self._by_layer(tensors, keys, file)
 
-    def _by_layer(self, tensors: dict[str, Tensor], keys: Mapping[int, fx.Node], file: Path) -> Parts:
+    def _by_layer(
+        self, tensors: dict[str, Tensor], keys: Mapping[int, fx.Node], file: Path
+    ) -> Parts:
         parts: Parts = {}
         for layer, node in keys.items():
             want = self.sizes(int(sizes(source(node))[-1]), int(sizes(node)[1]))
             parts[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in want}
             for name, size in want.items():
                 has = tuple(parts[layer][name].shape)
-                if len(has) != len(size) or any(w not in (h, -1) for h, w in zip(has, size, strict=True)):
+                if len(has) != len(size) or any(
+                    w not in (h, -1) for h, w in zip(has, size, strict=True)
+                ):
                     raise PassError(
                         f"{self.key}: {file} has {layer}.{name} of size {list(has)}, this model needs {list(size)} "
                         "(-1: any); train it again for this model"
@@ -71,7 +77,11 @@ class Trained(ABC):
 
 def write(method: Trained, file: Path, parts: Parts, model: str, told: Mapping[str, Any]) -> None:
     """A file that `parts` reads; whole or not at all."""
-    flat = {f"{layer}.{n}": t.detach().half().contiguous() for layer, ts in parts.items() for n, t in ts.items()}
+    flat = {
+        f"{layer}.{n}": t.detach().half().contiguous()
+        for layer, ts in parts.items()
+        for n, t in ts.items()
+    }
     new = file.with_name(file.name + ".new")
     save_file(flat, new, {"method": method.key, "model": model, "told": json.dumps(dict(told))})
     new.replace(file)
@@ -119,7 +129,9 @@ def same_model(told: str, found: str) -> bool:
         a, b = (torch.tensor(json.loads(text), dtype=torch.float32) for text in (told, found))
     except (ValueError, TypeError):
         return False
-    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=0.02, atol=float(b.abs().max()) / 100))
+    return a.shape == b.shape and bool(
+        torch.allclose(a, b, rtol=0.02, atol=float(b.abs().max()) / 100)
+    )
 
 
 def _floats(node: fx.Node) -> bool:

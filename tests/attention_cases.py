@@ -117,7 +117,12 @@ def attention_cases() -> list[Case]:
     ):
         make = beside_kept(mask, 4, 4, groups)
         made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
-    for mask, groups, kept in [("causal", 2, False), ("window", 4, False), ("full", 1, False), ("chunk", 2, True)]:
+    for mask, groups, kept in [
+        ("causal", 2, False),
+        ("window", 4, False),
+        ("full", 1, False),
+        ("chunk", 2, True),
+    ]:
         name = f"attention-pages-{mask}-{groups}{'-kept' * kept}"
         made.append(Case(name, attention.attention, by_pages(mask, 4, 4, groups, kept)))
     made.append(Case("attention_mass", mass.attention_mass, attend("causal", 0, 4, 2), (5,)))

@@ -18,11 +18,12 @@ import torch
 from train import over_state
 
 import accel
-from accel.ir.capture import capture
+from accel.compiler import report
+from accel.compiler.smoke.tiny_models import small_model
+from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.lowering.onnx import native
-from accel.runtime import ort, report
-from accel.runtime.small import small_model
+from accel.runtime.backends.onnx import engine as ort
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 torch.set_num_threads(1)
@@ -121,7 +122,7 @@ def own(program: Program) -> Program:
 def captured():
     """captured(name) -> a fresh copy of its captured program, of two layers.
 
-    The name is of tools/models.py, "tiny", or any model type of transformers.
+    The name is of tools/models/models.py, "tiny", or any model type of transformers.
     """
     made = {}
 

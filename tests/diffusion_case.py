@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.describe import runtime_facts
-from accel.runtime.eager import EagerEngine
+from accel.compiler.facts_json import model_facts
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
 
 VOCABULARY, MASK, LONGEST = 41, 40, 96
 
@@ -58,7 +58,13 @@ class Filler(nn.Module):
 
 
 def official(
-    model: Filler, prompt: Any, new: int, block: int, stays: Any, cache: str = "none", early: Any = None
+    model: Filler,
+    prompt: Any,
+    new: int,
+    block: int,
+    stays: Any,
+    cache: str = "none",
+    early: Any = None,
 ) -> tuple[list[int], int]:
     """New tokens and calls. `stays(confidence [K], step, masks)`: which slots of a block are filled, -inf where one
     is. `early(lead of masks, share of steps done)`: whether all that is left is filled at once.
@@ -120,7 +126,9 @@ def with_loop(compiled: CompiledModel, use: str, **options: Any) -> CompiledMode
     recipe = {"tables": {"loop": {"use": use, **options}}}
     program = compiled.program
     program.facts.max_batch = 2
-    return CompiledModel(EagerEngine(program), runtime_facts(program), tokenizer=compiled.tokenizer, recipe=recipe)
+    return CompiledModel(
+        EagerEngine(program), model_facts(program), tokenizer=compiled.tokenizer, recipe=recipe
+    )
 
 
 def prompts(seed: int = 0, sizes: tuple[int, ...] = (5, 11)) -> list[list[int]]:

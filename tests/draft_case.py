@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from accel.ir.axis import Axis
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.length.fixed import Fixed
-from accel.runtime.loop import Row, Setting
 from accel.runtime.loop.autoregressive import Autoregressive
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
@@ -42,7 +43,9 @@ class _Known(Drafter):
 
     def draft(self, seen, limit):
         done = seen.size - self.start
-        assert seen[self.start :].tolist() == self.future[:done], "it is given other tokens than came"
+        assert seen[self.start :].tolist() == self.future[:done], (
+            "it is given other tokens than came"
+        )
         tokens = list(self.future[done : done + min(limit, self.of.most)])
         for i in range(len(tokens)):
             if self.of.wrong and (done + i) % self.of.wrong == 0:
@@ -65,7 +68,9 @@ class Says(Base, Drafter):
 
 def rows_of(prompts: Sequence[Any], sampler: Any = GREEDY, seed: int = 0, **ends: Any) -> list[Row]:
     ends = {"limit": 24, "max_context": 1000} | ends
-    return [Row(np.array(p, np.int64), sampler, np.random.default_rng(seed), **ends) for p in prompts]
+    return [
+        Row(np.array(p, np.int64), sampler, np.random.default_rng(seed), **ends) for p in prompts
+    ]
 
 
 def plain(session: Any, rows: list[Row]) -> list[list[int]]:
@@ -89,11 +94,18 @@ def speculated(
 ) -> Any:
     """The iteration of a loop that drafts."""
     verify = Axis("verify", "accel.runtime.verify").build(rule)
-    methods = {"draft": drafter, "verify": verify, "length": length or Fixed(tokens), "tree": tree or Chain()}
+    methods = {
+        "draft": drafter,
+        "verify": verify,
+        "length": length or Fixed(tokens),
+        "tree": tree or Chain(),
+    }
     return Speculative().tokens(session, rows, Setting(methods, costs, model))
 
 
-def surprise(toy: Any, rule: str, drafter_of: Callable[[Any], Base], count: int = 900, **more: Any) -> float:
+def surprise(
+    toy: Any, rule: str, drafter_of: Callable[[Any], Base], count: int = 900, **more: Any
+) -> float:
     """How unlikely four tokens of `count` generations are under the target's own law: chi-square less its mean,
     in standard deviations.
     """
@@ -104,7 +116,10 @@ def surprise(toy: Any, rule: str, drafter_of: Callable[[Any], Base], count: int 
         for past, weight in law.items():
             seen = np.array([*prompt, *past])
             found = sampler.distribution(toy.oracle(seen)[-1].astype(np.float32), seen)
-            grown |= {(*past, int(t)): weight * p for t, p in zip(found.tokens, found.probabilities, strict=True)}
+            grown |= {
+                (*past, int(t)): weight * p
+                for t, p in zip(found.tokens, found.probabilities, strict=True)
+            }
         law = grown
     drafter = drafter_of(law)
     found = dict.fromkeys(law, 0)
@@ -118,6 +133,8 @@ def surprise(toy: Any, rule: str, drafter_of: Callable[[Any], Base], count: int 
                 found[tuple(row.tokens)] += 1
     large = [k for k in law if law[k] * 3 * count >= 5]
     cells = [(found[k], law[k] * 3 * count) for k in large]
-    cells.append((3 * count - sum(c[0] for c in cells), 1e-9 + 3 * count - sum(c[1] for c in cells)))
+    cells.append(
+        (3 * count - sum(c[0] for c in cells), 1e-9 + 3 * count - sum(c[1] for c in cells))
+    )
     square = sum((seen - due) ** 2 / due for seen, due in cells if due > 1)
     return float((square - len(large)) / np.sqrt(2 * len(large)))

@@ -30,10 +30,14 @@ class Asked:
         (level,) = rows.values()
         assert len(level.tokens) == len(level.parents) > 0
         if not self.before:
-            assert level.tokens.tolist() == level.parents.tolist() == [ROOT], "the last committed token comes first"
+            assert level.tokens.tolist() == level.parents.tolist() == [ROOT], (
+                "the last committed token comes first"
+            )
             new = [self.seen]
         else:
-            assert level.parents.min() >= 0 and level.parents.max() < len(self.before), "a node that was not expanded"
+            assert level.parents.min() >= 0 and level.parents.max() < len(self.before), (
+                "a node that was not expanded"
+            )
             pairs = zip(level.tokens.tolist(), level.parents.tolist(), strict=True)
             new = [(*self.before[parent], token) for token, parent in pairs]
         self.before += new
@@ -89,11 +93,18 @@ class Grown(World):
 
     def round(self, rule: Any, parents: Prefix, seen: Prefix, chance: Chance) -> Prefix:
         def says(prefix: Prefix) -> Distribution:
-            return self._once("guess", prefix, lambda p: Distribution(np.arange(self.size), self.q(p)))
+            return self._once(
+                "guess", prefix, lambda p: Distribution(np.arange(self.size), self.q(p))
+            )
 
         draw = rule.drawing(self.sampler, chance)
         tree = tree_of(self.shape.begin(), self.limit, Asked(says, seen), draw)
-        logits = np.stack([self.logits(p) for p in [seen, *(self._after(tree, n, seen) for n in range(len(tree)))]])
+        logits = np.stack(
+            [
+                self.logits(p)
+                for p in [seen, *(self._after(tree, n, seen) for n in range(len(tree)))]
+            ]
+        )
         verdict = rule(Target(tree, logits, np.array(seen, np.int64), self.sampler), chance)
         return (*(int(tree.tokens[node]) for node in verdict.path), verdict.token)
 

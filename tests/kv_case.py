@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from accel.compiler.assemble import assemble
 from accel.ir.axis import Axis
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
-from accel.runtime.assemble import assemble
-from accel.runtime.eager import EagerEngine
-from accel.runtime.keeper import KvPlan, kv_plan
-from accel.runtime.session import Session
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.session.observers.eviction import KvPlan, kv_plan
+from accel.runtime.session.session import Session
 
 FOREVER = {"use": "uniform", "tokens_kept": 1 << 20}
 SMALL = {  # options that fit prompts of a few dozen tokens

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 LONGEST = 24
 TRACE = (53, 57, 59)  # B, T, C while tracing: no operand has these sizes otherwise

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import accel.ir.ops as dialect
-from accel.ir.op import Op
 from accel.ir.ops import (
     choice,
     codec,
@@ -26,6 +25,7 @@ from accel.ir.ops import (
     rope,
     rows,
 )
+from accel.ir.ops.op import Op
 
 from .attention_cases import attention_cases
 from .op_case import LONGEST, SIZES, TRACE, Case, constant, key_positions, query_positions, randn
@@ -89,7 +89,14 @@ def paged(*inner: int) -> Callable[..., list[Any]]:
 
 def ranged(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     high, low, keys = (randn(rng, b, 2, c, 6) for _ in range(3))
-    return [high, low, keys, query_positions(rng, b, t, c), torch.from_numpy(rng.integers(0, c - t + 1, b)), 1]
+    return [
+        high,
+        low,
+        keys,
+        query_positions(rng, b, t, c),
+        torch.from_numpy(rng.integers(0, c - t + 1, b)),
+        1,
+    ]
 
 
 BEST = [(2, "causal"), (5, "window"), (9, "chunk"), (3, "full")]
@@ -147,7 +154,13 @@ def packed_blocks(width: int, bits: int, group: int, along: str) -> Callable[...
     return make
 
 
-GROUPS = [(10, 2, 4, "rows"), (10, 2, 4, "channels"), (7, 4, 8, "rows"), (9, 4, 16, "channels"), (12, 8, 2, "rows")]
+GROUPS = [
+    (10, 2, 4, "rows"),
+    (10, 2, 4, "channels"),
+    (7, 4, 8, "rows"),
+    (9, 4, 16, "channels"),
+    (12, 8, 2, "rows"),
+]
 
 
 def add_scale(eps: float, *bias: Tensor | None) -> Callable[..., list[Any]]:
@@ -248,7 +261,9 @@ def blocks(bits: int, width: int, block: int, zeros: bool, seed: int = 0) -> lis
     return [None if t is None else torch.from_numpy(t) for t in tensors]
 
 
-def few_bits(bits: int, width: int, block: int, zeros: bool, bias: bool) -> Callable[..., list[Any]]:
+def few_bits(
+    bits: int, width: int, block: int, zeros: bool, bias: bool
+) -> Callable[..., list[Any]]:
     def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
         x = randn(rng, b, t, width) * torch.from_numpy(rng.random((b, t, 1), np.float32))
         x[0, 0, : min(block, width)] = 0  # a block that holds nothing
@@ -279,7 +294,12 @@ def few_bits_routed(bits: int, width: int, block: int, zeros: bool) -> Callable[
 
 
 def quantized_cases() -> list[Case]:
-    sizes = [(b, k, n, z) for b in (4, 8) for k, n in ((64, 32), (70, 16), (128, 128)) for z in (False, True)]
+    sizes = [
+        (b, k, n, z)
+        for b in (4, 8)
+        for k, n in ((64, 32), (70, 16), (128, 128))
+        for z in (False, True)
+    ]
     return [
         *(
             Case(

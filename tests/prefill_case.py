@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from accel.ir.capture import capture
+from accel.compiler import optimize as building
+from accel.compiler.assemble import assemble
+from accel.compiler.build_options import BuildOptions
+from accel.ir.capture.capture import capture
 from accel.ir.recipe import Recipe
 from accel.passes.check import NumericCheck
-from accel.runtime import optimize as building
-from accel.runtime.assemble import assemble
 
 LAYERS, KEPT = 3, 12
 LENGTHS = np.array([30, 21, 7])
@@ -41,7 +42,9 @@ def built(name, target="eager", tables=None, **prune):
             _MADE["program", name].facts.max_batch = 3
         tables = {**({"prefill.prune": prune} if prune else {}), **(tables or {})}
         program = _MADE["program", name].copy()
-        job = building._Job(assemble(Recipe(tables=tables)), target, lambda *_: None)
+        job = building._Job(
+            assemble(Recipe(tables=tables)), BuildOptions(target=target), lambda *_: None
+        )
         check = NumericCheck(program) if target == "onnx" else None
         building._rewrite(job, program, check, None)
         if target == "eager":
@@ -83,7 +86,9 @@ def hiding(model, tokens, kept, layer):
         scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale
         hidden = torch.ones(count, count).triu(1).bool()
         hidden[:, gone] = True
-        hidden[range(count), range(count)] = False  # nobody reads what is made of tokens that are gone
+        hidden[range(count), range(count)] = (
+            False  # nobody reads what is made of tokens that are gone
+        )
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return (probs @ value.repeat_interleave(repeat, 1)).transpose(1, 2), None
 
@@ -144,7 +149,9 @@ def critical(model, tokens, count, *, segment, block, budget, threshold, fusion=
                 if (start, g) in before:
                     share = fusion * before[start, g] + (1 - fusion) * share
                 before[start, g] = share
-                for at in set(range(len(worth))) - set(share.topk(budget // block).indices.tolist()):
+                for at in set(range(len(worth))) - set(
+                    share.topk(budget // block).indices.tolist()
+                ):
                     hidden[mine, start : start + segment, at * block : (at + 1) * block] = True
         keys, values = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
         scores = (query @ keys.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)

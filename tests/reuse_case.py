@@ -10,11 +10,11 @@ import numpy as np
 
 from accel.ir.program import Program
 from accel.ir.spec import verify
-from accel.passes.kv.paged import Paged
-from accel.runtime.eager import EagerEngine
-from accel.runtime.pages import Pages, pool_of
-from accel.runtime.pool import Pool
-from accel.runtime.session import Session
+from accel.passes.kv._shared.paged import Paged
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.session.observers.pool import Pool
+from accel.runtime.session.observers.prefix_cache import Pages, pool_of
+from accel.runtime.session.session import Session
 
 BLOCK = 4
 
@@ -63,8 +63,6 @@ def shared(stateful: Any, name: str = "llama", **options: Any) -> Shared:
 
 def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-4)
-
-
 
 
 def named(text: str, *words: str) -> bool:

@@ -10,8 +10,8 @@ import numpy as np
 from accel.ir.axis import Axis
 from accel.ir.program import Program
 from accel.ir.spec import verify
-from accel.runtime.eager import EagerEngine
-from accel.runtime.session import Session
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.session.session import Session
 
 AXIS = Axis("kv.select", "accel.passes.kv.select")
 SMALL = {"tokens_read": 12, "page": 4, "dense_layers": 0}

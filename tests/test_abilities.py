@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
-from accel.runtime.companion import Abilities
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
+from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.loop.speculative import reach
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session.observers.observer import Abilities
 
 from .kv_case import evicting, table
 from .prefill_case import built, far
@@ -22,7 +22,11 @@ TOKENS, OTHERS = np.random.default_rng(3).integers(3, 50, (2, 1, PROMPT + AFTER)
 
 
 def evicts(score, when, **axes):
-    tables = {"kv.score": table(score), "kv.budget": table("uniform", tokens_kept=8), "kv.when": when}
+    tables = {
+        "kv.score": table(score),
+        "kv.budget": table("uniform", tokens_kept=8),
+        "kv.when": when,
+    }
     return tables | {f"kv.{axis}": {"use": name} for axis, name in axes.items()}
 
 
@@ -56,7 +60,15 @@ CASES = {  # recipe, or architecture -> tables, and what is expected
     "gemfilter": ({"prefill.prune": {"use": "gemfilter", "tokens": 12}}, ANY),
     "promptdistill": ({"prefill.prune": {"use": "promptdistill", "tokens": 12}}, ANY),
     "critiprefill": (
-        {"prefill.sparse": {"use": "critiprefill", "segment": 8, "block": 4, "budget": 8, "threshold": 8}},
+        {
+            "prefill.sparse": {
+                "use": "critiprefill",
+                "segment": 8,
+                "block": 4,
+                "budget": 8,
+                "threshold": 8,
+            }
+        },
         ANY,
     ),
     "mamba": ({}, can(free_rewind=False)),
@@ -136,7 +148,9 @@ def law_of_back(session, claim):
                             return True
             for each in (live, other):
                 each.rewind(each.lengths - count)
-            assert far(*(each.run(TOKENS[:, -5:]) for each in (live, other))) < 1e-5, "they left a trace"
+            assert far(*(each.run(TOKENS[:, -5:]) for each in (live, other))) < 1e-5, (
+                "they left a trace"
+            )
         return False
 
     most = sum(CALLS) if claim.back is None else claim.back
@@ -182,7 +196,9 @@ def test_a_recipe_may_draft_where_its_sessions_can_take_drafts_back(name):
             return True
         return False
 
-    built = refused(lambda: assemble(Recipe(tables={**tables, "draft": {"use": "iad"}})), RecipeError)
+    built = refused(
+        lambda: assemble(Recipe(tables={**tables, "draft": {"use": "iad"}})), RecipeError
+    )
     assert built == refused(lambda: reach(claim), InputError)
 
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel import AccelError, PassError, optimize
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
 from accel.passes import run
 from accel.passes.check import NumericCheck
@@ -15,9 +16,8 @@ from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.recognise import attention as recognise
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.layers import Layers
 from accel.passes.recognise.positions import Positions
-from accel.runtime.optimize import pipeline
+from accel.passes.state.layers import Layers
 
 H, G, D, VOCAB = 4, 2, 6, 23
 SCALE = D**-0.5

@@ -6,7 +6,7 @@ import pytest
 import accel
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session import Session
+from accel.runtime.session.session import Session
 
 from .draft_case import plain, rows_of, speculated
 from .prefill_case import built, module
@@ -18,7 +18,9 @@ def texts():
     """Eight prompts of different lengths; every second one repeats itself."""
     rng, found = np.random.default_rng(4), []
     for size in range(9, 9 + ROWS):
-        found.append(np.tile(rng.integers(3, 50, 5), 4)[:size] if size % 2 else rng.integers(3, 50, size))
+        found.append(
+            np.tile(rng.integers(3, 50, 5), 4)[:size] if size % 2 else rng.integers(3, 50, size)
+        )
     return found
 
 

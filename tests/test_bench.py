@@ -1,4 +1,4 @@
-"""tools/bench.py peers: what it measures, which engines it finds, and what it says where one is missing."""
+"""tools/bench/bench.py peers: what it measures, which engines it finds, and what it says where one is missing."""
 
 import json
 import os

@@ -32,7 +32,17 @@ def test_prompts_of_a_kind_are_the_same_again_and_differ_by_seed(kind):
 
 
 def test_every_kind_is_measured(drafting, tmp_path):
-    words = ["bench", str(drafting), "--speculation", "--prompts", "1", "--tokens", "24", "--repeat", "1"]
+    words = [
+        "bench",
+        str(drafting),
+        "--speculation",
+        "--prompts",
+        "1",
+        "--tokens",
+        "24",
+        "--repeat",
+        "1",
+    ]
     found = CliRunner().invoke(cli.app, [*words, "--json"])
     assert found.exit_code == 0, found.output
     result = json.loads(found.stdout)
@@ -43,7 +53,9 @@ def test_every_kind_is_measured(drafting, tmp_path):
     assert any(r["tokens_per_check"] > 1.2 for r in result["rows"]), "a copy is looked up"
     page.write(tmp_path, [{"name": "prompt-lookup", **result}])
     text = (tmp_path / "speculation.md").read_text()
-    assert "| `prompt-lookup` |" in text and len(list((tmp_path / "speculation").glob("*.png"))) == 3
+    assert (
+        "| `prompt-lookup` |" in text and len(list((tmp_path / "speculation").glob("*.png"))) == 3
+    )
 
 
 def test_what_stands_is_added_up():
@@ -57,7 +69,11 @@ def test_what_stands_is_added_up():
     found = speculation._together(runs)
     assert found["speedup"] == 3.0 and found["slowest"] == 1.5 and found["equal"] == 1
     assert found["tokens_per_check"] == 20 / 15 and found["accepted"] == 0.5
-    assert found["by_place"] == [0.5, 2 / 3] and found["shares"] == {"draft": 0.125, "verify": 0.75, "host": 0.125}
+    assert found["by_place"] == [0.5, 2 / 3] and found["shares"] == {
+        "draft": 0.125,
+        "verify": 0.75,
+        "host": 0.125,
+    }
 
 
 def test_an_artifact_without_drafts_is_refused(build):

@@ -5,14 +5,15 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.quality import bit_exact as exact
+from accel.compiler.quality.bit_exact import difference
+from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.errors import Miscompiled, PassError
-from accel.ir.program import EncoderFacts, State
+from accel.ir.facts import EncoderFacts
+from accel.ir.program import State
 from accel.passes.numerics import bit_exact
-from accel.runtime import exact
-from accel.runtime.exact import difference
-from accel.runtime.ort import OrtEngine
-from accel.runtime.session import Session
-from accel.runtime.small import randomise, small_model
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.session.session import Session
 
 CONTEXT = 704
 WIDTHS = (2, 3, 5, 8, 13, 16, 31, 32)

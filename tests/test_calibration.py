@@ -13,10 +13,16 @@ from typer.testing import CliRunner
 import accel
 import accel.reference
 from accel import cli
+from accel.compiler.load.checkpoint import load_model
+from accel.compiler.optimize import pipeline
+from accel.compiler.quality.calibration import make_calibration, read_calibration
+from accel.compiler.quality.loss import loss, storage
+from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.calibration import Calibration
-from accel.ir.capture import capture
+from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, RecipeError
-from accel.ir.program import Editor, Facts, evaluate
+from accel.ir.facts import Facts
+from accel.ir.program import Editor, evaluate
 from accel.passes import run
 from accel.passes.calibrate import calibrate, feeds
 from accel.passes.check import run_both_ways
@@ -24,11 +30,6 @@ from accel.passes.weights._blocks import sites
 from accel.passes.weights.int4 import Int4
 from accel.passes.weights.int4_awq import Int4Awq, find_folds
 from accel.passes.weights.int4_gptq import Int4Gptq
-from accel.runtime.calibration import make_calibration, read_calibration
-from accel.runtime.checkpoint import load_model
-from accel.runtime.loss import loss, storage
-from accel.runtime.optimize import pipeline
-from accel.runtime.small import randomise, small_config
 
 aten = torch.ops.aten
 
@@ -366,6 +367,8 @@ def test_calibrated_methods_lose_less_than_rounding(bundled):
 
 def test_text_ends_where_the_model_does():
     """A pass finds that positions end at 200; the text was made for 256."""
-    with accel.optimize(models.ARCHITECTURES["plain_sdpa"](), "int4-gptq", max_context=256) as compiled:
+    with accel.optimize(
+        models.ARCHITECTURES["plain_sdpa"](), "int4-gptq", max_context=256
+    ) as compiled:
         assert compiled.facts.max_context == 200
         assert compiled.report["weights"]["kl"] > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accel
-from accel.runtime.canvas import CanvasSession
+from accel.runtime.session.canvas import CanvasSession
 
 from .diffusion_case import LONGEST, MASK, Filler, prompts, with_loop
 
@@ -19,7 +19,10 @@ LOOP = {"loop": {"use": "dllm-blockcache", "block": 8, "threshold": 0.5}}
 def filler():
     """(module, its builds by target)"""
     module = Filler(True).eval()
-    made = {t: accel.optimize(module, LOOP, target=t, max_context=LONGEST, max_batch=2) for t in ("eager", "onnx")}
+    made = {
+        t: accel.optimize(module, LOOP, target=t, max_context=LONGEST, max_batch=2)
+        for t in ("eager", "onnx")
+    }
     yield module, made
     for each in made.values():
         each.close()
@@ -31,7 +34,9 @@ def test_models_of_published_shapes(name):
     tokens = np.random.default_rng(0).integers(0, 90, (2, 12))
     with accel.optimize(module, LOOP, max_context=64, max_batch=2) as compiled:
         facts = compiled.facts
-        assert facts.diffusion.shift is (name == "dream") and {x["attention"] for x in facts.layers} == {"full"}
+        assert facts.diffusion.shift is (name == "dream") and {
+            x.attention for x in facts.layers
+        } == {"full"}
         want = module(torch.tensor(tokens)).logits.detach().numpy()
         assert np.abs(compiled.logits(tokens) - want).max() < 1e-4 * np.abs(want).max()
         assert len(compiled.generate([5, 6, 7], max_new_tokens=9, eos=[]).tokens[0]) == 9
@@ -50,7 +55,10 @@ def test_what_a_session_holds_is_what_was_written(filler, target):
     module, made = filler
     rng = np.random.default_rng(1)
     tokens, lengths = rng.integers(0, MASK, (2, 20)), np.array([20, 13])
-    want = [module(torch.tensor(tokens[i : i + 1, :n])).detach().numpy()[0] for i, n in enumerate(lengths)]
+    want = [
+        module(torch.tensor(tokens[i : i + 1, :n])).detach().numpy()[0]
+        for i, n in enumerate(lengths)
+    ]
 
     def same(got, i, columns):
         assert np.abs(got - want[i][columns]).max() < 1e-4 * np.abs(want[i]).max()
@@ -61,7 +69,9 @@ def test_what_a_session_holds_is_what_was_written(filler, target):
         session.rewind([9, 4])
         whole = session.write(tokens, 0, lengths)
         again = session.write(tokens[:, 5:9], 5)  # in the midst: the others are as they were
-        ends = session.write(np.stack([tokens[0, 10:], tokens[1, 5:15]]), [10, 5], [10, 8], [[9, 0], [7, 3]])
+        ends = session.write(
+            np.stack([tokens[0, 10:], tokens[1, 5:15]]), [10, 5], [10, 8], [[9, 0], [7, 3]]
+        )
         for i, n in enumerate(lengths):
             same(whole[i, :n], i, slice(0, n))
             same(again[i], i, slice(5, 9))
@@ -104,7 +114,9 @@ def test_rows_go_on_as_others(filler):
         got = session.write(tokens[::-1, :12], 0)
         want = module(torch.tensor(tokens[::-1, :12].copy())).detach().numpy()
         assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
-        session.select([1, 1])  # row 1 holds tokens[0], and the same tokens written again see the others of that
+        session.select(
+            [1, 1]
+        )  # row 1 holds tokens[0], and the same tokens written again see the others of that
         got = session.write(tokens[[0, 0], 4:8], 4)
         assert np.abs(got - want[[1, 1], 4:8]).max() < 1e-4 * np.abs(want).max()
 
@@ -127,8 +139,14 @@ def test_a_block_leaves_the_others_as_they_were(filler):
     ("call", "words"),
     [
         (lambda s: s.write([[1, 2]], 7), "start of row 0 is 7, and it holds 6 tokens; give 0..6"),
-        (lambda s: s.write([[1, 2]], 1, [1]), "1 columns of padding in front of tokens that it holds"),
-        (lambda s: s.write([[1, 2]], 0, None, [[2]]), "rows name columns 2..2 of a call of 2; give 0..1"),
+        (
+            lambda s: s.write([[1, 2]], 1, [1]),
+            "1 columns of padding in front of tokens that it holds",
+        ),
+        (
+            lambda s: s.write([[1, 2]], 0, None, [[2]]),
+            "rows name columns 2..2 of a call of 2; give 0..1",
+        ),
         (lambda s: s.write([[1, 2]], 0, None, [1]), "rows have shape [1]; give [1, N]"),
         (lambda s: s.write([[1] * 200], 0), "row 0 would hold 200 tokens; max_context is 96"),
         (lambda s: s.run([[1]], run_layers=[True]), "run_layers and threshold are for models"),
@@ -159,8 +177,13 @@ def test_rows_end_where_they_would_in_any_loop(filler):
         assert model.generate(prompts()[1], max_new_tokens=20, eos=[end]).tokens[0] == out.tokens[1]
         long = np.arange(LONGEST - 5) % MASK
         out = model.generate([long.tolist(), [1, 2]], max_new_tokens=9, eos=[])
-        assert [len(t) for t in out.tokens] == [5, 9] and out.stats["finish"] == ["context", "length"]
-        assert model.generate(np.arange(LONGEST) % MASK, max_new_tokens=9).stats["finish"] == ["context"]
+        assert [len(t) for t in out.tokens] == [5, 9] and out.stats["finish"] == [
+            "context",
+            "length",
+        ]
+        assert model.generate(np.arange(LONGEST) % MASK, max_new_tokens=9).stats["finish"] == [
+            "context"
+        ]
 
 
 def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
@@ -173,13 +196,17 @@ def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
 
 
 def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
-    from accel.runtime.loop import Row, Setting
+    from accel.runtime.decode.context import Setting
+    from accel.runtime.decode.row import Row
     from accel.runtime.loop.dllm_lowconf import DllmLowconf
     from accel.runtime.sample.standard import Standard
 
     _, made = filler
     with made["onnx"].session(2) as session:
-        rows = [Row(np.array(p), Standard(), np.random.default_rng(0), limit=9, max_context=LONGEST) for p in prompts()]
+        rows = [
+            Row(np.array(p), Standard(), np.random.default_rng(0), limit=9, max_context=LONGEST)
+            for p in prompts()
+        ]
         came = DllmLowconf(block=4).tokens(session, rows, Setting())
         for _ in range(5):
             next(came)
@@ -198,21 +225,33 @@ def refused(model, recipe, kind=accel.RecipeError):
 
 def test_a_loop_for_another_kind_of_model_is_refused():
     filler, causal = Filler(False).eval(), models.llama()
-    assert "autoregressive takes tokens one after the other, and Filler sees both ways" in refused(filler, "base")
+    assert "autoregressive takes tokens one after the other, and Filler sees both ways" in refused(
+        filler, "base"
+    )
     assert "one of dllm-blockcache, dllm-lowconf" in refused(filler, {})
     assert "loop = speculative takes tokens one after the other" in refused(filler, "prompt-lookup")
-    assert "loop = prophet fills masks, and LlamaForCausalLM names no mask" in refused(causal, "prophet")
+    assert "loop = prophet fills masks, and LlamaForCausalLM names no mask" in refused(
+        causal, "prophet"
+    )
     causal.config.mask_token_id = 3
-    assert "loop = prophet fills masks, and LlamaForCausalLM sees no later tokens" in refused(causal, "prophet")
+    assert "loop = prophet fills masks, and LlamaForCausalLM sees no later tokens" in refused(
+        causal, "prophet"
+    )
     filler.config = SimpleNamespace()
     assert "has config.mask_token_id" in refused(filler, "base", accel.CaptureError)
     filler.config.mask_token_id = 99
-    assert "mask_token_id is 99, and its logits are of 41 tokens" in refused(filler, "prophet", accel.CaptureError)
+    assert "mask_token_id is 99, and its logits are of 41 tokens" in refused(
+        filler, "prophet", accel.CaptureError
+    )
 
 
-@pytest.mark.parametrize("other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "bit-exact"])
+@pytest.mark.parametrize(
+    "other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "bit-exact"]
+)
 def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
-    assert "loop = dllm-threshold cannot go with" in refused(Filler(False), ["dllm-threshold", other])
+    assert "loop = dllm-threshold cannot go with" in refused(
+        Filler(False), ["dllm-threshold", other]
+    )
 
 
 @pytest.mark.parametrize(

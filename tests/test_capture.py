@@ -10,9 +10,10 @@ from torch import nn
 from torch.export import Dim
 
 from accel import CaptureError, PassError, optimize
-from accel.ir.capture import capture, example
+from accel.compiler.smoke.tiny_models import CONTEXT, small_model
+from accel.ir.capture.capture import capture
+from accel.ir.capture.examples import example
 from accel.ir.program import Program
-from accel.runtime.small import CONTEXT, small_model
 
 BOTH = ({0: Dim("B", min=1), 1: Dim("T", min=1)},)
 

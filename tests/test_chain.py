@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import accel
 from accel import cli
-from accel.runtime.chain import Link, groups, links, picture, why_not
+from accel.compiler.layer_summary import Link, groups, links, picture, why_not
 
 CAUSAL, WINDOW = Link("causal", 0, 8, 4, 64, 2048), Link("window", 512, 8, 4, 64, 2048)
 MAMBA = Link("recurrent", fixed=65_536)

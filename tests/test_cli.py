@@ -211,9 +211,9 @@ WRONG = {
     "top_k": (["--prompt", "0", "--top-k", 0], ["top_k", "1"]),
     "min_p": (["--prompt", "0", "--min-p", -0.1], ["min_p", "0"]),
     "seed": (["--prompt", "0", "--seed", -1], ["seed", "0 or more"]),
-    "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_new_tokens", "1 or more"]),
+    "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_tokens", "1 or more"]),
     "stop": (["--prompt", "0", "--stop", ""], ["stop", "not empty"]),
-    "eos": (["--prompt", "0", "--eos", 999], ["eos", "999", "0..100"]),
+    "eos": (["--prompt", "0", "--eos", 999], ["stop_token_ids", "999", "0..100"]),
     "bytes": (["--prompt", b"a\xff".decode("utf-8", "surrogateescape")], ["UTF-8", "byte 1"]),
 }
 
@@ -341,7 +341,10 @@ def test_no_space_leaves_nothing(model, tmp_path, monkeypatch):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize(
     "name, code, part",
-    [("SIGINT", 130, "runtime.optimize.capture"), ("SIGTERM", 143, "lowering.onnx.export.export")],
+    [
+        ("SIGINT", 130, "compiler.optimize.capture_inspected"),
+        ("SIGTERM", 143, "lowering.onnx.export.export"),
+    ],
 )
 def test_signals_leave_nothing(model, tmp_path, monkeypatch, capsys, name, code, part):
     """Ctrl-C and SIGTERM through the real entry point, in the midst of a build."""
@@ -352,9 +355,13 @@ def test_signals_leave_nothing(model, tmp_path, monkeypatch, capsys, name, code,
         signal.raise_signal(getattr(signal, name))
 
     old = [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where tests run in the background
     monkeypatch.setattr(f"accel.{part}", interrupt)
-    monkeypatch.setattr(sys, "argv", f"accel-compile build {model} --no-verify --out {tmp_path}/new/out".split())
+    monkeypatch.setattr(
+        sys, "argv", f"accel-compile build {model} --no-verify --out {tmp_path}/new/out".split()
+    )
     try:
         with pytest.raises(SystemExit) as end:
             cli.main()
@@ -371,14 +378,14 @@ def test_surprises_are_one_line_and_a_traceback_when_asked(artifact, monkeypatch
     def broken(*_, **__):
         raise ZeroDivisionError("by\nnought")
 
-    monkeypatch.setattr("accel.runtime.compiled.from_artifact", broken)
+    monkeypatch.setattr("accel.runtime.model.compiled.from_artifact", broken)
     flags = ("run", artifact, "--prompt", "0")
     words = ("ZeroDivisionError: by nought", "bug in accel", "ACCEL_TRACEBACK=1")
     one_error(call(*flags), *words)
     traced = call(*flags, env={"ACCEL_TRACEBACK": "1"})
     assert traced.exit_code == 1 and "Traceback" in traced.stderr
     monkeypatch.setattr(
-        "accel.runtime.compiled.from_artifact", lambda *_, **__: exec("raise MemoryError")
+        "accel.runtime.model.compiled.from_artifact", lambda *_, **__: exec("raise MemoryError")
     )
     one_error(call(*flags), "out of memory")
     one_error(call("build", artifact, "--out", "x", "--dump", "/dev/null/x"), "/dev/null/x")

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from accel import PassError
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.ir.capture.capture import capture
 from accel.ir.ops.rope import rope
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.clean import real
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.real import Reals
-from accel.runtime.optimize import pipeline
 
 
 class Turning(nn.Module):

@@ -1,11 +1,11 @@
-"""Two dozen types of transformers, of which each needs something else; tools/coverage.py runs all."""
+"""Two dozen types of transformers, of which each needs something else; tools/matrix/coverage.py runs all."""
 
 import coverage
 import pytest
 import torch
 
 import accel
-from accel.runtime.small import small_config, small_model
+from accel.compiler.smoke.tiny_models import small_config, small_model
 
 TYPES = {
     "afmoe": "experts in a list, windows in three of four layers, gated attention",

@@ -9,7 +9,8 @@ import torch
 
 import accel
 from accel.ir.errors import Miscompiled, PassError, RecipeError
-from accel.lowering.onnx import branch, export
+from accel.lowering.onnx import export
+from accel.lowering.onnx.writer import branch
 from accel.passes.depth.unified_skip import evenly
 
 from .depth_case import LAYERS, NEVER, TOKENS, far, oracle, plan
@@ -75,7 +76,7 @@ def test_bit_exact_rows_and_fewer_layers_for_single_tokens_exclude_each_other(de
 
 
 def test_a_recurrent_state_is_refused():
-    from accel.runtime.small import small_model
+    from accel.compiler.smoke.tiny_models import small_model
 
     with pytest.raises(PassError, match="recurrent state"):
         accel.optimize(
@@ -168,7 +169,10 @@ def test_a_path_is_kept_in_the_layers_that_are_left(deep):
 
 def test_a_method_that_picks_a_layer_finds_it_by_its_new_number(deep):
     module = copy.deepcopy(deep("llama")[0])
-    recipe = {"depth": {"use": "shortgpt"}, "prefill.prune": {"use": "gemfilter", "tokens": 5, "layer": 1}}
+    recipe = {
+        "depth": {"use": "shortgpt"},
+        "prefill.prune": {"use": "gemfilter", "tokens": 5, "layer": 1},
+    }
     with torch.no_grad():  # so that layer 1 goes
         module.model.layers[1].self_attn.o_proj.weight.zero_()
         module.model.layers[1].mlp.down_proj.weight.zero_()
@@ -176,7 +180,10 @@ def test_a_method_that_picks_a_layer_finds_it_by_its_new_number(deep):
         accel.optimize(module, recipe, max_context=64, verify=False) as compiled,
         accel.optimize(module, recipe, target="eager", max_context=64, verify=False) as eager,
     ):
-        assert compiled.generate(TOKENS[:1], 8, eos=[]).tokens == eager.generate(TOKENS[:1], 8, eos=[]).tokens
+        assert (
+            compiled.generate(TOKENS[:1], 8, eos=[]).tokens
+            == eager.generate(TOKENS[:1], 8, eos=[]).tokens
+        )
 
 
 def test_no_share_deletes_nothing(deep):

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.reference import tasks
-from accel.runtime.loop import Row, Setting
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.dllm_threshold import DllmThreshold
 from accel.runtime.loop.freedave import Freedave
@@ -23,7 +24,9 @@ NEW = 16
 
 @pytest.fixture(scope="module")
 def model():
-    with accel.optimize(FOLDER, {"loop": {"use": "dllm-blockcache", "block": NEW}}, max_context=256) as compiled:
+    with accel.optimize(
+        FOLDER, {"loop": {"use": "dllm-blockcache", "block": NEW}}, max_context=256
+    ) as compiled:
         yield compiled
 
 
@@ -35,7 +38,14 @@ def decoded(model, loop, prompt):
     """New tokens and calls."""
     ids = np.array(model.tokenizer.encode(prompt))
     with model.session() as session:
-        row = Row(ids, Standard(), np.random.default_rng(0), limit=NEW, max_context=256, eos=model.facts.eos)
+        row = Row(
+            ids,
+            Standard(),
+            np.random.default_rng(0),
+            limit=NEW,
+            max_context=256,
+            eos=model.facts.eos,
+        )
         list(loop.tokens(session, [row], Setting()))
         return row.tokens, int(session.stats["calls"])
 
@@ -43,7 +53,10 @@ def decoded(model, loop, prompt):
 def test_what_it_is(model):
     assert dataclasses.asdict(model.facts.diffusion) == {"mask": reference_data.PAD, "shift": True}
     assert model.tokenizer is not None and (FOLDER / "model.safetensors").stat().st_size < 13e6
-    assert FOLDER.joinpath("tokenizer.json").read_bytes() == (FOLDER.parent / "tokenizer.json").read_bytes()
+    assert (
+        FOLDER.joinpath("tokenizer.json").read_bytes()
+        == (FOLDER.parent / "tokenizer.json").read_bytes()
+    )
 
 
 def test_it_answers_in_few_calls(model):
@@ -57,7 +70,9 @@ def test_it_answers_in_few_calls(model):
     assert right >= 4 and calls <= 6 * 5
     prompt, answer = asked(0)
     tokens, most = decoded(model, DllmLowconf(block=NEW), prompt)
-    assert most > 2 * len(tokens) and model.tokenizer.decode(tokens).removesuffix("<|eos|>") == answer
+    assert (
+        most > 2 * len(tokens) and model.tokenizer.decode(tokens).removesuffix("<|eos|>") == answer
+    )
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])
@@ -77,7 +92,9 @@ def test_nothing_comes_after_a_stop_string(model):
     prompt, answer = asked(0)
     first, second, _ = answer.split()
     out = model.generate(prompt, max_new_tokens=NEW, stop=" " + second)
-    assert out.text[0] == " " + first and out.stats["finish"] == ["stop"] and len(out.tokens[0]) == 2
+    assert (
+        out.text[0] == " " + first and out.stats["finish"] == ["stop"] and len(out.tokens[0]) == 2
+    )
 
 
 def test_the_command_line(model):

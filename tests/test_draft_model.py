@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
-from accel.runtime.costs import Costs
+from accel.runtime.decode.costs import Costs
 from accel.runtime.draft.layerskip import LayerSkip
 
 from .draft_case import rows_of
@@ -88,7 +88,7 @@ def unmeasured(model):
 @pytest.fixture(autouse=True)
 def no_guard(monkeypatch):
     """Everything is drafted, whatever it costs here."""
-    monkeypatch.setattr("accel.runtime.length._guard.Guard.limit", 5)
+    monkeypatch.setattr("accel.runtime.speculation.guard.Guard.limit", 5)
 
 
 @pytest.mark.parametrize("case", [("model",), ("layerskip",), ("layerskip", "int4")], ids="+".join)
@@ -122,7 +122,9 @@ def test_an_artifact_holds_its_draft_model(built, tmp_path, monkeypatch):
         stream = model.stream(texts()[0], 30, eos=[])
         first = [next(stream) for _ in range(3)]
         stream.close()
-        assert model.generate(texts()[0], 30, eos=[]).tokens[0][:3] == first, "what was interrupted leaves no trace"
+        assert model.generate(texts()[0], 30, eos=[]).tokens[0][:3] == first, (
+            "what was interrupted leaves no trace"
+        )
     with pytest.raises(InputError, match="closed"):
         model.second.session()
     weights = tmp_path / "second" / "draft" / "weights.bin"
@@ -135,19 +137,30 @@ def test_an_artifact_holds_its_draft_model(built, tmp_path, monkeypatch):
 def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
     """It runs where the target does: here by the reference of each operator."""
     recipe = {"draft": {"use": "model", "path": str(folder)}}
-    with unmeasured(accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)) as model:
+    with unmeasured(
+        accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)
+    ) as model:
         assert model.second.artifact is None and model.second.facts.max_batch == 3
         prompts = texts()
         got = model.generate(prompts, 20, eos=[])
         assert got.tokens == built().generate(prompts, 20, eos=[]).tokens
         assert got.stats["speculation"]["accepted"] > 0
     recipe["draft"]["path"] = str(small)
-    with pytest.raises(RecipeError, match="built for batches of up to 3, and the model for 4; build it with max_batch"):
-        accel.optimize(modules[0], recipe, target="eager", verify=False, max_context=96, max_batch=4)
+    with pytest.raises(
+        RecipeError,
+        match="built for batches of up to 3, and the model for 4; build it with max_batch",
+    ):
+        accel.optimize(
+            modules[0], recipe, target="eager", verify=False, max_context=96, max_batch=4
+        )
 
 
 def test_an_artifact_whose_sessions_cannot_draft_is_refused_when_built(modules, folder, tmp_path):
-    dropping = {"kv.score": {"use": "knorm"}, "kv.when": {"use": "every"}, "kv.budget": {"use": "uniform"}}
+    dropping = {
+        "kv.score": {"use": "knorm"},
+        "kv.when": {"use": "every"},
+        "kv.budget": {"use": "uniform"},
+    }
     for name, made, tree, words in (
         ("drops", dropping, "chain", "take no token back"), ("chains", "base", "dyspec", "take no trees of guesses"),
     ):  # fmt: skip
@@ -163,12 +176,16 @@ def test_a_directory_is_stored_as_its_weights_say(modules, folder, tmp_path):
     draft, sizes = {"use": "model", "path": str(folder)}, {}
     for weights in ("int8", ""):
         recipe = {"draft": draft if weights else {**draft, "weights": ""}}
-        with accel.optimize(modules[0], recipe, out=tmp_path / f"a{weights}", verify=False, **SIZES) as model:
+        with accel.optimize(
+            modules[0], recipe, out=tmp_path / f"a{weights}", verify=False, **SIZES
+        ) as model:
             assert model.second.recipe["tables"].get("weights", {"use": ""})["use"] == weights
             sizes[weights] = (model.second.artifact.path / "weights.bin").stat().st_size
     assert sizes["int8"] < sizes[""]
     with pytest.raises(RecipeError, match="a: draft.*int9.*int8"):
-        accel.optimize(modules[0], Recipe("a", tables={"draft": {**draft, "weights": "int9"}}), **SIZES)
+        accel.optimize(
+            modules[0], Recipe("a", tables={"draft": {**draft, "weights": "int9"}}), **SIZES
+        )
 
 
 def assisted(module, assistant, prompt, count, drafts):
@@ -185,7 +202,11 @@ def assisted(module, assistant, prompt, count, drafts):
     config.assistant_confidence_threshold = 0.0
     try:
         out = module.generate(
-            torch.tensor([prompt]), assistant_model=assistant, max_new_tokens=count, do_sample=False, eos_token_id=10**6
+            torch.tensor([prompt]),
+            assistant_model=assistant,
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=10**6,
         )
     finally:
         module.forward = forward
@@ -206,10 +227,15 @@ def test_what_has_no_tokens_in_common_is_refused_with_both_sides(modules, tmp_pa
     other = models.ARCHITECTURES["qwen2"]()
     other.save_pretrained(tmp_path / "other")
     recipe = {"draft": {"use": "model", "path": str(tmp_path / "other")}}
-    with pytest.raises(RecipeError, match="other has 103 tokens and the model 101, and the model and the draft model "):
+    with pytest.raises(
+        RecipeError,
+        match="other has 103 tokens and the model 101, and the model and the draft model ",
+    ):
         accel.optimize(modules[0], recipe, target="eager", **SIZES)
     recipe["draft"]["path"] = str(tmp_path / "othre")
-    with pytest.raises(RecipeError, match="draft.model: .*othre is no folder; give `path`: an artifact"):
+    with pytest.raises(
+        RecipeError, match="draft.model: .*othre is no folder; give `path`: an artifact"
+    ):
         accel.optimize("/no/such/model", recipe)
 
 
@@ -218,16 +244,22 @@ def test_an_exit_that_is_none_is_refused(built):
     count = len(model.facts.depth.plan)
     for layers in (count, count + 4):
         model._methods["draft"], kept = LayerSkip(layers), model._methods["draft"]
-        with pytest.raises(InputError, match=f"exit = {layers}, and the model has {count} layers; give 1 to"):
+        with pytest.raises(
+            InputError, match=f"exit = {layers}, and the model has {count} layers; give 1 to"
+        ):
             model.generate([5, 6], 9)
         model._methods["draft"] = kept
-    assert LayerSkip().layers(model._setting).tolist() == [i < max(1, count // 4) for i in range(count)]
+    assert LayerSkip().layers(model._setting).tolist() == [
+        i < max(1, count // 4) for i in range(count)
+    ]
 
 
 def test_a_draft_model_grows_trees(modules, folder, small):
     """Children are what it finds likeliest after the path to each node, in each row, round after round."""
     recipe = {"draft": {"use": "model", "path": str(folder)}, "tree": {"use": "static"}}
-    with unmeasured(accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)) as model:
+    with unmeasured(
+        accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)
+    ) as model:
         rows, model.second._costs = rows_of(texts()), Costs((1, 32), (0.01, 0.01))
         with model.session(3) as session:
             drafters = model._methods["draft"].open(session, rows, model._setting)
@@ -246,7 +278,10 @@ def test_a_draft_model_grows_trees(modules, folder, small):
             drafters.close()
         model.second, kept = accel.load(small), model.second
         model.second._costs = kept._costs
-        with model.session(1) as session, pytest.raises(InputError, match="draft model take no trees of guesses"):
+        with (
+            model.session(1) as session,
+            pytest.raises(InputError, match="draft model take no trees of guesses"),
+        ):
             model._methods["draft"].open(session, rows[:1], model._setting)
         model.second.close()
 
@@ -254,9 +289,15 @@ def test_a_draft_model_grows_trees(modules, folder, small):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"draft": {"use": "layerskip"}, "tree": {"use": "static"}}, "layerskip cannot go with tree = static"),
+        (
+            {"draft": {"use": "layerskip"}, "tree": {"use": "static"}},
+            "layerskip cannot go with tree = static",
+        ),
         ({"draft": {"use": "layerskip", "exit": -1}}, "draft.layerskip: exit is -1"),
-        ({"draft": {"use": "layerskip"}, "depth": {"use": "shortgpt"}}, "layerskip cannot go with depth = short"),
+        (
+            {"draft": {"use": "layerskip"}, "depth": {"use": "shortgpt"}},
+            "layerskip cannot go with depth = short",
+        ),
         ({"draft": {"use": "layerskip"}, "depth": {"use": "calm"}}, "cannot go with depth = calm"),
         ({"draft": {"use": "model", "path": 3}}, "draft.model.path = 3 is int, not str"),
     ],

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 import accel
 from accel import cli
-from accel.ir.encoder import encoder_facts
+from accel.compiler.smoke.tiny_models import randomise, small_config
+from accel.ir.capture.encoder import encoder_facts
 from accel.ir.errors import InputError
 from accel.passes.recognise.mask import classify
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
-from accel.runtime.encode import padded
-from accel.runtime.small import randomise, small_config
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.inputs.encoder_inputs import padded
+from accel.runtime.model.compiled import CompiledModel
 
 TYPES = ["t5", "bart", "marian", "m2m_100", "whisper"]
 FEATURES, TEXT = "input_features", "input_ids"
@@ -152,7 +152,7 @@ def test_the_encoder_runs_once_and_the_step_reads_what_it_wrote(built):
     packed = ("{k,v}.weight", "{k_proj,v_proj}.weight")
     projections = {n for n in read["encode"] if "decoder" in n and n.endswith(packed)}
     assert len(projections) == 2 and not projections & read["step"]
-    assert [layer["nodes"] > 0 for layer in onnx.facts.layers] == [True, True]  # one region each
+    assert [layer.nodes > 0 for layer in onnx.facts.layers] == [True, True]  # one region each
 
 
 def test_weights_lie_in_the_artifact_once_and_it_loads_again(built):
@@ -229,13 +229,13 @@ def test_what_a_decoder_starts_from():
     model = AutoModelForSeq2SeqLM.from_config(small_config("bart"))
     told, notes = model.generation_config, []
     told.decoder_start_token_id, told.forced_bos_token_id, told.num_beams = 2, 7, 4
-    assert encoder_facts(model, 64, notes).start == [2, 7]
+    assert encoder_facts(model, 64, notes).start == (2, 7)
     assert notes == ["generate does not follow num_beams of the generation's configuration"]
     told.forced_bos_token_id, told.forced_decoder_ids = None, [[1, 5], [2, 6], [4, 8]]
-    assert encoder_facts(model, 64, []).start == [2, 5, 6]
+    assert encoder_facts(model, 64, []).start == (2, 5, 6)
     told.decoder_start_token_id = model.config.decoder_start_token_id = None
     told.bos_token_id, told.forced_decoder_ids = 3, None
-    assert encoder_facts(model, 64, []).start == [3]
+    assert encoder_facts(model, 64, []).start == (3,)
 
 
 def test_the_command_line_takes_the_encoders_input(built, tmp_path):

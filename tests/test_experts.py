@@ -10,11 +10,12 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import accel
+from accel.compiler.optimize import pipeline
 from accel.ir.errors import PassError
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.quantized import dequantize, quantized_expert_linear, quantized_linear
-from accel.lowering.onnx import accel_experts
 from accel.lowering.onnx.export import export
+from accel.lowering.onnx.rules import accel_experts
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.recognise.experts import routes
@@ -22,7 +23,6 @@ from accel.passes.weights import _blocks
 from accel.passes.weights._blocks import round_to_nearest, stacked
 from accel.passes.weights.int4_gptq import Int4Gptq
 from accel.passes.weights.int8 import Int8
-from accel.runtime.optimize import pipeline
 
 from .op_cases import CASES, Case, few_bits_routed
 from .test_ops import assert_close, onnx_session, program_of
@@ -85,7 +85,9 @@ def test_bytes_are_those_of_the_formula(both):
     weights = [n for n in rest if ".int" in n or "gate" in n]
     total = held + sum(program.params.blank(n).nbytes for n in weights)
     assert stored["bytes"] == total
-    count = LAYERS * (HIDDEN * (EXPERTS + 3 * HIDDEN) + EXPERTS * 3 * HIDDEN * INNER) + 2 * 97 * HIDDEN
+    count = (
+        LAYERS * (HIDDEN * (EXPERTS + 3 * HIDDEN) + EXPERTS * 3 * HIDDEN * INNER) + 2 * 97 * HIDDEN
+    )
     assert stored["bits_per_weight"] == pytest.approx(8 * total / count, abs=1e-3)
 
 

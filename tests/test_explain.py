@@ -12,21 +12,21 @@ import torch
 from typer.testing import CliRunner
 
 from accel import cli
+from accel.compiler.assemble import assemble
+from accel.compiler.explain import costs, explain, layer
+from accel.compiler.explain import rates as measuring
+from accel.compiler.explain import subject as sketching
+from accel.compiler.explain.drawing import picture
+from accel.compiler.explain.explain import _Work
+from accel.compiler.explain.page import write_page
+from accel.compiler.explain.rates import Rates
+from accel.compiler.explain.subject import subject
+from accel.compiler.facts_json import model_facts
 from accel.ir.errors import CaptureError, RecipeError
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime import rates as measuring
-from accel.runtime.assemble import assemble
-from accel.runtime.describe import runtime_facts
-from accel.runtime.eager import EagerEngine
-from accel.runtime.explain import costs, explain, layer
-from accel.runtime.explain import subject as sketching
-from accel.runtime.explain.drawing import picture
-from accel.runtime.explain.explain import _Work
-from accel.runtime.explain.page import write_page
-from accel.runtime.explain.subject import subject
-from accel.runtime.keeper import kv_plan
-from accel.runtime.rates import Rates
-from accel.runtime.session import Session
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.session.observers.eviction import kv_plan
+from accel.runtime.session.session import Session
 
 CONTEXT = 2048
 REFUSED = {  # no rope; no gates for this model; no masks to fill
@@ -105,7 +105,7 @@ def test_base_changes_nothing_and_others_do(captured):
 
 def held(program, plan, prompt):
     """What a session of the recipe holds after a prompt and a token."""
-    facts = runtime_facts(program)
+    facts = model_facts(program)
     kept = kv_plan(plan.recipe.tables, facts.kv, program.state)
     session = Session(
         EagerEngine(program).stepper(1),
@@ -182,7 +182,7 @@ def test_what_no_change_helps_is_said(tiny, monkeypatch):
     def never(work, recipe):
         raise RecipeError("no")
 
-    monkeypatch.setattr(sys.modules["accel.runtime.explain.explain"], "_try", never)
+    monkeypatch.setattr(sys.modules["accel.compiler.explain.explain"], "_try", never)
     e = told(tiny, ["bit-exact", "knorm"])
     assert e.nearest.recipe is None and e.nearest.tried > 5
 

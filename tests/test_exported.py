@@ -8,7 +8,8 @@ from torch.export import Dim, export
 
 import accel
 from accel import CaptureError
-from accel.ir.capture import capture, example
+from accel.ir.capture.capture import capture
+from accel.ir.capture.examples import example
 
 SIZES = {0: Dim("B", min=1), 1: Dim("T", min=1)}
 VOCAB = 31

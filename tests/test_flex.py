@@ -8,8 +8,8 @@ from decoders.spec import Spec, settle
 from torch.nn.attention import flex_attention as flex
 
 from accel import CaptureError, optimize
-from accel.ir import flex as written
-from accel.ir.capture import capture
+from accel.ir.capture import flex as written
+from accel.ir.capture.capture import capture
 
 compiled_flex = torch.compile(flex.flex_attention, backend="eager")
 
@@ -50,7 +50,7 @@ def test_it_may_be_compiled_by_the_module_and_run_by_onnx(monkeypatch):
     monkeypatch.setattr("decoders.attention.flex_attention", compiled_flex)
     model, spec = decoder(mask="window")
     with optimize(model, max_context=48, max_batch=3) as compiled:
-        assert [f["attention"] for f in compiled.facts.layers] == ["window"]
+        assert [f.attention for f in compiled.facts.layers] == ["window"]
         assert not random_decoders.compare(model, compiled, spec.vocab, 3)
 
 

@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accel
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.compiler.smoke.tiny_models import randomise
+from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.norm import add_layer_norm, add_rms_norm, rms_norm
 from accel.ir.ops.rows import take_rows
-from accel.ir.program import Editor, Region
+from accel.ir.program import Editor
+from accel.ir.region import Region
 from accel.ir.weights import Stored, Weights
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.fuse.pack import joined
 from accel.passes.weights.float16 import Float16
-from accel.runtime.optimize import pipeline
-from accel.runtime.small import randomise
 
 aten = torch.ops.aten
 

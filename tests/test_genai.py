@@ -18,7 +18,9 @@ def driver(request, build):
     folder = built.compiled.artifact.path
     options = ort.SessionOptions()
     options.log_severity_level = 4
-    session = ort.InferenceSession(str(folder / "genai.onnx"), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        str(folder / "genai.onnx"), options, providers=["CPUExecutionProvider"]
+    )
     config = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
     return built, session, config
 
@@ -45,8 +47,12 @@ def test_prefill_and_decode_equal_the_step_entry(driver):
     built, session, config = driver
     tokens = np.random.default_rng(1).integers(0, 90, (1, 12))
     want = built.compiled.logits(tokens)
-    first, past = call(session, config, tokens[:, :11], np.ones((1, 11), np.int64), np.arange(11)[None], None)
-    second, _ = call(session, config, tokens[:, 11:], np.ones((1, 12), np.int64), np.array([[11]]), past)
+    first, past = call(
+        session, config, tokens[:, :11], np.ones((1, 11), np.int64), np.arange(11)[None], None
+    )
+    second, _ = call(
+        session, config, tokens[:, 11:], np.ones((1, 12), np.int64), np.array([[11]]), past
+    )
     assert np.abs(np.concatenate([first, second], 1) - want).max() < 1e-4
 
 
@@ -64,4 +70,6 @@ def test_left_padding_is_not_seen(driver):
     logits, _ = call(session, config, padded, mask, positions, None)
     assert np.abs(logits[:, 4:] - built.compiled.logits(tokens)).max() < 1e-4
     seen, _ = call(session, config, padded, np.ones_like(mask), np.arange(13)[None], None)
-    assert np.abs(seen[:, 4:] - built.compiled.logits(tokens)).max() > 1e-3  # the control: padding seen
+    assert (
+        np.abs(seen[:, 4:] - built.compiled.logits(tokens)).max() > 1e-3
+    )  # the control: padding seen

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 import accel
-from accel.ir.capture import capture
+from accel.compiler.assemble import assemble
+from accel.compiler.optimize import pipeline
+from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.passes.kv.codec.kivi import Kivi
 from accel.passes.state.head import Head
-from accel.runtime import blocks
-from accel.runtime.assemble import assemble
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
-from accel.runtime.keeper import kv_plan
-from accel.runtime.optimize import pipeline
-from accel.runtime.session import Session
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session.observers import blocks
+from accel.runtime.session.observers.eviction import kv_plan
+from accel.runtime.session.session import Session
 
 R, GROUP = 8, 4
 OPTIONS = {"bits": 2, "group": GROUP, "residual": R}
@@ -342,7 +342,9 @@ def test_every_graph_gives_what_the_oracle_does(name):
                 assert np.median(off) < 1e-4 * np.abs(b).max(), kernels
             assert got[-1] == want[-1]
         if "native" in compiled.artifact.entries["step"].graphs:
-            assert (nodes := operators(compiled)) >= {"AttentionGroups"} and "DecodeGroups" not in nodes
+            assert (nodes := operators(compiled)) >= {
+                "AttentionGroups"
+            } and "DecodeGroups" not in nodes
             assert "Place" in nodes or name == "plain_latent"
         assert "genai" not in compiled.artifact.entries
         assert compiled.report["grade"] == "approximate"
@@ -350,8 +352,8 @@ def test_every_graph_gives_what_the_oracle_does(name):
 
 def test_memory_is_its_formula(program):
     """16384 tokens of heads of 64 in kivi-2: no more than 3 bits a number, the newest tokens and positions told."""
+    from accel.compiler.assemble import assemble
     from accel.ir.recipe import Recipe
-    from accel.runtime.assemble import assemble
 
     method = assemble(Recipe.load("kivi-2")).methods["kv.codec"]
     assert {method.bits_of(role, 64) for role in "kv"} == {2.5}

@@ -9,12 +9,12 @@ import torch
 from onnx import TensorProto, helper
 
 import accel
+from accel.compiler.smoke.tiny_models import randomise, small_config, small_model
 from accel.ir.errors import PassError
 from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
-from accel.runtime.small import randomise, small_config, small_model
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 RNG = np.random.default_rng(3)
@@ -188,9 +188,7 @@ def nodes(compiled):
 def test_layers_under_conditions_read_codes_in_place():
     model = randomise(models.PlainSdpa(layers=4), "skip")
     with accel.optimize(model, ["kv-int8", "unified-skip"], max_context=64) as compiled:
-        assert nodes(compiled) >= {"If", "AttentionInt8"} and "Decode" not in nodes(
-            compiled
-        )
+        assert nodes(compiled) >= {"If", "AttentionInt8"} and "Decode" not in nodes(compiled)
 
 
 @needs_native

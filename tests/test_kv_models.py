@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.smoke.smoke import compare
+from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.errors import PassError
-from accel.passes.kv.compress import Compress
+from accel.passes.kv._shared.compress import Compress
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.score.knorm import KNorm
-from accel.runtime import past
-from accel.runtime.compiled import from_artifact
 from accel.runtime.kv.budget.uniform import Uniform
-from accel.runtime.small import randomise, small_config
-from accel.runtime.smoke import compare
+from accel.runtime.model.compiled import from_artifact
+from accel.runtime.session.observers import recurrent as past
 
 from .kv_case import (
     FOREVER,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime import session as session_module
-from accel.runtime.assemble import assemble
+from accel.runtime.session import session as session_module
 
 from .kv_case import (
     RECIPES,
@@ -59,7 +59,9 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
     session.run(tokens[:, :6])
     kind = type(session._companions[0])
     whole = kind._tokens
-    monkeypatch.setattr(kind, "_tokens", lambda keeper, lengths: asked.append(lengths) or whole(keeper, lengths))
+    monkeypatch.setattr(
+        kind, "_tokens", lambda keeper, lengths: asked.append(lengths) or whole(keeper, lengths)
+    )
     for i in range(6, 12):
         session.run(tokens[:, [i]])
     assert not asked and held(session) == 12, "all of which the budget keeps"

@@ -178,7 +178,7 @@ def forks_are_apart(case: Case):
 
 def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
     """Negative control."""
-    from accel.runtime.keeper import Keeper
+    from accel.runtime.session.observers.eviction import Keeper
 
     right = Keeper.observe
 

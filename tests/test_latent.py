@@ -9,13 +9,13 @@ from torch import nn
 
 import accel
 from accel import PassError
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.compiler.smoke.tiny_models import randomise
+from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.state import latent
-from accel.runtime.optimize import pipeline
-from accel.runtime.small import randomise
 
 RANK, TURNED, PLAIN, VALUE = (getattr(LatentBlock, n) for n in "RANK TURNED PLAIN VALUE".split())
 
@@ -64,7 +64,7 @@ def test_a_token_costs_its_latent_and_what_heads_share(built):
     assert [s["name"] for s in state] == ["kv.pos", *(f"kv.{i}.k" for i in range(len(layers)))]
     assert all(s["shape"] == ["B", 1, "C", RANK + TURNED] for s in state[1:])
     assert compiled.report["kv_bytes_per_token"] == 8 + 4 * len(layers) * (RANK + TURNED)
-    assert {(x["num_kv_heads"], x["head_dim"]) for x in layers} == {(1, RANK + TURNED)}
+    assert {(x.num_kv_heads, x.head_dim) for x in layers} == {(1, RANK + TURNED)}
 
 
 def test_no_weight_grew(built):
@@ -73,7 +73,7 @@ def test_no_weight_grew(built):
     own = {n for n, _ in model.named_parameters()}
     made = {n: t for n, t in compiled.program.params.items() if n not in own}
     up = [t for n, t in made.items() if n.endswith((".key", ".value"))]
-    heads = compiled.facts.layers[0]["num_heads"]
+    heads = compiled.facts.layers[0].num_heads
     assert sum(t.numel() for t in up) == len(compiled.facts.layers) * heads * RANK * (PLAIN + VALUE)
     assert not any("kv_b_proj" in n or ".key." in n for n in compiled.program.params if n in own)
 

@@ -11,7 +11,9 @@ import pytest
 
 
 def test_every_recipe_of_causal_models_has_cases_and_base_is_first():
-    assert {"base", "snapkv", "prompt-lookup"} <= set(leaderboard.suited()) and "prophet" not in leaderboard.suited()
+    assert {"base", "snapkv", "prompt-lookup"} <= set(
+        leaderboard.suited()
+    ) and "prophet" not in leaderboard.suited()
     found = leaderboard.cases()
     assert found[0].name == "base" and len({c.name for c in found}) == len(found)
     assert {c.recipe for c in found} == set(leaderboard.suited())
@@ -27,7 +29,9 @@ def test_a_sweep_sets_the_option():
 
 def test_a_sweep_is_what_counts():
     rows = {r: [c.tables for c in leaderboard.cases() if c.recipe == r] for r in ("mikv", "quest")}
-    assert [t["kv.budget"] for t in rows["mikv"]] == [{"use": "uniform", "tokens_kept": n} for n in (256, 128, 512)]
+    assert [t["kv.budget"] for t in rows["mikv"]] == [
+        {"use": "uniform", "tokens_kept": n} for n in (256, 128, 512)
+    ]
     assert [t["kv.select"]["tokens_read"] for t in rows["quest"]] == [256, 128, 512]
 
 

@@ -14,8 +14,8 @@ import accel
 from accel.ir.ops.quantized import dequantize, pack, round_activations
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
-from accel.runtime.ort import OrtEngine
-from accel.runtime.session import Session
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.session.session import Session
 
 pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 SIZES = [(1024, 96), (80, 33), (16, 3), (2816, 40), (200, 130)]
@@ -48,12 +48,20 @@ def linear(folder, given, threads=1, **settings):
     while not inputs[-1]:
         inputs.pop()
     node = helper.make_node(
-        "Linear", inputs, ["y"], domain=native.DOMAIN, **{"gate": 0, "epsilon": 0.0, "exact": 0} | settings
+        "Linear",
+        inputs,
+        ["y"],
+        domain=native.DOMAIN,
+        **{"gate": 0, "epsilon": 0.0, "exact": 0} | settings,
     )
     graph = helper.make_graph(
         [node],
         "linear",
-        [helper.make_tensor_value_info(i, TensorProto.FLOAT, None) for i in inputs if i in ("x", "more")],
+        [
+            helper.make_tensor_value_info(i, TensorProto.FLOAT, None)
+            for i in inputs
+            if i in ("x", "more")
+        ],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
         [external(f"p{n}", a.numpy(), folder) for n, a in enumerate(given) if torch.is_tensor(a)],
     )
@@ -63,7 +71,9 @@ def linear(folder, given, threads=1, **settings):
     options.intra_op_num_threads = threads
     native.register(options)
     session = onnxruntime.InferenceSession(str(folder / "linear.onnx"), options)
-    return lambda **feeds: torch.from_numpy(session.run(None, {k: v.numpy() for k, v in feeds.items()})[0])
+    return lambda **feeds: torch.from_numpy(
+        session.run(None, {k: v.numpy() for k, v in feeds.items()})[0]
+    )
 
 
 def reference(x, q, scales, zeros, bits, block):
@@ -88,7 +98,9 @@ def test_every_form_equals_the_reference(form, tmp_path):
         for rows in (1, 2, 3, 4, 7, 9, 27, 37):
             x = torch.randn(1, rows, k, generator=torch.Generator().manual_seed(rows))
             want = reference(x, q, scales, points, bits, block)
-            torch.testing.assert_close(run(x=x).double(), want, atol=2e-6 * float(want.abs().max()), rtol=0)
+            torch.testing.assert_close(
+                run(x=x).double(), want, atol=2e-6 * float(want.abs().max()), rtol=0
+            )
 
 
 def test_an_input_that_is_not_rounded_is_another_result(tmp_path):
@@ -111,7 +123,9 @@ def test_rows_are_equal_bit_for_bit(form, tmp_path):
     def differing(exact):
         found = set()
         for threads in (1, 2):
-            run = linear(tmp_path, given, threads, bits=bits, block=block, epsilon=1e-5, exact=exact)
+            run = linear(
+                tmp_path, given, threads, bits=bits, block=block, epsilon=1e-5, exact=exact
+            )
             whole = run(x=x, more=more)
             for rows in (1, 2, 3, 5, 27):
                 for start in range(0, 33 - rows + 1, rows):
@@ -178,9 +192,14 @@ def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
 def logits(compiled):
     engine = OrtEngine(compiled.artifact, threads=1, kernels="native")
     facts = compiled.facts
-    with Session(engine.stepper(2), 2, vocab_size=facts.vocab_size, max_context=facts.max_context) as session:
+    with Session(
+        engine.stepper(2), 2, vocab_size=facts.vocab_size, max_context=facts.max_context
+    ) as session:
         rng = np.random.default_rng(0)
-        parts = [session.run(rng.integers(0, 90, (2, w)), n) for w, n in [(9, [9, 4]), (1, None), (5, [5, 2])]]
+        parts = [
+            session.run(rng.integers(0, 90, (2, w)), n)
+            for w, n in [(9, [9, 4]), (1, None), (5, [5, 2])]
+        ]
         session.rewind([3, 2])
         parts.append(session.run(rng.integers(0, 90, (2, 2))))
     return np.concatenate([p.ravel() for p in parts])
@@ -201,7 +220,10 @@ def test_heads_are_placed_by_one_node(build, name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_joined_steps_compute_the_same(name, monkeypatch):
-    build = lambda: accel.optimize(models.ARCHITECTURES[name](), "int4", max_context=64, max_batch=4)  # noqa: E731
+
+    def build():
+        return accel.optimize(models.ARCHITECTURES[name](), "int4", max_context=64, max_batch=4)
+
     with build() as compiled:
         got, few = logits(compiled), ops(compiled)
     monkeypatch.setattr(native_table(), "join", lambda *_: None)

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe, bundled
 from accel.passes.state.trees import Trees
-from accel.runtime.assemble import assemble
-from accel.runtime.companion import Abilities
-from accel.runtime.costs import Costs
-from accel.runtime.loop import STAGES, Setting, lookahead
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.costs import Costs
+from accel.runtime.decode.row import STAGES
+from accel.runtime.loop import lookahead
 from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.sample.standard import Standard
+from accel.runtime.session.observers.observer import Abilities
 
 from .draft_case import plain, rows_of
 from .kv_case import table
@@ -84,7 +86,9 @@ def law_of_windows(model):
     for seen, grid, guesses in windows(model):
         widths.append(grid.shape)
         assert seen[-1] == grid[0, 0]
-        ways = [np.concatenate([seen[:-1], grid[0, : j + 1], grid[1:, j]]) for j in range(grid.shape[1])]
+        ways = [
+            np.concatenate([seen[:-1], grid[0, : j + 1], grid[1:, j]]) for j in range(grid.shape[1])
+        ]
         want = [int(model.logits(way[None])[0, -1].argmax()) for way in ways]
         warm = len(grid) < 3
         assert guesses[-1].tolist() == (want[1:] if warm else want)
@@ -170,7 +174,9 @@ def test_an_iteration_that_is_closed_leaves_a_session_to_go_on_with():
             tokens = Lookahead().tokens(session, rows, Setting())
             list(itertools.islice(tokens, stop))
             tokens.close()
-            assert session.lengths.tolist() == [row.prompt.size + max(0, len(row.tokens) - 1) for row in rows]
+            assert session.lengths.tolist() == [
+                row.prompt.size + max(0, len(row.tokens) - 1) for row in rows
+            ]
             if all(row.tokens for row in rows):
                 logits = session.run([[row.tokens[-1]] for row in rows])
                 for row, tokens_of, each in zip(rows, want, logits, strict=True):
@@ -201,7 +207,17 @@ def test_bit_exact_tokens_are_those_without():
             assert want.stats["speculation"] is None and got.stats["speculation"] is not None
 
 
-REFUSED = {"h2o", "trim-kv", "streaming-llm", "mikv", "kivi-4", "kivi-2", "calm", "unified-skip", "edge"}
+REFUSED = {
+    "h2o",
+    "trim-kv",
+    "streaming-llm",
+    "mikv",
+    "kivi-4",
+    "kivi-2",
+    "calm",
+    "unified-skip",
+    "edge",
+}
 REFUSED |= {"quest", "paged-prefix", "pie", "critiprefill"}  # no guess could be taken back
 
 
@@ -215,7 +231,9 @@ def test_what_cannot_take_guesses_back_is_refused_before_any_work():
                 plan = assemble(Recipe(tables={**recipe.tables, **LOOP}))
                 assert any(isinstance(step, Trees) for step in plan.passes) and plan.grade
             except RecipeError as error:
-                assert "loop = lookahead cannot go with" in str(error) or "guesses trees" in str(error)
+                assert "loop = lookahead cannot go with" in str(error) or "guesses trees" in str(
+                    error
+                )
                 refused.add(name)
     assert refused == REFUSED
 
@@ -251,7 +269,9 @@ def test_it_goes_with_what_keeps_calls_alike():
     assert run(model, rows_of(texts()))[0] == plain(model.session(3), rows_of(texts()))
 
 
-@pytest.mark.parametrize(("options", "name"), [((0,), "window"), ((1, 1), "ngram"), ((1, 2, 0), "guesses")])
+@pytest.mark.parametrize(
+    ("options", "name"), [((0,), "window"), ((1, 1), "ngram"), ((1, 2, 0), "guesses")]
+)
 def test_options_out_of_range(options, name):
     with pytest.raises(RecipeError, match=f"loop.lookahead: {name} is"):
         Lookahead(*options)

@@ -17,8 +17,8 @@ from transformers.masking_utils import (
 )
 
 from accel import CaptureError, PassError, optimize
-from accel.ir import capture as capturing
-from accel.ir.capture import capture
+from accel.ir.capture import export as exporting
+from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import Mask, attention, position_bias
 from accel.passes import run
 from accel.passes.clean.clean import Clean
@@ -149,7 +149,7 @@ def test_a_mask_is_named(mask, name):
 
 
 def test_a_mask_that_hides_nothing_is_named(monkeypatch):
-    monkeypatch.setattr(capturing, "both_ways", lambda *_: None)
+    monkeypatch.setattr(exporting, "both_ways", lambda *_: None)
     assert named(Masked(lambda module, q, k: (k <= q) | (k > q), "bool")) == Mask("full")
 
 
@@ -253,7 +253,9 @@ def test_a_mask_that_looks_ahead_is_refused():
     with pytest.raises(CaptureError, match="Masked is bidirectional: .* token by token"):
         optimize(Masked(lambda module, q, k: (k <= q) | (k > q), "bool"), target="eager")
     with pytest.raises(PassError, match="cannot be decoded token by token"):  # in the prefix only
-        optimize(Masked(lambda module, q, k: (k <= q) | (k < 5), "bool"), target="eager", max_context=64)
+        optimize(
+            Masked(lambda module, q, k: (k <= q) | (k < 5), "bool"), target="eager", max_context=64
+        )
 
 
 def test_a_wrong_name_is_caught(monkeypatch):

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 )
 
 from accel import AccelError, optimize
-from accel.ir.capture import capture
+from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import Mask, attention
 from accel.passes import run
 from accel.passes.clean.clean import Clean

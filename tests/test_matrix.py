@@ -1,5 +1,5 @@
 """Methods of different axes together: refused with a reason, or equal to the eager oracle. All of them are
-run by tools/matrix.py; here is a sample.
+run by tools/matrix/matrix.py; here is a sample.
 """
 
 import matrix
@@ -7,7 +7,7 @@ import matrix_loops
 import matrix_page
 import pytest
 
-from accel.runtime import ort
+from accel.runtime.backends.onnx import engine as ort
 from accel.runtime.loop import speculative
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict, spec_chain
@@ -80,6 +80,8 @@ def test_loops_are_refused_or_right(loops, part):
 def test_a_wrong_token_of_a_draft_is_caught(loops, monkeypatch):
     case = matrix.Case("llama", (("draft", "prompt-lookup"), ("kv.codec", "kv-int8")))
     assert loops.run(case).kind == "equal"
-    monkeypatch.setattr(speculative._Rounds, "_drafted", lambda self, limit: {i: Tree.chain([5]) for i in self.live})
+    monkeypatch.setattr(
+        speculative._Rounds, "_drafted", lambda self, limit: {i: Tree.chain([5]) for i in self.live}
+    )
     monkeypatch.setattr(spec_chain.SpecChain, "__call__", lambda *_: Verdict((0,), 7))
     assert loops.run(case).kind == "wrong"

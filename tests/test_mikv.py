@@ -7,10 +7,10 @@ import torch
 
 import accel
 from accel.ir.errors import RecipeError
-from accel.passes.kv import low
+from accel.passes.kv._shared import low
 from accel.passes.kv.keep.mikv import MiKV
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
 
 from .kv_case import (
     FOREVER,

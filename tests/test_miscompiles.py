@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from accel import PassError
+from accel.compiler.optimize import pipeline
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.norm import add_rms_norm, gate, rms_norm
 from accel.ir.ops.rope import rope
 from accel.ir.ops.rows import lookup, take_rows
-from accel.ir.program import Editor, Region
+from accel.ir.program import Editor
+from accel.ir.region import Region
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
@@ -25,7 +27,6 @@ from accel.passes.fuse.residual import Residual
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.experts import Experts
 from accel.passes.recognise.gate import Activations, Gates
-from accel.passes.recognise.layers import Layers
 from accel.passes.recognise.norm import Norms
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
@@ -33,8 +34,8 @@ from accel.passes.state.cache import Cache
 from accel.passes.state.concat import Concat
 from accel.passes.state.head import Head
 from accel.passes.state.latent import Latent
+from accel.passes.state.layers import Layers
 from accel.passes.weights.float16 import Float16
-from accel.runtime.optimize import pipeline
 
 aten = torch.ops.aten
 

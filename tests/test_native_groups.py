@@ -72,7 +72,9 @@ def operands(rng, shape, tokens, how, mask, shared):
     q_pos[1] -= SLOTS  # sees nothing but what is stored
     places = np.tile(np.arange(STORED), (2, 1 if shared else groups, 1))
     places[1, :, -ROWS:] = -1
-    settings = dict(scale=0.3, softcap=0.0, mask=mask, window=90 if mask else 0, exact=0, packed=0, page=0)
+    settings = dict(
+        scale=0.3, softcap=0.0, mask=mask, window=90 if mask else 0, exact=0, packed=0, page=0
+    )
     ours = dict(bits=bits, rows=ROWS, k_group=group, v_group=group, k_along=1, v_along=0)
     given = [q, k, v, q_pos, held, None, None]
     coded = [*given, k_parts[0], v_parts[0], places, None, *k_parts[1:], *v_parts[1:]]

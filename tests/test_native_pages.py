@@ -28,7 +28,9 @@ def operands(rng, shape, tokens, mask, page, listed):
     q_pos = np.stack([np.arange(tokens) + WIDE - 40 - tokens, np.arange(tokens) + 100])
     kept = [keys(rng, groups, width, 40)[1:] for width in (size, size + 3)]
     places = np.where(rng.random((2, groups, 40)) < 0.8, np.arange(40), -1)
-    pages = rng.permuted(np.tile(np.arange(WIDE // page), (2, groups, tokens, 1)), axis=3)[..., :listed]
+    pages = rng.permuted(np.tile(np.arange(WIDE // page), (2, groups, tokens, 1)), axis=3)[
+        ..., :listed
+    ]
     pages = np.where(rng.random(pages.shape) < 0.2, -1, pages)
     pages[..., 0] = (q_pos // page)[:, None]  # each sees itself
     pages[..., 1:][pages[..., 1:] == pages[..., :1]] = -1
@@ -61,7 +63,22 @@ def test_attention_over_pages_is_the_references(shape):
             None if a is None else torch.from_numpy(a) for a in numpy
         )
         want = attention(
-            q_, k_, v_, q_pos_, held_, None, 0.3, 0.0, mask, 90, None, *old_, None, None, pages_, page
+            q_,
+            k_,
+            v_,
+            q_pos_,
+            held_,
+            None,
+            0.3,
+            0.0,
+            mask,
+            90,
+            None,
+            *old_,
+            None,
+            None,
+            pages_,
+            page,
         )
         np.testing.assert_allclose(got, want.numpy(), atol=2e-5)
         codes, settings = given(x, True, kept, pages)
@@ -112,7 +129,9 @@ def test_pages_beyond_the_cache_are_passed_over():
 @pytest.mark.parametrize(("many", "width"), [(1, 1), (17, 7), (130, 10), (300, 64)])
 def test_bounds_are_the_references(rows, many, width):
     rng = np.random.default_rng(rows + many)
-    q, high, low = (rng.standard_normal((2, 3, n, width)).astype(np.float32) for n in (rows, many, many))
+    q, high, low = (
+        rng.standard_normal((2, 3, n, width)).astype(np.float32) for n in (rows, many, many)
+    )
     high[0, 1, -1, 0], low[1, 2, 0, -1] = np.nan, np.nan
     (got,) = run("PageBounds", [q, high, low], ["float32"])
     want = page_bounds(*map(torch.from_numpy, (q, high, low))).numpy()
@@ -125,7 +144,14 @@ def test_bounds_are_the_references(rows, many, width):
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize(
     ("slots", "tokens", "page", "width"),
-    [(1, 1, 1, 1), (64, 1, 16, 8), (64, 33, 16, 10), (50, 50, 16, 7), (640, 600, 64, 24), (2048, 1700, 16, 19)],
+    [
+        (1, 1, 1, 1),
+        (64, 1, 16, 8),
+        (64, 33, 16, 10),
+        (50, 50, 16, 7),
+        (640, 600, 64, 24),
+        (2048, 1700, 16, 19),
+    ],
 )
 def test_ranges_are_the_references(slots, tokens, page, width, coded):
     rng = np.random.default_rng(slots + tokens)
@@ -151,7 +177,11 @@ def test_ranges_are_the_references(slots, tokens, page, width, coded):
 
 def choices(rng, batch, groups, tokens, slots, page, spread):
     """Operands of BestPages, whose worths are often equal where `spread` is small."""
-    worth = (rng.standard_normal((batch, groups, tokens, -(-slots // page))) * spread).round().astype(np.float32)
+    worth = (
+        (rng.standard_normal((batch, groups, tokens, -(-slots // page))) * spread)
+        .round()
+        .astype(np.float32)
+    )
     for number in (np.nan, np.inf, -np.inf, -0.0):
         worth[rng.random(worth.shape) < 0.05] = number
     held = np.where(rng.random((batch, slots)) < 0.9, np.arange(slots), -1)
@@ -171,7 +201,9 @@ def test_the_best_pages_are_the_references(slots, page, spread):
         (1, min(5, slots)), (1, 2, 9, 64), enumerate(("causal", "window", "chunk", "full"))
     ):
         x = choices(rng, 3, 2, tokens, slots, page, spread)
-        (got,) = run("BestPages", x, ["int64"], count=count, page=page, mask=number, window=slots // 2 + 1)
+        (got,) = run(
+            "BestPages", x, ["int64"], count=count, page=page, mask=number, window=slots // 2 + 1
+        )
         want = best_pages(*map(torch.from_numpy, x), count, page, mask, slots // 2 + 1)
         np.testing.assert_array_equal(got, want.numpy())
 
@@ -200,13 +232,22 @@ def test_threads_give_the_same(op):
 
 @pytest.mark.parametrize(
     ("op", "changed", "shape"),
-    [("BestPages", 0, (1, 2, 3, 9)), ("BestPages", 2, (1, 50)), ("PageRange", 0, (1, 2, 3, 4)), ("PageRange", 4, (3,))],
+    [
+        ("BestPages", 0, (1, 2, 3, 9)),
+        ("BestPages", 2, (1, 50)),
+        ("PageRange", 0, (1, 2, 3, 4)),
+        ("PageRange", 4, (3,)),
+    ],
 )
 def test_sizes_that_do_not_fit_are_an_error(op, changed, shape):
     rng = np.random.default_rng(0)
     x = choices(rng, 1, 2, 3, 32, 16, 1.0)
     if op == "PageRange":
-        x = [*(np.zeros((1, 2, n, 4), np.float32) for n in (2, 2, 32)), np.zeros((1, 3), np.int64), x[3]]
+        x = [
+            *(np.zeros((1, 2, n, 4), np.float32) for n in (2, 2, 32)),
+            np.zeros((1, 3), np.int64),
+            x[3],
+        ]
     x[changed] = np.zeros(shape, x[changed].dtype)
     settings = dict(count=4, page=16, mask=0, window=0) if op == "BestPages" else dict(page=16)
     with pytest.raises(Exception, match="do not fit"):

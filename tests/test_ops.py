@@ -17,13 +17,15 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from accel.ir.op import Op
+from accel.ir.facts import Facts
 from accel.ir.ops import attention, kv, norm, rope, rows
-from accel.ir.program import Editor, Entry, Facts, Program
+from accel.ir.ops.op import Op
+from accel.ir.program import Editor, Program
+from accel.ir.region import Entry
 from accel.ir.weights import Weights
 from accel.lowering.onnx.export import export, load_rules
 from accel.lowering.onnx.native import is_native, register
-from accel.lowering.onnx.table import lower
+from accel.lowering.onnx.writer.table import lower
 
 from .op_cases import (
     CASES,
@@ -186,9 +188,7 @@ def in_sight(tree: Tensor | None, first: Tensor | None, b: int, t: int, slot: in
     return not 0 <= own < tree.shape[2] or bool(tree[b, t, own])
 
 
-def by_loops(
-    q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None, *more
-) -> Tensor:
+def by_loops(q, k, v, q_pos, k_pos, bias, scale, cap, mask, size, sink=None, *more) -> Tensor:
     """Query by query over the keys that it sees; NaN where it sees none."""
     tree, first = more[3:] or (None, None)
     out = torch.full((*q.shape[:3], v.shape[3]), float("nan"), dtype=torch.float64)

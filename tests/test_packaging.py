@@ -100,7 +100,7 @@ def test_what_is_pinned_satisfies_what_is_asked_for():
 
 
 @pytest.mark.parametrize(
-    "name", ["accel", "accel.ir.program", "accel.runtime.session", "accel.recipes"]
+    "name", ["accel", "accel.ir.program", "accel.runtime.session.session", "accel.recipes"]
 )
 def test_the_installed_package_is_this_checkout(name):
     module = __import__(name, fromlist=["_"])

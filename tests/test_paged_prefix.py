@@ -8,17 +8,17 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.assemble import assemble
+from accel.compiler.optimize import pipeline
+from accel.compiler.quality.bit_exact import check_target
 from accel.ir.errors import AccelError, PassError, RecipeError
-from accel.ir.program import EncoderFacts
+from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.passes.check import NumericCheck
-from accel.passes.kv.paged import Paged
+from accel.passes.kv._shared.paged import Paged
 from accel.passes.state.head import Head
-from accel.runtime.assemble import assemble
-from accel.runtime.exact import check_target
 from accel.runtime.kv.reuse.paged_prefix import PagedPrefix
-from accel.runtime.optimize import pipeline
 
 from .reuse_case import BLOCK, close, named, shared
 
@@ -65,7 +65,9 @@ def test_anything_in_any_order_is_what_a_dense_session_does(case, seed):
         elif deed == 3 and not dense.lengths.any():
             lengths = [int(rng.integers(1, 31)), int(rng.integers(0, 31))]
             given = np.repeat(common, 2, 0)
-            close(mine.run(given, lengths, last_only=True), dense.run(given, lengths, last_only=True))
+            close(
+                mine.run(given, lengths, last_only=True), dense.run(given, lengths, last_only=True)
+            )
         else:
             width = int(rng.integers(1, 9))
             if dense.lengths.max() + width > 120:
@@ -86,7 +88,10 @@ def test_blocks_are_stored_once(case):
         given = np.concatenate([tokens, case.tokens(1, 9, seed=9 + i)], axis=1)
         session.run(given, last_only=True)
         session.end_prompt()
-        assert session._companions[0].base.tolist() == [36] and session._stepper.held()["kv.pos"].shape[1] == 3
+        assert (
+            session._companions[0].base.tolist() == [36]
+            and session._stepper.held()["kv.pos"].shape[1] == 3
+        )
     rows, common = 4 * (39 // BLOCK), 30 // BLOCK
     assert case.pool.stats["used"] == rows - 3 * common
     assert case.pool.stats["bytes"] == (rows - 3 * common) * BLOCK * 2 * 2 * 2 * 10 * 4

@@ -9,18 +9,19 @@ import torch
 from torch import nn
 
 from accel import PassError
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
-from accel.ir.program import Editor, Program, Region, State
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Region
 from accel.passes import Pass, Report, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.layers import signature
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.rope import Rope
-from accel.runtime.optimize import pipeline
+from accel.passes.state.layers import signature
 
 aten = torch.ops.aten
 

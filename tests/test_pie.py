@@ -5,18 +5,23 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.ir.recipe import Recipe
-from accel.passes.kv.shift import Shift
-from accel.runtime import edits
-from accel.runtime.assemble import assemble
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
+from accel.passes.kv._shared.shift import Shift
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session import edits
 
 from .reuse_case import close
 
-ROPES = ["llama", "gpt_neox", "plain_softmax", "qwen3"]  # halves, a quarter of a head, pairs, keys with a norm
+ROPES = [
+    "llama",
+    "gpt_neox",
+    "plain_softmax",
+    "qwen3",
+]  # halves, a quarter of a head, pairs, keys with a norm
 
 
 def made(program):
@@ -34,7 +39,9 @@ def test_forth_and_back_is_nothing_and_forth_is_the_later_position(stateful, nam
     model = made(stateful(name))
     with model.session() as session:
         session.run(tokens_of(model, 1, 20))
-        keys = {n: t[:, :, :20].numpy() for n, t in session._stepper._state.items() if n.endswith(".k")}
+        keys = {
+            n: t[:, :, :20].numpy() for n, t in session._stepper._state.items() if n.endswith(".k")
+        }
         given = {n.replace("kv.", "keys.").removesuffix(".k"): a for n, a in keys.items()}
 
         def shifted(delta, arrays):
@@ -100,7 +107,12 @@ def test_several_edits_forks_rewinds_and_other_rows(stateful):
     held = [tokens_of(model, 30, seed=i).tolist() for i in range(2)]
     with model.session(2) as session:
         session.run(np.array(held))
-        for start, stop, count, row in ((3, 5, 6, 0), (20, 20, 3, 0), (10, 18, 2, 1), (25, 31, 1, 0)):
+        for start, stop, count, row in (
+            (3, 5, 6, 0),
+            (20, 20, 3, 0),
+            (10, 18, 2, 1),
+            (25, 31, 1, 0),
+        ):
             new = tokens_of(model, count, seed=start).tolist()
             got = session.edit(start, stop, new, row=row)
             held[row][start:stop] = new
@@ -160,8 +172,13 @@ def test_what_makes_no_sense_is_named(stateful):
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("gpt2", "are no rotation"), ("plain_latent", "are no rotation"), ("bloom", "bias by position"),
-     ("falcon_h1", "recurrent.*which no rotation moves"), ("mamba", "recurrent")],
+    [
+        ("gpt2", "are no rotation"),
+        ("plain_latent", "are no rotation"),
+        ("bloom", "bias by position"),
+        ("falcon_h1", "recurrent.*which no rotation moves"),
+        ("mamba", "recurrent"),
+    ],
 )
 def test_models_whose_keys_cannot_move_are_refused(stateful, name, reason):
     with pytest.raises(PassError, match=reason):
@@ -185,13 +202,17 @@ def test_a_common_factor_is_taken_off(stateful):
         program.params[table.target] = program.params[table.target] * 1.2
     given = {"delta": torch.full((1, 3), 4)}
     for layer in (0, 1):
-        given[f"keys.{layer}"] = torch.randn(1, 2, 3, 10, generator=torch.Generator().manual_seed(layer))
+        given[f"keys.{layer}"] = torch.randn(
+            1, 2, 3, 10, generator=torch.Generator().manual_seed(layer)
+        )
     Shift().run(program), Shift().run(plain)
     a, b = program.run("shift", given), plain.run("shift", given)
     assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
 
 
-@pytest.mark.parametrize(("axis", "use"), [("kv.score", "knorm"), ("kv.codec", "kv-int8"), ("depth", "calm")])
+@pytest.mark.parametrize(
+    ("axis", "use"), [("kv.score", "knorm"), ("kv.codec", "kv-int8"), ("depth", "calm")]
+)
 def test_what_it_cannot_go_with_is_refused(axis, use):
     recipe = Recipe(name="both", tables={"kv.reuse": {"use": "pie"}, axis: {"use": use}})
     with pytest.raises(RecipeError, match=f"kv.reuse = pie cannot go with {axis} = {use}"):
@@ -205,11 +226,22 @@ def test_an_artifact_edits_as_the_eager_target_does(build):
     tokens = tokens_of(eager, 2, 40)
     with eager.session(2) as oracle:
         oracle.run(tokens)
-        want = [oracle.edit(5, 9, tokens[1, :7]), oracle.edit(2, 30, [4], row=1), oracle.run(tokens[:, :3])]
+        want = [
+            oracle.edit(5, 9, tokens[1, :7]),
+            oracle.edit(2, 30, [4], row=1),
+            oracle.run(tokens[:, :3]),
+        ]
     for kernels in built.artifact.entries["step"].graphs:
-        with accel.load(built.artifact.path, kernels=kernels, threads=1) as loaded, loaded.session(2) as session:
+        with (
+            accel.load(built.artifact.path, kernels=kernels, threads=1) as loaded,
+            loaded.session(2) as session,
+        ):
             session.run(tokens)
-            got = [session.edit(5, 9, tokens[1, :7]), session.edit(2, 30, [4], row=1), session.run(tokens[:, :3])]
+            got = [
+                session.edit(5, 9, tokens[1, :7]),
+                session.edit(2, 30, [4], row=1),
+                session.run(tokens[:, :3]),
+            ]
             for a, b in zip(got, want, strict=True):
                 close(a, b)
     assert built.report["grade"] == "approximate"

@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.choice import page_bounds
 from accel.ir.recipe import Recipe
 from accel.passes.kv.select.quest import Quest
-from accel.runtime.assemble import assemble
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
 
 from .select_case import built, singles
 
@@ -45,7 +45,9 @@ def test_pages_of_one_slot_are_exact_top_k():
     positions, slots, held = torch.tensor([[29]]), torch.tensor([29]), torch.arange(30)[None]
     parts = quest.summary(x[:, :, :, None])
     queries = q.transpose(1, 2).reshape(1, 1, 6, 10)
-    found = quest._choose(list(parts), Mask("causal"), queries, positions, held, slots, *parts.values())
+    found = quest._choose(
+        list(parts), Mask("causal"), queries, positions, held, slots, *parts.values()
+    )
     logits = (q[:, :, 0] @ x.transpose(-1, -2)).amax(2)[..., :29]
     want = logits.topk(6, dim=2).indices
     assert found[0, :, 0, 0].tolist() == [29, 29]
@@ -181,12 +183,16 @@ def test_options_that_make_no_sense(options, why):
 
 
 def test_who_counts_attention_is_refused():
-    with pytest.raises(RecipeError, match="h2o: that score counts the attention that each token draws"):
+    with pytest.raises(
+        RecipeError, match="h2o: that score counts the attention that each token draws"
+    ):
         assemble(Recipe(tables={"kv.score": {"use": "h2o"}, "kv.select": {"use": "quest"}}))
 
 
 def test_equal_bits_are_refused():
-    with pytest.raises(RecipeError, match="bit-exact cannot go with kv.select = quest: which pages a token reads"):
+    with pytest.raises(
+        RecipeError, match="bit-exact cannot go with kv.select = quest: which pages a token reads"
+    ):
         assemble(Recipe(tables={"kv.select": {"use": "quest"}, "numerics": {"use": "bit-exact"}}))
 
 

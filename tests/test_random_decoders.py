@@ -1,4 +1,4 @@
-"""Random small decoders, each compiled and held to its own module; more by tools/random_decoders.py."""
+"""Random small decoders, each compiled and held to its own module; more by tools/models/random_decoders.py."""
 
 from functools import cache
 
@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import accel
-from accel.ir.flex import flex_uncompiled
-from accel.runtime.session import Session
+from accel.ir.capture.flex import flex_uncompiled
+from accel.runtime.session.session import Session
 
 SPECS = st.builds(
     lambda case, parts: settle(Spec(case, **{**parts, "layers": 1})),

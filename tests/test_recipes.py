@@ -3,10 +3,10 @@
 import pytest
 
 import accel
+from accel.compiler.assemble import GRADES, assemble
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.assemble import GRADES, assemble
 
 
 @pytest.mark.parametrize("name", bundled())
@@ -40,8 +40,14 @@ def test_equal_tables_do_not_clash():
     [
         ("bse", "recipe 'bse' does not exist; did you mean 'base'"),
         ({"weigths": {"use": "float16"}}, "axis 'weigths' does not exist; did you mean 'weights'"),
-        ({"weights": {"use": "flaot16"}}, "weights method 'flaot16' does not exist; did you mean 'float16'"),
-        ({"weights": {"use": "float16", "smalest": 3}}, "option 'smalest' does not exist; did you mean 'smallest'"),
+        (
+            {"weights": {"use": "flaot16"}},
+            "weights method 'flaot16' does not exist; did you mean 'float16'",
+        ),
+        (
+            {"weights": {"use": "float16", "smalest": 3}},
+            "option 'smalest' does not exist; did you mean 'smallest'",
+        ),
         ({"weights": {"use": "float16", "smallest": "3"}}, "smallest = '3' is str, not int"),
         ({"weights": {"smallest": 3}}, "has no `use`"),
         ({"sample": {"use": "standard"}}, "how tokens are picked is asked with each request"),
@@ -77,7 +83,9 @@ def test_a_method_file_holds_one_class(tmp_path, monkeypatch):
     package = tmp_path / "two_axis"
     package.mkdir()
     (package / "__init__.py").write_text("class Base: pass\n")
-    (package / "pair.py").write_text("from two_axis import Base\nclass A(Base): pass\nclass B(Base): pass\n")
+    (package / "pair.py").write_text(
+        "from two_axis import Base\nclass A(Base): pass\nclass B(Base): pass\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     axis = Axis("two", "two_axis")
     assert axis.names() == ["pair"]

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import accel
-import accel.ir.forms
-from accel.ir.capture import capture
+import accel.ir.capture.forms
+from accel.ir.capture.capture import capture
+from accel.ir.capture.inspect import inspect
 from accel.ir.errors import CaptureError, PassError
 from accel.ir.ops import recurrence
 from accel.passes.check import NumericCheck
 from accel.passes.state.cache import Cache, mixes_tokens
-from accel.runtime import held, past, session
-from accel.runtime.session import Session
+from accel.runtime.session import core as held
+from accel.runtime.session import session
+from accel.runtime.session.observers import recurrent as past
+from accel.runtime.session.session import Session
 
 from .op_cases import CASES, randn
 
@@ -336,21 +339,21 @@ def test_copies_of_the_state_are_few(built, monkeypatch):
 def test_layers_say_what_they_carry(built):
     _, _, compiled = built("lfm2")
     layers = compiled.facts.layers
-    assert [x["attention"] for x in layers] == ["recurrent", "causal", "recurrent"]
-    assert [x["state_bytes"] for x in layers] == [4 * 2 * 32, 0, 4 * 2 * 32]
+    assert [x.attention for x in layers] == ["recurrent", "causal", "recurrent"]
+    assert [x.state_bytes for x in layers] == [4 * 2 * 32, 0, 4 * 2 * 32]
     assert len(compiled.program.step.graph.nodes) < 40, "layers are outlined"
     _, _, compiled = built("falcon_h1")
-    kinds = [(x["attention"], x["num_heads"]) for x in compiled.facts.layers]
+    kinds = [(x.attention, x.num_heads) for x in compiled.facts.layers]
     assert kinds == [("causal", 4)] * 2
     held = sum(4 * np.prod(s.shape[1:]) for s in compiled.program.state if s.role == "recurrent")
-    assert held == sum(x["state_bytes"] for x in compiled.facts.layers)
+    assert held == sum(x.state_bytes for x in compiled.facts.layers)
 
 
 def test_a_form_that_computes_something_else_is_caught(monkeypatch):
-    forms = dict(accel.ir.forms._known())
+    forms = dict(accel.ir.capture.forms._known())
     right = forms["MambaMixer"]
     wrong = {**forms, "MambaMixer": lambda self, x, *a, **k: right(self, x) * 1.1}
-    monkeypatch.setattr(accel.ir.forms, "_known", lambda: wrong)
+    monkeypatch.setattr(accel.ir.capture.forms, "_known", lambda: wrong)
     with pytest.raises(CaptureError, match="differs from the module"):
         capture(mamba(), max_context=64)
 
@@ -373,8 +376,8 @@ def test_chunks_are_short_while_a_model_is_captured():
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         want = model(tokens, use_cache=False).logits
-        with accel.ir.forms.short_chunks(model):
-            assert {m.chunk_size for m in mixers} == {accel.ir.forms.CHUNK}
+        with accel.ir.capture.forms.short_chunks(model, inspect(model).swaps):
+            assert {m.chunk_size for m in mixers} == {accel.ir.capture.forms.CHUNK}
             torch.testing.assert_close(
                 model(tokens, use_cache=False).logits, want, atol=1e-4, rtol=1e-4
             )

@@ -3,11 +3,11 @@
 import argparse
 import json
 
+import draft
 import pytest
 import reference_data
 import reference_export
 import torch
-import train_draft
 from reference_model import Llama, Shape
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -21,7 +21,7 @@ def held_out():
     window = reference_export.windows(reference_export.load_tokenizer())[3, :512]
     teacher = reference_export.load()
     with torch.no_grad():
-        return teacher.head(train_draft.last_state(teacher, window[None])[0]), window
+        return teacher.head(draft.last_state(teacher, window[None])[0]), window
 
 
 def stands(model, held_out):
@@ -54,19 +54,24 @@ def test_the_readme_reports_it():
     told = json.loads((FOLDER / "training.json").read_text())
     text = (FOLDER.parent / "README.md").read_text()
     for name, run in told["runs"].items():
-        assert f"| {name} | {100 * run['held_out']['alpha']:.1f}% | {100 * run['held_out']['greedy']:.1f}% |" in text
+        assert (
+            f"| {name} | {100 * run['held_out']['alpha']:.1f}% | {100 * run['held_out']['greedy']:.1f}% |"
+            in text
+        )
 
 
 def test_the_filter_keeps_what_can_still_be_learnt():
     """A share of the tokens, by how far each is behind the reference, whatever all of them are behind it."""
     rng = torch.Generator().manual_seed(0)
     loss, other = torch.rand(200, generator=rng), torch.rand(200, generator=rng)
-    kept = train_draft.learnable(loss, other, 0.4)
+    kept = draft.learnable(loss, other, 0.4)
     assert int(kept.sum()) == 80
     assert (loss - other)[kept].min() >= (loss - other)[~kept].max()
-    assert torch.equal(kept, train_draft.learnable(loss, other + 3, 0.4))
-    assert train_draft.learnable(loss, other, 1.0).all()
-    assert not torch.equal(kept, train_draft.learnable(loss, torch.zeros(200), 0.4)), "the reference counts"
+    assert torch.equal(kept, draft.learnable(loss, other + 3, 0.4))
+    assert draft.learnable(loss, other, 1.0).all()
+    assert not torch.equal(kept, draft.learnable(loss, torch.zeros(200), 0.4)), (
+        "the reference counts"
+    )
 
 
 @pytest.fixture
@@ -86,20 +91,29 @@ def begun(tmp_path):
             tokens = torch.arange(32).reshape(2, 16) * (1 + step % 3) % 40
             known = torch.ones(2, 16, dtype=torch.bool)
             known[:, 5] = False
-            return tokens, known, torch.cat([states[step % 3], states[step % 3 + 3]]).reshape(2, 16, 8)[known]
+            return (
+                tokens,
+                known,
+                torch.cat([states[step % 3], states[step % 3 + 3]]).reshape(2, 16, 8)[known],
+            )
 
     def make(name, steps=12, reference=None, keep=0.4):
         options = argparse.Namespace(out=tmp_path / name, steps=steps, rate=1.0, keep=keep, seed=0)
         options.out.mkdir(exist_ok=True)
         torch.manual_seed(0)
-        shape = Shape(vocab=40, hidden=4, layers=2, heads=2, kv_heads=1, ffn=4, positions=64, head_dim=4)
-        return train_draft.Run(Pool(), train_draft.beginning(teacher, shape), options, reference)
+        shape = Shape(
+            vocab=40, hidden=4, layers=2, heads=2, kv_heads=1, ffn=4, positions=64, head_dim=4
+        )
+        return draft.Run(Pool(), draft.beginning(teacher, shape), options, reference)
 
     return make
 
 
 def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one.draft.parameters(), other.draft.parameters(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.draft.parameters(), other.draft.parameters(), strict=True)
+    )
 
 
 def test_a_run_learns_and_can_be_left(begun):
@@ -115,12 +129,16 @@ def test_a_run_learns_and_can_be_left(begun):
     for _ in range(7):
         again.learn()
     assert same(again, whole) and again.step == 12
-    assert same(argparse.Namespace(draft=train_draft.stored(left.options.out)), left)
+    assert same(argparse.Namespace(draft=draft.stored(left.options.out)), left)
 
 
 def test_all_tokens_kept_is_plain_distillation(begun):
     other = begun("r").draft
-    plain, every, some = begun("a"), begun("b", reference=other, keep=1.0), begun("c", reference=other)
+    plain, every, some = (
+        begun("a"),
+        begun("b", reference=other, keep=1.0),
+        begun("c", reference=other),
+    )
     for run in (plain, every, some):
         for _ in range(4):
             run.learn()

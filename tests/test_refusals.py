@@ -11,11 +11,11 @@ from torch import nn
 
 import accel
 from accel import AccelError, CaptureError, PassError, RecipeError
+from accel.compiler import optimize as building
 from accel.passes import check_order
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
 from accel.passes.weights.float16 import Float16
-from accel.runtime import optimize as building
 
 
 @pytest.fixture(autouse=True)

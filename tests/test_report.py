@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from accel.runtime.report import kinds, state_bytes, write_html
+from accel.compiler.report import kinds, state_bytes, write_html
 
 pytestmark = pytest.mark.usefixtures("figures")
 
@@ -171,7 +171,7 @@ def test_it_is_quick_and_the_same_each_time(tmp_path):
 
 def test_loading_an_artifact_draws_nothing():
     code = (
-        "import sys, accel.runtime.compiled\n"
-        "assert not {'matplotlib', 'jinja2', 'accel.runtime.report'} & sys.modules.keys()"
+        "import sys, accel.runtime.model.compiled\n"
+        "assert not {'matplotlib', 'jinja2', 'accel.compiler.report'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

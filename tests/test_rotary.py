@@ -8,13 +8,13 @@ from torch import nn
 
 import accel
 from accel import PassError
-from accel.ir import steady
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.compiler.smoke.tiny_models import randomise
+from accel.ir.capture import length_limits as steady
+from accel.ir.capture.capture import capture
 from accel.ir.ops.rope import rope
 from accel.passes import run
 from accel.passes.check import NumericCheck
-from accel.runtime.optimize import pipeline
-from accel.runtime.small import randomise
 
 ORIGINAL, LONGEST = 24, 96
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 import accel
+from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.errors import AccelError, InputError
-from accel.runtime.companion import Companion
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
-from accel.runtime.rows import Kin
-from accel.runtime.small import small_model
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session.observers.observer import Companion
+from accel.runtime.session.rows import Kin
 
 from .kv_case import evicting
 from .prefill_case import built, far

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel import CaptureError, optimize
+from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.shards import INDEX, SINGLE
 from accel.ir import weights as storage
-from accel.ir.capture import capture, example
+from accel.ir.capture.capture import capture
+from accel.ir.capture.examples import example
 from accel.ir.weights import Pages, Stored, Weights, reading
-from accel.runtime.checkpoint import load_model
-from accel.runtime.shards import INDEX, SINGLE
 
 
 def mixtral():

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from accel.compiler.assemble import assemble
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.assemble import assemble
-from accel.runtime.loop import Setting
+from accel.runtime.decode.context import Setting
 from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.first_finish import FirstFinish
 from accel.runtime.sample.standard import Standard
@@ -34,7 +34,10 @@ def theirs(prompt, eos, limit=14, **options):
     ("mine", "options"),
     [
         ({}, {"early_stopping": True}),
-        ({"beams": 2, "length_penalty": 2.0}, {"early_stopping": True, "length_penalty": 2.0, "num_beams": 2}),
+        (
+            {"beams": 2, "length_penalty": 2.0},
+            {"early_stopping": True, "length_penalty": 2.0, "num_beams": 2},
+        ),
         ({"patience": 1e9}, {"early_stopping": "never"}),
     ],
 )
@@ -67,7 +70,10 @@ CASES = {
 def test_each_prompt_finds_what_it_finds_alone_whatever_the_cache(name):
     model = built("llama", tables=CASES[name])
     prompts = [np.random.default_rng(n).integers(3, 50, n).tolist() for n in (26, 14, 9)]
-    for loop, sampler in ((BeamPatience(beams=3), Standard()), (FirstFinish(3), Standard(temperature=0.9))):
+    for loop, sampler in (
+        (BeamPatience(beams=3), Standard()),
+        (FirstFinish(3), Standard(temperature=0.9)),
+    ):
         together = rows_of(prompts, sampler, limit=16, eos=EOS)
         with model.session(3) as session:
             list(loop.tokens(session, together, Setting()))
@@ -85,6 +91,9 @@ def test_each_prompt_finds_what_it_finds_alone_whatever_the_cache(name):
 def test_a_search_goes_with_every_recipe_that_has_no_loop_of_its_own(name):
     for other in bundled():
         recipe = Recipe.load(other)
-        if "draft" not in recipe.tables and recipe.tables.get("loop", {}).get("use", "autoregressive") != name:
+        if (
+            "draft" not in recipe.tables
+            and recipe.tables.get("loop", {}).get("use", "autoregressive") != name
+        ):
             tables = {**recipe.tables, "loop": {"use": name}}
             assert assemble(Recipe(tables=tables)).grade == "approximate"

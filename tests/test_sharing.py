@@ -1,6 +1,7 @@
 """Layers that read another's keys and values: one cache for all of them, whatever is done with it."""
 
 import math
+from dataclasses import asdict
 
 import models
 import numpy as np
@@ -8,18 +9,19 @@ import pytest
 import torch
 
 import accel
-from accel.ir.adapter import inference_mode
-from accel.ir.arch.cla import ClaConfig
-from accel.ir.capture import capture
+from accel.compiler.layer_summary import groups, links
+from accel.compiler.optimize import pipeline
+from accel.compiler.smoke.tiny_models import randomise, small_config
+from accel.ir.capture.arch.cla import ClaConfig
+from accel.ir.capture.capture import capture
+from accel.ir.capture.inspect import inspect
+from accel.ir.capture.prepare import prepared
 from accel.ir.errors import PassError
 from accel.passes import run
 from accel.passes.fuse.residual import Residual
 from accel.passes.state.cache import Cache
-from accel.runtime.chain import groups, links
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.eager import EagerEngine
-from accel.runtime.optimize import pipeline
-from accel.runtime.small import randomise, small_config
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
 
 TOKENS = np.random.default_rng(5).integers(0, 90, (2, 21))
 
@@ -74,11 +76,11 @@ def test_every_variant_and_every_way_gives_the_models_logits(built):
 
 def test_the_layers_stand_apart_and_say_whose_cache_they_read(built):
     layers = built.artifact.facts.layers
-    assert [layer["shares"] for layer in layers] == [None, 0, None, 2]
-    assert all(layer["nodes"] for layer in layers)
+    assert [layer.shares for layer in layers] == [None, 0, None, 2]
+    assert all(layer.nodes for layer in layers)
     assert [n for n in kv_shapes(built.program)] == ["kv.0.k", "kv.0.v", "kv.2.k", "kv.2.v"]
     state = [s for s in built.report["state"]]
-    chain = links(layers, state)
+    chain = links([asdict(layer) for layer in layers], state)
     assert [link.back for link in chain] == [0, 1, 0, 1]
     assert chain[1].state() == "cache of 1 before" and "token" in chain[0].state()
     (pattern,) = groups(chain)
@@ -154,8 +156,8 @@ def gemma3n():
     ids = torch.from_numpy(TOKENS[:1])
     with torch.no_grad():
         cached, apart = (model(ids, use_cache=c).logits for c in (True, False))
-        with inference_mode(model) as adapter:
-            got = adapter(ids, torch.arange(21)[None])
+        with prepared(model, inspect(model)) as ready:
+            got = ready(ids, torch.arange(21)[None])
     assert (got - cached).abs().max() < 1e-4 * cached.abs().max()
     assert (got - apart).abs().max() > 0.01
     return model
@@ -169,7 +171,7 @@ def test_gemma3n_shares_as_when_it_generates():
 def test_gemma3n_in_full():
     model = gemma3n()
     with accel.optimize(model, max_context=32, target="eager") as compiled:
-        assert [layer["shares"] for layer in compiled.facts.layers] == [None, None, 0, 1]
+        assert [layer.shares for layer in compiled.facts.layers] == [None, None, 0, 1]
         with torch.no_grad():
             want = model(torch.from_numpy(TOKENS[:1])).logits.numpy()
         assert np.abs(compiled.logits(TOKENS[:1]) - want).max() < 1e-4 * np.abs(want).max()

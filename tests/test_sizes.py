@@ -15,7 +15,11 @@ def test_a_part_of_the_slots_counts_what_is_begun(slots, pages):
 
 def test_letters_that_are_not_given_are_nothing():
     assert in_numbers(("B", "P3", "C", 5), {"B": 2}) == (2, 0, 0, 5)
-    assert in_numbers(("C", "C1", "P1"), {"C": 3, "P": 4}) == (3, 3, 0)  # what layers have of their own
+    assert in_numbers(("C", "C1", "P1"), {"C": 3, "P": 4}) == (
+        3,
+        3,
+        0,
+    )  # what layers have of their own
 
 
 def test_what_grows_with_the_slots():

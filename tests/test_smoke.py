@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 import accel
 from accel import CaptureError, RecipeError, cli
+from accel.compiler.assemble import assemble
+from accel.compiler.smoke import smoke as smoke_module
+from accel.compiler.smoke.clone import clone, depth, shrunk
+from accel.compiler.smoke.source import small_model
 from accel.passes.check import NumericCheck
 from accel.passes.weights.float16 import Float16
-from accel.runtime import smoke as smoke_module
-from accel.runtime.assemble import assemble
-from accel.runtime.canvas import CanvasSession
-from accel.runtime.clone import clone, depth, shrunk
-from accel.runtime.source import small_model
+from accel.runtime.session.canvas import CanvasSession
 
 
 def call(*arguments):
@@ -172,7 +172,9 @@ def test_a_model_that_fills_masks_is_written_over(monkeypatch):
     found = accel.smoke(models.FILLERS["dream"](), ["base", "dllm-threshold"], ["eager"])
     assert [c.status for c in found.cells] == ["refused", "approximate"], found.cells
     own = CanvasSession.write
-    monkeypatch.setattr(CanvasSession, "write", lambda s, tokens, start, *more: own(s, tokens, start))
+    monkeypatch.setattr(
+        CanvasSession, "write", lambda s, tokens, start, *more: own(s, tokens, start)
+    )
     (cell,) = accel.smoke(models.FILLERS["dream"](), ["dllm-lowconf"], ["eager"]).cells
     assert cell.status == "wrong" and "shorter" in cell.reason
 
@@ -238,7 +240,9 @@ def test_a_wrong_number_anywhere_is_seen(part, monkeypatch):
             pass
 
     class Compiled:
-        facts = type("Facts", (), {"max_context": 64, "encoder": None, "depth": None, "diffusion": None})
+        facts = type(
+            "Facts", (), {"max_context": 64, "encoder": None, "depth": None, "diffusion": None}
+        )
         session = staticmethod(Session)
 
     errors = smoke_module.compare(model, Compiled)
@@ -307,7 +311,6 @@ def test_the_command_leaves_with_1_where_something_is_wrong(monkeypatch):
     cells = [smoke_module.Cell("base", "onnx", "wrong", 0.5, "steps", "more than 1e-04: steps")]
     found = smoke_module.Smoke("Llama", 2, 9, ["a note"], 1.0, cells)
     monkeypatch.setattr(smoke_module, "smoke", lambda *_, **__: found)
-    monkeypatch.setattr(accel, "smoke", smoke_module.smoke, raising=False)
     result = call("llama")
     assert result.exit_code == 1
     for word in ("WRONG", "steps", "5.0e-01", "a note", "base for onnx: wrong", "more than"):

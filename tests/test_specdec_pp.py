@@ -3,24 +3,25 @@
 import argparse
 import json
 
+import head as trainer
 import numpy as np
 import pytest
 import reference_data
 import reference_export
 import torch
 import train
-import train_head
 from safetensors.numpy import load_file, save_file
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
-from accel.runtime.length import specdec_pp, unpriced
+from accel.runtime.decode.context import Setting
+from accel.runtime.length import specdec_pp
 from accel.runtime.length.specdec_pp import SpecdecPp, chances, features, sizes
-from accel.runtime.loop import Setting
 from accel.runtime.loop.speculative import Speculative
+from accel.runtime.speculation.price import unpriced
 
 from .draft_case import plain, rows_of
 
@@ -31,7 +32,7 @@ SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
 @pytest.fixture(scope="module")
 def pair():
     options = argparse.Namespace(model=reference_data.REFERENCE, draft=None, length=99)
-    return train_head.open_pair(options, reference_data.REFERENCE)
+    return trainer.open_pair(options, reference_data.REFERENCE)
 
 
 def head_of(file):
@@ -40,7 +41,10 @@ def head_of(file):
 
 def a_head(inner=8, seed=0):
     rng = np.random.default_rng(seed)
-    return {name: rng.standard_normal(size).astype(np.float32) / 3 for name, size in sizes(inner).items()}
+    return {
+        name: rng.standard_normal(size).astype(np.float32) / 3
+        for name, size in sizes(inner).items()
+    }
 
 
 def test_the_head_reads_odds_and_computes_as_it_was_trained():
@@ -51,7 +55,9 @@ def test_the_head_reads_odds_and_computes_as_it_was_trained():
     np.testing.assert_allclose(x[:, 1:-1], p.sort(descending=True).values[:, :16].log(), atol=1e-5)
     np.testing.assert_allclose(x[:, -1], -(p * p.log()).sum(-1), atol=1e-4)
     head = a_head()
-    want = train_head.forward({n: torch.from_numpy(t) for n, t in head.items()}, torch.from_numpy(x)).softmax(-1)
+    want = trainer.forward(
+        {n: torch.from_numpy(t) for n, t in head.items()}, torch.from_numpy(x)
+    ).softmax(-1)
     np.testing.assert_allclose(chances(head, x), want[:, 1], atol=1e-5)
     few = features(np.array([[0, -np.inf, 1]], np.float32), np.array([2]))
     assert few.shape == (1, 18) and np.isfinite(few).all()
@@ -66,7 +72,7 @@ def test_the_head_that_comes_along_tells_what_stands(pair):
 
     def lost(found):
         found = torch.as_tensor(found).clamp(1e-6, 1 - 1e-6)
-        return float(train_head.loss(torch.stack([(1 - found).log(), found.log()], -1), stands))
+        return float(trainer.loss(torch.stack([(1 - found).log(), found.log()], -1), stands))
 
     constant = min(lost(torch.full((len(stands),), c)) for c in np.linspace(0.02, 0.98, 49))
     found = chances(head_of(SHIPPED), x.numpy())
@@ -167,7 +173,9 @@ def test_the_recipe_gives_the_tokens_of_plain_decoding():
     with accel.optimize(reference_data.REFERENCE, "specdec-pp", verify=False, **sizes) as model:
         methods = {axis: find_axes()[axis].build(use) for axis, use in METHODS.items()}
         methods["length"] = SpecdecPp(threshold=0.9, least=1)
-        prompts = [model.tokenizer.encode(text) for text in ("def f(x):\n", "aa: 1\nbb: 2\naa: 1\nbb:")]
+        prompts = [
+            model.tokenizer.encode(text) for text in ("def f(x):\n", "aa: 1\nbb: 2\naa: 1\nbb:")
+        ]
         want = [plain(model.session(), rows_of([p], limit=40, max_context=160))[0] for p in prompts]
         accepted, lengths = 0, set()
         for prompt, tokens in zip(prompts, want, strict=True):
@@ -218,7 +226,10 @@ def written(tmp_path):
     """written(name, …) -> the file of a head for Model(0) and its draft Model(1)."""
 
     def make(name="head", change=(), **metadata):
-        told = {"model": specdec_pp.sample(Model(0).session), "draft": specdec_pp.sample(Model(1).session)}
+        told = {
+            "model": specdec_pp.sample(Model(0).session),
+            "draft": specdec_pp.sample(Model(1).session),
+        }
         metadata = {"method": "specdec-pp", "model": json.dumps(told)} | metadata
         tensors = {f"0.{n}": t for n, t in a_head().items()} | dict(change)
         save_file(tensors, tmp_path / name, metadata)
@@ -234,11 +245,14 @@ def test_a_head_of_other_models_is_refused(written):
     assert model.asked == 1, "a model that is known is not asked again"
     model = Model(0, Model(1))
     for one in (model, model.second):
-        one.logits = one.logits + np.random.default_rng(5).standard_normal(100) * 0.2  # as weights of few bits do
+        one.logits = (
+            one.logits + np.random.default_rng(5).standard_normal(100) * 0.2
+        )  # as weights of few bits do
     method.fit(model)
     for wrong, words in ((Model(2, Model(1)), "another model"), (Model(0, Model(3)), "another draft model"),
                          (Model(0), "another draft model")):  # fmt: skip
-        with pytest.raises(InputError, match=f"was trained for {words}; train it: python tools/train.py specdec-pp"):
+        told = f"was trained for {words}; train it: python tools/train/train.py specdec-pp"
+        with pytest.raises(InputError, match=told):
             method.fit(wrong)
     with pytest.raises(InputError, match="what comes with accel was trained for another model"):
         SpecdecPp().fit(Model(0, Model(1)))
@@ -250,10 +264,18 @@ def test_files_that_hold_no_head_are_refused(written, tmp_path):
         (tmp_path / "none", "does not exist"),
         (tmp_path / "cut", "no whole safetensors file"),
         (written("other", method="trim-kv"), "holds 'trim-kv'"),
-        (written("small", {"0.block1": np.zeros((3, 3), np.float32)}), r"block1 of size \[3, 3\], where \[8, 8\]"),
-        (written("less", {"0.first": np.zeros((2, 8), np.float32)}), r"first of size \[2, 8\], where \[18, 8\]"),
+        (
+            written("small", {"0.block1": np.zeros((3, 3), np.float32)}),
+            r"block1 of size \[3, 3\], where \[8, 8\]",
+        ),
+        (
+            written("less", {"0.first": np.zeros((2, 8), np.float32)}),
+            r"first of size \[2, 8\], where \[18, 8\]",
+        ),
     ]:
-        with pytest.raises(InputError, match=f"specdec-pp: .*{words}.*train it: python tools/train.py"):
+        with pytest.raises(
+            InputError, match=f"specdec-pp: .*{words}.*train it: python tools/train/train.py"
+        ):
             SpecdecPp(trained=str(file)).begin(unpriced)
 
 
@@ -264,13 +286,16 @@ def test_options_that_cannot_be():
 
 
 def test_the_file_is_small():
-    assert SHIPPED.stat().st_size < 50e3 and set(load_file(SHIPPED)) == {f"0.{name}" for name in sizes(1)}
-
+    assert SHIPPED.stat().st_size < 50e3 and set(load_file(SHIPPED)) == {
+        f"0.{name}" for name in sizes(1)
+    }
 
 
 def test_a_drafter_without_a_draft_model_is_refused():
     tables = {"draft": {"use": "iad"}, "length": {"use": "specdec-pp"}}
-    with pytest.raises(RecipeError, match="length = specdec-pp cannot go with draft = iad: it reads the odds"):
+    with pytest.raises(
+        RecipeError, match="length = specdec-pp cannot go with draft = iad: it reads the odds"
+    ):
         assemble(Recipe(tables=tables))
     tables["draft"] = {"use": "model"}
     assert assemble(Recipe(tables=tables)).methods["length"] == SpecdecPp()

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.assemble import assemble
-from accel.runtime.compiled import CompiledModel
+from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.draft.iad import Iad
 from accel.runtime.draft.prompt_lookup import PromptLookup
-from accel.runtime.eager import EagerEngine
+from accel.runtime.model.compiled import CompiledModel
 
 from .draft_case import plain, rows_of, speculated
 from .kv_case import table
@@ -45,7 +45,9 @@ def exactly():
     def get(*recipes):
         if recipes not in made:
             model = models.ARCHITECTURES["llama"]()
-            made[recipes] = accel.optimize(model, [*recipes, "bit-exact"], max_context=96, max_batch=3)
+            made[recipes] = accel.optimize(
+                model, [*recipes, "bit-exact"], max_context=96, max_batch=3
+            )
         return made[recipes]
 
     yield get
@@ -54,7 +56,9 @@ def exactly():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}], ids=["greedy", "sampled"]
+)
 def test_bit_exact_tokens_are_those_without_a_draft(exactly, name, sampling):
     without, drafts, rounds = exactly(), exactly(name), 0
     vocabulary = without.facts.vocab_size
@@ -64,7 +68,9 @@ def test_bit_exact_tokens_are_those_without_a_draft(exactly, name, sampling):
         got = drafts.generate(prompts, 60, eos=[], **sampling)
         assert got.tokens == want.tokens
         assert got.stats["finish"] == want.stats["finish"] == ["length"] * 3
-        assert [drafts.generate(p, 60, eos=[], **sampling).tokens[0] for p in prompts] == want.tokens
+        assert [
+            drafts.generate(p, 60, eos=[], **sampling).tokens[0] for p in prompts
+        ] == want.tokens
         rounds += got.stats["speculation"]["rounds"]
         assert want.stats["speculation"] is None
     assert rounds > 0, "nothing was drafted"
@@ -81,9 +87,15 @@ def test_what_repeats_is_read_in_fewer_calls(exactly):
         fewest = min(fewest, out.stats["calls"] / 60)
         (tested, stood), *_ = places = figures["by_place"] or [[0, 0]]
         assert tested == figures["rounds"] and sum(s for _, s in places) == figures["accepted"]
-        assert all(t <= s for (t, _), (_, s) in zip(places[1:], places, strict=False)), "those before stood"
+        assert all(t <= s for (t, _), (_, s) in zip(places[1:], places, strict=False)), (
+            "those before stood"
+        )
         assert stood <= tested and set(figures["seconds"]) == {"draft", "verify", "host"}
-        assert 0 < sum(figures["seconds"].values()) < out.stats["decode_seconds"] + out.stats["prefill_seconds"]
+        assert (
+            0
+            < sum(figures["seconds"].values())
+            < out.stats["decode_seconds"] + out.stats["prefill_seconds"]
+        )
     assert fewest < 1
 
 
@@ -136,7 +148,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_take_a_draft_back_is_refused_before_any_work(name):
-    with pytest.raises(RecipeError, match=f"loop = speculative cannot go with {REFUSED[name]}: .*leave one of the two"):
+    with pytest.raises(
+        RecipeError,
+        match=f"loop = speculative cannot go with {REFUSED[name]}: .*leave one of the two",
+    ):
         accel.optimize("/no/such/model", ["prompt-lookup", name])
 
 
@@ -154,19 +169,38 @@ def test_what_assembles_is_what_sessions_can_do():
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"loop": {"use": "speculative"}}, "loop = speculative needs .draft.; add it with one of iad, .*prompt-lookup"),
-        ({"draft": {"use": "iad"}, "loop": {"use": "autoregressive"}}, "loop = autoregressive drafts no tokens"),
-        ({"draft": {"use": "iad"}, "tree": {"use": "chain"}}, "draft = iad gives them a shape of its own"),
         (
-            {"loop": {"use": "pearl"}, "draft": {"use": "model"}, "verify": {"use": "sample-match"}},
+            {"loop": {"use": "speculative"}},
+            "loop = speculative needs .draft.; add it with one of iad, .*prompt-lookup",
+        ),
+        (
+            {"draft": {"use": "iad"}, "loop": {"use": "autoregressive"}},
+            "loop = autoregressive drafts no tokens",
+        ),
+        (
+            {"draft": {"use": "iad"}, "tree": {"use": "chain"}},
+            "draft = iad gives them a shape of its own",
+        ),
+        (
+            {
+                "loop": {"use": "pearl"},
+                "draft": {"use": "model"},
+                "verify": {"use": "sample-match"},
+            },
             "loop = pearl has a way of its own; leave .verify. out",
         ),
         ({"tree": {"use": "chain"}}, "tree says what shape drafts take, and no .draft. drafts any"),
-        ({"length": {"use": "fixed"}}, "length says how many tokens are drafted, and no .draft. drafts any"),
+        (
+            {"length": {"use": "fixed"}},
+            "length says how many tokens are drafted, and no .draft. drafts any",
+        ),
         ({"draft": {"use": "promptlookup"}}, "did you mean 'prompt-lookup'"),
         ({"draft": {"use": "iad", "ngram": 0}}, "draft.iad: ngram is 0"),
         ({"draft": {"use": "prompt-lookup", "ngram": 0}}, "draft.prompt-lookup: ngram is 0"),
-        ({"draft": {"use": "iad"}, "length": {"use": "fixed", "tokens": 0}}, "length.fixed: tokens is 0"),
+        (
+            {"draft": {"use": "iad"}, "length": {"use": "fixed", "tokens": 0}},
+            "length.fixed: tokens is 0",
+        ),
     ],
 )
 def test_recipes_that_mean_nothing_are_refused(tables, words):
@@ -217,9 +251,16 @@ def test_tokens_are_those_of_transformers_with_look_up(exactly):
     model = models.ARCHITECTURES["llama"]()
     for prompt in texts(exactly().facts.vocab_size, 3, 2):
         want = model.generate(
-            torch.tensor([prompt]), prompt_lookup_num_tokens=10, max_new_tokens=40, do_sample=False, eos_token_id=10**6
+            torch.tensor([prompt]),
+            prompt_lookup_num_tokens=10,
+            max_new_tokens=40,
+            do_sample=False,
+            eos_token_id=10**6,
         )
-        assert exactly("prompt-lookup").generate(prompt, 40, eos=[]).tokens[0] == want[0, len(prompt) :].tolist()
+        assert (
+            exactly("prompt-lookup").generate(prompt, 40, eos=[]).tokens[0]
+            == want[0, len(prompt) :].tolist()
+        )
 
 
 @pytest.mark.parametrize(

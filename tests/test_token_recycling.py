@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
+from accel.runtime.decode.context import Setting
 from accel.runtime.draft.token_recycling import TokenRecycling, follow, recycle
-from accel.runtime.loop import Setting
 from accel.runtime.sample.standard import Standard
 from accel.runtime.verify import Chance, Target
 
@@ -40,7 +40,9 @@ def test_what_is_likely_after_a_token_is_kept():
         before = matrix.copy()
         recycle(matrix, tokens, logits, path)
         for token in range(SIZE):
-            rows = [i for i in path if tokens[i] == token] or [i for i in range(9) if tokens[i] == token]
+            rows = [i for i in path if tokens[i] == token] or [
+                i for i in range(9) if tokens[i] == token
+            ]
             want = before[token] if not rows else np.argsort(-logits[rows[-1]], kind="stable")[:4]
             assert matrix[token].tolist() == want.tolist(), "the path's, or the deepest"
 
@@ -62,12 +64,16 @@ def test_a_tree_is_read_from_the_matrix():
     rows[0].accept(1)
     drafters = opened(rows, paths=[[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]])
     tree = drafters.draft({0: 9}, None)[0]
-    assert tree.tokens.tolist() == [2, 3, 4, 1], "4 follows 2, 1 follows 3; what follows 4 is not known"
+    assert tree.tokens.tolist() == [2, 3, 4, 1], (
+        "4 follows 2, 1 follows 3; what follows 4 is not known"
+    )
     assert tree.parents.tolist() == [-1, -1, 0, 1]
 
 
 @pytest.mark.parametrize("tree", ["chain", "static", "sequoia"])
-@pytest.mark.parametrize("sampler", [Standard(), Standard(temperature=0.9)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampler", [Standard(), Standard(temperature=0.9)], ids=["greedy", "sampled"]
+)
 def test_tokens_are_those_of_plain_decoding(tree, sampler):
     """Rows over a table that take turns in one group: the same tokens, and most of the drafts that they get alone."""
     table = np.random.default_rng(3).standard_normal((SIZE, SIZE, SIZE)).astype(np.float32) * 3
@@ -91,7 +97,9 @@ def test_tokens_are_those_of_plain_decoding(tree, sampler):
                 assert len(draft) <= 6
                 trees.append((i, draft.tokens.tolist()))
                 paths = [(), *(draft.path(n) for n in range(len(draft)))]
-                logits = np.stack([logits_of([*row.seen[-2:], *draft.tokens[list(p)]]) for p in paths])
+                logits = np.stack(
+                    [logits_of([*row.seen[-2:], *draft.tokens[list(p)]]) for p in paths]
+                )
                 verdict = rule(Target(draft, logits, row.seen, row.sampler), Chance(row.rng))
                 drafters.observe(i, verdict, logits)
                 for token in (*draft.tokens[list(verdict.path)].tolist(), verdict.token):
@@ -120,12 +128,20 @@ def test_what_it_goes_with():
     uses = {axis: table["use"] for axis, table in plan.recipe.tables.items()}
     assert (uses["tree"], uses["verify"]) == ("static", "rrs-wor"), "a rule that takes trees"
     for tables, words in [
-        ({"tree": {"use": "dyspec"}}, "tree = dyspec cannot go with draft = token-recycling: it goes by probabilities"),
-        ({"verify": {"use": "spec-chain"}}, "it takes chains, and that tree branches: verify = rrs-wor takes it"),
+        (
+            {"tree": {"use": "dyspec"}},
+            "tree = dyspec cannot go with draft = token-recycling: it goes by probabilities",
+        ),
+        (
+            {"verify": {"use": "spec-chain"}},
+            "it takes chains, and that tree branches: verify = rrs-wor takes it",
+        ),
         ({"tree": {"use": "sequioa"}}, "did you mean 'sequoia'"),
     ]:
         with pytest.raises(RecipeError, match=words):
             assemble(Recipe(tables={"draft": {"use": "token-recycling"}, **tables}))
-    assert assemble(Recipe(tables={"draft": {"use": "token-recycling"}, "tree": {"use": "chain"}})).methods["verify"]
+    assert assemble(
+        Recipe(tables={"draft": {"use": "token-recycling"}, "tree": {"use": "chain"}})
+    ).methods["verify"]
     with pytest.raises(RecipeError, match="followers is 0"):
         TokenRecycling(0)

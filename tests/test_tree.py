@@ -6,15 +6,15 @@ import models
 import numpy as np
 import pytest
 
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, PassError
 from accel.ir.ops.attention import attention
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.passes import run
 from accel.passes.state.trees import Trees
-from accel.runtime.compiled import from_artifact
-from accel.runtime.optimize import pipeline
+from accel.runtime.model.compiled import from_artifact
 from accel.runtime.tree import Tree
 
 from .kv_case import table
@@ -23,7 +23,11 @@ from .tree_case import FORKS, PARENTS, ancestors, call_of, with_trees
 
 EVICTING = Recipe(
     "snapkv",
-    {"kv.score": table("snapkv"), "kv.budget": table("uniform", tokens_kept=8), "kv.when": {"use": "prompt"}},
+    {
+        "kv.score": table("snapkv"),
+        "kv.budget": table("uniform", tokens_kept=8),
+        "kv.when": {"use": "prompt"},
+    },
 )
 KINDS = {  # architecture, recipe, target, how far logits may be from those of single calls
     "eager": ("mistral", "base", "eager", 5e-5),
@@ -45,7 +49,12 @@ def build():
         if name not in made:
             architecture, recipe, target, off = KINDS[name]
             model = models.ARCHITECTURES[architecture]()
-            made[name] = with_trees(model, recipe, target=target, max_context=256, max_batch=3, verify=off == 0), off
+            made[name] = (
+                with_trees(
+                    model, recipe, target=target, max_context=256, max_batch=3, verify=off == 0
+                ),
+                off,
+            )
         return made[name]
 
     yield get
@@ -68,7 +77,9 @@ def alone(model, prompt, *rows):
 def test_each_path_is_as_if_alone(build, name):
     model, off = build(name)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, 50, n) for n in (9, 125, 14)]  # a chunk of attention ends within the second's tree
+    prompts = [
+        rng.integers(3, 50, n) for n in (9, 125, 14)
+    ]  # a chunk of attention ends within the second's tree
     trees = [Tree(rng.permutation(45)[: len(p)] + 3, np.array(p)) for p in FORKS]
     tokens, seen, lengths = call_of(trees, [5, 6, 7])
     with model.session(batch=3) as session:
@@ -80,14 +91,20 @@ def test_each_path_is_as_if_alone(build, name):
         logits = session.guess(tokens, seen, lengths)
         assert (session.lengths == held).all(), "nothing is held of guesses"
         for b, tree in enumerate(trees):
-            rows = [tokens[b, [0, *(1 + n for n in tree.path(node))]] for node in range(-1, len(tree))]
-            np.testing.assert_allclose(logits[b, : len(rows)], alone(model, prompts[b], *rows), atol=off, rtol=0)
+            rows = [
+                tokens[b, [0, *(1 + n for n in tree.path(node))]] for node in range(-1, len(tree))
+            ]
+            np.testing.assert_allclose(
+                logits[b, : len(rows)], alone(model, prompts[b], *rows), atol=off, rtol=0
+            )
         kept = [[0, 1, 4, 7, 8], [0, 1, 2], []]
         with session.fork() as other, pytest.raises(InputError, match="no guesses"):
             other.keep(kept)
         some = np.array([[0, 2], [1, 0], [0, 0]])
         of_some = session.guess(tokens, seen, lengths, some)
-        np.testing.assert_allclose(of_some, np.take_along_axis(logits, some[:, :, None], 1), atol=off, rtol=0)
+        np.testing.assert_allclose(
+            of_some, np.take_along_axis(logits, some[:, :, None], 1), atol=off, rtol=0
+        )
         session.keep(kept)
         assert (session.lengths == held + [5, 3, 0]).all()
         got = session.run([[8], [9], [10]])[:, 0]
@@ -105,7 +122,12 @@ def test_guesses_leave_no_trace(build, name, monkeypatch):
     want = alone(model, prompt, [5, 6], [5, 6, 7])
     with model.session() as session:
         session.prompt(prompt[None])
-        for drop in (lambda: None, lambda: session.rewind(9), lambda: session.fork().close(), session.end_prompt):
+        for drop in (
+            lambda: None,
+            lambda: session.rewind(9),
+            lambda: session.fork().close(),
+            session.end_prompt,
+        ):
             session.guess(*call_of([tree], [5]))
             drop()
             np.testing.assert_allclose(session.run([[5, 6]])[0, -1], want[0], atol=off, rtol=0)
@@ -129,7 +151,10 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
             session.guess(tokens, seen[:, :2], lengths)
         with pytest.raises(InputError, match="ancestors first"):
             session.guess(tokens, seen.transpose(0, 2, 1), lengths)
-        for columns, match in (([0], r"give \[1, N\] with N of 1..4"), ([[4]], r"the call's are 0\.\.3")):
+        for columns, match in (
+            ([0], r"give \[1, N\] with N of 1..4"),
+            ([[4]], r"the call's are 0\.\.3"),
+        ):
             with pytest.raises(InputError, match=match):
                 session.guess(tokens, seen, lengths, columns)
         with pytest.raises(InputError, match="would hold 258 tokens"):
@@ -137,7 +162,12 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
         with pytest.raises(InputError, match="call session.guess first"):
             session.keep([[0]])
         session.guess(tokens, seen, lengths)
-        for path, match in (([0, 1, 2], "comes after"), ([1], "whole path"), ([4], "0..3"), ([3], "comes after")):
+        for path, match in (
+            ([0, 1, 2], "comes after"),
+            ([1], "whole path"),
+            ([4], "0..3"),
+            ([3], "comes after"),
+        ):
             with pytest.raises(InputError, match=match):
                 session.keep([path])
         with pytest.raises(InputError, match="one for each row"):
@@ -149,12 +179,15 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
 
 
 def test_models_without_trees_say_so(stateful):
-    from accel.runtime.compiled import CompiledModel
-    from accel.runtime.describe import runtime_facts
-    from accel.runtime.eager import EagerEngine
+    from accel.compiler.facts_json import model_facts
+    from accel.runtime.backends.eager import EagerEngine
+    from accel.runtime.model.compiled import CompiledModel
 
     program = stateful("llama")
-    with CompiledModel(EagerEngine(program), runtime_facts(program)) as model, model.session() as session:
+    with (
+        CompiledModel(EagerEngine(program), model_facts(program)) as model,
+        model.session() as session,
+    ):
         assert not session.abilities.trees
         with pytest.raises(InputError, match="takes no trees"):
             session.guess([[1, 2]], np.tri(2, dtype=bool)[None])
@@ -164,7 +197,11 @@ def test_models_without_trees_say_so(stateful):
     ("architecture", "recipe", "match"),
     [
         (mamba, "base", "not kept by token"),
-        (models.ARCHITECTURES["llama"], {"kv.select": {"use": "quest", "page": 4}}, "keeps bounds of pages"),
+        (
+            models.ARCHITECTURES["llama"],
+            {"kv.select": {"use": "quest", "page": 4}},
+            "keeps bounds of pages",
+        ),
         (models.ARCHITECTURES["llama"], {"kv.reuse": {"use": "paged-prefix"}}, "shares blocks"),
     ],
 )
@@ -206,5 +243,7 @@ def test_another_branch_would_be_noticed(build):
     wrong[5, 1] = True
     with model.session() as session:
         session.prompt(np.arange(3, 12)[None])
-        off = np.abs(session.guess(tokens, ancestors()[None]) - session.guess(tokens, wrong[None])).max(axis=(0, 2))
+        off = np.abs(
+            session.guess(tokens, ancestors()[None]) - session.guess(tokens, wrong[None])
+        ).max(axis=(0, 2))
     assert off.argmax() == 5 and off[5] > 1e-3 and (np.delete(off, 5) == 0).all()

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
 from accel.runtime.draft.token_recycling import TokenRecycling
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
@@ -46,15 +46,23 @@ def recycled(model, prompts, tree=None, rule="sample-match", sampler=None, kept=
 @pytest.mark.parametrize("name", [n for n in CASES if n not in REFUSED])
 def test_tokens_are_those_of_plain_decoding(name):
     """Greedy, of tiny models none of whose tokens is near a tie, with every cache that takes trees."""
-    model, without, accepted = built("llama", tables=CASES[name] | RECYCLING), built("llama", tables=CASES[name]), 0
+    model, without, accepted = (
+        built("llama", tables=CASES[name] | RECYCLING),
+        built("llama", tables=CASES[name]),
+        0,
+    )
     for seed, tree in enumerate((Static(), Sequoia())):
         prompts = texts(50, 3, seed, 30)
         want = plain(without.session(3), rows_of(prompts, max_context=64))
-        rows, _ = recycled(model, prompts, tree, kept=lambda n: min(n, 12) if name == "gemfilter" else n)
+        rows, _ = recycled(
+            model, prompts, tree, kept=lambda n: min(n, 12) if name == "gemfilter" else n
+        )
         assert [row.tokens for row in rows] == want
         accepted += sum(row.drafting["accepted"] for row in rows)
         nodes = sum(row.drafting["drafted"] for row in rows)
-        assert sum(deep * n for row in rows for (deep, _), n in row.drafts.items()) < nodes, "places, not nodes"
+        assert sum(deep * n for row in rows for (deep, _), n in row.drafts.items()) < nodes, (
+            "places, not nodes"
+        )
     assert accepted > 0
 
 
@@ -63,7 +71,9 @@ def test_a_session_holds_what_stands_and_nothing_else():
     model = built("llama", tables=RECYCLING)
     prompts = texts(50, 3, 1, 30)
     rows, after = recycled(model, prompts, limit=20)
-    assert len({tuple(sorted(row.drafts.items())) for row in rows}) > 1, "rows accept different numbers"
+    assert len({tuple(sorted(row.drafts.items())) for row in rows}) > 1, (
+        "rows accept different numbers"
+    )
     for row, logits in zip(rows, after, strict=True):
         with model.session() as session:
             np.testing.assert_allclose(session.run([row.seen])[0, -1], logits, atol=1e-4)
@@ -125,11 +135,17 @@ def odds(rule, shape, honest=True, count=60):
     def oracle(seen):
         return model.logits([seen.tolist()])[0]
 
-    toy = SimpleNamespace(session=lambda batch: model.session(batch), oracle=oracle, vocab=vocabulary)
-    return surprise(toy, rule, lambda law: drawing(law, vocabulary, shape, honest), count, tokens=4, tree=shape)
+    toy = SimpleNamespace(
+        session=lambda batch: model.session(batch), oracle=oracle, vocab=vocabulary
+    )
+    return surprise(
+        toy, rule, lambda law: drawing(law, vocabulary, shape, honest), count, tokens=4, tree=shape
+    )
 
 
-@pytest.mark.parametrize("shape", [Static([[0], [1], [0, 0], [0, 1]]), Dyspec()], ids=["static", "dyspec"])
+@pytest.mark.parametrize(
+    "shape", [Static([[0], [1], [0, 0], [0, 1]]), Dyspec()], ids=["static", "dyspec"]
+)
 def test_drawn_trees_leave_the_odds_of_the_target(shape):
     assert odds("rrs-wor", shape) < 4
 
@@ -140,7 +156,10 @@ def test_a_tree_that_was_not_drawn_as_it_says_is_caught():
 
 def test_recipes_of_trees_name_what_goes_with_them():
     for tables, words in [
-        ({"tree": {"use": "static"}}, "tree says what shape drafts take, and no .draft. drafts any"),
+        (
+            {"tree": {"use": "static"}},
+            "tree says what shape drafts take, and no .draft. drafts any",
+        ),
         (RECYCLING | {"kv.codec": {"use": "kivi"}}, "cannot go with"),
     ]:
         with pytest.raises(RecipeError, match=words):

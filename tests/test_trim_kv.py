@@ -229,5 +229,7 @@ def test_what_comes_with_accel_is_for_the_bundled_model():
         with model.session(1) as session:
             session.run(np.arange(3, 83)[None])
             notes = state(session)["note.3.recent"][0, :, :80]
-        assert (notes < 0).all() and notes.min() < 4 * notes.max() < 0, "tokens fade at their own rates"
+        assert (notes < 0).all() and notes.min() < 4 * notes.max() < 0, (
+            "tokens fade at their own rates"
+        )
         assert len(model.generate(["def"], max_new_tokens=4).tokens[0]) == 4

@@ -12,12 +12,13 @@ import accel
 from accel import cli
 from accel.ir.errors import ArtifactError, InputError
 from accel.lowering.onnx import native
-from accel.runtime import machine, ort, tune
-from accel.runtime.artifact import open_artifact
-from accel.runtime.compiled import from_artifact
-from accel.runtime.costs import TOKENS, Costs, known
-from accel.runtime.ort import OrtEngine
-from accel.runtime.tune import AUTO, WORK, choose
+from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.backends.onnx import engine as ort
+from accel.runtime.backends.onnx import machine, tune
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.tune import AUTO, WORK, choose
+from accel.runtime.decode.costs import TOKENS, Costs, known
+from accel.runtime.model.compiled import from_artifact
 
 
 @pytest.fixture
@@ -186,7 +187,9 @@ def test_costs_are_measured_on_the_step_and_remembered(artifact, monkeypatch, tm
     assert known(engine.cost_key) == found
     assert known(OrtEngine(artifact, threads=1, kernels="fused").cost_key) is None
     slow = dict(tokens=list(TOKENS), seconds=[9.0, *found.seconds[1:-1], 1e-9], runs=1)
-    rewrite(kept(tmp_path, "costs"), lambda value: value.update(value=slow))  # a busy machine at the first point
+    rewrite(
+        kept(tmp_path, "costs"), lambda value: value.update(value=slow)
+    )  # a busy machine at the first point
     for runs in (2, 3, 3):
         with from_artifact(artifact, threads=1, kernels="grouped") as model:
             merged = model.costs
@@ -273,7 +276,10 @@ def test_products_of_few_bits_are_measured_too(monkeypatch, tmp_path, opened):
         assert {i.name.split(".")[0] for i in session.get_inputs()} == {"x"}
     del opened[:]
     found = choose(artifact, AUTO, 1)
-    assert found.why == "measured" and set(opened) == {*entry.probes.values(), *entry.products.values()}
+    assert found.why == "measured" and set(opened) == {
+        *entry.probes.values(),
+        *entry.products.values(),
+    }
     assert all(set(c.seconds) == set(entry.graphs) for c in found.costs)
     real = tune.open_session
 

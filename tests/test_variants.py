@@ -12,11 +12,11 @@ from accel.ir.errors import ArtifactError, Miscompiled
 from accel.ir.ops.attention import Mask, attention
 from accel.lowering.onnx.export import export
 from accel.lowering.onnx.variants import PORTABLE, variants
-from accel.runtime.artifact import open_artifact, write_manifest
-from accel.runtime.manifest import parse
-from accel.runtime.ort import OrtEngine
-from accel.runtime.ort_open import open_session
-from accel.runtime.session import Session
+from accel.runtime.artifact.artifact import open_artifact, write_manifest
+from accel.runtime.artifact.manifest import parse
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.open import open_session
+from accel.runtime.session.session import Session
 
 from .attention_cases import attention_cases
 from .op_cases import SIZES

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree import Tree
@@ -247,7 +247,9 @@ def test_choices_are_those_of_each_row():
     rng = np.random.default_rng(0)
     for _ in range(40):
         logits = rng.integers(-2, 3, (5, 7)).astype(np.float32)  # with equals
-        each = [int(Standard().distribution(row, np.zeros(0, np.int64)).tokens[0]) for row in logits]
+        each = [
+            int(Standard().distribution(row, np.zeros(0, np.int64)).tokens[0]) for row in logits
+        ]
         assert Standard().choices(logits).tolist() == each
     assert Standard(temperature=0.5).choices(logits) is None
     assert Standard(repetition_penalty=1.1).choices(logits) is None

@@ -5,9 +5,9 @@ from unittest.mock import patch
 import numpy as np
 
 import accel
+from accel.compiler import optimize as building
+from accel.compiler.assemble import assemble
 from accel.passes.state.trees import Trees
-from accel.runtime import optimize as building
-from accel.runtime.assemble import assemble
 from accel.runtime.tree import Tree
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3]  # of the tokens of a tree; the first hangs on what is cached

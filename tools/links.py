@@ -3,26 +3,24 @@
 import tomllib
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 
-
-def main() -> None:
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+def link(root: Path) -> None:
+    """Make the links of a checkout; those that are stale or lead into another checkout are made anew."""
+    config = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     folders = config["tool"]["setuptools"]["package-dir"]
-    top = ROOT / "build" / "links" / "accel"
+    top = root / "build" / "links" / "accel"
     top.mkdir(parents=True, exist_ok=True)
-    wanted = {path.name: path for path in (ROOT / folders["accel"]).iterdir()}
+    wanted = {path.name: path for path in (root / folders["accel"]).iterdir()}
     for package, folder in folders.items():
         if "." in package:
-            wanted[package.split(".", 1)[1]] = ROOT / folder
+            wanted[package.split(".", 1)[1]] = root / folder
     for old in top.iterdir():
-        if old.name not in wanted:
+        if not old.is_symlink() or old.readlink() != wanted.get(old.name):
             old.unlink()
     for name, target in wanted.items():
-        link = top / name
-        if not link.is_symlink():
-            link.symlink_to(target, target_is_directory=target.is_dir())
+        if not (top / name).is_symlink():
+            (top / name).symlink_to(target, target_is_directory=target.is_dir())
 
 
 if __name__ == "__main__":
-    main()
+    link(Path(__file__).resolve().parents[1])

@@ -17,13 +17,19 @@ from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
 
 ROOT = Path(__file__).parents[1]
-SPECULATION = ("draft", "length", "schedule", "tree", "verify")  # axes whose recipes lie in one folder
-RECIPE = '''about = "What it does, in one line: this is what `accel-compile recipes` shows"
+SPECULATION = (
+    "draft",
+    "length",
+    "schedule",
+    "tree",
+    "verify",
+)  # axes whose recipes lie in one folder
+RECIPE = """about = "What it does, in one line: this is what `accel-compile recipes` shows"
 papers = []
 
 [{axis}]
 use = "{name}"
-'''
+"""
 TEST = '''"""{title}: what it must hold beyond the laws of its axis."""
 
 import matrix
@@ -57,12 +63,10 @@ def files_of(axis: Axis, name: str, like: str) -> dict[Path, str]:
     graph = axis.package.startswith("accel.passes")
     return {
         folder / f"{stem}.py": text.replace(old.__name__, title),
-        ROOT / "recipes" / family / f"{name}.toml": RECIPE.format(
-            axis=axis.name, name=name
-        ),
-        ROOT / "tests" / f"test_{stem}.py": (TEST if graph or axis.name.startswith("kv.") else HOST_TEST).format(
-            axis=axis.name, name=name, title=title
-        ),
+        ROOT / "recipes" / family / f"{name}.toml": RECIPE.format(axis=axis.name, name=name),
+        ROOT / "tests" / f"test_{stem}.py": (
+            TEST if graph or axis.name.startswith("kv.") else HOST_TEST
+        ).format(axis=axis.name, name=name, title=title),
     }
 
 

@@ -16,9 +16,9 @@ from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.runtime.compiled import CompiledModel
-    from accel.runtime.encode import Encoder
-    from accel.runtime.ort import OrtEngine
+    from accel.ir.facts import EncoderFacts
+    from accel.runtime.backends.onnx.engine import OrtEngine
+    from accel.runtime.model.compiled import CompiledModel
 
 EXAMPLES = """\b
 Examples:
@@ -72,14 +72,20 @@ def bench(
     artifact that drafts: what it gains over plain decoding, tokens per call, what of drafts stands and where the
     time goes, over code to complete and to edit, recall, repetitive and free text, and copies with changes.
     """
-    from accel.runtime.output import peak_memory
+    from accel.runtime.model.output import peak_memory
 
     if speculation:
         if context:
             raise InputError("--context is for random prompts; leave it out with --speculation")
         with progress("bench") as tell:
             found = measure(
-                path, count=prompts, tokens=tokens, repeat=repeat, threads=threads, kernels=kernels, show=tell
+                path,
+                count=prompts,
+                tokens=tokens,
+                repeat=repeat,
+                threads=threads,
+                kernels=kernels,
+                show=tell,
             )
         print_json(found) if as_json else show(found)
         return
@@ -109,13 +115,11 @@ def bench(
         _show(result)
 
 
-def _open(
-    path: Path, threads: int | None, kernels: str
-) -> tuple[CompiledModel, Timed, OrtEngine]:
+def _open(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, Timed, OrtEngine]:
     """The model over a session that is timed, opened and ready."""
-    from accel.runtime.artifact import open_artifact
-    from accel.runtime.compiled import CompiledModel
-    from accel.runtime.ort import OrtEngine
+    from accel.runtime.artifact.artifact import open_artifact
+    from accel.runtime.backends.onnx.engine import OrtEngine
+    from accel.runtime.model.compiled import CompiledModel
 
     class Engine(OrtEngine):
         def _open(self, entry: str) -> Any:
@@ -195,7 +199,7 @@ def _run(model: CompiledModel, timed: Timed, length: int, tokens: int, seed: int
     )
 
 
-def _random_source(encoder: Encoder | None, seed: int) -> Any:
+def _random_source(encoder: EncoderFacts | None, seed: int) -> Any:
     """The longest input that an encoder takes, at most 512 tokens; none for a decoder."""
     import numpy as np
 

@@ -60,10 +60,10 @@ def build(
 
     An artifact is a folder that runs without PyTorch. It is written whole or not at all.
     """
-    import accel
+    from accel.compiler.optimize import optimize
 
     with progress("build") as watch:
-        compiled = accel.optimize(
+        compiled = optimize(
             model,
             options.recipe(recipe),
             target=target,

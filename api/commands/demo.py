@@ -18,7 +18,7 @@ from accel.commands.console import error_text, progress, size, table
 from accel.ir.errors import AccelError, InputError
 
 if TYPE_CHECKING:
-    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.model.compiled import CompiledModel
 
 EXAMPLES = """\b
 Examples:
@@ -63,7 +63,7 @@ def demo(
     Compile it, generate, load the artifact in a fresh process, check the tokens against plain
     PyTorch, and show the speed of both. Under two minutes on two cores.
     """
-    import accel
+    from accel.compiler.optimize import optimize
 
     start = time.perf_counter()
     source = reference()
@@ -72,7 +72,7 @@ def demo(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-demo-")))
             out = folder / "artifact"
         with progress("build") as show:
-            model = stack.enter_context(accel.optimize(source, "base", out=out, progress=show))
+            model = stack.enter_context(optimize(source, "base", out=out, progress=show))
         _built(model)
         prompts = [_encode(model, text) for text in PROMPTS]
         _generated(model, prompts[0])
@@ -147,7 +147,7 @@ def _side_by_side(source: Path, model: CompiledModel, prompts: list[list[int]]) 
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from accel.runtime.ort_open import physical_cores
+    from accel.runtime.backends.onnx.open import physical_cores
 
     torch.set_num_threads(physical_cores())
     logging.disable_progress_bar()

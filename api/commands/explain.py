@@ -12,7 +12,7 @@ from accel.commands import options
 from accel.commands.console import console, pairs, print_json, progress, table
 
 if TYPE_CHECKING:
-    from accel.runtime.explain import Explanation
+    from accel.compiler.explain import Explanation
 
 EXAMPLES = """\b
 Examples:
@@ -59,8 +59,8 @@ def explain(
     layers; their weights are not read. Exits 1 where the recipe is refused.
     """
     from accel.commands.demo import reference
-    from accel.runtime.explain import explain as told
-    from accel.runtime.explain.page import write_page
+    from accel.compiler.explain import explain as told
+    from accel.compiler.explain.page import write_page
 
     names = [recipe] if recipe.endswith(".toml") else recipe.split("+")
     with progress("explain") as show:
@@ -85,7 +85,7 @@ def explain(
 
 def _json(e: Explanation) -> dict[str, Any]:
     """All of it, for programs."""
-    from accel.runtime.explain.page import nearest
+    from accel.compiler.explain.page import nearest
 
     near = (
         e.nearest.recipe.to_json()
@@ -123,7 +123,7 @@ def _json(e: Explanation) -> dict[str, Any]:
 
 
 def _show(e: Explanation, out: Path | None) -> None:
-    from accel.runtime.explain import page
+    from accel.compiler.explain import page
 
     pairs([
         ("recipe", e.recipe.name),
@@ -172,8 +172,8 @@ def _layer(e: Explanation) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from accel.runtime.explain import page
-    from accel.runtime.explain.layer import side_by_side
+    from accel.compiler.explain import page
+    from accel.compiler.explain.layer import side_by_side
 
     if e.pictures is None or not e.rewrites:
         return

@@ -11,15 +11,16 @@ import typer
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
 from accel.commands.show import show_chain, show_steps, show_tuning
-from accel.runtime.chain import picture, why_not
-from accel.runtime.report import cross_bytes, state_bytes, state_text, weights_text
+from accel.compiler.layer_summary import picture, why_not
+from accel.compiler.report import cross_bytes, state_bytes, state_text, weights_text
+from accel.ir.facts import FEATURES
 
 if TYPE_CHECKING:
     from accel.ir.depth import Depth
-    from accel.runtime.artifact import Artifact
-    from accel.runtime.costs import Costs
-    from accel.runtime.encode import Encoder
-    from accel.runtime.tune import Tuning
+    from accel.ir.facts import EncoderFacts
+    from accel.runtime.artifact.artifact import Artifact
+    from accel.runtime.backends.onnx.tune import Tuning
+    from accel.runtime.decode.costs import Costs
 
 EXAMPLES = """\b
 Examples:
@@ -52,12 +53,12 @@ def inspect(
     That is: the model, the chain of its layers with what each carries, state, entries, files,
     passes and their errors; and what was measured of it on this machine.
     """
-    from accel.runtime.artifact import open_artifact
+    from accel.runtime.artifact.artifact import open_artifact
 
     artifact = open_artifact(path)
     if chain is not None:
         state = [asdict(value) for value in artifact.manifest.state]
-        drawn = picture(artifact.facts.layers, state, why_not(artifact.manifest.report))
+        drawn = picture(_layers(artifact), state, why_not(artifact.manifest.report))
         chain.write_text(drawn, encoding="utf-8")
     tuning, costs = _measured(artifact, threads, measure)
     if as_json:
@@ -72,10 +73,10 @@ def _measured(
     artifact: Artifact, threads: int | None, measure: bool
 ) -> tuple[Tuning | None, Costs | None]:
     """What is known of its speed on this machine."""
-    from accel.runtime.compiled import from_artifact
-    from accel.runtime.costs import known
-    from accel.runtime.ort import OrtEngine
-    from accel.runtime.tune import AUTO, choose
+    from accel.runtime.backends.onnx.engine import OrtEngine
+    from accel.runtime.backends.onnx.tune import AUTO, choose
+    from accel.runtime.decode.costs import known
+    from accel.runtime.model.compiled import from_artifact
 
     if measure:
         with from_artifact(artifact, threads=threads) as model:
@@ -83,6 +84,11 @@ def _measured(
     engine = OrtEngine(artifact, threads=threads)
     tuning = choose(artifact, AUTO, engine.threads, measure=False)
     return tuning, None if tuning is None else known(engine.cost_key)
+
+
+def _layers(artifact: Artifact) -> list[dict[str, Any]]:
+    """What each layer carries, as a report has it."""
+    return [asdict(layer) for layer in artifact.facts.layers]
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
         "target": manifest.target,
         "numerics": manifest.numerics,
         "grade": manifest.grade,
-        "model": asdict(manifest.facts),
+        "model": {**dict.fromkeys(FEATURES), **manifest.facts.to_json()},
         "recipe": manifest.recipe,
         "state": state,
         "state_bytes_per_token": sum(per_token.values()),
@@ -129,7 +135,7 @@ def _show(artifact: Artifact) -> None:
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
         *(("note", note) for note in manifest.report.get("notes", [])),
     ])  # fmt: skip
-    show_chain(facts.layers, state, why_not(manifest.report))
+    show_chain(_layers(artifact), state, why_not(manifest.report))
     entries = [
         [name, e.file, ", ".join(e.inputs), ", ".join(e.outputs)]
         for name, e in manifest.entries.items()
@@ -153,7 +159,7 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
     return [("depth", f"{of}; cache {depth.cache}")]
 
 
-def _encoder(encoder: Encoder | None, state: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _encoder(encoder: EncoderFacts | None, state: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """What the encoder takes and what is kept of it; nothing for a decoder."""
     if encoder is None:
         return []

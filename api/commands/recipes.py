@@ -46,9 +46,9 @@ def recipes(
 
 def _one(recipe: Recipe, as_json: bool) -> None:
     """Everything about one recipe. Methods are imported for it, and with them torch."""
-    from accel.runtime.assemble import assemble
-    from accel.runtime.explain.words import about
-    from accel.runtime.explain.words import options as told
+    from accel.compiler.assemble import assemble
+    from accel.compiler.explain.words import about
+    from accel.compiler.explain.words import options as told
 
     plan = assemble(recipe)
     recipe = plan.recipe  # with what it leaves out

@@ -14,7 +14,7 @@ from accel.commands.source import open_model
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.model.compiled import CompiledModel
 
 EXAMPLES = """\b
 Examples:
@@ -51,7 +51,10 @@ def run(
             "ids. The prompt is then what the decoder starts from.",
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="At most this many.")] = 64,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-tokens", "--max-new-tokens", metavar="N", help="At most this many."),
+    ] = 64,
     temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(metavar="N", help="Only the N likeliest.")] = None,
     top_p: Annotated[
@@ -69,7 +72,13 @@ def run(
         typer.Option(metavar="TEXT", help="End before this text; may be repeated."),
     ] = None,
     eos: Annotated[
-        list[int] | None, typer.Option(metavar="ID", help="End at this token, not the model's own.")
+        list[int] | None,
+        typer.Option(
+            "--stop-token-ids",
+            "--eos",
+            metavar="ID",
+            help="End at this token, not the model's own.",
+        ),
     ] = None,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")
@@ -87,18 +96,24 @@ def run(
     A model directory is compiled first, for this run only; --recipe, --tokenizer, --max-context
     and --trust-remote-code are for that.
     """
+    from accel.runtime.decode.sampling_params import SamplingParams
+
     given = _prompt(prompt, prompt_file, tokens, needed=source is None)
+    params = SamplingParams(
+        max_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or None,
+        stop_token_ids=eos or (),
+        ignore_eos=ignore_eos or bool(eos),
+    )
     settings: dict[str, Any] = {
         "encoder_input": None if source is None else _source(source),
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
-        "stop": stop or None,
-        "eos": [] if ignore_eos else eos or None,
+        "sampling_params": params,
     }
     build = {
         "recipe": options.recipe(recipe),
@@ -183,7 +198,9 @@ def _stream(model: CompiledModel, prompt: str | list[int] | None, settings: dict
     typer.echo()
     if sys.stderr.isatty():
         figures = stats["speculation"]
-        drafts = f"{figures['accepted']} of {figures['drafted']} drafted ones stood, " if figures else ""
+        drafts = (
+            f"{figures['accepted']} of {figures['drafted']} drafted ones stood, " if figures else ""
+        )
         typer.echo(
             f"[{stats['tokens']} tokens ({stats['finish'][0]}), {drafts}"
             f"{stats['tokens_per_second']:.0f} tokens/s, "

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import error_text, pairs, size, table
-from accel.runtime.chain import groups, links, why_not
-from accel.runtime.report import state_text, weights_text
+from accel.compiler.layer_summary import groups, links, why_not
+from accel.compiler.report import state_text, weights_text
 
 if TYPE_CHECKING:
-    from accel.runtime.costs import Costs
-    from accel.runtime.tune import Tuning
+    from accel.runtime.backends.onnx.tune import Tuning
+    from accel.runtime.decode.costs import Costs
 
 
 def show_chain(
@@ -58,7 +58,10 @@ def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
     else:
         pairs([("kernels", f"{tuning.kernels} ({tuning.why})"), *tuning.refused.items()])
         names = list(tuning.costs[0].seconds) if tuning.costs else []
-        rows = [[c.tokens, c.context, *(f"{c.seconds[n] * 1e3:.3g}" for n in names)] for c in tuning.costs]
+        rows = [
+            [c.tokens, c.context, *(f"{c.seconds[n] * 1e3:.3g}" for n in names)]
+            for c in tuning.costs
+        ]
         if rows:
             table([">tokens", ">slots", *(f">{name} ms" for name in names)], rows)
     if costs is None:
@@ -66,7 +69,13 @@ def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
         return
     least = costs.seconds[0]
     bars = [
-        [t, f"{s * 1e3:.3g}", f"{s / least:.2f}", f"{s / least / t:.2f}", "█" * round(4 * s / least)]
+        [
+            t,
+            f"{s * 1e3:.3g}",
+            f"{s / least:.2f}",
+            f"{s / least / t:.2f}",
+            "█" * round(4 * s / least),
+        ]
         for t, s in zip(costs.tokens, costs.seconds, strict=True)
     ]
     table([">tokens", ">ms", ">c(T)/c(1)", ">per token", ""], bars, title="costs of a call")

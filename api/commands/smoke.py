@@ -10,7 +10,7 @@ from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, progress, table
 
 if TYPE_CHECKING:
-    from accel.runtime.smoke import Smoke
+    from accel.compiler.smoke.smoke import Smoke
 
 EXAMPLES = """\b
 Examples:
@@ -52,12 +52,10 @@ def smoke(
     single tokens over the cache, several tokens after a rewind, a ragged batch. Exits 1 where
     anything is wrong or crashes; a refusal is an answer.
     """
-    import accel
+    from accel.compiler.smoke.smoke import smoke as try_out
 
     with progress("smoke") as show:
-        found = accel.smoke(
-            model, recipe, target, trust_remote_code=trust_remote_code, progress=show
-        )
+        found = try_out(model, recipe, target, trust_remote_code=trust_remote_code, progress=show)
     if as_json:
         print_json(found.to_json())
     else:

@@ -10,7 +10,7 @@ from accel.commands.console import progress
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.model.compiled import CompiledModel
 
 
 def open_model(
@@ -21,14 +21,16 @@ def open_model(
     Raises:
         AccelError: it is neither, or cannot be opened or compiled.
     """
-    import accel
+    from accel.runtime.model.compiled import load
 
     if not path.exists():
         raise InputError(_missing(path))
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():
         with progress("compile") as watch:
-            return accel.optimize(path, progress=watch, **build)
-    return accel.load(path, threads=threads, kernels=kernels)
+            from accel.compiler.optimize import optimize
+
+            return optimize(path, progress=watch, threads=threads, **build)
+    return load(path, threads=threads, kernels=kernels)
 
 
 def _missing(path: Path) -> str:

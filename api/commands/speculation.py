@@ -13,7 +13,7 @@ from accel.commands.console import pairs, table
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.runtime.compiled import CompiledModel
+    from accel.runtime.model.compiled import CompiledModel
 
 QUIET = 0.1  # seconds before a run: threads of the other model wait busily for a while after theirs
 PLACES = 4  # of a draft, shown on a screen
@@ -62,8 +62,8 @@ def measure(
 
 def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, CompiledModel]:
     """The artifact as it decodes plainly, and as its recipe says."""
-    from accel.runtime.artifact import open_artifact
-    from accel.runtime.compiled import from_artifact
+    from accel.runtime.artifact.artifact import open_artifact
+    from accel.runtime.model.compiled import from_artifact
 
     artifact = open_artifact(path)
     loop = artifact.recipe.get("tables", {}).get("loop", {}).get("use", "autoregressive")
@@ -75,7 +75,9 @@ def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
     drafting = from_artifact(artifact, threads=threads, kernels=kernels)
     if drafting.tokenizer is None:
         drafting.close()
-        raise InputError(f"{path} holds no tokenizer, and these prompts are text; build it with --tokenizer")
+        raise InputError(
+            f"{path} holds no tokenizer, and these prompts are text; build it with --tokenizer"
+        )
     return from_artifact(artifact, threads=threads, kernels=kernels, plain=True), drafting
 
 
@@ -124,7 +126,10 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
         for i, (tested, stood) in enumerate(run.get("by_place", [])):
             places += [[0, 0]] * (i + 1 - len(places))
             places[i] = [places[i][0] + tested, places[i][1] + stood]
-    whole, new = sum(seconds.values()), sum(r["tokens"] - 1 for r in runs)  # the prompt's call gives the first
+    whole, new = (
+        sum(seconds.values()),
+        sum(r["tokens"] - 1 for r in runs),
+    )  # the prompt's call gives the first
     return {
         "speedup": median(ratio for r in runs for ratio in r["ratios"]),
         "slowest": min(median(r["ratios"]) for r in runs),

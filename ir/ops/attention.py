@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 from accel.ir.ops.pages import read_pages
 
 MASKS = ("causal", "window", "chunk", "full")

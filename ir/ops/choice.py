@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from accel.ir.op import Op
 from accel.ir.ops.attention import Mask
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import Op
 from accel.ir.ops.pages import kv_pages, pages_written
 
 
@@ -18,7 +18,9 @@ def _page_range(
 ) -> tuple[Tensor, Tensor]:
     first, count = pages_written(keys, q_pos, slots, page)
     found = kv_pages.reference(keys, first, count, page)
-    ends = (first.unsqueeze(1) + torch.arange(1, count + 1, device=first.device)) * page  # [B,count]
+    ends = (
+        first.unsqueeze(1) + torch.arange(1, count + 1, device=first.device)
+    ) * page  # [B,count]
     ahead = ends - slots.unsqueeze(1)
     filled = ((ahead > 0) & (ahead <= q_pos.shape[1]))[:, None, :, None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 LEVELS = 127  # of int8, to either side of 0
 _LEAST = 1e-30  # the largest number of a row at least, so that a row of zeros has a step too

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 LEAST = 2.0**-24  # the smallest step: of float16 the smallest number
 WIDER = 1 + 2.0**-10  # a step in float16 is none too small

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 
 def _kv_append(buffer: Tensor, new: Tensor, slots: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from accel.ir.op import Op
 from accel.ir.ops.attention import Operands, attention, weights
+from accel.ir.ops.op import Op
 
 
 def _attention_mass(*operands: Any, **more: Any) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 
 def _kv_pages(buffer: Tensor, first: Tensor, count: int, page: int) -> Tensor:
@@ -40,9 +40,8 @@ few_to_many = Op(
     shape=lambda q_pos, *rest: q_pos.new_empty((), dtype=torch.bool),
 )
 
-def pages_written(
-    buffer: Tensor, q_pos: Tensor, slots: Tensor, page: int
-) -> tuple[Tensor, int]:
+
+def pages_written(buffer: Tensor, q_pos: Tensor, slots: Tensor, page: int) -> tuple[Tensor, int]:
     """The pages of a buffer [B,G,C,..] that a call of q_pos [B,T] wrote to from slots [B] on: the first one's number
     [B], and how many; some that were full before, where the last one would lie past the end.
     """

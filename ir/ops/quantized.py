@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -75,7 +75,9 @@ def _quantized_expert_linear(
     for expert in ids.unique().tolist():
         rows = (ids == expert).nonzero().flatten()
         offsets = None if zeros is None else zeros[expert]
-        out[rows] = _quantized_linear(x[rows], q[expert], scales[expert], offsets, None, bits, block)
+        out[rows] = _quantized_linear(
+            x[rows], q[expert], scales[expert], offsets, None, bits, block
+        )
     return out
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 
 def _real(x: Tensor, positions: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from accel.ir.op import Op
+from accel.ir.ops.op import Op
 
 
 def _lookup(table: Tensor, positions: Tensor) -> Tensor:

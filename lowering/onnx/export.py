@@ -20,15 +20,16 @@ from torch.fx.node import map_arg
 
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.quantized import quantized_linear
-from accel.ir.program import Conditional, Entry, Program, Region, graphs_of
+from accel.ir.program import Program
+from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.weights import Stored
 from accel.lowering import Table
-from accel.lowering import onnx as here
-from accel.lowering.onnx.branch import SEEDS, either
-from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished, small
-from accel.lowering.onnx.fallback import lower_node
+from accel.lowering.onnx import rules
 from accel.lowering.onnx.probe import attention_probe, products_probe
 from accel.lowering.onnx.variants import PORTABLE, variants
+from accel.lowering.onnx.writer.branch import SEEDS, either
+from accel.lowering.onnx.writer.builder import DTYPES, Builder, Param, finished, small
+from accel.lowering.onnx.writer.fallback import lower_node
 
 WEIGHTS = "weights.bin"
 _PAGE, _LINE = 4096, 64  # large weights begin on a page, to be mapped; small ones on a cache line
@@ -36,10 +37,9 @@ _BLOCK = 1 << 22  # elements copied at a time
 
 
 def load_rules() -> None:
-    """Import every file of lowerings beside this one."""
-    for module in pkgutil.iter_modules(here.__path__):
-        if module.name.startswith(("aten_", "accel_")):
-            importlib.import_module(f"{here.__name__}.{module.name}")
+    """Import every file of lowering rules."""
+    for module in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
 @dataclass
@@ -120,7 +120,12 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
 
 
 def _variants(
-    program: Program, entry: str, tables: list[Table], weights: WeightsFile, folder: Path, bit_exact: bool
+    program: Program,
+    entry: str,
+    tables: list[Table],
+    weights: WeightsFile,
+    folder: Path,
+    bit_exact: bool,
 ) -> dict[str, dict[str, str]]:
     """Write an entry's variants, and the step's probes; what the manifest says of them."""
     files: dict[str, str] = {}

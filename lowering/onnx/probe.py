@@ -20,8 +20,8 @@ from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
 from accel.ir.weights import Stored
 from accel.lowering import Table
-from accel.lowering.onnx.builder import DTYPES, Builder, Param, finished
-from accel.lowering.onnx.fallback import lower_node
+from accel.lowering.onnx.writer.builder import DTYPES, Builder, Param, finished
+from accel.lowering.onnx.writer.fallback import lower_node
 
 _NAMES = tuple(f.name for f in fields(Operands))
 _LETTERS = {
@@ -30,7 +30,9 @@ _LETTERS = {
 LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does in the step
 
 
-def attention_probe(program: Program, variant: Table | None, bit_exact: bool = False) -> onnx.ModelProto:
+def attention_probe(
+    program: Program, variant: Table | None, bit_exact: bool = False
+) -> onnx.ModelProto:
     """Attention of each form that the step has, as often as its share of the layers asks for.
 
     Inputs: `positions [B,T]`, `held [B,C]` (the positions in the slots; `held.X [B,X]` of
@@ -92,7 +94,9 @@ def products_probe(
 
 def _bytes(products: list[fx.Node]) -> int:
     """Of their weights."""
-    return sum(int(n.args[1].meta["val"].numel()) for n in products if isinstance(n.args[1], fx.Node))
+    return sum(
+        int(n.args[1].meta["val"].numel()) for n in products if isinstance(n.args[1], fx.Node)
+    )
 
 
 def _form(node: fx.Node) -> tuple[str, ...]:
@@ -118,7 +122,9 @@ def _operands(
         fake = value.meta["val"]
         if value.target is decode_rows.default:
             coded = zip(value.all_input_nodes, ("codes", "scale"), strict=True)
-            parts = [_input(b, inputs, f"{role}.{index}.{p}", "BGC", n.meta["val"]) for n, p in coded]
+            parts = [
+                _input(b, inputs, f"{role}.{index}.{p}", "BGC", n.meta["val"]) for n, p in coded
+            ]
             names[value] = lower_node(b, value, parts, {})
             b.meta[names[value]] = fake
             continue

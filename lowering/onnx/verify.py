@@ -11,13 +11,13 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from accel.ir.capture import example
-from accel.ir.encoder import encoder_example, encoder_side
+from accel.ir.capture.examples import encoder_example, encoder_side, example
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import PRODUCTS
-from accel.ir.program import Entry, Program
-from accel.lowering.onnx.accel_ops import BLOCK
+from accel.ir.program import Program
+from accel.ir.region import Entry
 from accel.lowering.onnx.native import is_native, register
+from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.passes.calibrate import feeds
 from accel.passes.check import rounding
 
@@ -126,7 +126,9 @@ def part_error(program: Program, file: Path) -> float:
     }
     if "stream" in entry.inputs:
         wide = int(entry.input("stream").meta["val"].shape[2])
-        given["stream"] = torch.randn(2, tokens.shape[1], wide, generator=torch.Generator().manual_seed(0))
+        given["stream"] = torch.randn(
+            2, tokens.shape[1], wide, generator=torch.Generator().manual_seed(0)
+        )
     given = {n: v for n, v in given.items() if n in entry.inputs}
     found = program.run(file.stem, given)
     names = [n for n in ("scores", "stream", "logits") if n in found]
@@ -153,7 +155,10 @@ def shift_error(program: Program, file: Path, bound: float = 1e-4) -> float:
         given[str(holder.target)] = torch.randn(2, int(groups), 3, int(width), generator=random)
     want = program.run("shift", given)
     got = _open(program, file).run(list(want), {n: v.numpy() for n, v in given.items()})
-    off = [float((torch.from_numpy(a) - b).abs().max()) for a, b in zip(got, want.values(), strict=True)]
+    off = [
+        float((torch.from_numpy(a) - b).abs().max())
+        for a, b in zip(got, want.values(), strict=True)
+    ]
     return _held(max(off), bound, file, "key")
 
 
@@ -206,7 +211,9 @@ def segment_error(program: Program, file: Path) -> float:
         got = _open(program, path).run(list(want), {n: v.numpy() for n, v in given.items()})
         for value, right in zip(got, want.values(), strict=True):
             right = right.float()
-            each = (torch.from_numpy(value).float() - right).abs() / max(1.0, float(right.abs().max()))
+            each = (torch.from_numpy(value).float() - right).abs() / max(
+                1.0, float(right.abs().max())
+            )
             off = float(each.median() if loose else each.max()) if each.numel() else 0.0
             worst = max(worst, off if off == off else float("inf"))
     return _held(worst, max(1e-3, loose), file, "value")
@@ -227,7 +234,9 @@ def _filled(program: Program, entry: Entry, slots: int) -> dict[str, Tensor]:
             if state.role in ("k", "v"):
                 found[state.name] = torch.randn(blank.shape, generator=generator)
         elif blank.dtype is torch.int8:
-            found[state.name] = torch.randint(-127, 128, blank.shape, generator=generator, dtype=torch.int8)
+            found[state.name] = torch.randint(
+                -127, 128, blank.shape, generator=generator, dtype=torch.int8
+            )
         else:
             found[state.name] = blank
     return found

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 
 from accel.ir.errors import Miscompiled
 from accel.ir.program import Program
-from accel.lowering import triton as here
+from accel.lowering import triton
+from accel.lowering.triton import rules
 from accel.passes.check import rounding, run_both_ways
 
 _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
@@ -33,7 +34,7 @@ class Compiled:
 
     def __call__(self, args: Sequence[Any]) -> tuple[Tensor, ...]:
         """What the entry gives for its inputs, in order."""
-        with _ONE_AT_A_TIME if here.interpreted() else nullcontext(), torch.no_grad():
+        with _ONE_AT_A_TIME if triton.interpreted() else nullcontext(), torch.no_grad():
             found: tuple[Tensor, ...] = self.module(*args)
         return found
 
@@ -61,11 +62,11 @@ def lower_program(program: Program) -> Lowered:
     Raises:
         LoweringError: this process can run no kernels.
     """
-    here.need()
+    triton.need()
     _load_rules()
-    from accel.lowering.triton.builder import Builder
+    from accel.lowering.triton.writer.builder import Builder
 
-    device = here.device()
+    device = triton.device()
     same = {f.name: getattr(program, f.name) for f in fields(Program)}
     lowered = Lowered(**same, device=device)
     tensors: dict[str, Tensor] = {}  # parameters on the device, which all entries share
@@ -80,10 +81,9 @@ def lower_program(program: Program) -> Lowered:
 
 
 def _load_rules() -> None:
-    """Import every file of lowerings beside this one; they import triton."""
-    for module in pkgutil.iter_modules(here.__path__):
-        if module.name.startswith("accel_"):
-            importlib.import_module(f"{here.__name__}.{module.name}")
+    """Import every file of lowering rules; they import triton."""
+    for module in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
 def triton_error(lowered: Program, cases: list[tuple[Tensor, Tensor]]) -> float:

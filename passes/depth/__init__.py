@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from accel.passes import Pass
 from accel.passes.fuse.residual import Residual
-from accel.passes.recognise.layers import Layers
+from accel.passes.state.layers import Layers
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Base(Pass, ABC):
     after = (Layers, Residual)
     rank = 1  # after what works within layers
     grade = "approximate"
-    leaves_out: ClassVar[bool] = True  # whether single tokens go through fewer layers than those of longer calls
+    leaves_out: ClassVar[bool] = (
+        True  # whether single tokens go through fewer layers than those of longer calls
+    )
     by_call: ClassVar[bool] = True  # whether a call may say which layers run
 
     def apart(self, axis: str, method: Any) -> str:

@@ -10,10 +10,10 @@ from torch import fx
 
 from accel.ir.depth import PROPAGATE
 from accel.ir.errors import PassError
-from accel.ir.program import Conditional, Editor, Program, Region
+from accel.ir.program import Editor, Program
+from accel.ir.region import Conditional, Region, sizes
 from accel.passes.clean.clean import remove_dead
 from accel.passes.depth._narrow import narrow
-from accel.passes.recognise.region import sizes
 
 aten = torch.ops.aten
 PLAN = "run_layers"

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes.clean.clean import remove_dead
-from accel.passes.recognise.region import sizes
 
 aten = torch.ops.aten
 # operands of a product that have an entry for each row of its weight

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from accel.ir.depth import PROPAGATE, Depth
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.rows import take_rows
-from accel.ir.program import Conditional, Editor, Program, ancestors
+from accel.ir.program import Editor, Program, ancestors
+from accel.ir.region import Conditional
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.depth import Base
@@ -84,7 +85,9 @@ def _head(program: Program) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op == "get_attr" or (node.op == "call_function" and inputs and fixed.issuperset(inputs)):
+        if node.op == "get_attr" or (
+            node.op == "call_function" and inputs and fixed.issuperset(inputs)
+        ):
             fixed.add(node)
         if node in needed and (node in below or below.intersection(inputs)):
             below.add(node)

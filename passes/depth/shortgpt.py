@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.program import Program, Region, evaluate
+from accel.ir.program import Program, evaluate
+from accel.ir.region import Region
 from accel.passes import Report
 from accel.passes.calibrate import feeds
 from accel.passes.clean.clean import forget_unused, remove_dead

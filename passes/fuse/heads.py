@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.fuse.pack import Pack
-from accel.passes.recognise.region import numbering, packet, sizes
+from accel.passes.recognise.region import numbering, packet
 
 aten = torch.ops.aten
 

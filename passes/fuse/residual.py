@@ -11,10 +11,10 @@ from torch import fx
 
 from accel.ir.ops.norm import add_layer_norm, add_rms_norm, rms_norm
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
-from accel.passes.recognise.layers import Layers
 from accel.passes.recognise.norm import Norms
-from accel.passes.recognise.region import sizes
+from accel.passes.state.layers import Layers
 
 aten = torch.ops.aten
 

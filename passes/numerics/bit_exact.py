@@ -37,9 +37,7 @@ class BitExact(Base):
         if axis == "kv.select":
             return "which pages a token reads is no promise of equal bits, since a long call reads all of them"
         if axis.startswith("prefill."):
-            return (
-                "what is left out of a prompt depends on sums, which differ by how many rows and tokens share a call"
-            )
+            return "what is left out of a prompt depends on sums, which differ by how many rows and tokens share a call"
         return ""
 
     def run(self, program: Program) -> Report:

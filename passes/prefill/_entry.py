@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 from accel.ir.errors import PassError
-from accel.ir.program import Conditional, Editor, Entry, Program, Region
+from accel.ir.program import Editor, Program
+from accel.ir.region import Conditional, Entry, Region
 from accel.passes.clean.clean import remove_dead
 
 aten = torch.ops.aten
@@ -86,7 +87,9 @@ def finished(entry: Entry, calls: list[fx.Node], outputs: dict[str, fx.Node]) ->
             "prefill.prune: deeper layers of this model read the tokens again, not only what the layers "
             "before them give; leave prefill.prune out for it, or use gemfilter"
         )
-    return Entry(entry.graph, entry.outputs, {n: v for n, v in entry.defaults.items() if n in entry.inputs})
+    return Entry(
+        entry.graph, entry.outputs, {n: v for n, v in entry.defaults.items() if n in entry.inputs}
+    )
 
 
 def _shrink(call: fx.Node) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.encoder import FEATURES
+from accel.ir.capture.encoder import FEATURES
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
 from accel.passes.recognise.heads import as_heads, concrete, restore, swapped
@@ -28,7 +29,7 @@ from accel.passes.recognise.mask import (
 )
 from accel.passes.recognise.positions import Positions
 from accel.passes.recognise.products import spell_out
-from accel.passes.recognise.region import Kinds, close, numbering, packet, sizes, try_out
+from accel.passes.recognise.region import Kinds, close, numbering, packet, try_out
 from accel.passes.recognise.scores import (
     Written,
     find_written,
@@ -230,9 +231,7 @@ def _mask_of(program: Program, kinds: Kinds, site: _Site) -> Class | str:
     return found
 
 
-def _matrices(
-    program: Program, site: _Site, positions: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def _matrices(program: Program, site: _Site, positions: Tensor) -> tuple[Tensor, Tensor | None]:
     """visible [h,T,T] and added [h,T,T] of a site, for one sequence of these positions [1,T]."""
     size = positions.shape[1]
     if site.written:

@@ -9,10 +9,11 @@ from torch import fx
 
 from accel.ir.ops.experts import expert_linear
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
 from accel.passes.clean.fold import Fold
-from accel.passes.recognise.region import Kinds, packet, sizes
+from accel.passes.recognise.region import Kinds, packet
 
 aten = torch.ops.aten
 _NEAR = 8  # operators between a router's scores and the choice of the best

@@ -10,9 +10,10 @@ from torch import Tensor, fx
 
 from accel.ir.ops.norm import ACTIVATIONS, gate
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
-from accel.passes.recognise.region import Kinds, close, numbering, sizes, source, try_out
+from accel.passes.recognise.region import Kinds, close, numbering, source, try_out
 
 aten = torch.ops.aten
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from accel.ir.program import Editor, Program
-from accel.passes.recognise.region import Kinds, numbering, packet, sizes, source, try_out
+from accel.ir.region import sizes
+from accel.passes.recognise.region import Kinds, numbering, packet, source, try_out
 
 aten = torch.ops.aten
 

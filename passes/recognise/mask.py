@@ -11,7 +11,9 @@ from accel.ir.ops.attention import Mask
 from accel.ir.program import Program, ancestors
 from accel.passes.recognise.region import try_out
 
-HIDDEN = -9000.0  # additive masks at or below this hide, -10000 plus a bias too; biases stay above it
+HIDDEN = (
+    -9000.0
+)  # additive masks at or below this hide, -10000 plus a bias too; biases stay above it
 DENSE_LIMIT = 4096  # positions: past this an unnamed mask would need too large a table
 
 

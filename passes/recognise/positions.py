@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 
-from accel.ir.encoder import INPUTS
+from accel.ir.capture.encoder import INPUTS
 from accel.ir.errors import PassError
 from accel.ir.ops.rows import lookup
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
-from accel.passes.recognise.region import Kinds, close, numbering, sizes, try_out
+from accel.passes.recognise.region import Kinds, close, numbering, try_out
 
 aten = torch.ops.aten
 _FEW = 16  # positions; what changes in sequences as short as this is no function of positions
@@ -159,8 +160,9 @@ def _limit_encoder(program: Program, kinds: Kinds) -> None:
             continue
         read = any(kinds[u] == "data" for u in node.users)
         if read and sizes(node).count(width) == 1:
-            value = _longest(program, node, facts.max_length)
-            facts.max_length = min(facts.max_length, value.shape[sizes(node).index(width)])
+            end = _longest(program, node, facts.max_length).shape[sizes(node).index(width)]
+            facts = replace(facts, max_length=min(facts.max_length, end))
+    program.facts.encoder = facts
 
 
 def _longest(program: Program, node: fx.Node, longest: int) -> Tensor:

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes.clean.clean import replace
-from accel.passes.recognise.region import Kinds, packet, sizes
+from accel.passes.recognise.region import Kinds, packet
 
 aten = torch.ops.aten
 PRODUCTS = (aten.matmul, aten.bmm)

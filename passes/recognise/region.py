@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.encoder import FEATURES, INPUT_POSITIONS, INPUTS
+from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS, INPUTS
 from accel.ir.program import Program, evaluate
 
 aten = torch.ops.aten
@@ -63,11 +63,6 @@ class Kinds(dict[fx.Node, str]):
         return "pos" if kinds & {"pos", "size"} else "const"
 
 
-def sizes(node: fx.Node) -> list[str]:
-    """The axes of a value as text: numbers, or the symbol of a symbolic size."""
-    return [str(d) for d in node.meta["val"].shape]
-
-
 def try_out(
     program: Program,
     node: fx.Node,
@@ -78,7 +73,12 @@ def try_out(
     of the encoder's, which are all zeros.
     """
     nothing = torch.zeros_like(positions)
-    inputs = {"tokens": nothing, "positions": positions, INPUTS: nothing, INPUT_POSITIONS: positions}
+    inputs = {
+        "tokens": nothing,
+        "positions": positions,
+        INPUTS: nothing,
+        INPUT_POSITIONS: positions,
+    }
     for holder in node.graph.find_nodes(op="placeholder"):
         if holder.target == FEATURES:
             inputs[FEATURES] = torch.zeros(positions.shape[0], *holder.meta["val"].shape[1:])

@@ -10,10 +10,11 @@ from torch import Tensor, fx
 from accel.ir.ops.attention import attention
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.region import Kinds, close, numbering, packet, sizes, source, try_out
+from accel.passes.recognise.region import Kinds, close, numbering, packet, source, try_out
 from accel.passes.recognise.sides import positions_of
 
 aten = torch.ops.aten

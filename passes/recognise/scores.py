@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.program import Program
+from accel.ir.region import sizes
 from accel.passes.recognise.heads import concrete, count_heads
 from accel.passes.recognise.mask import HIDDEN
 from accel.passes.recognise.products import is_product
-from accel.passes.recognise.region import Kinds, close, packet, sizes, try_out
+from accel.passes.recognise.region import Kinds, close, packet, try_out
 
 aten = torch.ops.aten
 _CASTS = (aten._to_copy, aten.to, aten.clone, aten.dropout, aten.contiguous)

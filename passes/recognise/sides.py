@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from accel.ir.encoder import FEATURES, INPUT_POSITIONS
+from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
-from accel.passes.recognise.region import sizes
+from accel.ir.region import sizes
 
 aten = torch.ops.aten
 _FRAMES = "frames"  # 0 .. X-1, where every row has the same X

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from accel.ir.encoder import encoder_side
+from accel.ir.capture.examples import encoder_side
 from accel.ir.errors import PassError
+from accel.ir.facts import LayerFacts
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, LayerFacts, Program, State, ancestors, evaluate
+from accel.ir.program import Editor, Program, State, ancestors, evaluate
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.cuts import layer_groups, mixers
 from accel.passes.recognise.mask import HIDDEN
-from accel.passes.recognise.region import Kinds, sizes
+from accel.passes.recognise.region import Kinds
 from accel.passes.recognise.rope import Rope
 from accel.passes.state import recurrent
 from accel.passes.state.recurrent import buffer

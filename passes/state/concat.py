@@ -11,10 +11,11 @@ from torch import Tensor, fx
 
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
-from accel.ir.program import Editor, Entry, Program, Region
+from accel.ir.program import Editor, Program
+from accel.ir.region import Entry, Region
 from accel.passes import Pass, Report
-from accel.passes.recognise.layers import Layers
 from accel.passes.state.head import Head
+from accel.passes.state.layers import Layers
 
 aten = torch.ops.aten
 _PAST, _SEEN = 67, 71  # example sizes while shapes are worked out
@@ -41,15 +42,21 @@ class Concat(Pass):
                 refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"]
             )
         if program.facts.depth is not None:
-            return Report(refused=["onnxruntime-genai runs all layers, and has no input for a plan"])
+            return Report(
+                refused=["onnxruntime-genai runs all layers, and has no input for a plan"]
+            )
         if "commit" in program.entries:
             return Report(refused=["onnxruntime-genai takes no trees of guesses"])
         if program.facts.prefill is not None:
             return Report(refused=["onnxruntime-genai runs prompts as they are"])
         if program.facts.diffusion is not None:
-            return Report(refused=["onnxruntime-genai decodes token by token, and this model fills masks"])
+            return Report(
+                refused=["onnxruntime-genai decodes token by token, and this model fills masks"]
+            )
         if any(layer.shares is not None for layer in program.facts.layers):
-            return Report(refused=["onnxruntime-genai keeps a cache in every layer, some share one"])
+            return Report(
+                refused=["onnxruntime-genai keeps a cache in every layer, some share one"]
+            )
         if any(s.role not in ("k", "v", "pos") or s.dtype == "int8" for s in program.state):
             return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
         names = {

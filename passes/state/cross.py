@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from accel.ir.encoder import FEATURES, INPUT_POSITIONS, INPUTS
+from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS, INPUTS
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
-from accel.ir.program import DTYPES, Editor, Entry, Program, State, ancestors
+from accel.ir.program import DTYPES, Editor, Program, State, ancestors
+from accel.ir.region import Entry, sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
-from accel.passes.recognise.region import sizes
 from accel.passes.recognise.rope import Rope
 
 aten = torch.ops.aten

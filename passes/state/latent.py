@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention
 from accel.ir.program import Editor, Program
+from accel.ir.region import sizes
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean, replace
 from accel.passes.recognise.attention import Attention, ungroup
@@ -22,7 +23,6 @@ from accel.passes.recognise.region import (
     is_pick,
     numbering,
     packet,
-    sizes,
     try_out,
 )
 from accel.passes.recognise.rope import Rope

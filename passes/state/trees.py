@@ -12,7 +12,8 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, Entry, Program, State
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Entry
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.state.cache import Cache
@@ -95,7 +96,9 @@ def _commit(program: Program, batch: Any) -> Entry:
             outputs[f"{name}.next"] = editor.call(kv_append.default, buffer, positions, slots)
         else:
             key = "commit", buffer.meta["val"].dim()
-            outputs[f"{name}.next"] = trace(editor, name, partial(_along, rank=key[1]), buffer, slots, path, key=key)
+            outputs[f"{name}.next"] = trace(
+                editor, name, partial(_along, rank=key[1]), buffer, slots, path, key=key
+            )
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
 

@@ -225,11 +225,24 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
             if node in site.linears:
                 bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
                 new = editor.call(
-                    quantized_linear.default, node.args[0], q, scales, zeros, bias, *sizes, like=node
+                    quantized_linear.default,
+                    node.args[0],
+                    q,
+                    scales,
+                    zeros,
+                    bias,
+                    *sizes,
+                    like=node,
                 )
             elif node in site.experts:
                 new = editor.call(
-                    quantized_expert_linear.default, *node.args[:2], q, scales, zeros, *sizes, like=node
+                    quantized_expert_linear.default,
+                    *node.args[:2],
+                    q,
+                    scales,
+                    zeros,
+                    *sizes,
+                    like=node,
                 )
             else:
                 new = editor.call(

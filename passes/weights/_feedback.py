@@ -28,7 +28,8 @@ def round_with_feedback(
     order, factor: `feedback_of` the inputs.
     """
     parts = [
-        _rounded(rows, order, factor, bits, block, symmetric) for rows in weight.float().split(_ROWS)
+        _rounded(rows, order, factor, bits, block, symmetric)
+        for rows in weight.float().split(_ROWS)
     ]
     q, scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
     return Packed(q, scales, None if symmetric else zeros, bits, block)
@@ -43,7 +44,9 @@ def feedback_of(inputs: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     if not math.isfinite(mean):
         raise PassError("a product's input on the calibration text is not finite: give other text")
     order = moments.diagonal().argsort(descending=True, stable=True)
-    last = order.flip(0)  # the Cholesky factor from the end, inverted, is the inverse's from the front
+    last = order.flip(
+        0
+    )  # the Cholesky factor from the end, inverted, is the inverse's from the front
     moments = moments[last][:, last]
     moments.diagonal().add_(damping * mean)
     lower, failed = torch.linalg.cholesky_ex(moments)
@@ -62,7 +65,9 @@ def _rounded(
     scales, zeros = (part.squeeze(-1) for part in steps(in_blocks(weight, block), bits, symmetric))
     rest = weight.t()[order].contiguous()  # [K,N]: a column is a row here, and lies in one piece
     codes = torch.empty_like(rest, dtype=torch.uint8)
-    columns = [(scales[:, i].contiguous(), zeros[:, i].contiguous()) for i in range(scales.shape[1])]
+    columns = [
+        (scales[:, i].contiguous(), zeros[:, i].contiguous()) for i in range(scales.shape[1])
+    ]
     top = 2**bits - 1
     for start in range(0, len(order), _COLUMNS):
         end = min(start + _COLUMNS, len(order))

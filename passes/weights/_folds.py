@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, Program, Region, compute
+from accel.ir.program import Editor, Program, compute
+from accel.ir.region import Region
 from accel.ir.weights import Change
 
 aten = torch.ops.aten
@@ -286,7 +287,9 @@ def _close(a: Tensor, b: Tensor, tolerance: float = _CLOSE) -> bool:
     """Equal up to a share of the largest value."""
     if not a.numel():
         return True
-    return bool((a.double() - b.double()).abs().max() <= tolerance * max(float(b.abs().max()), 1e-30))
+    return bool(
+        (a.double() - b.double()).abs().max() <= tolerance * max(float(b.abs().max()), 1e-30)
+    )
 
 
 def _along(scale: Tensor, rows: bool) -> Change:

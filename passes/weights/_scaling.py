@@ -17,7 +17,9 @@ from accel.ir.ops.quantized import dequantize, pack, round_activations
 from accel.passes.weights._blocks import Packed, encode, in_blocks, steps
 
 _POWERS = tuple(i / 10 for i in range(11))
-_LONGER = tuple(i / 20 for i in range(12, 24))  # 0.6 to 1.15 of the step that reaches the largest value
+_LONGER = tuple(
+    i / 20 for i in range(12, 24)
+)  # 0.6 to 1.15 of the step that reaches the largest value
 _ELEMENTS = 1 << 20  # of a weight that are tried at a time
 _SMALLEST = 1e-3  # mean magnitude of a channel, as a share of all channels': quieter ones count so
 

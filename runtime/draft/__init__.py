@@ -11,15 +11,18 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from accel.runtime.ints import Ints
-from accel.runtime.loop import Row, Setting
-from accel.runtime.session import Session
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.session import Session
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict
 
 __all__ = ["Base", "Drafter", "Drafters", "More"]
 
-More = Callable[[int, npt.NDArray[np.float32], int], bool]  # row, logits [V], token: `length.Pace.more` of the row
+More = Callable[
+    [int, npt.NDArray[np.float32], int], bool
+]  # row, logits [V], token: `length.Pace.more` of the row
 
 
 class Drafter(ABC):
@@ -41,14 +44,18 @@ class Drafter(ABC):
 class Drafters(ABC):
     """What drafts for all rows of a session, from their prompts to their ends."""
 
-    effort: float = 0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
+    effort: float = (
+        0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
+    )
     looks: bool = False  # whether it can `look`
 
     def look(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
         without a draft: how many tokens each, and how many of them stand, the newest last. For less than drafts cost.
         """
-        raise NotImplementedError(f"{type(self).__name__} says that it looks back (looks), and has no look")
+        raise NotImplementedError(
+            f"{type(self).__name__} says that it looks back (looks), and has no look"
+        )
 
     @abstractmethod
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
@@ -72,7 +79,9 @@ class Base:
     # Other axes whose methods it works with, and the one that is taken where a recipe names none.
     asks: ClassVar[Mapping[str, str]] = {}
     needs: ClassVar[Mapping[str, str]] = {}  # the same of axes that change the graph
-    ranked: ClassVar[bool] = False  # True: what it gives to grow a tree is tokens in order, without probabilities
+    ranked: ClassVar[bool] = (
+        False  # True: what it gives to grow a tree is tokens in order, without probabilities
+    )
 
     def begin(self, prompt: Ints) -> Drafter:
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""

@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByModel
-from accel.runtime.draft._follow import Follower
-from accel.runtime.loop import Row, Setting
-from accel.runtime.stepper import Logits
+from accel.runtime.speculation.follow import Follower
 
 CHAIN = 4  # tokens of a draft that would have been
-WHOLE = 1 / 8  # of the plain steps that a row may still take: what reading the whole of its prompt may cost
+WHOLE = (
+    1 / 8
+)  # of the plain steps that a row may still take: what reading the whole of its prompt may cost
 
 
 class Beside(ByModel):
@@ -20,7 +23,14 @@ class Beside(ByModel):
     when there are drafts, and enough tokens to come.
     """
 
-    def __init__(self, follower: Follower, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
+    def __init__(
+        self,
+        follower: Follower,
+        rows: Sequence[Row],
+        setting: Setting,
+        vocab_size: int,
+        effort: float,
+    ):
         super().__init__(rows, setting, vocab_size, effort)
         self._follower = follower
         self.looks = all(row.sampler.greedy for row in rows)
@@ -35,13 +45,19 @@ class Beside(ByModel):
             self._follower.ending(i, count)
         seen = {i: self.rows[i].seen for i in rows if self.most(i, 1) > 0}
         found = self._follower.look(seen, known) if seen else {}
-        return [draft for i, (first, logits) in found.items() for draft in self._would(i, first, logits)]
+        return [
+            draft for i, (first, logits) in found.items() for draft in self._would(i, first, logits)
+        ]
 
     def follow(self, rows: Sequence[int]) -> Logits:
         """Let the model hold these rows' committed tokens: the logits [B,1,V] after each."""
         for i in rows:
             row, size = self.rows[i], self.rows[i].seen.size
-            if self._follower.cut[i] and size * self._reading < WHOLE * row.left and self._follower.most(size, 1) > 0:
+            if (
+                self._follower.cut[i]
+                and size * self._reading < WHOLE * row.left
+                and self._follower.most(size, 1) > 0
+            ):
                 self._follower.whole(i)
         return self._follower.follow({i: self.rows[i].seen for i in rows})
 
@@ -61,7 +77,9 @@ class Beside(ByModel):
         logits, law = logits[:, : self._vocab], row.sampler.distribution
         said = row.sampler.choices(logits)
         if said is None:
-            said = np.array([law(line, row.seen[:n]).tokens[0] for n, line in enumerate(logits, first)])
+            said = np.array(
+                [law(line, row.seen[:n]).tokens[0] for n, line in enumerate(logits, first)]
+            )
         for stands in (said == row.seen[first : first + said.size]).tolist():
             stood += stands
             if not stands or stood == CHAIN:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from accel.runtime.backends.protocol import Logits
 from accel.runtime.draft import More
 from accel.runtime.draft._beside import Beside
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
-from accel.runtime.stepper import Logits
 from accel.runtime.tree import Guesses, Level, Tree, grown
 
 
@@ -35,13 +35,20 @@ class ByLevels(Beside):
             for i, level in levels.items():
                 nodes[i].add(level)
             trees = {i: (np.array(nodes[i].tokens), nodes[i].mask) for i in levels}
-            logits = self._follower.guess(trees, {i: level.tokens.size for i, level in levels.items()})
+            logits = self._follower.guess(
+                trees, {i: level.tokens.size for i, level in levels.items()}
+            )
             return {
-                i: [self._law(i, logits[i, n], nodes[i].path(before[i] + n)) for n in range(level.tokens.size)]
+                i: [
+                    self._law(i, logits[i, n], nodes[i].path(before[i] + n))
+                    for n in range(level.tokens.size)
+                ]
                 for i, level in levels.items()
             }
 
-        self._trees = grown({i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in nodes}, expand)
+        self._trees = grown(
+            {i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in nodes}, expand
+        )
         return self._trees
 
     def _law(self, i: int, logits: Logits, seen: Ints) -> Distribution:

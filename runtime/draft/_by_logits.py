@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters, More
-from accel.runtime.ints import Ints
-from accel.runtime.length._guard import prices
-from accel.runtime.loop import Row, Setting
-from accel.runtime.stepper import Logits
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.speculation.guard import prices
 from accel.runtime.tree import Guesses, Level, Shape, Tree, grown
 from accel.runtime.verify import Base as Rule
 from accel.runtime.verify import Chance, Verdict

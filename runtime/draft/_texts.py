@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from accel.runtime.decode.context import Model
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters, More
-from accel.runtime.draft._follow import Follower
-from accel.runtime.ints import Ints
-from accel.runtime.loop import Model, Row
-from accel.runtime.text import Tokenizer
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.speculation.follow import Follower
 from accel.runtime.tree import Tree
 
 LOOK = 16  # newest tokens whose text is always encoded again: what follows may join them
@@ -24,7 +25,9 @@ class ByText(Drafters):
     rule stays exact, without probabilities of the target's tokens. A draft ends where the draft model ends its text.
     """
 
-    def __init__(self, second: Model, rows: Sequence[Row], here: Tokenizer, there: Tokenizer, effort: float):
+    def __init__(
+        self, second: Model, rows: Sequence[Row], here: Tokenizer, there: Tokenizer, effort: float
+    ):
         """`here`: the target's tokenizer; `there`: the draft model's."""
         self.effort = effort
         self._rows = rows
@@ -59,7 +62,10 @@ class ByText(Drafters):
                     del left[i]
             if fresh:
                 logits = self._follower.run(fresh)
-        return {i: Tree.chain(self._texts[i].back(heads[i], tokens)[: limits[i]]) for i, tokens in drafted.items()}
+        return {
+            i: Tree.chain(self._texts[i].back(heads[i], tokens)[: limits[i]])
+            for i, tokens in drafted.items()
+        }
 
     def close(self) -> None:
         self._follower.close()

@@ -10,7 +10,7 @@ import numpy as np
 
 from accel.ir.errors import RecipeError
 from accel.runtime.draft import Base, Drafter
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.tree import NONE, Tree
 
 
@@ -48,4 +48,8 @@ class _Aligned(Drafter):
                 break
             found = found[found >= back]
             found = found[self.source[found - back] == seen[-1 - back]]
-        return Tree.chain(self.source[found[0] + 1 : found[0] + 1 + limit]) if found.size == 1 else NONE
+        return (
+            Tree.chain(self.source[found[0] + 1 : found[0] + 1 + limit])
+            if found.size == 1
+            else NONE
+        )

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
 from accel.runtime.draft._by_logits import ByLogits
-from accel.runtime.loop import Row, Setting
-from accel.runtime.session import Session
-from accel.runtime.stepper import Logits
+from accel.runtime.session.session import Session
 
 Layers = npt.NDArray[np.bool_]
 
@@ -32,13 +33,17 @@ class LayerSkip(Base):
 
     def __post_init__(self) -> None:
         if self.exit < 0:
-            raise RecipeError(f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: a quarter")
+            raise RecipeError(
+                f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: a quarter"
+            )
 
     def apart(self, axis: str, method: Any) -> str:
         """Why it cannot go with another method of a recipe; empty where it can."""
         if axis == "depth" and not method.by_call:
             return "a draft runs some of the layers, and after that method no call can say which"
-        return "it drafts chains, and that tree branches" if axis == "tree" and method.branches else ""
+        return (
+            "it drafts chains, and that tree branches" if axis == "tree" and method.branches else ""
+        )
 
     def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
         return _Early(self.layers(setting), session, rows, setting)
@@ -47,7 +52,9 @@ class LayerSkip(Base):
         """Which layers draft [L]."""
         depth = None if setting.model is None else setting.model.facts.depth
         if depth is None:
-            raise InputError("draft.layerskip needs layers that a call may leave out; build with depth = by-call")
+            raise InputError(
+                "draft.layerskip needs layers that a call may leave out; build with depth = by-call"
+            )
         count = len(depth.plan)
         last = self.exit or max(1, count // 4)
         if not 0 < last < count:

@@ -11,17 +11,21 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
 from accel.runtime.draft._beside import Beside
 from accel.runtime.draft._by_levels import ByLevels
 from accel.runtime.draft._by_logits import ByLogits
-from accel.runtime.draft._follow import Follower
 from accel.runtime.draft._texts import ByText
-from accel.runtime.loop import Row, Setting
-from accel.runtime.second import same_tokens
-from accel.runtime.stepper import Logits
+from accel.runtime.inputs.text import same_tokens
+from accel.runtime.speculation.follow import Follower
 
-TOKEN, LEVEL = 5e-5, 4e-4  # seconds that a drafted token, or a level of a tree, takes beside the draft model's call
+TOKEN, LEVEL = (
+    5e-5,
+    4e-4,
+)  # seconds that a drafted token, or a level of a tree, takes beside the draft model's call
 OWN = "draft"  # of accel.reference: the draft model of the bundled one
 
 
@@ -46,7 +50,9 @@ class Model(Base):
     def open(self, session: Any, rows: Sequence[Row], setting: Setting) -> Drafters:
         second = None if setting.model is None else setting.model.second
         if setting.model is None or second is None:
-            raise InputError("draft.model: this model was built without its draft model; build it again")
+            raise InputError(
+                "draft.model: this model was built without its draft model; build it again"
+            )
         branches = setting.methods["tree"].branches
         known, here, there = setting.costs, setting.model.tokenizer, second.tokenizer
         host = LEVEL if branches else TOKEN
@@ -59,7 +65,9 @@ class Model(Base):
                 )
             return ByText(second, rows, here, there, effort)
         follower = Follower(second, len(rows), branches)
-        return (ByLevels if branches else _Chains)(follower, rows, setting, session.vocab_size, effort)
+        return (ByLevels if branches else _Chains)(
+            follower, rows, setting, session.vocab_size, effort
+        )
 
 
 class _Chains(Beside, ByLogits):

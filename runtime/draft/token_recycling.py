@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import RecipeError
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
-from accel.runtime.ints import Ints
-from accel.runtime.length._guard import prices
-from accel.runtime.loop import Row, Setting
-from accel.runtime.session import Session
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.guard import prices
 from accel.runtime.tree import NONE, ROOT, Guesses, Level, Shape, Tree, grown
 from accel.runtime.tree._nodes import top
 from accel.runtime.verify import Verdict
@@ -38,7 +39,9 @@ class TokenRecycling(Base):
 
     def __post_init__(self) -> None:
         if self.followers < 1:
-            raise RecipeError(f"draft.token-recycling: followers is {self.followers}; give at least 1")
+            raise RecipeError(
+                f"draft.token-recycling: followers is {self.followers}; give at least 1"
+            )
 
     def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
         matrices = [follow(row.prompt, session.vocab_size, self.followers) for row in rows]
@@ -67,14 +70,19 @@ class _Recycled(Drafters):
             self.shapes[row].observe(tree, verdict.path)
 
     def _expand(self, last: int, levels: Mapping[int, Level]) -> Mapping[int, Guesses]:
-        found = {i: self.matrices[i][np.where(v.tokens == ROOT, last, v.tokens)] for i, v in levels.items()}
+        found = {
+            i: self.matrices[i][np.where(v.tokens == ROOT, last, v.tokens)]
+            for i, v in levels.items()
+        }
         return {i: tokens.astype(np.int64) for i, tokens in found.items()}
 
 
 def follow(prompt: Ints, vocabulary: int, followers: int) -> Matrix:
     """What follows each token in a prompt, the newest first."""
     matrix: Matrix = np.full((vocabulary, followers), -1, np.int32)
-    pairs, last = np.unique(prompt[-2::-1] * vocabulary + prompt[:0:-1], return_index=True)  # the newest is met first
+    pairs, last = np.unique(
+        prompt[-2::-1] * vocabulary + prompt[:0:-1], return_index=True
+    )  # the newest is met first
     order = np.lexsort((last, pairs // vocabulary))
     first, second = pairs[order] // vocabulary, pairs[order] % vocabulary
     places = np.arange(first.size) - first.searchsorted(first)
@@ -83,7 +91,9 @@ def follow(prompt: Ints, vocabulary: int, followers: int) -> Matrix:
     return matrix
 
 
-def recycle(matrix: Matrix, tokens: Ints, logits: npt.NDArray[np.float32], path: Sequence[int]) -> None:
+def recycle(
+    matrix: Matrix, tokens: Ints, logits: npt.NDArray[np.float32], path: Sequence[int]
+) -> None:
     """Put the likeliest tokens of each row of logits [N,V] behind its token [N]. Of several rows of one token the last
     counts, which is the deepest in a tree; before all those of the path that stands.
     """

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Base", "Pace", "Price", "unpriced"]
+from accel.runtime.speculation.price import Price
 
-Price = Callable[[int], float]  # tokens drafted -> what the round costs, in plain steps, as far as it is known by then
-
-
-def unpriced(drafted: int) -> float:
-    """Where nothing was measured: a call of several tokens for one of one."""
-    return 1.0
+__all__ = ["Base", "Pace"]
 
 
 class Pace(ABC):

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Base, Pace, Price
-from accel.runtime.length._guard import LONGEST
-from accel.runtime.length._odds import Odds
+from accel.runtime.length import Base, Pace
+from accel.runtime.speculation.guard import LONGEST
+from accel.runtime.speculation.odds import Odds
+from accel.runtime.speculation.price import Price
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class CostOptimal(Base):
         if self.most < 1:
             raise RecipeError(f"length.cost-optimal: most is {self.most}; give at least 1")
         if not 0 < self.fade <= 1:
-            raise RecipeError(f"length.cost-optimal: fade is {self.fade}; give more than 0, and 1 at most")
+            raise RecipeError(
+                f"length.cost-optimal: fade is {self.fade}; give more than 0, and 1 at most"
+            )
 
     def begin(self, price: Price) -> Pace:
         return _Pace(self, price)

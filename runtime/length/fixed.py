@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Base, Pace, Price
+from accel.runtime.length import Base, Pace
+from accel.runtime.speculation.price import Price
 
 
 @dataclass(frozen=True)

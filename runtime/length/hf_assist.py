@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import RecipeError, unknown
-from accel.runtime.length import Base, Pace, Price
+from accel.runtime.length import Base, Pace
+from accel.runtime.speculation.price import Price
 
 SCHEDULES = ("constant", "heuristic")
 ENOUGH, KEPT = 5, 1000  # tokens that a threshold is found by: more than, and the newest of
@@ -34,7 +35,9 @@ class HfAssist(Base):
         if self.schedule not in SCHEDULES:
             raise RecipeError(unknown("length.hf-assist schedule", self.schedule, SCHEDULES))
         if not 0 <= self.threshold <= 1:
-            raise RecipeError(f"length.hf-assist: threshold is {self.threshold}; give a probability, 0 to 1")
+            raise RecipeError(
+                f"length.hf-assist: threshold is {self.threshold}; give a probability, 0 to 1"
+            )
 
     def begin(self, price: Price) -> Pace:
         return _Pace(self)
@@ -45,7 +48,9 @@ class _Pace(Pace):
         self._tokens, self._adapts = of.tokens, of.schedule == "heuristic"
         self.threshold = of.threshold
         self._asked: list[float] = []  # how likely this draft's tokens were
-        self._known: deque[tuple[float, bool]] = deque(maxlen=KEPT)  # how likely a token was, and whether it stood
+        self._known: deque[tuple[float, bool]] = deque(
+            maxlen=KEPT
+        )  # how likely a token was, and whether it stood
 
     def limit(self) -> int:
         return self._tokens
@@ -68,12 +73,17 @@ class _Pace(Pace):
 
     def _adapt(self) -> None:
         """The threshold at which fewest of the known tokens would have been dealt with wrongly."""
-        chances, stood = np.array([c for c, _ in self._known]), np.array([s for _, s in self._known])
+        chances, stood = (
+            np.array([c for c, _ in self._known]),
+            np.array([s for _, s in self._known]),
+        )
         if len(stood) <= ENOUGH or stood.all() or not stood.any():
             return
         order = np.argsort(-chances, kind="stable")
         chances, stood = chances[order], stood[order]
-        ends = np.append(np.flatnonzero(np.diff(chances)), len(chances) - 1)  # equal chances go together
+        ends = np.append(
+            np.flatnonzero(np.diff(chances)), len(chances) - 1
+        )  # equal chances go together
         right, wrong = np.cumsum(stood)[ends], np.cumsum(~stood)[ends]
         costs = wrong / wrong[-1] + MISSED * (1 - right / right[-1])
         self.threshold = float(chances[ends[np.argmin(costs)]])

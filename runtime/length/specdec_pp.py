@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.trained import Tensors, found, opened
-from accel.runtime.length import Base, Pace, Price
+from accel.runtime.length import Base, Pace
+from accel.runtime.speculation.price import Price
 
 TOP, BLOCKS = 16, 3  # likeliest tokens that the head reads, and residual blocks that it has
 LEAST = -20.0  # the logarithm of a chance, at least
@@ -30,8 +31,8 @@ Array = npt.NDArray[np.float32]
 @dataclass(frozen=True)
 class SpecdecPp(Base):
     """Drafts of `least` to `most` tokens, ended where the chance that one of them falls is above `threshold`.
-    `trained`: the head's file, by `tools/train.py specdec-pp`; empty: what comes with accel, for the bundled model and
-    its draft.
+    `trained`: the head's file, by `tools/train/train.py specdec-pp`; empty: what comes with accel, for the bundled
+    model and its draft.
     """
 
     threshold: float = 0.3
@@ -43,7 +44,9 @@ class SpecdecPp(Base):
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
-            raise RecipeError(f"length.specdec-pp: threshold is {self.threshold}; give a probability, 0 to 1")
+            raise RecipeError(
+                f"length.specdec-pp: threshold is {self.threshold}; give a probability, 0 to 1"
+            )
         if not 1 <= self.least <= self.most:
             raise RecipeError(
                 f"length.specdec-pp: least is {self.least} and most {self.most}; give 1 or more, and no less as most"
@@ -65,7 +68,9 @@ class SpecdecPp(Base):
             if one is None or not alike(told[name], sample(one.session)):
                 whose = self.trained or "what comes with accel"
                 what = "model" if name == "model" else "draft model"
-                raise InputError(f"length.specdec-pp: {whose} was trained for another {what}; {ANOTHER}")
+                raise InputError(
+                    f"length.specdec-pp: {whose} was trained for another {what}; {ANOTHER}"
+                )
         checked.add(self.trained)
 
     def begin(self, price: Price) -> Pace:
@@ -73,10 +78,12 @@ class SpecdecPp(Base):
 
 
 ANOTHER = (
-    "train it: python tools/train.py specdec-pp MODEL --draft DRAFT --text TEXT --out FILE, and name the FILE in the "
-    "recipe, as `trained`"
+    "train it: python tools/train/train.py specdec-pp MODEL --draft DRAFT --text TEXT --out FILE, and name the FILE in "
+    "the recipe, as `trained`"
 )
-_FITS: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # model -> the files that are known to fit it
+_FITS: WeakKeyDictionary[Any, set[str]] = (
+    WeakKeyDictionary()
+)  # model -> the files that are known to fit it
 
 
 class _Pace(Pace):
@@ -100,7 +107,9 @@ def features(logits: Array, tokens: npt.NDArray[np.int64]) -> Array:
     """What the head reads [N,F] of tokens [N] and the draft's logits [N,V] that they were chosen by: the logarithms of
     the token's chance and of the likeliest ones', and the entropy.
     """
-    shifted = np.maximum(logits - logits.max(-1, keepdims=True), -100)  # what is ruled out has no chance, not -inf
+    shifted = np.maximum(
+        logits - logits.max(-1, keepdims=True), -100
+    )  # what is ruled out has no chance, not -inf
     weights = np.exp(shifted)
     total = weights.sum(-1, keepdims=True)
     entropy = np.log(total) - (weights * shifted).sum(-1, keepdims=True) / total
@@ -108,7 +117,9 @@ def features(logits: Array, tokens: npt.NDArray[np.int64]) -> Array:
     top = np.full((len(logits), TOP), LEAST, np.float32)
     top[:, :few] = -np.sort(-np.partition(shifted, -few)[:, -few:]) - np.log(total)
     own = np.take_along_axis(shifted, tokens[:, None], -1) - np.log(total)
-    return np.concatenate([np.maximum(own, LEAST), np.maximum(top, LEAST), entropy], -1).astype(np.float32)
+    return np.concatenate([np.maximum(own, LEAST), np.maximum(top, LEAST), entropy], -1).astype(
+        np.float32
+    )
 
 
 def chances(head: Tensors, x: Array) -> Array:
@@ -138,7 +149,9 @@ def _head(trained: str) -> tuple[Tensors, str]:
     want = sizes(tensors["first"].shape[-1] if "first" in tensors else 0)
     for name, size in want.items():
         if (has := np.shape(tensors.get(name, []))) != size:
-            raise InputError(f"{key}: {file} has {name} of size {list(has)}, where {list(size)} is needed; {ANOTHER}")
+            raise InputError(
+                f"{key}: {file} has {name} of size {list(has)}, where {list(size)} is needed; {ANOTHER}"
+            )
     return tensors, told["model"]
 
 

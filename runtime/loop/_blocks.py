@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import RecipeError, unknown
-from accel.runtime.loop import Base, Row, Setting
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
+from accel.runtime.loop import Base
 from accel.runtime.loop._canvas import CACHES, Canvas, Guess
-from accel.runtime.session import Session
+from accel.runtime.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ class Blocks(Base):
         """Whether what stays is what would stay of one token per call."""
         return False
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         if all(row.finish for row in rows):
             return
         canvas = Canvas(session, rows, self.block, self.cache, self.ways)
@@ -82,7 +86,11 @@ class Blocks(Base):
     def apart(self, axis: str, method: Any) -> str:
         """See Base: tokens are written again and again, and see those after them."""
         if axis == "kv.codec":
-            return "it encodes blocks of tokens for good, and here tokens are written again" if method.block else ""
+            return (
+                "it encodes blocks of tokens for good, and here tokens are written again"
+                if method.block
+                else ""
+            )
         if axis.partition(".")[0] in ("kv", "depth", "prefill", "numerics"):
             return "it is for tokens that come one after the other, and here they are written in any order, and again"
         return ""

@@ -9,10 +9,11 @@ from contextlib import suppress
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.ints import Ints
-from accel.runtime.loop import Row, prompted
-from accel.runtime.session import Session
-from accel.runtime.stepper import Logits
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.prompts import prompted
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.session import Session
 
 
 class Crowd(ABC):
@@ -31,7 +32,9 @@ class Crowd(ABC):
         """
 
 
-def branched(session: Session, rows: list[Row], begin: Callable[[Row], Crowd]) -> Iterator[tuple[int, int]]:
+def branched(
+    session: Session, rows: list[Row], begin: Callable[[Row], Crowd]
+) -> Iterator[tuple[int, int]]:
     """What `loop.Base.tokens` gives, of rows whose tokens are known when their search is over.
 
     A prompt runs once and becomes as many rows as its crowd has branches; of one that is done a row is left, which
@@ -53,7 +56,9 @@ def branched(session: Session, rows: list[Row], begin: Callable[[Row], Crowd]) -
                     if (best := crowds[i].best) is not None:
                         chosen[i], common = _nearest(before, best)
                         held[i] = start[i] + common
-            session.select(np.concatenate([a + b for a, b in zip(chosen, sizes.cumsum() - sizes, strict=True)]))
+            session.select(
+                np.concatenate([a + b for a, b in zip(chosen, sizes.cumsum() - sizes, strict=True)])
+            )
             sizes = np.array([rows_of.size for rows_of in chosen])
             done = {i: crowd.best for i, crowd in crowds.items() if crowd.best is not None}
             for i, best in done.items():

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.canvas import CanvasSession
-from accel.runtime.ints import Ints
-from accel.runtime.loop import Row
-from accel.runtime.session import Session
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.canvas import CanvasSession
+from accel.runtime.session.session import Session
 
 CACHES = ("none", "prefix", "dual")
 Mask = npt.NDArray[np.bool_]
@@ -52,7 +52,9 @@ class Canvas:
     `branches`: rows that the session then has for each, which may hold different tokens of the block.
     """
 
-    def __init__(self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1):
+    def __init__(
+        self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1
+    ):
         if not isinstance(session, CanvasSession):
             raise InputError(
                 "this loop fills masks, and the model decodes token by token; build it with loop = autoregressive"
@@ -123,7 +125,9 @@ class Canvas:
         found: dict[int, list[Guess]] = {}
         for i in np.flatnonzero(counts).tolist():
             part = logits[i * self.branches :, : asked[i] - self.first[i]]
-            found[i] = [self._guess(i, self.ids[i, j], hidden[i, j], part[j]) for j in range(counts[i])]
+            found[i] = [
+                self._guess(i, self.ids[i, j], hidden[i, j], part[j]) for j in range(counts[i])
+            ]
         return found
 
     def _called(self, used: Mask, start: Ints, size: Ints, first: Ints, asked: Ints) -> Floats:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.runtime.loop import Base, Row, Setting, prompted
-from accel.runtime.session import Session
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.prompts import prompted
+from accel.runtime.decode.row import Row
+from accel.runtime.loop import Base
+from accel.runtime.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,9 @@ class Autoregressive(Base):
     that ended.
     """
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         live = np.array([not row.finish for row in rows])
         if not live.any():
             return

@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
-from accel.runtime.loop import Base, Row, Setting
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
+from accel.runtime.loop import Base
 from accel.runtime.loop._branches import Crowd, branched
-from accel.runtime.session import Session
-from accel.runtime.stepper import Logits
+from accel.runtime.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,13 @@ class BeamPatience(Base):
         if self.beams < 1:
             raise RecipeError(f"loop.beam-patience: beams is {self.beams}; give at least 1")
         if not self.patience > 0:
-            raise RecipeError(f"loop.beam-patience: patience is {self.patience}; give a number above 0, 1 is usual")
+            raise RecipeError(
+                f"loop.beam-patience: patience is {self.patience}; give a number above 0, 1 is usual"
+            )
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         if any(not row.sampler.greedy for row in rows):
             raise InputError(
                 "loop = beam-patience searches for the likeliest text and draws nothing; leave temperature at 0, or "
@@ -76,7 +82,9 @@ class _Beams(Crowd):
 
     def _totals(self, logits: Logits) -> npt.NDArray[np.float64]:
         """The sum of log-probabilities of every way on [n,V]."""
-        scores = [b.sampler.scores(row, b.seen) for b, row in zip(self.branches, logits, strict=True)]
+        scores = [
+            b.sampler.scores(row, b.seen) for b, row in zip(self.branches, logits, strict=True)
+        ]
         found = np.array(scores, np.float64)
         found -= found.max(1, keepdims=True)
         found += self._sums[:, None] - np.log(np.exp(found).sum(1, keepdims=True))

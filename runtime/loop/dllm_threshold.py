@@ -25,7 +25,9 @@ class DllmThreshold(Blocks):
     def validate(self) -> None:
         super().validate()
         if self.factor < 0:
-            raise RecipeError(f"{self._name}: factor is {self.factor}; give 0 (the threshold decides) or more")
+            raise RecipeError(
+                f"{self._name}: factor is {self.factor}; give 0 (the threshold decides) or more"
+            )
 
     @property
     def static(self) -> bool:

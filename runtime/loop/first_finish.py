@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from accel.ir.errors import RecipeError
-from accel.runtime.loop import Base, Row, Setting
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
+from accel.runtime.loop import Base
 from accel.runtime.loop._branches import Crowd, branched
-from accel.runtime.session import Session
-from accel.runtime.stepper import Logits
+from accel.runtime.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,9 @@ class FirstFinish(Base):
         if self.samples < 1:
             raise RecipeError(f"loop.first-finish: samples is {self.samples}; give at least 1")
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         return branched(session, rows, lambda row: _Samples(row, self.samples))
 
 
@@ -45,7 +49,10 @@ class _Samples(Crowd):
         parents = list(range(self._count))
         if len(self.branches) < self._count:  # the prompt's
             (first,) = self.branches
-            self.branches = [first, *(first.branch(rng) for rng in first.rng.spawn(self._count - 1))]
+            self.branches = [
+                first,
+                *(first.branch(rng) for rng in first.rng.spawn(self._count - 1)),
+            ]
             parents, logits = [0] * self._count, np.repeat(logits, self._count, axis=0)
         for branch, row in zip(self.branches, logits, strict=True):
             branch.accept(branch.pick(row))

@@ -41,25 +41,34 @@ class Freedave(Blocks):
 
     def fill(self, canvas: Canvas) -> Iterator[tuple[int, int]]:
         for row in canvas.rows:
-            if row.sampler.distribution(np.zeros(canvas.session.vocab_size, np.float32), row.seen).random:
+            if row.sampler.distribution(
+                np.zeros(canvas.session.vocab_size, np.float32), row.seen
+            ).random:
                 raise InputError(
                     "loop = freedave checks what one token per call would give, which is certain only where greedy; "
                     "give temperature 0, or build with loop = dllm-lowconf"
                 )
         known = canvas.look() if canvas.waiting.any() else {}
         while canvas.waiting.any():
-            known = self._round(canvas, {i: known[i] for i in np.flatnonzero(canvas.waiting).tolist()})
+            known = self._round(
+                canvas, {i: known[i] for i in np.flatnonzero(canvas.waiting).tolist()}
+            )
             yield from canvas.take()
 
     def _round(self, canvas: Canvas, known: dict[int, Guess]) -> dict[int, Guess]:
         """Commit what stands of a draft; `known`: what was said of each row's masks, and is said after it."""
         hidden = np.repeat(canvas.open[:, None], self.drafts, axis=1)
-        order = {i: guess.first(min(self.drafts, max(1, len(guess) - 1))) for i, guess in known.items()}
+        order = {
+            i: guess.first(min(self.drafts, max(1, len(guess) - 1))) for i, guess in known.items()
+        }
         for i, guess in known.items():
             canvas.clear(i)
             for j in range(self.drafts):
                 slots = guess.slots[order[i][: j + 1]]
-                canvas.ids[i, j, slots], hidden[i, j, slots] = guess.tokens[order[i][: j + 1]], False
+                canvas.ids[i, j, slots], hidden[i, j, slots] = (
+                    guess.tokens[order[i][: j + 1]],
+                    False,
+                )
         counts = np.zeros(len(canvas.rows), np.int64)
         counts[list(known)] = [len(order[i]) if len(guess) > 1 else 0 for i, guess in known.items()]
         found = canvas.branch_out(counts, hidden) if counts.any() else {}

@@ -13,12 +13,15 @@ from time import perf_counter
 import numpy as np
 
 from accel.ir.errors import InputError, RecipeError
-from accel.runtime.ints import Ints
-from accel.runtime.length._guard import Guard
-from accel.runtime.loop import Base, Row, Setting, first_tokens
+from accel.runtime.backends.protocol import Bools, Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import FIGURES, apart
-from accel.runtime.session import Session
-from accel.runtime.stepper import Bools, Logits
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.guard import Guard
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
 
@@ -30,7 +33,9 @@ class Lookahead(Base):
     tokens stand that come without them, too. A row's n-grams are of its prompt, of what came, and of its window.
     """
 
-    window: int = 1  # a processor, to which tokens of a call are not free, gains by no more (docs/benchmarks.md)
+    window: int = (
+        1  # a processor, to which tokens of a call are not free, gains by no more (docs/figures)
+    )
     ngram: int = 5
     guesses: int = 1
 
@@ -40,18 +45,24 @@ class Lookahead(Base):
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
             if getattr(self, name) < least:
-                raise RecipeError(f"loop.lookahead: {name} is {getattr(self, name)}; give at least {least}")
+                raise RecipeError(
+                    f"loop.lookahead: {name} is {getattr(self, name)}; give at least {least}"
+                )
 
     @property
     def widest(self) -> int:
         """Most tokens of a call."""
         rows = self.ngram - 1
-        return self.guesses * rows + max(n * (self.window + rows - n) for n in range(1, rows + 1))  # while it fills
+        return self.guesses * rows + max(
+            n * (self.window + rows - n) for n in range(1, rows + 1)
+        )  # while it fills
 
     def apart(self, axis: str, method: object) -> str:
         return apart(axis, method)
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         wide = session.abilities.width
         if wide is not None and wide < self.widest:
             raise InputError(
@@ -107,7 +118,10 @@ class _Rounds:
 
     def _plain(self, live: list[int], rests: bool) -> list[tuple[int, int]]:
         """A step without guesses: they do not pay for now, or a row has no room for them."""
-        column, counts = np.zeros((len(self._rows), 1), np.int64), np.zeros(len(self._rows), np.int64)
+        column, counts = (
+            np.zeros((len(self._rows), 1), np.int64),
+            np.zeros(len(self._rows), np.int64),
+        )
         column[live, 0], counts[live] = [self._rows[i].tokens[-1] for i in live], 1
         start = perf_counter()
         logits = self._session.run(column, None if counts.all() else counts)
@@ -126,8 +140,13 @@ class _Rounds:
         counts = np.zeros(len(self._rows), np.int64)
         counts[list(calls)] = [call.tokens.size for call in calls.values()]
         width = int(counts.max())
-        columns = np.zeros((len(self._rows), max(call.columns.size for call in calls.values())), np.int64)
-        tokens, seen = np.zeros((len(self._rows), width), np.int64), np.zeros((len(self._rows), width, width), bool)
+        columns = np.zeros(
+            (len(self._rows), max(call.columns.size for call in calls.values())), np.int64
+        )
+        tokens, seen = (
+            np.zeros((len(self._rows), width), np.int64),
+            np.zeros((len(self._rows), width, width), bool),
+        )
         seen[:] = np.eye(width, dtype=bool)
         for i, call in calls.items():
             tokens[i, : counts[i]], seen[i, : counts[i], : counts[i]] = call.tokens, call.mask
@@ -136,7 +155,11 @@ class _Rounds:
 
     def _judged(self, i: int, call: _Call, logits: Logits) -> Ints:
         """Let a row take what stands, up to its end; the columns that the session is to hold [n]."""
-        row, last, before = self._rows[i], call.tokens.size - len(call.tree), len(self._rows[i].tokens)
+        row, last, before = (
+            self._rows[i],
+            call.tokens.size - len(call.tree),
+            len(self._rows[i].tokens),
+        )
         end = call.columns.size - len(call.tree)
         window, nodes = logits[end - call.grid.shape[1] : end], logits[end : call.columns.size]
         target = Target(call.tree, np.concatenate([logits[:1], nodes]), row.seen, row.sampler)
@@ -149,7 +172,9 @@ class _Rounds:
         self._windows[i].learn(call, window)
         self._windows[i].note(row.seen, taken)
         if len(call.tree):
-            row.drafting.update(rounds=1, drafted=len(call.tree), accepted=min(len(verdict.path), taken))
+            row.drafting.update(
+                rounds=1, drafted=len(call.tree), accepted=min(len(verdict.path), taken)
+            )
             row.drafts[int(call.tree.depths.max()), min(len(verdict.path), taken)] += 1
         found: Ints = np.concatenate([[0], last + np.array(verdict.path, np.int64)])[:taken]
         return found
@@ -179,14 +204,18 @@ class _Window:
     def __init__(self, row: Row, method: Lookahead):
         self._method = method
         draw = np.random.default_rng(0)  # what is guessed changes no token that comes
-        self._guesses = [draw.choice(row.prompt, method.window + method.ngram - 3)]  # the first row, behind its first
+        self._guesses = [
+            draw.choice(row.prompt, method.window + method.ngram - 3)
+        ]  # the first row, behind its first
         self._pool: dict[int, OrderedDict[tuple[int, ...], None]] = defaultdict(OrderedDict)
         self.note(row.seen, row.seen.size)
 
     def call(self, row: Row) -> _Call:
         """What the row's next call takes."""
         last, most = row.tokens[-1], min(self._method.ngram, row.left) - 1
-        tree = _merged([gram[:most] for gram in reversed(self._pool.get(last, ()))] if most > 0 else ())
+        tree = _merged(
+            [gram[:most] for gram in reversed(self._pool.get(last, ()))] if most > 0 else ()
+        )
         grid = np.stack([np.concatenate([[last], self._guesses[0]]), *self._guesses[1:]])
         mask = np.zeros((grid.size + len(tree),) * 2, bool)
         mask[: grid.size, : grid.size] = _sight(*grid.shape)

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError, RecipeError
-from accel.runtime.draft._follow import Follower
-from accel.runtime.ints import Ints
-from accel.runtime.length._guard import Guard, prices
-from accel.runtime.loop import Base, Row, Setting, first_tokens
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import FIGURES, apart, reach
-from accel.runtime.session import Session
-from accel.runtime.stepper import Logits
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.guard import Guard, prices
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
 
@@ -46,14 +49,20 @@ class Pearl(Base):
             return "it drafts while the target runs, in a session of another model"
         return apart(axis, method)
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         second = None if setting.model is None else setting.model.second
         if second is None:
-            raise InputError("loop.pearl: this model was built without its draft model; build it again")
+            raise InputError(
+                "loop.pearl: this model was built without its draft model; build it again"
+            )
         yield from first_tokens(session, rows)
         with ExitStack() as stack:
             follower = stack.enter_context(closing(Follower(second, len(rows))))
-            thread = stack.enter_context(ThreadPoolExecutor(1))  # ends before the draft's session closes
+            thread = stack.enter_context(
+                ThreadPoolExecutor(1)
+            )  # ends before the draft's session closes
             rounds = _Rounds(session, rows, self.ahead, setting, follower, thread)
             while rounds.live:
                 yield from rounds.run()
@@ -88,7 +97,9 @@ class _Rounds:
         alone = self._guard is not None and len(self._plain) < ALONE
         rests = alone or self._guard is not None and not self._guard.limit
         for i in live:
-            self._pending[i] = self._pending[i][: 0 if rests else min(self._reach, rows[i].left - 1)]
+            self._pending[i] = self._pending[i][
+                : 0 if rests else min(self._reach, rows[i].left - 1)
+            ]
         before, stood = {i: len(rows[i].tokens) for i in live}, []
         start = perf_counter()
         try:
@@ -96,7 +107,9 @@ class _Rounds:
             for i in live:
                 stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i))))
         finally:  # what was judged stands, even where a later row or the draft fails
-            taken = np.array([len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)])
+            taken = np.array(
+                [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
+            )
             if (held + taken < self._session.lengths).any():
                 self._session.rewind(np.minimum(held + taken, self._session.lengths))
         if alone:
@@ -105,7 +118,9 @@ class _Rounds:
             self._guard.rest()
         elif self._guard is not None:
             usual = min(self._plain) * self._price(max(drafted for drafted, _ in stood))
-            self._guard.observe(float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1))
+            self._guard.observe(
+                float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1)
+            )
         for i in live:
             rows[i].drafting["fallback"] += rests and not alone
         rows[0].clock(seconds - call, call, perf_counter() - start)  # for all
@@ -154,7 +169,9 @@ class _Rounds:
         pending from now on, where its first token came.
         """
         row, tree, before = self._rows[i], Tree.chain(self._pending[i]), len(self._rows[i].tokens)
-        verdict = match(Target(tree, logits[: len(tree) + 1], row.seen, row.sampler), self._chances[i])
+        verdict = match(
+            Target(tree, logits[: len(tree) + 1], row.seen, row.sampler), self._chances[i]
+        )
         for token in (*tree.tokens[: len(verdict.path)].tolist(), verdict.token):
             row.accept(token)
             if row.finish:
@@ -165,6 +182,8 @@ class _Rounds:
             row.drafts[len(tree), stood] += 1
         on = ahead is not None and len(verdict.path) == len(tree) and ahead[0] == verdict.token
         found = ahead[1:] if on and ahead is not None else np.zeros(0, np.int64)
-        wrong = np.flatnonzero(found >= self._session.vocab_size)  # tokens that only the draft model has
+        wrong = np.flatnonzero(
+            found >= self._session.vocab_size
+        )  # tokens that only the draft model has
         self._pending[i] = found[: wrong[0]] if wrong.size else found
         return stood

@@ -13,14 +13,18 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.companion import Abilities
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
-from accel.runtime.ints import Ints
-from accel.runtime.length import Pace, unpriced
-from accel.runtime.length._guard import Guard
-from accel.runtime.loop import Base, Row, Setting, first_tokens
-from accel.runtime.session import CHUNK, Session
-from accel.runtime.stepper import Logits
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.length import Pace
+from accel.runtime.loop import Base
+from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.session import CHUNK, Session
+from accel.runtime.speculation.guard import Guard
+from accel.runtime.speculation.price import unpriced
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
@@ -35,7 +39,9 @@ class Speculative(Base):
 
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
 
-    def tokens(self, session: Session, rows: list[Row], setting: Setting) -> Iterator[tuple[int, int]]:
+    def tokens(
+        self, session: Session, rows: list[Row], setting: Setting
+    ) -> Iterator[tuple[int, int]]:
         with closing(_Rounds(session, rows, setting)) as rounds:
             yield from first_tokens(session, rows)
             while rounds.live:
@@ -48,7 +54,9 @@ class Speculative(Base):
 def apart(axis: str, method: Any) -> str:
     """What `session.abilities` would say of drafts, before anything is built; see `Base.apart`."""
     if axis == "kv.codec" and method.block:
-        return "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
+        return (
+            "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
+        )
     if axis == "kv.when" and method.single:
         return "it drops tokens while others come, and what a draft made it drop cannot be had back"
     if axis == "kv.score" and "mass" in method.reads:
@@ -94,7 +102,9 @@ class _Rounds:
         price = unpriced if self._guard is None else self._guard.cost
         self._paces: list[Pace] = [setting.methods["length"].begin(price) for _ in rows]
         self._drafting = 0.0  # the drafters' time of this round, in seconds
-        self._drafts: list[tuple[int, int]] = []  # of this round: tokens drafted, and those that stood
+        self._drafts: list[
+            tuple[int, int]
+        ] = []  # of this round: tokens drafted, and those that stood
 
     def close(self) -> None:
         """Free what the drafters hold."""
@@ -194,7 +204,9 @@ class _Rounds:
         """Raise InputError for a draft that cannot be checked."""
         name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
         if len(tree) > most:
-            raise InputError(f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer")
+            raise InputError(
+                f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer"
+            )
         if tree.branch is not None and not self._session.abilities.trees:
             raise InputError(
                 f"{name} drafted a tree that branches, and this model takes chains only (session.abilities); build it "
@@ -249,7 +261,9 @@ class _Rounds:
         self._drafters.observe(i, verdict, logits)
         self._drafting += perf_counter() - start
 
-    def _weigh(self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float) -> None:
+    def _weigh(
+        self, kept: dict[int, list[int]], back: bool, drafting: float, seconds: float
+    ) -> None:
         """Tell the guard what the round gave in these seconds; `drafting`: the drafters' time, the call's being 1."""
         if self._guard is None:
             return

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 
 __all__ = ["Base", "Distribution"]
 
@@ -74,7 +74,9 @@ class Base(ABC):
         return None
 
     @abstractmethod
-    def scores(self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    def scores(
+        self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float32]:
         """The logits [V] with what penalties make of them; given and raising as `distribution`."""
 
     @abstractmethod

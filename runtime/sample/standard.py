@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError, InputError
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Base, Distribution
 
 

@@ -14,11 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.ints import Ints, as_ints
-from accel.runtime.length import Price, unpriced
+from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.sample import Distribution
+from accel.runtime.speculation.price import Price, unpriced
 
-__all__ = ["NONE", "ROOT", "Base", "Draw", "Growth", "Guesses", "Level", "Shape", "Tree", "grown", "without"]
+__all__ = [
+    "NONE",
+    "ROOT",
+    "Base",
+    "Draw",
+    "Growth",
+    "Guesses",
+    "Level",
+    "Shape",
+    "Tree",
+    "grown",
+    "without",
+]
 
 ROOT = -1  # the last committed token: the parent of the first drafted ones
 

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
 from accel.runtime.tree import Draw, Tree
 
@@ -37,7 +37,11 @@ class Nodes:
 
     def tree(self, kept: Sequence[int] | None = None) -> Tree:
         """Of these nodes, in rising order, or of all. With a node its parent and its earlier siblings stay."""
-        tokens, parents, rows = np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self._rows)
+        tokens, parents, rows = (
+            np.array(self.tokens, np.int64),
+            np.array(self.parents, np.int64),
+            np.array(self._rows),
+        )
         if kept is not None:
             place = np.full(tokens.size + 1, -1)  # of ROOT, the last: ROOT
             place[kept] = np.arange(len(kept))
@@ -88,7 +92,9 @@ def top(values: npt.NDArray[np.floating], count: int) -> Ints:
         return np.argsort(-values, axis=1, kind="stable")[:, :count]
     parts = values[:, : size - size % deep].reshape(rows, deep, -1).max(1)
     least = np.partition(parts, -count, axis=1)[:, -count]
-    row, place = np.divmod(np.flatnonzero(~(values < least[:, None])), size)  # what is no number, too
+    row, place = np.divmod(
+        np.flatnonzero(~(values < least[:, None])), size
+    )  # what is no number, too
     order = np.lexsort((place, -values[row, place], row))
     first = row.searchsorted(np.arange(rows))
     found: Ints = place[order][first[:, None] + np.arange(count)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.tree._shaped import Path
 
 
@@ -21,7 +21,9 @@ class Optimal:
     def __init__(self, rates: Sequence[float], nodes: int, depth: int):
         self.expected = np.full((depth + 1, nodes + 1), -np.inf)
         self.expected[0, 1] = 1.0
-        self._parts: list[list[Ints]] = [[]]  # [level][children - 1][nodes]: how many go to all but the last child
+        self._parts: list[list[Ints]] = [
+            []
+        ]  # [level][children - 1][nodes]: how many go to all but the last child
         self._children: list[Ints] = [np.zeros(nodes + 1, np.int64)]
         for level in range(1, depth + 1):
             self._level(rates, level)
@@ -34,7 +36,9 @@ class Optimal:
 
     def _level(self, rates: Sequence[float], level: int) -> None:
         below, count = self.expected[level - 1], self.expected.shape[1]
-        given = np.arange(count)[:, None] - np.arange(count)  # [m, y]: to the last child, y to the others
+        given = np.arange(count)[:, None] - np.arange(
+            count
+        )  # [m, y]: to the last child, y to the others
         there = (given > 0) & np.isfinite(below[given])
         last = np.where(there, below[given], 0.0)
         best = np.full(count, -np.inf)

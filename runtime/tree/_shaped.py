@@ -8,11 +8,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from accel.runtime.ints import Ints
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.tree import LEVEL, ROOT, Draw, Growth, Level
 from accel.runtime.tree._nodes import Nodes, children
 
-Path = tuple[int, ...]  # a node as ranks from the root on: (0,) the first child of it, (0, 1) the second one of that
+Path = tuple[
+    int, ...
+]  # a node as ranks from the root on: (0,) the first child of it, (0, 1) the second one of that
 Form = Sequence[Sequence[int]]  # the children of each node, the root the first
 
 
@@ -63,7 +65,9 @@ def shaped(form: Form, draw: Draw | None) -> Growth:
             if isinstance(guess, list):
                 added = nodes.add(node, [token for token in guess[: len(wanted)] if token >= 0])
             else:
-                added = nodes.add(node, children(guess, len(wanted), draw), None if draw is None else guess)
+                added = nodes.add(
+                    node, children(guess, len(wanted), draw), None if draw is None else guess
+                )
             for child, new in zip(wanted, added, strict=False):
                 if form[child]:
                     below.append((child, new))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.runtime.length import Price, unpriced
+from accel.runtime.speculation.price import Price, unpriced
 from accel.runtime.tree import Base, Draw, Growth, Shape
 from accel.runtime.tree._shaped import shaped
 

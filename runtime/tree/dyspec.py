@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Price, unpriced
 from accel.runtime.sample import Distribution
+from accel.runtime.speculation.price import Price, unpriced
 from accel.runtime.tree import LEVEL, ROOT, Base, Draw, Growth, Level, Shape, Tree
 from accel.runtime.tree._nodes import Nodes, drawn, likeliest
 
@@ -33,11 +33,15 @@ class Dyspec(Base, Shape):
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
-            raise RecipeError(f"tree.dyspec: threshold is {self.threshold}; give 0 or more, below 1")
+            raise RecipeError(
+                f"tree.dyspec: threshold is {self.threshold}; give 0 or more, below 1"
+            )
         if self.depth < 1:
             raise RecipeError(f"tree.dyspec: depth is {self.depth}; give at least 1")
         if not 0 < self.temperature <= 1:
-            raise RecipeError(f"tree.dyspec: temperature is {self.temperature}; give more than 0, and 1 at most")
+            raise RecipeError(
+                f"tree.dyspec: temperature is {self.temperature}; give more than 0, and 1 at most"
+            )
 
     def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
         return self
@@ -52,11 +56,15 @@ class Dyspec(Base, Shape):
             expanded += len(open_)
             first = len(found.nodes.tokens)
             for node, guess in zip(open_, guesses, strict=True):
-                assert isinstance(guess, Distribution), "assembled with a drafter that gives tokens in order only"
+                assert isinstance(guess, Distribution), (
+                    "assembled with a drafter that gives tokens in order only"
+                )
                 found.expand(node, guess)
             open_ = [node for node in found.kept() if node >= first]
             tokens, parents = found.nodes.tokens, found.nodes.parents
-            level = Level(np.array([tokens[n] for n in open_]), np.array([number[parents[n]] for n in open_]))
+            level = Level(
+                np.array([tokens[n] for n in open_]), np.array([number[parents[n]] for n in open_])
+            )
         return found.tree()
 
 
@@ -78,7 +86,9 @@ class _Found:
         """Add the children that may be kept."""
         share = 1.0 if node == ROOT else self.shares[node]
         if self.draw is None:
-            best, probabilities = likeliest(Distribution(guess.tokens, guess.weights**self.power), self.limit)
+            best, probabilities = likeliest(
+                Distribution(guess.tokens, guess.weights**self.power), self.limit
+            )
             values = share * probabilities
             count = int((values >= self._least()).sum())
             self.values += values[:count].tolist()
@@ -86,7 +96,11 @@ class _Found:
             self.nodes.add(node, best[:count])
             return
         tokens, least, source = list[int](), self._least(), drawn(guess, self.draw)
-        while share >= least and len(tokens) < self.limit and (found := next(source, None)) is not None:
+        while (
+            share >= least
+            and len(tokens) < self.limit
+            and (found := next(source, None)) is not None
+        ):
             tokens.append(found[0])
             self.values.append(share)  # before the token is known
             self.shares.append(share * found[1])

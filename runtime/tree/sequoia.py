@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Price, unpriced
+from accel.runtime.speculation.price import Price, unpriced
 from accel.runtime.tree import ROOT, Base, Draw, Growth, Shape, Tree
 from accel.runtime.tree._optimal import Optimal
 from accel.runtime.tree._shaped import Path, formed, shaped
 from accel.runtime.tree.static import RATES
 
 NODES = 31  # of a tree, at most
-FIRST = 4  # drafts after which rates are looked at again, twice as many after each further time, up to
+FIRST = (
+    4  # drafts after which rates are looked at again, twice as many after each further time, up to
+)
 MOST = 64
 FADE = 0.98  # what a draft weighs after each later one
 BELIEF = 8.0  # nodes, for what is believed before any was seen
@@ -39,7 +41,9 @@ class Sequoia(Base):
             raise RecipeError(f"tree.sequoia: depth is {self.depth}; give 1 to {NODES}")
         if self.rates is None:
             return
-        numbers = isinstance(self.rates, Sequence) and all(type(r) in (int, float) and r >= 0 for r in self.rates)
+        numbers = isinstance(self.rates, Sequence) and all(
+            type(r) in (int, float) and r >= 0 for r in self.rates
+        )
         if not numbers or isinstance(self.rates, str) or not 0 < sum(self.rates) <= 1:
             raise RecipeError(
                 f"tree.sequoia: rates are {self.rates!r}; give a share of each rank, 0 or more, 1 in all at most, as "
@@ -48,13 +52,17 @@ class Sequoia(Base):
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))
 
     def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
-        return _Measured(self.depth, self.rates, tuple(price(nodes) for nodes in range(NODES + 1)), level)
+        return _Measured(
+            self.depth, self.rates, tuple(price(nodes) for nodes in range(NODES + 1)), level
+        )
 
 
 class _Measured(Shape):
     """Of one row."""
 
-    def __init__(self, depth: int, rates: tuple[float, ...] | None, prices: tuple[float, ...], level: float):
+    def __init__(
+        self, depth: int, rates: tuple[float, ...] | None, prices: tuple[float, ...], level: float
+    ):
         self._depth, self._fixed, self._prices, self._level = depth, rates, prices, level
         self._stood, self._tried = BELIEF * np.array(RATES), np.full(len(RATES), BELIEF)
         self._rates = RATES if rates is None else rates
@@ -86,7 +94,9 @@ def _optimal(rates: tuple[float, ...], depth: int) -> Optimal:
 
 
 @lru_cache(maxsize=1024)
-def _paths(rates: tuple[float, ...], limit: int, depth: int, prices: tuple[float, ...], level: float) -> list[Path]:
+def _paths(
+    rates: tuple[float, ...], limit: int, depth: int, prices: tuple[float, ...], level: float
+) -> list[Path]:
     """Of the tree of 1 to `limit` nodes that gives most tokens for its time."""
     if not limit:
         return []

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import RecipeError
-from accel.runtime.ints import Ints
-from accel.runtime.length import Price, unpriced
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.speculation.price import Price, unpriced
 from accel.runtime.tree import Base, Draw, Growth, Shape
 from accel.runtime.tree._shaped import Form, Path, chances, formed, likely, shaped
 
@@ -55,7 +55,11 @@ class _Formed(Shape):
 def _default() -> tuple[tuple[Path, ...], npt.NDArray[np.float64], Ints]:
     """Paths, and of the form of so many of them the tokens expected and the levels, [n]."""
     paths = tuple(likely(RATES, NODES, DEPTH))
-    return paths, 1 + np.cumsum(chances(paths, RATES)), np.maximum.accumulate([len(path) for path in paths])
+    return (
+        paths,
+        1 + np.cumsum(chances(paths, RATES)),
+        np.maximum.accumulate([len(path) for path in paths]),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -69,12 +73,16 @@ def _checked(paths: Any) -> tuple[Path, ...]:
     for path in paths if isinstance(paths, Sequence) and not isinstance(paths, str) else [paths]:
         whole = isinstance(path, Sequence) and path and all(type(r) is int and r >= 0 for r in path)
         if not whole or isinstance(path, str):
-            raise RecipeError(f"tree.static: path {path!r} is no list of ranks; give paths as [[0], [1], [0, 0]]")
+            raise RecipeError(
+                f"tree.static: path {path!r} is no list of ranks; give paths as [[0], [1], [0, 0]]"
+            )
         path = tuple(path)
         before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
         for wanted in (path[:-1], before):
             if wanted and wanted not in found:
-                raise RecipeError(f"tree.static: path {list(path)} comes without {list(wanted)}; put that before it")
+                raise RecipeError(
+                    f"tree.static: path {list(path)} comes without {list(wanted)}; put that before it"
+                )
         if path in found:
             raise RecipeError(f"tree.static: path {list(path)} comes twice; leave one out")
         found[path] = None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.ints import Ints, check_vocabulary
+from accel.runtime.inputs.ints import Ints, check_vocabulary
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.sample import Distribution
 from accel.runtime.tree import ROOT, Draw, Tree
@@ -132,7 +132,9 @@ def match(target: Target, chance: Chance) -> Verdict:
     """Draw from the target, and follow while the tree has what was drawn."""
     node, path, tokens = ROOT, list[int](), target.tree.tokens
     while True:
-        token = chance.draw(target.law(node)) if target.choices is None else target.choices[node + 1]
+        token = (
+            chance.draw(target.law(node)) if target.choices is None else target.choices[node + 1]
+        )
         found = [c for c in target.tree.children(node) if tokens[c] == token]
         if not found:
             return Verdict(tuple(path), token)

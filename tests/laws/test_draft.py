@@ -33,7 +33,9 @@ def law(method):
                 assert np.array_equal(seen[:end], before), "it changed what it saw"
                 assert len(tree) <= limit and tree.branch is None
                 assert not len(tree) or tree.tokens.max() < VOCABULARY
-                assert tree.tokens.tolist() == alone[i][turn].tokens.tolist(), "rows share something"
+                assert tree.tokens.tolist() == alone[i][turn].tokens.tolist(), (
+                    "rows share something"
+                )
                 proposed += len(tree)
     assert proposed, "it never drafts"
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from accel.compiler.assemble import GRADES
 from accel.ir.axis import find_axes
 from accel.ir.program import DTYPES
-from accel.runtime.assemble import GRADES
 
 NAMES = find_axes()["kv.codec"].names()
 WIDTHS = (1, 7, 10, 64, 129)

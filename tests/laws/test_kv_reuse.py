@@ -2,11 +2,11 @@
 
 import pytest
 
+from accel.compiler.assemble import EVICTION, GRADES, assemble
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
-from accel.runtime.assemble import EVICTION, GRADES, assemble
 
 AXES = find_axes()
 NAMES = AXES["kv.reuse"].names()

@@ -94,9 +94,11 @@ def law_no_number(score, seed):
     found = sets(choose(x, 6, score))
     assert (found[0], found[2]) == (clean[0], clean[2])
     assert all(len(head) == 6 for head in found[1])
-    if set(kv_slots.parameters(score)) & {"keys", "mass", "notes"} and "queries" not in kv_slots.parameters(
-        score
-    ):
+    if set(kv_slots.parameters(score)) & {
+        "keys",
+        "mass",
+        "notes",
+    } and "queries" not in kv_slots.parameters(score):
         assert all(5 not in head for head in found[1])
     assert sets(choose(x, 12, score)) == real(x)
 
@@ -161,7 +163,7 @@ def test_the_law_catches(law, broken):
 
 
 def test_the_laws_of_budget_and_protection_catch(monkeypatch):
-    from accel.passes.kv import compress
+    from accel.passes.kv._shared import compress
 
     monkeypatch.setattr(compress, "_protected", lambda score, scores, where, seen: scores)
     for law, score in (

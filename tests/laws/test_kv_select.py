@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.compiler.assemble import GRADES
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.choice import best_pages
-from accel.ir.program import DTYPES, Conditional, ancestors, compute
+from accel.ir.program import DTYPES, ancestors, compute
+from accel.ir.region import Conditional
 from accel.passes.kv.select import FEW, LEAST
-from accel.runtime.assemble import GRADES
 
 from ..select_case import AXIS, Selecting, built, close, singles
 
@@ -88,15 +89,23 @@ def law_update(method, seed):
         slots = torch.from_numpy(rng.integers(0, slots_ - tokens + 1, 2))
         slots[0] = min(page - 1, slots_ - tokens)
         want = method.summary(x[:, :, : slots_ // page * page].unflatten(2, (-1, page)))
-        sizes = {name: (2, G, -(-slots_ // page), *tail) for name, (_, tail) in method.parts(D).items()}
+        sizes = {
+            name: (2, G, -(-slots_ // page), *tail) for name, (_, tail) in method.parts(D).items()
+        }
         held = {name: torch.full(shape, 9.0) for name, shape in sizes.items()}
         found = method.update(held, x, torch.zeros(2, tokens, dtype=torch.int64), slots)
         for name, part in found.items():
             for row, start in enumerate(slots.tolist()):
                 filled = slice(start // page, (start + tokens) // page)
                 assert torch.equal(part[row][:, filled], want[name][row][:, filled]), name
-                far = (tokens + page - 2) // page + 1  # what is computed anew without need is full and near
-                for other in (n for n in range(part.shape[2]) if not start // page - far < n < start // page + far):
+                far = (
+                    tokens + page - 2
+                ) // page + 1  # what is computed anew without need is full and near
+                for other in (
+                    n
+                    for n in range(part.shape[2])
+                    if not start // page - far < n < start // page + far
+                ):
                     assert (part[row][:, other] == 9).all(), name
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import RecipeError
-from accel.runtime.keeper import Keeper, KvPlan
 from accel.runtime.kv.when import MOMENTS, Base
+from accel.runtime.session.observers.eviction import Keeper, KvPlan
 
 from ..kv_slots import AXES, build
 

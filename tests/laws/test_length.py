@@ -9,11 +9,12 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Base, Pace, unpriced
-from accel.runtime.length._odds import PRIOR, WEIGHT
+from accel.runtime.length import Base, Pace
 from accel.runtime.length.cost_optimal import CostOptimal
 from accel.runtime.length.hf_assist import HfAssist
 from accel.runtime.sample import Distribution
+from accel.runtime.speculation.odds import PRIOR, WEIGHT
+from accel.runtime.speculation.price import unpriced
 from accel.runtime.verify import Target
 
 from ..verify_case import World, alone, distance, generated, sampled
@@ -50,7 +51,9 @@ def law(method):
     """Rows that take turns get what each gets alone; a limit is never negative; none is not for ever."""
     for chance in (0.05, 0.97):
         for cost in (unpriced, price(0.1), price(0.5, 0.5)):
-            alone = [drive(method.begin(cost), np.random.default_rng(i), 20, chance) for i in (0, 1)]
+            alone = [
+                drive(method.begin(cost), np.random.default_rng(i), 20, chance) for i in (0, 1)
+            ]
             paces = [(method.begin(cost), np.random.default_rng(i), []) for i in (0, 1)]
             for _ in range(20):
                 for pace, rng, limits in paces:
@@ -110,7 +113,9 @@ class Writes(Pace):
         return True
 
 
-@pytest.mark.parametrize("broken", [Says(Negative), Says(GivesUp), Says(Writes), Says(GivesUp, one=True)])
+@pytest.mark.parametrize(
+    "broken", [Says(Negative), Says(GivesUp), Says(Writes), Says(GivesUp, one=True)]
+)
 def test_a_broken_one_is_caught(broken):
     with pytest.raises(AssertionError):
         law(broken)
@@ -168,7 +173,9 @@ def brute(history, fade, cost, most):
         stood = sum(w for w, (d, s) in zip(weights, history, strict=True) if s > place)
         lean = chances[-1] if chances else PRIOR
         chances.append((stood + WEIGHT * lean) / (tested + WEIGHT))
-    return [(1 + sum(np.prod(chances[: j + 1]) for j in range(k))) / cost(k) for k in range(most + 1)]
+    return [
+        (1 + sum(np.prod(chances[: j + 1]) for j in range(k))) / cost(k) for k in range(most + 1)
+    ]
 
 
 @pytest.mark.parametrize("fade", [1.0, 0.95])
@@ -201,7 +208,9 @@ def test_cost_optimal_drafts_further_where_more_stands_and_tokens_cost_less():
 def test_cost_optimal_stops_where_no_draft_pays_and_goes_on_where_one_does_again():
     pace = CostOptimal().begin(price(0.2, 0.5))
     limits = drive(pace, np.random.default_rng(0), 400, 0.1)
-    assert np.count_nonzero(limits) < 30 and max(limits[100:]) <= 1, "a token at a time is tried, ever rarer"
+    assert np.count_nonzero(limits) < 30 and max(limits[100:]) <= 1, (
+        "a token at a time is tried, ever rarer"
+    )
     assert np.mean(drive(pace, np.random.default_rng(1), 600, 0.97)[-50:]) > 2
 
 
@@ -270,7 +279,9 @@ def test_hf_assist_counts_what_each_end_of_a_draft_costs(theirs, monkeypatch):
 
 def test_hf_assist_stops_where_the_drafter_is_unsure():
     pace = HfAssist(threshold=0.4).begin(unpriced)
-    assert pace.more(np.log(np.float32([0.5, 0.5])), 1) and not pace.more(np.log(np.float32([0.7, 0.3])), 1)
+    assert pace.more(np.log(np.float32([0.5, 0.5])), 1) and not pace.more(
+        np.log(np.float32([0.7, 0.3])), 1
+    )
     assert not pace.more(np.float32([1e30, 0]), 1)
     assert HfAssist(threshold=0).begin(unpriced).more(np.float32([9, 0]), 1)
 

@@ -8,7 +8,8 @@ import torch
 
 import accel
 from accel.ir.axis import Axis
-from accel.runtime.loop import Row, Setting
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
 from accel.runtime.loop._canvas import Canvas
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.dllm_threshold import DllmThreshold
@@ -43,7 +44,10 @@ def model():
         if shift not in made:
             module = Filler(shift).eval()
             recipe = {"loop": {"use": "dllm-lowconf"}}
-            made[shift] = module, accel.optimize(module, recipe, target="eager", max_context=LONGEST)
+            made[shift] = (
+                module,
+                accel.optimize(module, recipe, target="eager", max_context=LONGEST),
+            )
         return made[shift]
 
     return get
@@ -53,13 +57,17 @@ def decoded(compiled, use, given, new=NEW, **options):
     """Tokens and graph calls of each prompt alone, and tokens of all together."""
     with with_loop(compiled, use, **options) as made:
         alone = [made.generate(prompt, max_new_tokens=new, eos=[]) for prompt in given]
-        return [out.tokens[0] for out in alone], [out.stats["calls"] for out in alone], made.generate(
-            given, max_new_tokens=new, eos=[]
-        ).tokens
+        return (
+            [out.tokens[0] for out in alone],
+            [out.stats["calls"] for out in alone],
+            made.generate(given, max_new_tokens=new, eos=[]).tokens,
+        )
 
 
 def prophetic(early, middle, late):
-    return lambda lead, done: bool(lead.mean() >= (early if done < 0.33 else middle if done < 0.67 else late))
+    return lambda lead, done: bool(
+        lead.mean() >= (early if done < 0.33 else middle if done < 0.67 else late)
+    )
 
 
 CASES = [
@@ -76,13 +84,17 @@ CASES = [
 
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("use, options, stays, early", CASES, ids=[f"{use} {more}" for use, more, *_ in CASES])
+@pytest.mark.parametrize(
+    "use, options, stays, early", CASES, ids=[f"{use} {more}" for use, more, *_ in CASES]
+)
 def test_tokens_are_those_of_the_published_loop(model, shift, cache, use, options, stays, early):
     module, compiled = model(shift)
     given = prompts()
     new = 24 if "steps" in options else NEW  # a last block of other size would take other counts
     wanted = [official(module, prompt, new, BLOCK, stays, cache, early) for prompt in given]
-    tokens, calls, together = decoded(compiled, use, given, new, block=BLOCK, cache=cache, **options)
+    tokens, calls, together = decoded(
+        compiled, use, given, new, block=BLOCK, cache=cache, **options
+    )
     assert tokens == [t for t, _ in wanted] == together
     if use == "freedave":
         assert all(got <= n for got, (_, n) in zip(calls, wanted, strict=True))
@@ -97,7 +109,11 @@ def test_every_loop_is_compared():
 def test_caches_differ_where_they_may():
     """Or the comparison above would not see one taken for another."""
     module = Filler(False).eval()
-    found = {str(official(module, p, NEW, BLOCK, surest(1), cache)) for cache in CACHES for p in prompts()[:1]}
+    found = {
+        str(official(module, p, NEW, BLOCK, surest(1), cache))
+        for cache in CACHES
+        for p in prompts()[:1]
+    }
     assert len(found) == 3
 
 
@@ -107,7 +123,10 @@ def test_a_blocks_first_call_is_the_uncached_one(model, shift, cache):
     """All of a block at once: then nothing that is cached is read."""
     _, compiled = model(shift)
     same = decoded(compiled, "dllm-threshold", prompts(), block=BLOCK, threshold=0.0)
-    assert decoded(compiled, "dllm-blockcache", prompts(), block=BLOCK, threshold=0.0, cache=cache) == same
+    assert (
+        decoded(compiled, "dllm-blockcache", prompts(), block=BLOCK, threshold=0.0, cache=cache)
+        == same
+    )
     assert same[1] == [3, 3]
 
 
@@ -134,7 +153,9 @@ def test_blocks_of_one_are_filled_from_left_to_right(model, monkeypatch):
     _, compiled = model(False)
     filled = []
     own = Canvas.commit
-    monkeypatch.setattr(Canvas, "commit", lambda *a: filled.extend(a[2].slots[a[3]].tolist()) or own(*a))
+    monkeypatch.setattr(
+        Canvas, "commit", lambda *a: filled.extend(a[2].slots[a[3]].tolist()) or own(*a)
+    )
     decoded(compiled, "dllm-lowconf", prompts()[:1], block=1)
     assert filled[:NEW] == list(range(5, 5 + NEW))
 
@@ -147,7 +168,9 @@ def test_what_stays_stays_and_each_call_fills(model, name, monkeypatch):
 
     def commit(self, i, guess, places):
         slots = guess.slots[places]
-        assert self.open[i, slots].all() and slots.size, "a slot that was filled is filled again, or none is"
+        assert self.open[i, slots].all() and slots.size, (
+            "a slot that was filled is filled again, or none is"
+        )
         filled.extend(slots.tolist())
         own(self, i, guess, places)
 
@@ -162,11 +185,15 @@ def test_factor_takes_more_as_it_grows():
     for _ in range(50):
         sure = rng.random(9) ** 0.1
         guess = _guess(sure)
-        taken = [set(DllmThreshold(factor=f).stays(guess, 0, 9).tolist()) for f in (0.2, 0.5, 1.0, 2.0)]
+        taken = [
+            set(DllmThreshold(factor=f).stays(guess, 0, 9).tolist()) for f in (0.2, 0.5, 1.0, 2.0)
+        ]
         assert all(a <= b for a, b in zip(taken, taken[1:], strict=False)) and len(taken[0]) >= 1
         for f, some in zip((0.2, 0.5, 1.0, 2.0), taken, strict=True):
             assert len(some) == 1 or all(sure[i] > 1 - f / (len(some) + 1) for i in some)
-        over = [set(DllmThreshold(threshold=t).stays(guess, 0, 9).tolist()) for t in (0.99, 0.9, 0.5)]
+        over = [
+            set(DllmThreshold(threshold=t).stays(guess, 0, 9).tolist()) for t in (0.99, 0.9, 0.5)
+        ]
         assert all(a <= b for a, b in zip(over, over[1:], strict=False))
 
 
@@ -190,7 +217,13 @@ class Trusting(Freedave):
 
 def driven(loop, compiled, prompt, sampler=None, new=NEW):
     """Tokens of one row, by a loop over a session of its own."""
-    row = Row(np.array(prompt), sampler or Standard(), np.random.default_rng(0), limit=new, max_context=LONGEST)
+    row = Row(
+        np.array(prompt),
+        sampler or Standard(),
+        np.random.default_rng(0),
+        limit=new,
+        max_context=LONGEST,
+    )
     with with_loop(compiled, "dllm-lowconf") as made, made.session() as own:
         list(loop.tokens(own, [row], Setting()))
         assert own.lengths.tolist() == [len(prompt) + new - 1]
@@ -223,7 +256,9 @@ def test_freedave_with_a_repetition_penalty_is_static_too(model):
 
 def test_freedave_refuses_to_sample(model):
     with with_loop(model(False)[1], "freedave") as made:
-        with pytest.raises(accel.InputError, match="give temperature 0, or build with loop = dllm-lowconf"):
+        with pytest.raises(
+            accel.InputError, match="give temperature 0, or build with loop = dllm-lowconf"
+        ):
             made.generate([1, 2, 3], temperature=0.7)
         assert len(made.generate([1, 2, 3], max_new_tokens=4, eos=[]).tokens[0]) == 4
 
@@ -237,7 +272,10 @@ def test_sampling_draws_from_the_samplers_law(model):
     law = (scores / 1.5).softmax(-1).numpy()
     with with_loop(compiled, "dllm-threshold") as made:
         found = np.bincount(
-            [made.generate(prompt, 1, temperature=1.5, seed=s, eos=[]).tokens[0][0] for s in range(200)],
+            [
+                made.generate(prompt, 1, temperature=1.5, seed=s, eos=[]).tokens[0][0]
+                for s in range(200)
+            ],
             minlength=VOCABULARY,
         )
         again = made.generate(prompt, 9, temperature=1.5, seed=3, eos=[]).tokens

@@ -13,7 +13,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.prefill import Pick
 from accel.passes.prefill.prune._layer import deciding
-from accel.runtime import prefill
+from accel.runtime.session.observers import pruning as prefill
 
 from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
 
@@ -42,7 +42,9 @@ def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
     prompts = [list(row[:n]) for row, n in zip(ROWS, LENGTHS, strict=True)]
     assert model.generate(prompts, 6, eos=[]).tokens == base.generate(prompts, 6, eos=[]).tokens
     assert model.report["grade"] == "approximate"
-    assert far(prompted(pruned(name))[0], want[0][:, :1]) > 1e-3  # the control: shorter, and it differs
+    assert (
+        far(prompted(pruned(name))[0], want[0][:, :1]) > 1e-3
+    )  # the control: shorter, and it differs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,7 +58,7 @@ def test_run_sees_every_token(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [512, 8])
 def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
-    monkeypatch.setattr("accel.runtime.session.CHUNK", chunk)
+    monkeypatch.setattr("accel.runtime.session.session.CHUNK", chunk)
     model = pruned(name)
     together, held = prompted(model, after=3)
     for row, n in enumerate(LENGTHS):
@@ -162,7 +164,9 @@ def test_gemfilter_in_a_session():
         with session.fork() as other:
             other.prompt(TOKENS[:1, :40])
             assert other.length == KEPT and other.stats["kv_bytes"] == bytes_held
-    tokens = model.generate(list(TOKENS[0]) + [5] * 16, 20, eos=[])  # a full context, filtered, has room
+    tokens = model.generate(
+        list(TOKENS[0]) + [5] * 16, 20, eos=[]
+    )  # a full context, filtered, has room
     assert len(tokens.tokens[0]) == 20
 
 
@@ -204,7 +208,7 @@ def state(session):
 
 
 def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monkeypatch):
-    monkeypatch.setattr("accel.runtime.held.STEP", 4)
+    monkeypatch.setattr("accel.runtime.session.core.STEP", 4)
     with pruned("promptdistill").session(3) as session, built("llama").session(3) as whole:
         for each in (session, whole):
             each.prompt(ROWS, LENGTHS)
@@ -224,7 +228,7 @@ def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monke
 
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
-    monkeypatch.setattr("accel.runtime.held.STEP", 4)
+    monkeypatch.setattr("accel.runtime.session.core.STEP", 4)
     model = pruned("promptdistill", target=target)
     one = slice(0, 1)
     with model.session() as session, model.session() as fresh, built("llama").session() as whole:
@@ -233,19 +237,26 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
         first = session.prompt(ROWS[one])
         assert far(first, fresh.prompt(ROWS[one])) < 1e-6
         assert session.held_from.tolist() == [30]
-        with pytest.raises(InputError, match="to 29: deeper layers dropped .* of 30.*; give 30 or more, or 0"):
+        with pytest.raises(
+            InputError, match="to 29: deeper layers dropped .* of 30.*; give 30 or more, or 0"
+        ):
             session.rewind(29)
         later = [s.run(TOKENS[one, 30:37]) for s in (session, fresh)]
         with session.fork() as other:
             other.rewind(32)
             again = other.run(TOKENS[one, 32:37])
         assert far(later[0], later[1]) < 1e-6 and far(again, later[0][:, 2:]) < 1e-5
-        assert far(session.prompt(TOKENS[one, 37:]), fresh.run(TOKENS[one, 37:], last_only=True)) < 1e-6
+        assert (
+            far(session.prompt(TOKENS[one, 37:]), fresh.run(TOKENS[one, 37:], last_only=True))
+            < 1e-6
+        )
         session.rewind(0)
         assert session.held_from.tolist() == [0]
         assert far(session.run(TOKENS[one]), whole.run(TOKENS[one])) < 1e-5
         session.rewind(3)
-        assert far(session.run(TOKENS[one, 3:9]), whole.run(TOKENS[one, 3:9])) > 1e-3  # other contexts
+        assert (
+            far(session.run(TOKENS[one, 3:9]), whole.run(TOKENS[one, 3:9])) > 1e-3
+        )  # other contexts
         whole.rewind(3)
         assert far(session.run(TOKENS[one, 9:12]), whole.run(TOKENS[one, 3:12])[:, 6:]) < 1e-5
 
@@ -253,8 +264,14 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"kv.score": {"use": "knorm"}}, "promptdistill cannot go with kv.score = knorm: .*; leave one of the two out"),
-        ({"numerics": {"use": "bit-exact"}}, "bit-exact cannot go with prefill.prune = promptdistill"),
+        (
+            {"kv.score": {"use": "knorm"}},
+            "promptdistill cannot go with kv.score = knorm: .*; leave one of the two out",
+        ),
+        (
+            {"numerics": {"use": "bit-exact"}},
+            "bit-exact cannot go with prefill.prune = promptdistill",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_refused_by_name(tables, words):

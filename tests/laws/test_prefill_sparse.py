@@ -17,7 +17,9 @@ ROWS = TOKENS[:, :45]
 
 
 def sparse(name, arch="llama", target="eager", tables=None, **options):
-    return built(arch, target, {"prefill.sparse": {"use": name, **CUT, **options}, **(tables or {})})
+    return built(
+        arch, target, {"prefill.sparse": {"use": name, **CUT, **options}, **(tables or {})}
+    )
 
 
 def prompted(model, tokens=ROWS, lengths=LENGTHS, after=3):
@@ -52,9 +54,9 @@ def test_short_prompts_and_calls_read_all_keys(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
     model, calls = sparse(name, budget=16, threshold=16), []
-    part = accel.runtime.eager.EagerStepper.part
+    part = accel.runtime.backends.eager.EagerStepper.part
     monkeypatch.setattr(
-        accel.runtime.eager.EagerStepper,
+        accel.runtime.backends.eager.EagerStepper,
         "part",
         lambda self, entry, given: calls.append(entry) or part(self, entry, given),
     )
@@ -114,8 +116,13 @@ def test_critiprefill_is_what_its_paper_says(arch):
 
 
 def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
-    tables = {"kv.score": {"use": "snapkv", "window": 4}, "kv.budget": {"use": "uniform", "tokens_kept": 12}}
-    want, got = (prompted(sparse("critiprefill", target=t, tables=tables)) for t in ("eager", "onnx"))
+    tables = {
+        "kv.score": {"use": "snapkv", "window": 4},
+        "kv.budget": {"use": "uniform", "tokens_kept": 12},
+    }
+    want, got = (
+        prompted(sparse("critiprefill", target=t, tables=tables)) for t in ("eager", "onnx")
+    )
     assert far(got, want) < 1e-4
     model = sparse("critiprefill", tables=tables)
     with model.session(3) as session:
@@ -143,9 +150,18 @@ def test_sizes_that_make_no_sense_are_refused(options, words):
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"prefill.prune": {"use": "promptdistill"}}, "cannot go with prefill.sparse = critiprefill: that reads"),
-        ({"kv.score": {"use": "h2o"}}, "critiprefill cannot go with kv.score = h2o: that score counts the attention"),
-        ({"numerics": {"use": "bit-exact"}}, "bit-exact cannot go with prefill.sparse = critiprefill"),
+        (
+            {"prefill.prune": {"use": "promptdistill"}},
+            "cannot go with prefill.sparse = critiprefill: that reads",
+        ),
+        (
+            {"kv.score": {"use": "h2o"}},
+            "critiprefill cannot go with kv.score = h2o: that score counts the attention",
+        ),
+        (
+            {"numerics": {"use": "bit-exact"}},
+            "bit-exact cannot go with prefill.sparse = critiprefill",
+        ),
     ],
 )
 def test_what_cannot_go_together_is_refused_by_name(tables, words):

@@ -18,7 +18,12 @@ from ..verify_case import gap, sampled
 NAMES = AXIS.names()
 LIMITS = (0, 1, 2, 3, 7, 20)
 SIZE = 6
-WORLDS = [(sampled(), "other"), (sampled(top_k=2), "holes"), (sampled(), "sure"), (Standard(), "other")]
+WORLDS = [
+    (sampled(), "other"),
+    (sampled(top_k=2), "holes"),
+    (sampled(), "sure"),
+    (Standard(), "other"),
+]
 
 
 def luck(seed=0):
@@ -33,11 +38,16 @@ def law_form(method):
         tree = tree_of(method.begin(), limit, Asked(says), draw)
         assert len(tree) <= limit and (method.branches or tree.branch is None)
         for node, before in enumerate(prefixes(tree)):
-            law, earlier = says(before), [s for s in tree.children(int(tree.parents[node])) if s < node]
+            law, earlier = (
+                says(before),
+                [s for s in tree.children(int(tree.parents[node])) if s < node],
+            )
             assert law.of(int(tree.tokens[node])) > 0, "it cannot come"
             if draw is None:
                 order = ranked(says, SIZE)(before)
-                assert tree.tokens[node] == order[len(earlier)], "children are the likeliest, in that order"
+                assert tree.tokens[node] == order[len(earlier)], (
+                    "children are the likeliest, in that order"
+                )
                 assert tree.q is None
             else:
                 want = law.dense(SIZE) * ~np.isin(np.arange(SIZE), tree.tokens[earlier])
@@ -114,17 +124,23 @@ class Twos(Base, Shape):
             expanded += len(open_)
             open_ = added
             tokens = np.array([nodes.tokens[n] for n in added], np.int64)
-            level = Level(tokens, np.array(parents if self.wrong != "numbers" else [n + 9 for n in parents]))
+            level = Level(
+                tokens, np.array(parents if self.wrong != "numbers" else [n + 9 for n in parents])
+            )
         return nodes.tree()
 
     def children(self, nodes, node, guess, room, draw):
         if isinstance(guess, np.ndarray):
             found = [t for t in guess.tolist() if t >= 0]
-            return list(nodes.add(node, found[::-1][:room] if self.wrong == "order" else found[:room]))
+            return list(
+                nodes.add(node, found[::-1][:room] if self.wrong == "order" else found[:room])
+            )
         if self.wrong == "zeros":
             guess = Distribution(guess.tokens, np.ones(len(guess.tokens)))
         found = children(guess, room, draw)
-        if self.wrong == "drops" and found and guess.of(found[-1]) < 0.4:  # after it was drawn, by what it is
+        if (
+            self.wrong == "drops" and found and guess.of(found[-1]) < 0.4
+        ):  # after it was drawn, by what it is
             found.pop()
         return list(nodes.add(node, found, None if draw is None else guess))
 
@@ -136,7 +152,13 @@ def test_twos_hold(law):
 
 @pytest.mark.parametrize(
     ("wrong", "law"),
-    [("limit", law_form), ("zeros", law_form), ("numbers", law_form), ("order", law_ranks), ("drops", law_exact)],
+    [
+        ("limit", law_form),
+        ("zeros", law_form),
+        ("numbers", law_form),
+        ("order", law_ranks),
+        ("drops", law_exact),
+    ],
 )
 def test_the_laws_catch(wrong, law):
     with pytest.raises(AssertionError):

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 import accel
+from accel.compiler.assemble import GRADES
 from accel.ir.axis import find_axes
 from accel.ir.errors import PassError
 from accel.ir.ops.quantized import quantized_linear
-from accel.runtime.assemble import GRADES
 
 NAMES = find_axes()["weights"].names()
 TOKENS = np.random.default_rng(0).integers(0, 90, (1, 19))
@@ -52,7 +52,9 @@ def test_a_method_that_does_more_harm_is_caught(name, build, monkeypatch):
 
     def broken(self, program):
         report = run(self, program)
-        head = next(n for n in program.params if "head" in n and program.params[n].is_floating_point())
+        head = next(
+            n for n in program.params if "head" in n and program.params[n].is_floating_point()
+        )
         program.params[head] = -program.params[head]
         return report
 

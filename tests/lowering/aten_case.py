@@ -23,10 +23,10 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._sympy.value_ranges import ValueRanges
 
-import accel.lowering.onnx as package
+import accel.lowering.onnx.rules as package
 from accel.ir.weights import Stored
-from accel.lowering.onnx.builder import DTYPES, OPSET, Builder, Param
-from accel.lowering.onnx.fallback import lower_graph
+from accel.lowering.onnx.writer.builder import DTYPES, OPSET, Builder, Param
+from accel.lowering.onnx.writer.fallback import lower_graph
 
 for _module in pkgutil.iter_modules(package.__path__):
     if _module.name.startswith("aten_"):

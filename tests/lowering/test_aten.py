@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from accel.ir.errors import LoweringError
 from accel.ir.weights import Stored
-from accel.lowering.onnx.builder import Builder, Param, small
-from accel.lowering.onnx.fallback import lower_node
-from accel.lowering.onnx.table import lower
+from accel.lowering.onnx.writer.builder import Builder, Param, small
+from accel.lowering.onnx.writer.fallback import lower_node
+from accel.lowering.onnx.writer.table import lower
 
 from . import aten_layout, aten_values
 from .aten_case import SIZES, B, Call, Exported, In, Lowered, T, Weight, bools, ints

@@ -13,8 +13,8 @@ import torch
 
 from accel.ir.ops import attention, codec, kv, rope
 from accel.lowering.triton import lowered
-from accel.lowering.triton.builder import Builder
-from accel.lowering.triton.table import lower
+from accel.lowering.triton.writer.builder import Builder
+from accel.lowering.triton.writer.table import lower
 
 from ..op_cases import CASES, key_positions, query_positions, randn, tables
 from ..test_ops import program_of
@@ -22,7 +22,7 @@ from .triton_case import close, on_device, run_program, sees
 
 lowered._load_rules()
 
-from accel.lowering.triton import accel_attention, accel_cache  # noqa: E402  (they import triton)
+from accel.lowering.triton.rules import accel_attention, accel_cache  # noqa: E402  (they import triton)
 
 NAMES = [name for name, case in CASES.items() if case.op.default in lower.rules]
 SMALL = ((1, 1, 6), (2, 4, 9))

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 import accel
-from accel.ir.capture import capture
+from accel.compiler.optimize import pipeline
+from accel.compiler.smoke.tiny_models import small_model
+from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, Miscompiled
 from accel.lowering import triton
-from accel.lowering.triton import accel_attention
 from accel.lowering.triton.lowered import lower_program, triton_error
+from accel.lowering.triton.rules import accel_attention
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.state.trees import Trees
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.optimize import pipeline
-from accel.runtime.small import small_model
-from accel.runtime.triton import TritonEngine
+from accel.runtime.backends.triton import TritonEngine
+from accel.runtime.model.compiled import CompiledModel
 
 from ..tree_case import PARENTS, ancestors
 from .triton_case import needs_gpu, on_device
@@ -147,13 +147,19 @@ def test_a_tree_in_one_call_is_as_on_the_eager_target():
 
     def logits(call, move):
         state = {s.name: move(s.allocate(B=2, C=20)) for s in program.state}
-        for ids, slot, tree in ((tokens[:, :5], 0, np.tri(5, dtype=bool)), (tokens[:, 5:], 5, ancestors())):
+        for ids, slot, tree in (
+            (tokens[:, :5], 0, np.tri(5, dtype=bool)),
+            (tokens[:, 5:], 5, ancestors()),
+        ):
             places = np.broadcast_to(slot + tree.sum(1) - 1, ids.shape)
             given = {
                 "tokens": ids, "positions": places, "rows": np.broadcast_to(np.arange(ids.shape[1]), ids.shape),
                 "slots": np.full(2, slot), "tree": np.broadcast_to(tree, (2, *tree.shape)),
             }  # fmt: skip
-            out = call("step", {**move({n: torch.from_numpy(np.array(a)) for n, a in given.items()}), **state})
+            out = call(
+                "step",
+                {**move({n: torch.from_numpy(np.array(a)) for n, a in given.items()}), **state},
+            )
             state = {n: out[f"{n}.next"] for n in state}
         return out["logits"].cpu()
 
@@ -252,7 +258,9 @@ def test_the_error_says_why_it_cannot_run_and_what_to_do():
 
 
 def test_optimize_refuses_before_any_work(monkeypatch):
-    with pytest.raises(AccelError, match="equal bits for equal rows, which target 'triton' does not"):
+    with pytest.raises(
+        AccelError, match="equal bits for equal rows, which target 'triton' does not"
+    ):
         accel.optimize("there/is/no/model", "bit-exact", target="triton")
     monkeypatch.setattr(triton, "missing", lambda: "the reason")
     with pytest.raises(AccelError, match="target 'triton': the reason"):

@@ -54,7 +54,8 @@ def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kw
 
 JITFunction.run = compile_instead
 
-from accel.lowering.triton import accel_attention, accel_cache, lowered  # noqa: E402
+from accel.lowering.triton import lowered  # noqa: E402
+from accel.lowering.triton.rules import accel_attention, accel_cache  # noqa: E402
 
 lowered._load_rules()
 accel_attention._precision = lambda device: "tf32x3"

@@ -15,10 +15,10 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from accel.ir.state import StateValue
-from accel.runtime.artifact import open_artifact, write_manifest
-from accel.runtime.eager import EagerEngine
-from accel.runtime.ort import OrtEngine
-from accel.runtime.session import Session
+from accel.runtime.artifact.artifact import open_artifact, write_manifest
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.session.session import Session
 
 VOCAB, WIDTH, HEADS, SIZE, CONTEXT, BATCH = 320, 16, 2, 8, 1300, 3
 
@@ -156,7 +156,14 @@ def byte_level_tokenizer(vocab: int = VOCAB) -> tokenizers.Tokenizer:
 def manifest(**model) -> dict:
     facts = {"name": "Toy", "vocab_size": VOCAB, "num_layers": 1, "max_context": CONTEXT}
     facts |= {"max_batch": BATCH, "eos": [0], "bos": None, "parameters": 12_000}
-    facts |= {"layers": [{"attention": "causal", "window": 0, "num_heads": HEADS}]} | model
+    layer = {
+        "attention": "causal",
+        "window": 0,
+        "num_heads": HEADS,
+        "num_kv_heads": HEADS,
+        "head_dim": SIZE,
+    }
+    facts |= {"layers": [layer]} | model
     return {
         "format": 1,
         "accel": "0.1.0",

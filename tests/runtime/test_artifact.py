@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.ir.errors import ArtifactError
-from accel.runtime.artifact import copy_artifact, open_artifact, write_manifest
-from accel.runtime.compiled import load
-from accel.runtime.ort import OrtEngine
-from accel.runtime.ort_open import physical_cores
+from accel.runtime.artifact.artifact import copy_artifact, open_artifact, write_manifest
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.open import physical_cores
+from accel.runtime.model.compiled import load
 
 
 def refused(path, words):
@@ -120,7 +120,7 @@ def test_an_edit_that_parses_is_found_by_the_digest(damaged):
 @given(data=st.data())
 def test_no_json_gives_a_bare_error(toy, data):
     """Any value at any place: an ArtifactError, or still an artifact."""
-    from accel.runtime.manifest import parse
+    from accel.runtime.artifact.manifest import parse
 
     raw = copy.deepcopy(json.loads((toy.path / "accel.json").read_text()))
     node = raw
@@ -205,7 +205,7 @@ def test_weights_outside_their_file(toy, tmp_path, entries, words):
 def test_weights_inside_sub_graphs_and_attributes_are_found():
     from onnx import helper, numpy_helper
 
-    from accel.runtime.artifact import _tensors
+    from accel.runtime.artifact.artifact import _tensors
 
     def tensor(name):
         return numpy_helper.from_array(np.zeros(1, np.float32), name)

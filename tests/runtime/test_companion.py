@@ -5,19 +5,24 @@ import pytest
 
 from accel.ir.errors import AccelError, InputError
 from accel.ir.prefill import Pick, Prefill
-from accel.runtime.companion import Abilities, Companion
-from accel.runtime.keeper import KvPlan
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.kv.when.prompt import Prompt
-from accel.runtime.past import Past
-from accel.runtime.prefill import Pruner
-from accel.runtime.session import Session
+from accel.runtime.session.observers.eviction import KvPlan
+from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.pruning import Pruner
+from accel.runtime.session.observers.recurrent import Past
+from accel.runtime.session.session import Session
 
 
 class Counts:
     """A stepper whose state is how many tokens came; `fails`: at which step."""
 
-    alike, recurrent, kv_bytes, observed = None, False, 0, {"queries.0": np.zeros((2, 1, 1, 4), np.float32)}
+    alike, recurrent, kv_bytes, observed = (
+        None,
+        False,
+        0,
+        {"queries.0": np.zeros((2, 1, 1, 4), np.float32)},
+    )
 
     def __init__(self, fails=0):
         self.fails, self.steps, self.sizes, self.asked, self.forgot = fails, 0, [], [], []
@@ -114,7 +119,9 @@ def test_queries_are_taken_where_someone_asks():
     second.watches = True
     live.run(IDS)
     assert live._stepper.asked == [False, True]
-    assert [entry.split("]] ")[1] for entry in book if " after " in entry] == ["[]"] * 2 + ["['queries.0']"] * 2
+    assert [entry.split("]] ")[1] for entry in book if " after " in entry] == ["[]"] * 2 + [
+        "['queries.0']"
+    ] * 2
 
 
 def test_a_call_that_fails_is_undone_by_all_and_kept_by_none():
@@ -190,7 +197,10 @@ def compressed_and_pruned():
     keeper.base, keeper._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
     pruner.ends, pruner.dropped = np.array([4, 4]), np.array([[2, 2]])
     live._lengths = np.array([9, 9])
-    known = {one: {n: v.copy() for n, v in vars(one).items() if isinstance(v, np.ndarray)} for one in (keeper, pruner)}
+    known = {
+        one: {n: v.copy() for n, v in vars(one).items() if isinstance(v, np.ndarray)}
+        for one in (keeper, pruner)
+    }
     return live, known
 
 
@@ -214,7 +224,9 @@ def test_a_refused_rewind_changes_nothing():
 def test_one_that_refuses_too_late_is_caught(monkeypatch):
     check = Pruner.check
     monkeypatch.setattr(Pruner, "check", lambda self, wanted, lengths: None)
-    monkeypatch.setattr(Pruner, "rewind", lambda self, stepper, wanted, lengths: check(self, wanted, lengths))
+    monkeypatch.setattr(
+        Pruner, "rewind", lambda self, stepper, wanted, lengths: check(self, wanted, lengths)
+    )
     with pytest.raises(AssertionError):
         law_a_refused_rewind_changes_nothing()
 

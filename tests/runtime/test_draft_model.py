@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
-from accel.runtime.companion import Abilities
-from accel.runtime.costs import Costs
+from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import _by_logits
-from accel.runtime.draft._follow import Follower
 from accel.runtime.draft.model import Model
-from accel.runtime.length._guard import FIRST
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session import Session
+from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.guard import FIRST
 from accel.runtime.verify import Chance
 
 from ..draft_case import plain, rows_of, speculated, surprise
@@ -54,7 +54,9 @@ class Beside:
         stepper = Biased(self.toy.engines["ort"].stepper(batch), self.strength)
         if self.vocabulary != self.toy.vocab:
             inner, size = stepper.step, self.vocabulary
-            stepper.step = lambda *args: np.pad(inner(*args), ((0, 0), (0, 0), (0, max(0, size - 320))))[..., :size]
+            stepper.step = lambda *args: np.pad(
+                inner(*args), ((0, 0), (0, 0), (0, max(0, size - 320)))
+            )[..., :size]
         self.opened = Session(stepper, batch, vocab_size=self.vocabulary, max_context=self.context)
         return self.opened
 
@@ -102,7 +104,9 @@ def test_it_saves_calls_and_catches_up_in_one(toy, groups):
     """24 tokens by 4 drafted and one more: a prompt, and 5 checks. The draft model: catching up, and 3 more each."""
     beside = Beside(toy)
     _, calls = decoded(toy, groups[0], beside, tokens=4)
-    assert calls == 1 + 5 and beside.opened.stats["calls"] == 4 * 4 + 2, "the last draft has two tokens"
+    assert calls == 1 + 5 and beside.opened.stats["calls"] == 4 * 4 + 2, (
+        "the last draft has two tokens"
+    )
     assert beside.opened._stepper is None, "it is closed"
 
 
@@ -130,7 +134,10 @@ def test_looking_back_says_what_the_model_would_have_said(toy):
     for sizes, first in (((120, 30), (105, 25)), ((125, 41), (120, 30)), ((149, 42), (133, 41))):
         calls = session.stats["calls"]
         found = follower.look({i: seen[i, :n] for i, n in enumerate(sizes)}, {0: 105, 1: 25})
-        assert session.stats["calls"] == calls + 1 and session.lengths.tolist() == [sizes[0] - 1 - 89, sizes[1] - 1]
+        assert session.stats["calls"] == calls + 1 and session.lengths.tolist() == [
+            sizes[0] - 1 - 89,
+            sizes[1] - 1,
+        ]
         for i, start in enumerate((89, 0)):
             assert found[i][0] == first[i] and len(found[i][1]) == sizes[i] - first[i]
             want = toy.oracle(seen[i, start : sizes[i] - 1])[first[i] - 1 - start :]
@@ -229,12 +236,18 @@ def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch
     beside, sizes = Beside(toy, 2.0), []
     opened = beside.session(1)
     kind = type("Poor", (Session,), {"abilities": Abilities(back=2)})
-    monkeypatch.setattr(beside, "session", lambda batch=1: kind(opened._stepper, 1, vocab_size=320, max_context=1300))
+    monkeypatch.setattr(
+        beside,
+        "session",
+        lambda batch=1: kind(opened._stepper, 1, vocab_size=320, max_context=1300),
+    )
     rows, _ = decoded(toy, groups[0][:1], beside)
     sizes = rows[0].drafting["drafted"] / rows[0].drafting["rounds"]
     assert rows[0].tokens == plain(toy.session(), rows_of(groups[0][:1]))[0] and 1 < sizes <= 2
     kind.abilities = Abilities(back=0)
-    with pytest.raises(InputError, match="draft.model: sessions of the draft model take no token back"):
+    with pytest.raises(
+        InputError, match="draft.model: sessions of the draft model take no token back"
+    ):
         decoded(toy, groups[0][:1], beside)
 
 
@@ -269,5 +282,8 @@ def test_a_length_hears_of_every_token_and_may_end_the_draft(toy, groups):
 
 
 def test_without_its_model_it_says_so(toy):
-    with toy.session() as session, pytest.raises(InputError, match="draft.model: this model was built without"):
+    with (
+        toy.session() as session,
+        pytest.raises(InputError, match="draft.model: this model was built without"),
+    ):
         list(speculated(session, rows_of([[1, 2]]), Model(), model=SimpleNamespace(second=None)))

@@ -7,17 +7,19 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from accel.runtime.costs import Costs
+from accel.runtime.decode.costs import Costs
 from accel.runtime.draft._texts import LOOK, _Text
 from accel.runtime.draft.model import Model
+from accel.runtime.inputs.text import Tokenizer, same_tokens
 from accel.runtime.sample.standard import Standard
-from accel.runtime.second import same_tokens
-from accel.runtime.session import Session
-from accel.runtime.text import Tokenizer
+from accel.runtime.session.session import Session
 
 from ..draft_case import plain, rows_of, speculated
 
-TEXT = "def add(a, b):\n    return a + b  # naïve café, 你好\nfor i in range(10): print(i, i * i)\n" * 3
+TEXT = (
+    "def add(a, b):\n    return a + b  # naïve café, 你好\nfor i in range(10): print(i, i * i)\n"
+    * 3
+)
 
 
 def trained(vocabulary, spaces=False):
@@ -32,7 +34,10 @@ def trained(vocabulary, spaces=False):
         inner.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=["<eos>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     inner.train_from_iterator([TEXT], trainer)
     return Tokenizer(inner.to_str().encode())
@@ -45,7 +50,9 @@ def pair(toy):
 
 def test_tokenizers_are_told_apart(pair, toy):
     here, there = pair
-    assert not same_tokens(here, there) and same_tokens(here, Tokenizer(toy.path / "tokenizer.json"))
+    assert not same_tokens(here, there) and same_tokens(
+        here, Tokenizer(toy.path / "tokenizer.json")
+    )
     assert same_tokens(here, None)
 
 
@@ -110,7 +117,9 @@ class Printable:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_the_targets(pair, toy, rule, temperature):
     here, there = pair
-    group = [here.encode(text) for text in ("def add(a, b", "x", "for i in range(10): print(i, i * i)")]
+    group = [
+        here.encode(text) for text in ("def add(a, b", "x", "for i in range(10): print(i, i * i)")
+    ]
     sampler = Standard(temperature=temperature)
 
     def target():
@@ -125,7 +134,10 @@ def test_tokens_are_the_targets(pair, toy, rule, temperature):
 
     costs = Costs((1, 32), (1.0, 1.0))
     second = SimpleNamespace(
-        session=session, tokenizer=there, costs=costs, facts=SimpleNamespace(vocab_size=320, eos=(0,))
+        session=session,
+        tokenizer=there,
+        costs=costs,
+        facts=SimpleNamespace(vocab_size=320, eos=(0,)),
     )
     with target() as opened:
         rows = rows_of(group, sampler, limit=40)

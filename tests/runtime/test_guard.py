@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from accel.runtime.costs import Costs
-from accel.runtime.length import _guard
-from accel.runtime.length._guard import TRIAL, Guard
+from accel.runtime.decode.costs import Costs
+from accel.runtime.speculation import guard as _guard
+from accel.runtime.speculation.guard import TRIAL, Guard
 
 
 def test_a_guard_goes_by_tokens_and_costs():
@@ -40,7 +40,12 @@ def trials(efforts, stands, steps, told=0.0):
     """Tokens per plain step's time, where a call of several costs as much as one, a drafted token `efforts`, and
     each that follows what stands does so with a chance of `stands`.
     """
-    guard, time, given, rng = Guard(Costs((1, 32), (1.0, 1.0)), 1, told), 0.0, 0, np.random.default_rng(0)
+    guard, time, given, rng = (
+        Guard(Costs((1, 32), (1.0, 1.0)), 1, told),
+        0.0,
+        0,
+        np.random.default_rng(0),
+    )
     while given < steps:
         if limit := min(10, guard.limit):
             stood = min(limit, int(rng.geometric(1 - stands)) - 1)
@@ -85,7 +90,9 @@ def looked(stands, steps, hears=True, beside=0.0, reading=8):
         if limit := min(10, guard.limit):
             stood = min(limit, int(rng.geometric(1 - stands)) - 1)
             spent = costs.ratio(1 + limit) + 0.3 * limit + beside
-            guard.observe(1 + stood, [(limit, stood)], 0, 0.3 * limit / costs.ratio(1 + limit), spent)
+            guard.observe(
+                1 + stood, [(limit, stood)], 0, 0.3 * limit / costs.ratio(1 + limit), spent
+            )
             time, given, reading = time + spent + reading, given + 1 + stood, 0
         else:
             time, given = time + 1, given + 1
@@ -94,7 +101,9 @@ def looked(stands, steps, hears=True, beside=0.0, reading=8):
 
 
 def test_a_drafter_that_looks_back_is_not_tried_in_vain():
-    assert looked(0.0, 96) > 0.95 > 0.9 > looked(0.0, 96, hears=False), "one that is not listened to"
+    assert looked(0.0, 96) > 0.95 > 0.9 > looked(0.0, 96, hears=False), (
+        "one that is not listened to"
+    )
     assert looked(0.95, 400) > 1.5, "one that pays is heard"
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from accel.ir.axis import Axis
-from accel.runtime.costs import Costs
+from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Drafters
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.tree import Tree
@@ -37,7 +37,11 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
             trees = {}
             for i, limit in limits.items():
                 future = found[tuple(group[i])][len(self.rows[i].tokens) :][:limit]
-                ends = [n + 1 for n, token in enumerate(future) if not more(i, np.zeros(toy.vocab), token)]
+                ends = [
+                    n + 1
+                    for n, token in enumerate(future)
+                    if not more(i, np.zeros(toy.vocab), token)
+                ]
                 trees[i] = Tree.chain(future[: ends[0]] if ends else future)
                 lengths.append(len(trees[i]))
             return trees
@@ -64,6 +68,10 @@ def test_tokens_are_those_without_a_draft(toy, name, costs):
     for wrong in (0, 3, 1):
         with toy.session(batch=3) as session:
             rows = rows_of(group)
-            list(speculated(session, rows, Known(found, wrong=wrong), costs=costs, length=AXIS.build(name)))
+            list(
+                speculated(
+                    session, rows, Known(found, wrong=wrong), costs=costs, length=AXIS.build(name)
+                )
+            )
             assert [row.tokens for row in rows] == list(found.values())
         assert sum(row.drafting["rounds"] for row in rows) > 0

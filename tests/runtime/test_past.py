@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from accel.runtime.past import EVERY, SNAPSHOTS, Past
+from accel.runtime.session.observers.recurrent import EVERY, SNAPSHOTS, Past
 
 
 class Recorder:

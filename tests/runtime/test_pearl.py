@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.assemble import assemble
-from accel.runtime.costs import Costs
-from accel.runtime.loop import Setting, pearl
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.costs import Costs
+from accel.runtime.loop import pearl
 from accel.runtime.loop.pearl import Pearl
 from accel.runtime.sample.standard import Standard
 
@@ -43,6 +44,7 @@ class Errs:
 
 def setting(toy, every=3, costs=None, fails=0):
     """With a draft model that errs."""
+
     def session(batch):
         return toy.session(batch=batch, wrap=lambda stepper: Errs(stepper, every, fails))
 
@@ -64,12 +66,16 @@ def test_tokens_are_those_of_plain_decoding(toy, sampler, every):
         rows = rows_of(PROMPTS, sampler, limit=30)
         got, calls = run(toy, rows, every, ahead)
         assert got == want
-        drafted, accepted = (sum(row.drafting[name] for row in rows) for name in ("drafted", "accepted"))
+        drafted, accepted = (
+            sum(row.drafting[name] for row in rows) for name in ("drafted", "accepted")
+        )
         assert rows[0].seconds["verify"] > 0 and min(rows[0].seconds.values()) >= 0
         assert ahead > 1 or not drafted, "of one token none is ever pending"
         assert every > 1 or not accepted, "what always errs"
         if every == 1000 and sampler.greedy and ahead > 1:
-            assert accepted == drafted and calls <= 4 + 30 / ahead, "what never errs runs ahead for good"
+            assert accepted == drafted and calls <= 4 + 30 / ahead, (
+                "what never errs runs ahead for good"
+            )
     assert [run(toy, rows_of([p], sampler, limit=30))[0][0] for p in PROMPTS] == want
 
 
@@ -84,7 +90,9 @@ def test_they_are_at_work_at_the_same_time(toy, monkeypatch):
             return method(self, live)
 
         monkeypatch.setattr(pearl._Rounds, name, waits)
-    assert run(toy, rows_of(PROMPTS, limit=6))[0] == plain(toy.session(batch=3), rows_of(PROMPTS, limit=6))
+    assert run(toy, rows_of(PROMPTS, limit=6))[0] == plain(
+        toy.session(batch=3), rows_of(PROMPTS, limit=6)
+    )
 
 
 def test_one_after_the_other_gives_the_same(toy, monkeypatch):
@@ -124,12 +132,16 @@ def test_what_stands_but_was_not_compared_is_caught(toy, monkeypatch):
     good = rows_of(PROMPTS, limit=30)
     monkeypatch.undo()
     run(toy, good)
-    assert sum(r.drafting["accepted"] for r in rows) / sum(r.drafting["drafted"] for r in rows) < sum(
-        r.drafting["accepted"] for r in good
-    ) / sum(r.drafting["drafted"] for r in good), "pending tokens that do not follow the last one fall"
+    assert sum(r.drafting["accepted"] for r in rows) / sum(
+        r.drafting["drafted"] for r in rows
+    ) < sum(r.drafting["accepted"] for r in good) / sum(r.drafting["drafted"] for r in good), (
+        "pending tokens that do not follow the last one fall"
+    )
 
 
-@pytest.mark.parametrize("ends", [{"limit": 1}, {"limit": 2}, {"limit": 5}, {"max_context": 24}, {"eos": 4}])
+@pytest.mark.parametrize(
+    "ends", [{"limit": 1}, {"limit": 2}, {"limit": 5}, {"max_context": 24}, {"eos": 4}]
+)
 def test_rows_end_where_they_would(toy, ends):
     if "eos" in ends:
         ends = {"eos": [plain(toy.session(batch=3), rows_of(PROMPTS))[0][ends["eos"]]]}
@@ -146,7 +158,9 @@ def test_an_iteration_that_is_closed_leaves_a_session_to_go_on_with(toy):
             tokens = Pearl().tokens(session, rows, setting(toy))
             list(itertools.islice(tokens, stop))
             tokens.close()
-            assert session.lengths.tolist() == [row.prompt.size + max(0, len(row.tokens) - 1) for row in rows]
+            assert session.lengths.tolist() == [
+                row.prompt.size + max(0, len(row.tokens) - 1) for row in rows
+            ]
     assert threading.active_count() < 20
 
 
@@ -162,12 +176,18 @@ def test_where_drafts_do_not_pay_it_rests(toy):
     steep = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     rows = rows_of(PROMPTS[:1], limit=60)
     got, _ = run(toy, rows, 2, costs=Costs(steep, tuple(float(n) for n in steep)))
-    assert got == plain(toy.session(), rows_of(PROMPTS[:1], limit=60)) and rows[0].drafting["fallback"] > 10
+    assert (
+        got == plain(toy.session(), rows_of(PROMPTS[:1], limit=60))
+        and rows[0].drafting["fallback"] > 10
+    )
 
 
 def test_what_it_cannot_do_without_is_said(toy):
     assert assemble(Recipe.load("pearl")).grade == "bit-exact"
-    with pytest.raises(RecipeError, match="loop = pearl cannot go with draft = iad: it drafts while the target runs"):
+    with pytest.raises(
+        RecipeError,
+        match="loop = pearl cannot go with draft = iad: it drafts while the target runs",
+    ):
         assemble(Recipe(tables={"loop": {"use": "pearl"}, "draft": {"use": "iad"}}))
     with pytest.raises(RecipeError, match="loop = pearl needs .draft."):
         assemble(Recipe(tables={"loop": {"use": "pearl"}}))

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import InputError, RecipeError
-from accel.runtime.artifact import open_artifact
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.loop import Setting
+from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.decode.context import Setting
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.first_finish import FirstFinish
-from accel.runtime.ort import OrtEngine
-from accel.runtime.output import Transcript
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.output import Transcript
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session import Session
-from accel.runtime.text import Tokenizer
+from accel.runtime.session.session import Session
 
 from ..draft_case import plain, rows_of
 
@@ -65,7 +65,10 @@ def often(toy):
     """Tokens that searches come by, so that some hypotheses end with them and some do not."""
     rows = rows_of(PROMPTS, limit=10)
     with toy.session(batch=3) as session:
-        return [t for t, _ in Counter(itertools.chain(*run(BeamPatience(), session, rows))).most_common(3)]
+        return [
+            t
+            for t, _ in Counter(itertools.chain(*run(BeamPatience(), session, rows))).most_common(3)
+        ]
 
 
 CASES = [
@@ -90,10 +93,14 @@ def check_session(toy, session, rows):
     """It has a row for each, and holds a part of what came from its first token on, and nothing else."""
     assert session.batch == len(rows)
     for i, row in enumerate(rows):
-        assert session.lengths[i] == 0 or row.prompt.size <= session.lengths[i] < row.prompt.size + len(row.tokens)
+        assert session.lengths[i] == 0 or row.prompt.size <= session.lengths[
+            i
+        ] < row.prompt.size + len(row.tokens)
     seen = [row.seen[: session.lengths[i]] for i, row in enumerate(rows)]
     for got, ids in zip(session.run([[7]] * len(rows)), seen, strict=True):
-        np.testing.assert_allclose(got[0], toy.oracle(np.array([*ids, 7]))[-1], atol=1e-3, rtol=1e-3)
+        np.testing.assert_allclose(
+            got[0], toy.oracle(np.array([*ids, 7]))[-1], atol=1e-3, rtol=1e-3
+        )
 
 
 def test_beams_find_what_a_search_by_hand_finds(toy, often):
@@ -126,7 +133,10 @@ def test_one_beam_is_greedy_decoding(toy, often):
         sampler = Standard(repetition_penalty=penalty)
         want = plain(toy.session(batch=3), rows_of(PROMPTS, sampler, eos=often[:1]))
         with toy.session(batch=3) as session:
-            assert run(BeamPatience(beams=1), session, rows_of(PROMPTS, sampler, eos=often[:1])) == want
+            assert (
+                run(BeamPatience(beams=1), session, rows_of(PROMPTS, sampler, eos=often[:1]))
+                == want
+            )
 
 
 def test_more_patience_is_never_worse_and_runs_longer(toy, often):
@@ -176,7 +186,9 @@ def test_the_first_that_ends_is_the_shortest(toy, often, count):
         for row, samples in zip(rows, alone, strict=True):
             ended = [s for s in samples if s.finish == "eos"]
             if ended:
-                assert row.tokens == min(ended, key=lambda s: len(s.tokens)).tokens  # the first of the shortest
+                assert (
+                    row.tokens == min(ended, key=lambda s: len(s.tokens)).tokens
+                )  # the first of the shortest
             else:
                 assert row.finish == "length" and row.tokens in [s.tokens for s in samples]
             lengths.append((len(row.tokens), len(samples[0].tokens)))
@@ -191,7 +203,9 @@ def test_where_none_ends_the_likeliest_is_taken(toy):
         means = []
         for s in samples:
             logits = toy.oracle(s.seen)[len(PROMPTS[0]) - 1 : -1]
-            means.append(np.mean([log_softmax(x)[t] for x, t in zip(logits, s.tokens, strict=True)]))
+            means.append(
+                np.mean([log_softmax(x)[t] for x, t in zip(logits, s.tokens, strict=True)])
+            )
         with toy.session() as session:
             (row,) = rows_of(PROMPTS[:1], WARM, seed, limit=5)
             run(FirstFinish(3), session, [row])
@@ -209,7 +223,9 @@ def test_greedy_samples_are_one(toy):
 
 
 @pytest.mark.parametrize("loop", [BeamPatience(), FirstFinish()])
-@pytest.mark.parametrize("ends", [{"limit": n} for n in (1, 2)] + [{"max_context": n} for n in (22, 6, 1)])
+@pytest.mark.parametrize(
+    "ends", [{"limit": n} for n in (1, 2)] + [{"max_context": n} for n in (22, 6, 1)]
+)
 def test_rows_end_for_want_of_room(toy, loop, ends):
     sampler = WARM if isinstance(loop, FirstFinish) else Standard()
     with toy.session(batch=3) as session:
@@ -243,7 +259,9 @@ def test_a_stop_string_ends_a_way_like_eos(toy, often):
             with toy.session() as session:
                 run(loop, session, [row])
                 check_session(toy, session, [row])
-            assert row.tokens.count(token) == (2 if row.finish == "stop" else min(1, row.tokens.count(token)))
+            assert row.tokens.count(token) == (
+                2 if row.finish == "stop" else min(1, row.tokens.count(token))
+            )
             found += row.finish == "stop" and row.tokens[-1] == token
         assert found
 
@@ -275,12 +293,16 @@ def test_a_search_that_is_closed_leaves_its_session(toy, often):
             got = session.run([[7]] * 3)
             for i, row in enumerate(rows):
                 ids = [*row.seen[: session.lengths[i] - 1], 7]
-                np.testing.assert_allclose(got[i, 0], toy.oracle(np.array(ids))[-1], atol=1e-3, rtol=1e-3)
+                np.testing.assert_allclose(
+                    got[i, 0], toy.oracle(np.array(ids))[-1], atol=1e-3, rtol=1e-3
+                )
 
 
 def test_a_request_that_samples_is_refused(toy):
     with toy.session() as session:
-        with pytest.raises(InputError, match="beam-patience searches for the likeliest text and draws nothing"):
+        with pytest.raises(
+            InputError, match="beam-patience searches for the likeliest text and draws nothing"
+        ):
             next(BeamPatience().tokens(session, rows_of(PROMPTS[:1], WARM), Setting()))
         assert session.length == 0
 
@@ -323,7 +345,10 @@ def test_generate_and_stream(model, use):
     assert all(len(tokens) == 12 for tokens in out.tokens) and out.stats["finish"] == ["length"] * 5
     assert out.stats["calls"] == 2 * 12 and out.stats["speculation"] is None
     assert out.stats["tokens_per_second"] < 1e6 and 0 < out.stats["prefill_seconds"]
-    assert out.stats["kv_bytes"] > 3 * model("autoregressive").generate(prompts, 12, eos=[]).stats["kv_bytes"]
+    assert (
+        out.stats["kv_bytes"]
+        > 3 * model("autoregressive").generate(prompts, 12, eos=[]).stats["kv_bytes"]
+    )
     with model(use).stream(PROMPTS[0], 12, eos=[], **options) as stream:
         assert next(stream) == out.tokens[0][0]
     assert list(model(use).stream(PROMPTS[0], 12, eos=[], **options)) == out.tokens[0]

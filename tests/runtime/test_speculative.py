@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
-from accel.runtime.artifact import open_artifact
-from accel.runtime.companion import Abilities
-from accel.runtime.compiled import CompiledModel
-from accel.runtime.costs import Costs
+from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Drafters
 from accel.runtime.draft.iad import Iad
 from accel.runtime.draft.prompt_lookup import PromptLookup
-from accel.runtime.length._guard import TRIAL
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import speculative
 from accel.runtime.loop.speculative import reach
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session import Session
-from accel.runtime.text import Tokenizer
+from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.guard import TRIAL
 from accel.runtime.tree import Tree
 
 from ..draft_case import Known, Says, plain, rows_of, speculated, surprise
@@ -39,13 +39,20 @@ def prompts(toy):
 def futures(toy, group, sampler=None, **ends):
     """What plain decoding gives: prompt -> tokens."""
     rows = rows_of(group, *([sampler] if sampler else []), **ends)
-    return {tuple(p): t for p, t in zip(group, plain(toy.session(batch=len(group)), rows), strict=True)}
+    return {
+        tuple(p): t for p, t in zip(group, plain(toy.session(batch=len(group)), rows), strict=True)
+    }
 
 
 def drafters(found):
     """What is tried; `found`: the tokens that come."""
     yield from (Known(found), Known(found, wrong=3), Known(found, wrong=1), Known(found, most=2))
-    yield from (PromptLookup(), PromptLookup(ngram=1), Iad(), Says(lambda seen, limit: Tree.chain([])))
+    yield from (
+        PromptLookup(),
+        PromptLookup(ngram=1),
+        Iad(),
+        Says(lambda seen, limit: Tree.chain([])),
+    )
 
 
 def check_session(toy, session, rows):
@@ -93,7 +100,9 @@ def test_a_good_draft_saves_calls_and_a_bad_one_costs_none(toy, prompts):
             list(speculated(session, rows, drafter))
             assert session.stats["calls"] == calls
     figures = rows[0].drafting
-    assert figures["rounds"] == 22 and figures["accepted"] == 0 < figures["drafted"], "the last step drafts nothing"
+    assert figures["rounds"] == 22 and figures["accepted"] == 0 < figures["drafted"], (
+        "the last step drafts nothing"
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -219,7 +228,9 @@ def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
         def draft(self, limits, more):
             asked.append(dict(limits))
             done = {i: len(self.rows[i].tokens) for i in limits if i != 1}
-            return {i: Tree.chain(found[tuple(group[i])][n : n + limits[i]]) for i, n in done.items()}
+            return {
+                i: Tree.chain(found[tuple(group[i])][n : n + limits[i]]) for i, n in done.items()
+            }
 
         def observe(self, row, verdict, logits):
             told.append((row, len(verdict.path)))
@@ -237,7 +248,9 @@ def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
         list(speculated(session, rows, Method(None), tokens=4))
         assert [row.tokens for row in rows] == [found[tuple(p)] for p in group]
         check_session(toy, session, rows)
-    assert asked[0] == {0: 4, 1: 4, 2: 4} and told[:3] == [(0, 4), (1, 0), (2, 4)] and closed == [True]
+    assert (
+        asked[0] == {0: 4, 1: 4, 2: 4} and told[:3] == [(0, 4), (1, 0), (2, 4)] and closed == [True]
+    )
     assert asked[-1] == {1: 1}, "the rows that ended are not asked"
     with toy.session(batch=3) as session:
         tokens = speculated(session, rows_of(group), Method(None))
@@ -251,7 +264,10 @@ def test_what_a_session_can_do_bounds_the_draft():
     assert reach(Abilities(width=32)) == 31
     assert reach(Abilities(back=8)) == 8
     for poor in (Abilities(width=1), Abilities(back=0)):
-        with pytest.raises(InputError, match="loop = speculative .* sessions of this model .* loop = autoregressive"):
+        with pytest.raises(
+            InputError,
+            match="loop = speculative .* sessions of this model .* loop = autoregressive",
+        ):
             reach(poor)
 
 
@@ -275,7 +291,9 @@ def test_text_stops_and_streams_as_without_a_draft(toy):
     accepted = 0
     for prompt in toy.corpus:
         whole = without.generate(prompt, 60, eos=[])
-        drafts._methods["draft"] = Known({tuple(tokenizer.encode(prompt)): whole.tokens[0]}, wrong=6)
+        drafts._methods["draft"] = Known(
+            {tuple(tokenizer.encode(prompt)): whole.tokens[0]}, wrong=6
+        )
         middle = whole.text[0][len(whole.text[0]) // 2 :][:2]
         for stop in (None, middle, whole.text[0][:1]):
             want = without.generate(prompt, 60, eos=[], stop=stop)
@@ -303,7 +321,9 @@ def test_drafts_that_do_not_pay_are_left_for_a_while(toy, prompts, monkeypatch):
             assert [row.tokens for row in rows] == list(found.values())
             rounds[costs is FREE, wrong] = dict(rows[0].drafting)
     assert rounds[True, 1]["fallback"] == 0 and rounds[True, 1]["rounds"] == 118
-    assert rounds[False, 1]["fallback"] + rounds[False, 1]["rounds"] == 119, "a step for each token after the first"
+    assert rounds[False, 1]["fallback"] + rounds[False, 1]["rounds"] == 119, (
+        "a step for each token after the first"
+    )
     assert rounds[False, 1]["rounds"] <= 2 * TRIAL
     assert rounds[False, 0]["fallback"] == 0, "a draft that stands costs what its tokens would have"
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from accel.ir.errors import ArtifactError
-from accel.runtime.stage import Stage
+from accel.runtime.artifact.atomic import Stage
 
 
 def write(folder, text="{}"):
@@ -97,7 +97,7 @@ def test_a_full_disk(tmp_path):
 
 KILLED = """
 import sys, time
-from accel.runtime.stage import Stage
+from accel.runtime.artifact.atomic import Stage
 with Stage(sys.argv[1]) as folder:
     (folder / "weights.bin").write_bytes(bytes(1000))
     print(folder, flush=True)
@@ -105,7 +105,7 @@ with Stage(sys.argv[1]) as folder:
 """
 KILLED_AT_RENAME = """
 import os, sys, time
-from accel.runtime import stage
+from accel.runtime.artifact import atomic as stage
 def stuck(a, b, plain=os.rename):
     plain(a, b)
     print(b, flush=True)
@@ -146,7 +146,7 @@ def test_kill_9_leaves_nothing(tmp_path):
 def test_kill_9_control(tmp_path):
     """Without the watchdog the folder would stay: the test above can fail."""
     code = KILLED.replace(
-        "with Stage", "import accel.runtime.stage as s\ns._WATCHDOG = ''\nwith Stage"
+        "with Stage", "import accel.runtime.artifact.atomic as s\ns._WATCHDOG = ''\nwith Stage"
     )
     folder = kill_in(code, tmp_path / "out")
     time.sleep(0.5)

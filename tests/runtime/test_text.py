@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from accel.ir.errors import ArtifactError, InputError
-from accel.runtime.text import StopMatcher, StreamDecoder, Tokenizer
+from accel.runtime.inputs.text import StopMatcher, StreamDecoder, Tokenizer
 
 CORPUS = [
     "def add(a, b):\n    return a + b\n",

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from accel.ir.errors import RecipeError
-from accel.runtime.costs import Costs
-from accel.runtime.length._guard import prices
+from accel.runtime.decode.costs import Costs
 from accel.runtime.sample import Distribution
+from accel.runtime.speculation.guard import prices
 from accel.runtime.tree import ROOT, Tree, grown
 from accel.runtime.tree._nodes import likeliest, top
 from accel.runtime.tree._optimal import Optimal
@@ -126,7 +126,10 @@ def test_the_programme_finds_the_best_of_all_forms(rates):
 
 def test_growing_by_the_next_best_node_is_not_the_best():
     """What the comparison would catch; where no rank stands more often than the one before, it is."""
-    lost = [Optimal(rates, 7, 4).expected[4, 7] - 1 - sum(chances(likely(rates, 6, 4), rates)) for rates in RATES]
+    lost = [
+        Optimal(rates, 7, 4).expected[4, 7] - 1 - sum(chances(likely(rates, 6, 4), rates))
+        for rates in RATES
+    ]
     assert lost[0] == pytest.approx(0) and lost[1] == pytest.approx(0) and max(lost) > 0.05
 
 
@@ -147,8 +150,12 @@ def test_sequoia_goes_by_what_calls_cost():
     assert len(full(Sequoia(rates=[0.9]).begin(steep), 20)) > len(small)
     gain = [Optimal(USUAL, 21, 8).expected[8, m] / (1 + 7 * (m - 1) / 31) for m in range(2, 22)]
     assert len(small) == 1 + int(np.argmax(gain))
-    levels = [max(map(len, full(Sequoia().begin(flat, level), 20))) for level in (0.0, 0.1, 0.5, 5.0)]
-    assert levels == sorted(levels, reverse=True) and levels[-1] < levels[0], "levels of a drafter cost too"
+    levels = [
+        max(map(len, full(Sequoia().begin(flat, level), 20))) for level in (0.0, 0.1, 0.5, 5.0)
+    ]
+    assert levels == sorted(levels, reverse=True) and levels[-1] < levels[0], (
+        "levels of a drafter cost too"
+    )
 
 
 def test_sequoia_learns_which_ranks_stand():
@@ -209,7 +216,10 @@ def test_dyspec_keeps_the_nodes_of_largest_product(limit):
         tree = tree_of(Dyspec(0.0, 4, 1.0), limit, Asked(says))
         every = products(says, 4)
         best = sorted((v for v in every.values() if v > 0), reverse=True)[:limit]
-        got = [every[*before, token] for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)]
+        got = [
+            every[*before, token]
+            for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)
+        ]
         np.testing.assert_allclose(sorted(got, reverse=True), best)
         few = tree_of(Dyspec(0.1, 4, 1.0), limit, Asked(says))
         assert len(few) == sum(v >= 0.1 for v in best)
@@ -219,9 +229,17 @@ def test_chosen_nodes_go_by_sharper_probabilities():
     """Somewhat likely tokens: by a low temperature the likeliest is gone on from, however deep."""
     even = Distribution(np.arange(3), np.array([0.4, 0.3, 0.3]))
     first = Distribution(np.arange(3), np.array([0.5, 0.3, 0.2]))
-    for temperature, kept in ((1.0, {(0,), (1,), (2,), (0, 0)}), (0.25, {(0,) * n for n in (1, 2, 3, 4)})):
-        tree = tree_of(Dyspec(0.0, 4, temperature), 4, Asked(lambda prefix: even if prefix else first))
-        assert {(*before, token) for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)} == kept
+    for temperature, kept in (
+        (1.0, {(0,), (1,), (2,), (0, 0)}),
+        (0.25, {(0,) * n for n in (1, 2, 3, 4)}),
+    ):
+        tree = tree_of(
+            Dyspec(0.0, 4, temperature), 4, Asked(lambda prefix: even if prefix else first)
+        )
+        assert {
+            (*before, token)
+            for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)
+        } == kept
 
 
 def middling(law):
@@ -253,7 +271,10 @@ def test_drawn_nodes_are_those_of_the_heap(limit):
     for seed in range(12):
         says = table(4, seed, zeros=seed % 2 == 1)
         tree = tree_of(Dyspec(0.0, 4, 1.0), limit, Asked(says), middling)
-        got = {(*before, token) for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)}
+        got = {
+            (*before, token)
+            for before, token in zip(prefixes(tree), tree.tokens.tolist(), strict=True)
+        }
         assert got == by_heap(says, limit, 4)
 
 

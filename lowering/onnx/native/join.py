@@ -11,8 +11,8 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from accel.lowering.onnx.builder import MICROSOFT, Builder, reads, same_shape
 from accel.lowering.onnx.native import DOMAIN
+from accel.lowering.onnx.writer.builder import MICROSOFT, Builder, reads, same_shape
 
 # the numbers that native/linear.cc gives to them
 GATES = {("QuickGelu", ""): 1, ("Gelu", "none"): 2, ("Gelu", "tanh"): 3}
@@ -23,7 +23,11 @@ _PLACES = {"Attention": "Place", "AttentionInt8": "PlaceInt8", "AttentionGroups"
 def join(b: Builder, outputs: Collection[str]) -> None:
     """Let Linear take in norms, gates and sums, and Attention the layout of its rows and codes."""
     read = {value for node in b.nodes for value in reads(node)}.union(outputs)
-    b.nodes = [n for n in b.nodes if n.op_type not in ("Decode", "DecodeGroups") or read.intersection(n.output)]
+    b.nodes = [
+        n
+        for n in b.nodes
+        if n.op_type not in ("Decode", "DecodeGroups") or read.intersection(n.output)
+    ]
     for rewrite in (_norms, _gates, _sums, _places):
         rewrite(_Graph(b, outputs))
 
@@ -213,7 +217,9 @@ def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
         return None
     if len(read) == 2:
         return _Cache(writes, [], writes[0].input[1], writes[1].input[1])
-    codes = [n for n in (g.maker(w.input[1], "Encode", DOMAIN) for w in writes[:2]) if n is not None]
+    codes = [
+        n for n in (g.maker(w.input[1], "Encode", DOMAIN) for w in writes[:2]) if n is not None
+    ]
     made = [n.output[i] for i in (0, 1) for n in codes]
     if [w.input[1] for w in writes] != made:
         return None

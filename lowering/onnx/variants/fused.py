@@ -6,8 +6,8 @@ from typing import Any
 
 from accel.ir.ops import attention
 from accel.lowering import Table
-from accel.lowering.onnx.accel_ops import position_mask
-from accel.lowering.onnx.builder import Builder
+from accel.lowering.onnx.rules.accel_ops import position_mask
+from accel.lowering.onnx.writer.builder import Builder
 
 lower = Table("fused")
 
@@ -18,7 +18,13 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     of each head's own have no mask there, and trees and pages are left to the portable one.
     """
     x = attention.Operands[str](*operands, **more)
-    if x.sink is not None or x.softcap or x.kept_k is not None or x.tree is not None or x.pages is not None:
+    if (
+        x.sink is not None
+        or x.softcap
+        or x.kept_k is not None
+        or x.tree is not None
+        or x.pages is not None
+    ):
         return NotImplemented
     hidden = position_mask(b, x)  # [B,1 or H,T,C]
     if x.mask == "full" and x.bias is None:  # which is [B,1,1,C]

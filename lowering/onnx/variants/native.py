@@ -9,12 +9,12 @@ import torch
 
 from accel.ir.ops import attention, choice, codec, groups, pages, quantized
 from accel.lowering import Table
-from accel.lowering.onnx.accel_codec import decode_rows as decoded
-from accel.lowering.onnx.accel_pages import kv_pages as portable_pages
-from accel.lowering.onnx.builder import Builder
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import attributes, join
+from accel.lowering.onnx.rules.accel_codec import decode_rows as decoded
+from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.variants import NATIVE
+from accel.lowering.onnx.writer.builder import Builder
 
 lower = Table(NATIVE, bit_exact=True, missing=lambda: library()[1], join=join)
 _PAGE = 16  # slots that native/attention.cc reads together
@@ -33,7 +33,9 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
         domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
         window=x.window, exact=int(b.bit_exact), packed=0, page=x.page,
     )  # fmt: skip
-    blocks = [made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))]
+    blocks = [
+        made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))
+    ]
     if len(blocks) == 2:
         if x.tree is not None:
             return NotImplemented
@@ -55,7 +57,18 @@ def _over_blocks(
     """Attention that reads blocks of codes, before slots of floats."""
     k, v = (attributes(made) for made in blocks)
     (k_codes, *k_groups), (v_codes, *v_groups) = (made.input for made in blocks)
-    given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, k_codes, v_codes, _of_all(b, x.kept_pos))
+    given = (
+        x.q,
+        x.k,
+        x.v,
+        x.q_pos,
+        x.k_pos,
+        x.bias,
+        x.sink,
+        k_codes,
+        v_codes,
+        _of_all(b, x.kept_pos),
+    )
     return b.node(
         "AttentionGroups", *given, x.pages, *k_groups, *v_groups, **common, bits=k["bits"], rows=k["rows"],
         k_group=k["group"], v_group=v["group"], k_along=k["along"], v_along=v["along"],
@@ -88,7 +101,9 @@ def page_range(
     """Only the pages that a call wrote to, in place."""
     read, *scales = _codes(b, keys) or [keys]
     operands = (high, low, read, q_pos, slots, *scales)
-    return b.node("PageRangeInt8" if scales else "PageRange", *operands, domain=DOMAIN, outputs=2, page=page)
+    return b.node(
+        "PageRangeInt8" if scales else "PageRange", *operands, domain=DOMAIN, outputs=2, page=page
+    )
 
 
 @lower(choice.page_bounds.default)

@@ -13,14 +13,22 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.kv import gather_blocks, kv_append
-from accel.ir.program import DTYPES, Editor, Entry, Program, State
+from accel.ir.program import DTYPES, Editor, Program, State
+from accel.ir.region import Entry
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
 from accel.passes.state.cache import Cache
 
 Sizes = tuple[int, ...]
-STORED = ("k", "v", "kept.k", "kept.v", "kept.block.k", "kept.block.v")  # roles of the state that is
+STORED = (
+    "k",
+    "v",
+    "kept.k",
+    "kept.v",
+    "kept.block.k",
+    "kept.block.v",
+)  # roles of the state that is
 
 
 @dataclass(frozen=True)
@@ -135,13 +143,17 @@ class Base(Pass, ABC):
         key = "decode", self, role, int(state.shape[3])
         for gather in [u for u in holder.users if u.target is gather_blocks.default]:
             with graph.inserting_before(gather):  # what a row's blocks hold, not the whole pool
-                blocks = [editor.call(gather_blocks.default, x, gather.args[1], like=gather) for x in held]
+                blocks = [
+                    editor.call(gather_blocks.default, x, gather.args[1], like=gather) for x in held
+                ]
                 decoded = trace(editor, state.name, decode, *blocks, like=gather, key=key)
             gather.replace_all_uses_with(decoded)
             graph.erase_node(gather)
         if read.users:
             with graph.inserting_before(place):
-                read.replace_all_uses_with(trace(editor, state.name, decode, *held, like=read, key=key))
+                read.replace_all_uses_with(
+                    trace(editor, state.name, decode, *held, like=read, key=key)
+                )
         for node in dict.fromkeys((read, holder)):
             graph.erase_node(node)
 
@@ -150,7 +162,9 @@ class Base(Pass, ABC):
     ) -> list[fx.Node]:
         """The parts of a value, in the order that they are declared in."""
         role = _role(state)
-        found = trace(editor, state.name, partial(self.encode, role), x, like=like, key=("encode", self, role))
+        found = trace(
+            editor, state.name, partial(self.encode, role), x, like=like, key=("encode", self, role)
+        )
         return [found[part] for part in self.parts(role, int(state.shape[3]))]
 
 

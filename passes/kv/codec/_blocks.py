@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
+from accel.ir.facts import KvFacts
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
-from accel.ir.program import Editor, Entry, KvFacts, Program, State
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Entry, sizes
 from accel.ir.trace import trace
 from accel.passes import Report
-from accel.passes.recognise.region import sizes
 from accel.passes.state.recurrent import buffer
-
-if TYPE_CHECKING:
-    from accel.passes.kv.codec import Base
 
 POSITIONS = "kept.pos"
 _BLOCKS, _OLD, _NEW, _STORED, _TAIL = 31, 37, 5, 41, 43  # example sizes while shapes are worked out
+
+
+class Codec(Protocol):
+    """What encodes blocks: `accel.passes.kv.codec.Base`, which says what each member means."""
+
+    @property
+    def block(self) -> int: ...
+    def parts(self, role: str, width: int) -> dict[str, tuple[str, tuple[int, ...]]]: ...
+    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]: ...
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor: ...
 
 
 @dataclass
@@ -36,7 +44,7 @@ class _Cache:
     stored: list[fx.Node]
 
 
-def hold(codec: Base, program: Program) -> Report:
+def hold(codec: Codec, program: Program) -> Report:
     """attention over `kv.<layer>` -> attention over `kept.<layer>` in codes and `kv.<layer>`; an entry
     `compress` moves whole blocks of tokens from the latter to the former.
 
@@ -97,7 +105,7 @@ def _role(state: State) -> str:
 
 
 def _declare(
-    codec: Base, program: Program, editor: Editor, recent: fx.Node, letters: dict[str, Any]
+    codec: Codec, program: Program, editor: Editor, recent: fx.Node, letters: dict[str, Any]
 ) -> _Cache:
     """State for what is stored of a buffer."""
     state = next(s for s in program.state if s.name == recent.target)
@@ -117,7 +125,7 @@ def _declare(
 
 
 def _read(
-    codec: Base,
+    codec: Codec,
     editor: Editor,
     node: fx.Node,
     caches: dict[str, _Cache],
@@ -154,7 +162,7 @@ def _read(
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
 
 
-def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.Node) -> Entry:
+def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.Node) -> Entry:
     """The graph that moves blocks."""
     graph, source = fx.Graph(), Editor(program, program.step.graph)
     batch = program.step.input("tokens").meta["val"].shape[0]
@@ -187,7 +195,12 @@ def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.No
             rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
 
         def move(
-            fresh: Tensor, places: Tensor, tail: Tensor, recent: Tensor, *old: Tensor, role: str = role
+            fresh: Tensor,
+            places: Tensor,
+            tail: Tensor,
+            recent: Tensor,
+            *old: Tensor,
+            role: str = role,
         ) -> tuple[Tensor, ...]:
             new = codec.encode(role, _blocks(recent, fresh))
             kept = [
@@ -197,7 +210,9 @@ def _entry(codec: Base, program: Program, caches: list[_Cache], positions: fx.No
             return (*kept, _taken(recent, tail))
 
         name = f"compress.{cache.state.name}"
-        *kept, left = trace(editor, name, move, fresh, *rows[groups], *nodes, key=("move", codec, role))
+        *kept, left = trace(
+            editor, name, move, fresh, *rows[groups], *nodes, key=("move", codec, role)
+        )
         outputs |= {f"{s.name}.next": node for s, node in zip(cache.parts, kept, strict=True)}
         outputs[f"{cache.state.name}.next"] = left
     graph.output(tuple(outputs.values()))

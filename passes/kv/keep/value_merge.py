@@ -41,7 +41,9 @@ class ValueMerge(Base):
         gone = (gone > 0) & (positions >= 0) & (likeness >= self.threshold)
         size, other = values.norm(dim=-1), kept.norm(dim=-1)
         share = size / (size + other.gather(2, nearest) + 1e-6)
-        weight = torch.where(gone, likeness.clamp(min=0) * share, torch.zeros_like(share))  # [B,G,S]
+        weight = torch.where(
+            gone, likeness.clamp(min=0) * share, torch.zeros_like(share)
+        )  # [B,G,S]
         into = nearest[..., None].expand(-1, -1, -1, values.shape[3])
         total = kept.scatter_add(2, into, weight[..., None] * values)
         weights = torch.ones_like(other).scatter_add(2, nearest, weight)

@@ -32,9 +32,11 @@ class TrimKV(Trained, Base):
     def __call__(self, notes: Tensor, positions: Tensor, seen: Tensor) -> Tensor:
         return (seen[:, None, None] - positions) * notes
 
-    # Training (tools/train.py): attention forgets as the cache will.
+    # Training (tools/train/train.py): attention forgets as the cache will.
 
-    def start(self, width: int, heads: int, inner: int, generator: torch.Generator) -> dict[str, Tensor]:
+    def start(
+        self, width: int, heads: int, inner: int, generator: torch.Generator
+    ) -> dict[str, Tensor]:
         """Gates with beta close to 1: after 100 tokens half of one is left."""
         w1 = torch.randn(inner, width, generator=generator) * width**-0.5
         w2 = torch.randn(heads, inner, generator=generator) * 0.1 * inner**-0.5
@@ -48,6 +50,8 @@ class TrimKV(Trained, Base):
 
     def excess(self, notes: Tensor, after: Tensor, budget: int) -> Tensor:
         """How far what is held goes beyond the budget, as a share of the tokens seen; a mean."""
-        held = torch.exp(self.soften(notes, after)).masked_fill((after < 0)[:, None], 0).sum(-1)  # [B,G,T]
+        held = (
+            torch.exp(self.soften(notes, after)).masked_fill((after < 0)[:, None], 0).sum(-1)
+        )  # [B,G,T]
         seen = (after >= 0).sum(-1).clamp(min=1)[:, None]
         return ((held - budget).clamp(min=0) / seen).mean()

@@ -19,12 +19,12 @@ from accel.ir.ops.attention import Mask, Operands, attention, operands_of
 from accel.ir.ops.choice import best_pages, pages_before
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
-from accel.ir.program import Conditional, Editor, Program, State
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import remove_dead
-from accel.passes.recognise.region import sizes
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
@@ -172,7 +172,9 @@ class Base(Pass, ABC):
         slots = program.step.input("slots")
         with editor.graph.inserting_before(node):
             update, written = partial(self._update, list(declared)), (x.k, x.q_pos, slots)
-            stored = trace(editor, f"pages.{layer}", update, *written, *held, like=node, key=("pages", self))
+            stored = trace(
+                editor, f"pages.{layer}", update, *written, *held, like=node, key=("pages", self)
+            )
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
             given = (chooses, by_token, x.q_pos, x.k_pos, slots, *stored.values())
             mask = Mask(x.mask, x.window)
@@ -212,7 +214,9 @@ class Base(Pass, ABC):
         scores = self.score(rows, dict(zip(names, parts, strict=True)))
         seen, _ = pages_before(q_pos, k_pos, slots, scores.shape[3], self.page, mask)
         worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), seen[:, :, None])
-        chosen: Tensor = best_pages(worth, q_pos, k_pos, slots, self.count, self.page, mask.kind, mask.size)
+        chosen: Tensor = best_pages(
+            worth, q_pos, k_pos, slots, self.count, self.page, mask.kind, mask.size
+        )
         return chosen
 
 

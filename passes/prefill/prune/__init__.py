@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accel.passes import Pass
 from accel.passes.fuse.residual import Residual
-from accel.passes.recognise.layers import Layers
+from accel.passes.state.layers import Layers
 
 __all__ = ["Base"]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention
-from accel.ir.program import Editor, Entry, Program, Region, ancestors
+from accel.ir.program import Editor, Program, ancestors
+from accel.ir.region import Entry, Region
 from accel.ir.trace import trace
 from accel.passes.prefill._entry import added, copied, finished, result, states
 from accel.passes.prefill.prune._layer import near
@@ -63,7 +64,9 @@ def _shown(call: fx.Node, layer: int) -> tuple[fx.Node, fx.Node, fx.Node, set[in
     results = out.args[0]
     assert isinstance(results, tuple)
     attends = next(
-        n for n in region.graph.nodes if n.target is attention.default and n.meta.get("layer") == layer
+        n
+        for n in region.graph.nodes
+        if n.target is attention.default and n.meta.get("layer") == layer
     )
     query, keys, _, _, held = attends.args[:5]
     assert isinstance(query, fx.Node) and isinstance(keys, fx.Node)

@@ -8,7 +8,8 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, Program, Region, State
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Region
 from accel.ir.sizes import grows
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import layer_calls

@@ -62,7 +62,9 @@ class PromptDistill(Base):
                 "give an earlier one"
             )
         own_slots(program, layer + 1, 1)
-        program.entries["prompt.0"] = scoring(program, 0, layer, self.score, self.kernel, whole=True)
+        program.entries["prompt.0"] = scoring(
+            program, 0, layer, self.score, self.kernel, whole=True
+        )
         program.entries["prompt.1"] = ending(program, layer + 1)
         program.facts.prefill = Prefill(stages=(Pick(self.tokens, 0, 1),))
         program.facts.notes.append(f"promptdistill picks a prompt's tokens at layer {layer}")

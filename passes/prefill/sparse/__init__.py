@@ -14,7 +14,7 @@ from accel.ir.program import Program
 from accel.passes import Pass, Report
 from accel.passes.fuse.residual import Residual
 from accel.passes.prefill.sparse._segment import sparse_entry
-from accel.passes.recognise.layers import Layers
+from accel.passes.state.layers import Layers
 
 __all__ = ["Base"]
 
@@ -74,7 +74,11 @@ class Base(Pass, ABC):
         threshold = max(self.threshold, self.budget)
         if program.facts.max_context <= threshold + self.segment:
             why = f"prompts of at most {program.facts.max_context} tokens read all keys"
-            return Report(refused=[f"{why}: no segment of {self.segment} from {threshold} on is followed by others"])
+            return Report(
+                refused=[
+                    f"{why}: no segment of {self.segment} from {threshold} on is followed by others"
+                ]
+            )
         entry, layers = sparse_entry(program, self)
         program.entries["sparse"] = entry
         found = program.facts.prefill or Prefill()

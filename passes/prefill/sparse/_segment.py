@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, Entry, Program, Region
+from accel.ir.program import Editor, Program
+from accel.ir.region import Entry, Region
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, states
 
@@ -83,7 +84,10 @@ def _check(program: Program) -> None:
         reason = "a recurrent state is computed again from the tokens after a rewind, which reads all keys"
     elif any(layer.shares is not None for layer in facts.layers):
         reason = "layers of this model read the keys of others"
-    elif any(operands_of(n).bias is not None for n in program.nodes(attention.default, entry=program.step)):
+    elif any(
+        operands_of(n).bias is not None
+        for n in program.nodes(attention.default, entry=program.step)
+    ):
         reason = "keys that are gathered have no bias by position (ALiBi, T5)"
     else:
         return

@@ -18,9 +18,7 @@ class Share:
 
     def __post_init__(self) -> None:
         if self.tokens_kept < 1:
-            raise RecipeError(
-                f"kv.budget: tokens_kept is {self.tokens_kept}; give at least 1"
-            )
+            raise RecipeError(f"kv.budget: tokens_kept is {self.tokens_kept}; give at least 1")
         if not 0 <= self.compression_ratio < 1:
             raise RecipeError(
                 f"kv.budget: compression_ratio is {self.compression_ratio}; give a share of at least 0 "

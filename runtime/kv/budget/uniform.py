@@ -20,9 +20,7 @@ class Uniform(Share, Base):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dense_layers < 0:
-            raise RecipeError(
-                f"kv.budget: dense_layers is {self.dense_layers}; give 0 or more"
-            )
+            raise RecipeError(f"kv.budget: dense_layers is {self.dense_layers}; give 0 or more")
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:
         return max(seen, 1) if layer < self.dense_layers else self.average(seen)

@@ -40,7 +40,7 @@ class PagedPrefix(Base):
                 raise RecipeError(f"{name} = {getattr(self, name)}; give 1 or more")
 
     def steps(self) -> list[Any]:
-        from accel.passes.kv.paged import Paged
+        from accel.passes.kv._shared.paged import Paged
 
         return [Paged(self.block)]
 

@@ -28,7 +28,7 @@ class Pie(Base):
     grade = "approximate"
 
     def steps(self) -> list[Any]:
-        from accel.passes.kv.shift import Shift
+        from accel.passes.kv._shared.shift import Shift
 
         return [Shift()]
 

@@ -6,7 +6,11 @@ from abc import ABC, abstractmethod
 
 __all__ = ["MOMENTS", "Base"]
 
-MOMENTS = ("part", "call", "prompt")  # between the parts of a long call; after a call; a prompt is whole
+MOMENTS = (
+    "part",
+    "call",
+    "prompt",
+)  # between the parts of a long call; after a call; a prompt is whole
 
 
 class Base(ABC):

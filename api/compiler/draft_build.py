@@ -1,0 +1,146 @@
+"""The smaller model that drafts for a model: where a build takes it from, where it lies in an artifact, and that it
+fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from accel.compiler.assemble import Plan, assemble
+from accel.compiler.build_options import BuildOptions
+from accel.ir.errors import RecipeError
+from accel.ir.facts import Facts
+from accel.ir.fields import MANIFEST
+from accel.ir.recipe import Recipe
+from accel.runtime.artifact.artifact import copy_artifact, open_artifact
+from accel.runtime.artifact.manifest import DRAFT_FOLDER
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.model.compiled import CompiledModel, load
+from accel.runtime.speculation.follow import Follower
+
+Build = Callable[[Facts, str | None, Path | None], CompiledModel]
+Compile = Callable[[Path, Recipe, BuildOptions, Path | None], CompiledModel]
+TREES = {
+    "draft": {"use": "token-recycling"}
+}  # a recipe whose calls may be trees; nobody decodes by it
+
+
+def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build | None:
+    """What makes the model that a recipe's drafter names, in a folder (None: here) as an artifact; None where it names
+    none. `compile_model` builds a Hugging Face directory, with the options of the target. Raises
+    RecipeError before any work.
+    """
+    draft = plan.methods.get("draft")
+    path: Path | None = None if draft is None else draft.second()
+    if path is None:
+        return None
+    if not path.is_dir():
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': draft.model: {path} is no folder; give `path`: an artifact (accel-compile "
+            "build), or a Hugging Face directory, which is then built along"
+        )
+    if not (path / MANIFEST).is_file():
+        assemble(_recipe(plan))
+    return partial(_build, plan, compile_model, path, options)
+
+
+def _recipe(plan: Plan) -> Recipe:
+    """That of a draft model which is built along."""
+    weights = plan.methods["draft"].weights
+    tables = {"weights": {"use": weights}} if weights else {}
+    trees = TREES if plan.methods["tree"].branches else {}
+    return Recipe(name=f"{plan.recipe.name}: draft", tables={**tables, **trees})
+
+
+def _build(
+    plan: Plan,
+    compile_model: Compile,
+    path: Path,
+    options: BuildOptions,
+    target: Facts,
+    text: str | None,
+    folder: Path | None,
+) -> CompiledModel:
+    """`text`: of the target's tokenizer.json. Raises RecipeError where the model cannot draft for the target, and
+    InputError where its sessions cannot.
+    """
+    tokenizer = Tokenizer(text.encode()) if text else None
+    if (path / MANIFEST).is_file():
+        artifact = open_artifact(path)
+        _check(path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")
+        if folder is not None:
+            copy_artifact(artifact, folder)
+        model = load(folder or path)
+        try:
+            Follower(
+                model, 1, plan.methods["tree"].branches
+            ).close()  # its sessions can take back, and grow, drafts
+        except BaseException:
+            model.close()
+            raise
+    else:
+        _check_tokens(path, target, tokenizer, _declared(path), path / "tokenizer.json")
+        own = replace(
+            options,
+            max_context=target.max_context,
+            max_batch=target.max_batch,
+            tokenizer=None,
+            calibration=None,
+            dump=None,
+        )
+        model = compile_model(path, _recipe(plan), own, folder)
+        try:
+            _check(path, target, tokenizer, model.facts, path / "tokenizer.json")
+        except RecipeError:
+            model.close()
+            raise
+    if folder is not None:  # the recipe that the artifact keeps names what it holds
+        table = {**plan.recipe.tables["draft"], "path": DRAFT_FOLDER}
+        plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, "draft": table})
+    return model
+
+
+def _declared(path: Path) -> int | None:
+    """The vocabulary that a Hugging Face directory says it has, before its weights are read."""
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError):
+        return None  # which loading it will name
+    return found if isinstance(found, int) else None
+
+
+def _check(
+    path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts, theirs: Path
+) -> None:
+    """Raise RecipeError where the model from this folder cannot draft for the target, with both sides."""
+    if facts.encoder is not None:
+        raise RecipeError(
+            f"draft.model: {path} has an encoder, and what drafts continues text; give a decoder"
+        )
+    if facts.max_batch < target.max_batch:
+        raise RecipeError(
+            f"draft.model: {path} was built for batches of up to {facts.max_batch}, and the model for "
+            f"{target.max_batch}; build it with max_batch = {target.max_batch}"
+        )
+    _check_tokens(path, target, tokenizer, facts.vocab_size, theirs)
+
+
+def _check_tokens(
+    path: Path, target: Facts, tokenizer: Tokenizer | None, size: int | None, theirs: Path
+) -> None:
+    """`theirs`: the draft model's tokenizer.json, which may be missing."""
+    lack = [
+        who
+        for who, there in (("the model", tokenizer), ("the draft model", theirs.is_file()))
+        if not there
+    ]
+    if size not in (None, target.vocab_size) and lack:
+        raise RecipeError(
+            f"draft.model: {path} has {size} tokens and the model {target.vocab_size}, and {' and '.join(lack)} no "
+            "tokenizer by which texts could go from one to the other; give one (tokenizer.json) to both, or a draft "
+            "model of the same tokens"
+        )

@@ -1,0 +1,279 @@
+"""What a recipe's program costs by formula: bytes of cache and of weights, and the tokens per second that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from accel.compiler.explain.layer import LAYOUT
+from accel.compiler.explain.rates import Rates
+from accel.compiler.explain.subject import Sizes, Subject
+from accel.ir.ops.attention import attention
+from accel.ir.ops.experts import expert_linear
+from accel.ir.ops.quantized import PRODUCTS, quantized_expert_linear
+from accel.ir.program import Program, State
+from accel.ir.region import Conditional, Region, graphs_of
+from accel.ir.sizes import grows, per_slot
+from accel.runtime.backends.buffers import STEP
+from accel.runtime.session.observers.pruning import unseen
+
+aten = torch.ops.aten
+_EXPERTS = {expert_linear.default, quantized_expert_linear.default}
+_PRODUCTS = {
+    aten.linear.default,
+    *PRODUCTS,
+    *_EXPERTS,
+}  # they read all of a weight; what looks up, a row
+OUTSIDE = (
+    250e-6  # seconds of a token that pass outside the graph: the loop, the choice, what is copied
+)
+# kind of weights -> bytes read for each that is stored, and the rate: float16 is widened when it is opened
+_RATES = {
+    "float32": (1, "float32"),
+    "float16": (2, "float32"),
+    "int8": (1, "int8"),
+    "int4": (1, "int4"),
+}
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Bytes of one row's state. slot: of a token since the last compression; kept: of a token that was kept;
+    fixed: whatever the length. tokens: (kept, recent) after a prompt of so many, mean over the layers.
+    """
+
+    slot: float
+    kept: float
+    fixed: float
+    tokens: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    dense: float = 0  # of a token with a plain cache of the same model
+
+    def bytes(self, prompt: int) -> int:
+        """After a prompt of so many tokens and the first one after it, slots by STEP."""
+        kept, recent = self.tokens[prompt]
+        slots = -(-(recent + 1) // STEP) * STEP
+        return round(kept * self.kept + slots * self.slot + self.fixed)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes of weights that one token reads, by kind ("float32", "float16", "int8", "int4")."""
+
+    inner: dict[str, float]
+    outer: dict[str, float]
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Of both."""
+        names = dict.fromkeys([*self.inner, *self.outer])
+        return {n: self.inner.get(n, 0.0) + self.outer.get(n, 0.0) for n in names}
+
+    @property
+    def total(self) -> float:
+        return sum(self.kinds.values())
+
+
+def cache(
+    program: Program,
+    sizes: Sizes | None,
+    methods: Mapping[str, Any],
+    prompts: Sequence[int],
+    dense: float,
+) -> Cache:
+    """By formula, from the layout of the state and what the recipe keeps."""
+    many = _layers_of(program, sizes)
+    slot = kept = fixed = 0.0
+    for state in program.state:
+        size = _size(state, sizes) * many.get(state.layer, 1)
+        if grows(state.shape):
+            slot += size
+        elif state.kept:
+            kept += size
+        elif not state.cross:
+            fixed += size
+    tokens = {n: _kept(program, sizes, methods, n) for n in prompts}
+    return Cache(slot, kept, fixed, tokens, dense)
+
+
+def _layers_of(program: Program, sizes: Sizes | None) -> dict[int | None, int]:
+    """How many layers of the model each layer of the program stands for."""
+    if sizes is None:
+        return {}
+    found: dict[int | None, int] = {}
+    count = len(program.facts.layers)
+    for layer in range(sizes.layers):
+        like = layer if layer < count else layer % min(sizes.period, count)
+        found[like] = found.get(like, 0) + 1
+    return found
+
+
+def _size(state: State, sizes: Sizes | None) -> float:
+    """Bytes of one slot (or of all, where it has none) of a row."""
+    size = per_slot(state.shape) * np.dtype(state.dtype).itemsize
+    heads = state.shape[1] if len(state.shape) > 2 else None
+    if sizes is not None and state.layer is not None and heads == sizes.heads:
+        size *= float(sizes.kv)
+    return size
+
+
+def _kept(
+    program: Program, sizes: Sizes | None, methods: Mapping[str, Any], prompt: int
+) -> tuple[float, int]:
+    """Tokens kept, mean over the layers, and those since, after a prompt: as a session does it."""
+    layers = len(program.facts.layers) if sizes is None else sizes.layers
+    prompt -= unseen(program.facts.prefill, prompt)
+    if program.facts.kv is None or not layers:
+        return 0.0, prompt
+    if block := program.facts.kv.flush:  # all stays; whole blocks beyond the exact part are codes
+        late = int(getattr(methods["kv.codec"], "residual", 0))
+        kept = max(0, prompt - late) // block * block
+        return float(kept), prompt - kept
+    budget, when = methods["kv.budget"], methods["kv.when"]
+    heads = max((s.shape[1] for s in program.state if s.role == "kept.pos"), default=1)
+    seen = [budget.tokens(prompt, layer, layers) for layer in range(layers)]
+    if when.due("prompt", prompt) or when.due("call", prompt):
+        if all(tokens >= prompt for tokens in seen):
+            return 0.0, prompt
+        return sum(min(prompt, budget.most(t, int(heads))) for t in seen) / layers, 0
+    return 0.0, prompt
+
+
+def reading(subject: Subject, before: Program, after: Program) -> Reading:
+    """What one token reads of the weights; of a sketch, its bytes per weight times the model's weights."""
+    found = _read(after)
+    sizes = subject.sizes
+    if sizes is None:
+        return found
+    plain = _read(before)
+    inner, outer = (sum(part.values()) / 4 for part in (plain.inner, plain.outer))
+    return Reading(
+        {k: v * sizes.inner * sizes.active / max(inner, 1) for k, v in found.inner.items()},
+        {k: v * sizes.outer / max(outer, 1) for k, v in found.outer.items()},
+    )
+
+
+def _read(program: Program) -> Reading:
+    """Bytes by kind; a layer that the recipe's plan leaves out reads nothing."""
+    inner: dict[str, float] = {}
+    outer: dict[str, float] = {}
+    depth = program.facts.depth
+    plan = iter(depth.plan if depth is not None else ())
+    for node in program.step.graph.nodes:
+        if not isinstance(node.target, Region):
+            _add(outer, node, program)
+            continue
+        if isinstance(node.target, Conditional):
+            graph = graphs_of(node.target)[0 if next(plan, True) else 1]
+        else:
+            graph = node.target.graph
+        for inside in graph.nodes:
+            _add(inner, inside, program)
+    return Reading(inner, outer)
+
+
+def _add(found: dict[str, float], node: fx.Node, program: Program) -> None:
+    """What a node reads of its parameters, whole; of experts those that a token takes."""
+    if node.target not in _PRODUCTS:
+        return
+    share = _share(node, program) if node.target in _EXPERTS else 1.0
+    for source in node.all_input_nodes:
+        while source.op == "call_function" and len(source.all_input_nodes) == 1:
+            source = source.all_input_nodes[0]  # a cast of a parameter
+        if source.op == "get_attr":
+            blank = program.params.blank(str(source.target))
+            few = f"int{node.args[5]}" if node.target in PRODUCTS else ""
+            kind = few or ("float16" if blank.dtype is torch.float16 else "float32")
+            found[kind] = found.get(kind, 0.0) + blank.nbytes * share
+
+
+def _share(node: fx.Node, program: Program) -> float:
+    """The part of the experts that a token takes: as many as the router chooses of them."""
+    weight = node.args[2]
+    assert isinstance(weight, fx.Node)
+    experts = int(weight.meta["val"].shape[0])
+    chosen = [n.args[1] for n in node.graph.nodes if n.target is aten.topk.default]
+    return min(1.0, max((c for c in chosen if isinstance(c, int)), default=experts) / experts)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds of one decoded token, by what they go into."""
+
+    weights: float
+    cache: float
+    nodes: float
+    outside: float = OUTSIDE
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / (self.weights + self.cache + self.nodes + self.outside)
+
+
+def nodes(program: Program) -> int:
+    """How many a step runs, about: accel's operators take what stands around products of few bits, and
+    attention, into two for each attention and one for each product.
+    """
+    products = len(program.nodes(*PRODUCTS, entry=program.step))
+    attentions = len(program.nodes(attention.default, entry=program.step))
+    every = sum(
+        n.target not in LAYOUT and not isinstance(n.target, Region)
+        for n in program.nodes(entry=program.step)
+    )
+    return products + 2 * attentions if products else every
+
+
+def predict(
+    program: Program,
+    sizes: Sizes | None,
+    read: Reading,
+    tokens: tuple[float, int],
+    rates: Rates,
+) -> Prediction | str:
+    """What a token takes where attention reads `tokens` (kept, recent), by this machine's rates; or why it
+    cannot be told.
+    """
+    held = _read_of_cache(program, sizes, tokens)
+    if unknown := [kind for kind in (*read.kinds, *held) if kind not in _RATES]:
+        return f"no rate was measured for {unknown[0]}"
+    weights = sum(_RATES[k][0] * b for k, b in read.kinds.items())
+    total = weights + sum(held.values())
+    many = 1.0 if sizes is None else sizes.layers / max(1, len(program.facts.layers))
+    return Prediction(
+        sum(_RATES[k][0] * b / rates.weight(_RATES[k][1], total) for k, b in read.kinds.items()),
+        sum(b / rates.cache(kind, total) for kind, b in held.items()),
+        nodes(program) * many * rates.node,
+    )
+
+
+def _read_of_cache(
+    program: Program, sizes: Sizes | None, tokens: tuple[float, int]
+) -> dict[str, float]:
+    """Bytes of keys and values that attention reads for one token, by their form; a window reads no further,
+    and a layer that is left out nothing.
+    """
+    kept, recent = tokens
+    facts, depth = program.facts, program.facts.depth
+    many, found = _layers_of(program, sizes), dict[str, float]()
+    forms = {s.name: s.dtype for s in program.state}
+    for state in program.state:
+        layer = state.layer
+        if layer is None or state.cross or not (grows(state.shape) or state.kept):
+            continue
+        if depth is not None and not depth.plan[layer]:
+            continue
+        window = facts.layers[layer].window
+        slots = kept if state.kept else recent + 1
+        if window and not state.kept:
+            slots = min(slots, window)
+        form = forms.get(
+            ".".join(state.name.split(".")[:3]), state.dtype
+        )  # of the codes, for their scales
+        if state.role in ("pos", "kept.pos"):
+            continue
+        found[form] = found.get(form, 0.0) + _size(state, sizes) * many.get(layer, 1) * slots
+    return found

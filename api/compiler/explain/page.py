@@ -1,0 +1,150 @@
+"""An explanation as words and tables, which the terminal and the page share, and as a page with pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accel.compiler.explain.costs import Prediction
+from accel.compiler.explain.drawing import picture as drawn
+from accel.compiler.explain.explain import Explanation, Rewrite
+from accel.compiler.layer_summary import bytes_text, picture
+from accel.compiler.report import rendered
+
+
+def write_page(path: Path, e: Explanation) -> None:
+    """Write it as one file that fetches nothing."""
+    from markupsafe import Markup
+
+    pictures, chains = [], []
+    if e.pictures is not None:
+        before, after = e.pictures
+        pictures = [
+            ("with base", Markup(drawn(before))),
+            (f"with {e.recipe.name}", Markup(drawn(after))),
+        ]
+        if after.otherwise is not None:
+            pictures.append(("where it is left out", Markup(drawn(after.otherwise))))
+        chains = [Markup(picture(side["layers"], side["state"])) for side in (e.before, e.after)]
+    columns, rows = costs(e)
+    near = e.nearest.recipe if e.nearest is not None else None
+    path.write_text(
+        rendered(
+            "explain.html", e=e, grade=grade(e), nearest=nearest(e), facts=_facts(e), notes=e.notes,
+            tables=near.tables if near is not None else {}, effects=[effect(r) for r in e.rewrites],
+            pictures=pictures, chains=chains, picture_title=title(e), columns=columns, rows=rows, rests=rests(e),
+        ),
+        encoding="utf-8",
+    )  # fmt: skip
+
+
+def grade(e: Explanation) -> str:
+    """The promise, and what is declared of the logits."""
+    if not e.grade:
+        return ""
+    said = {
+        "bit-exact": "the model's own tokens, but for the rounding that another order of additions brings",
+        "distribution-exact": "each token has the model's own odds",
+        "approximate": "other tokens than the model's own may come",
+    }[e.grade]
+    bound = (
+        f"; a build stops where logits move by more than {e.error:g} of the largest"
+        if e.error
+        else ""
+    )
+    return f"{e.grade}: {said}{bound}"
+
+
+def effect(r: Rewrite) -> str:
+    """What a pass did, in a line."""
+    parts = [f"{r.changed} sites"]
+    parts += [f"{name} {a} → {b}" for name, (a, b) in r.operators.items()]
+    parts += [f"a new entry '{name}'" for name in r.entries]
+    a, b = r.bytes_per_token
+    parts += [f"state {bytes_text(a)} → {bytes_text(b)} per token"] if a != b else []
+    return "; ".join(parts)
+
+
+def nearest(e: Explanation) -> str:
+    """The recipe that works in place of one that is refused."""
+    if e.nearest is None:
+        return ""
+    if e.nearest.recipe is None:
+        return f"No small change of it was accepted ({e.nearest.tried} were tried)."
+    return f"The nearest that is accepted: {e.recipe.name} {e.nearest.change}"
+
+
+def title(e: Explanation) -> str:
+    """Which layer is drawn, and why."""
+    count = len(e.changed_layers)
+    if not count:
+        same = (
+            "no layer changes"
+            if len(e.after["layers"]) == len(e.before["layers"])
+            else "those that stay"
+        )
+        return f"Layer {e.drawn}, before and after ({same})"
+    return f"Layer {e.drawn}, before and after ({count} of {len(e.before['layers'])} drawn layers change)"
+
+
+def costs(e: Explanation) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: base, the recipe, their ratio."""
+    if e.cache is None or e.cache_base is None or e.weights is None or e.weights_base is None:
+        return [], []
+    base, made = e.cache_base, e.cache
+    rows = [_row("KV of a token", base.slot, made.slot)]
+    if made.kept:
+        rows.append(["KV of a token that was kept", "", bytes_text(made.kept), ""])
+    for prompt in made.tokens:
+        rows.append(_row(f"KV after a prompt of {prompt}", base.bytes(prompt), made.bytes(prompt)))
+    rows.append(_row("weights read for a token", e.weights_base.total, e.weights.total))
+    for prompt, pair in e.speed.items():
+        rows.append(_speed(f"tokens/s after {prompt}, predicted", *pair))
+    return ["", "base", e.recipe.name, "ratio"], rows
+
+
+def _row(name: str, a: float, b: float) -> list[str]:
+    return [name, bytes_text(a), bytes_text(b), f"{b / a:.2f}" if a else ""]
+
+
+def _speed(name: str, a: Prediction | str, b: Prediction | str) -> list[str]:
+    shown = [f"{x.tokens_per_second:.3g}" if isinstance(x, Prediction) else "–" for x in (a, b)]
+    both = isinstance(a, Prediction) and isinstance(b, Prediction)
+    return [name, *shown, f"{b.tokens_per_second / a.tokens_per_second:.2f}" if both else ""]  # type: ignore[union-attr]
+
+
+def rests(e: Explanation) -> list[str]:
+    """What the figures rest on."""
+    if e.cache is None:
+        return []
+    lines = ["Bytes are by formula, from the layout of the state and the budget, slots by 256."]
+    if e.after.get("depth", {}).get("threshold") is not None:
+        lines.append("Weights and speed are those of a token that leaves nowhere early.")
+    if any(m.axis == "loop" for m in e.methods):
+        lines.append(
+            "Figures are of one call for each token. How many tokens its loop makes of a call hangs on the text; "
+            "accel-compile bench measures it, with --speculation where it guesses."
+        )
+    r = e.rates
+    if r is None:
+        return lines
+    large = {k: f"{pair[1] / 1e9:.1f}" for k, pair in r.weights.items()}
+    held = {k: f"{pair[1] / 1e9:.1f}" for k, pair in r.caches.items()}
+    by = "accel's operators" if r.native else "onnxruntime's operators"
+    lines.append(
+        f"Speed: bytes over this machine's measured rates with {by}, {e.threads} threads, in GB/s: weights "
+        + ", ".join(f"{k} {v}" for k, v in large.items())
+        + ", KV "
+        + ", ".join(f"{k} {v}" for k, v in held.items())
+        + " (more where all of it fits a processor's cache). docs/figures/details/builds.md tells how far off that was."
+    )
+    lines += [
+        f"Not predicted: {x}." for pair in e.speed.values() for x in pair if isinstance(x, str)
+    ][:1]
+    return lines
+
+
+def _facts(e: Explanation) -> list[tuple[str, Any]]:
+    """The figures at the top of the page."""
+    columns, rows = costs(e)
+    return [(row[0], f"{row[2]} ({row[3]}×)" if row[3] else row[2]) for row in rows]

@@ -1,0 +1,41 @@
+"""What a build says of a program: the model's facts and the layout of its state."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from accel.ir.facts import Facts
+from accel.ir.program import Program
+from accel.ir.region import Region
+from accel.ir.sizes import grows, per_slot
+
+
+def model_facts(program: Program) -> Facts:
+    """The program's facts, and how many nodes each layer now has in the step."""
+    regions = [n.target for n in program.nodes(entry=program.step) if isinstance(n.target, Region)]
+    nodes = {r.name: len(r.graph.nodes) for r in regions}
+    layers = enumerate(program.facts.layers)
+    counted = [replace(layer, nodes=nodes.get(f"layer.{i}", 0)) for i, layer in layers]
+    return replace(program.facts, layers=counted)
+
+
+def state_json(program: Program) -> list[dict[str, Any]]:
+    """Each state value."""
+    return [{**asdict(s), "shape": list(s.shape)} for s in program.state]
+
+
+def kv_bytes(program: Program) -> int:
+    """Bytes of state that each token of a row takes; in blocks, where a codec makes such."""
+    block = program.facts.kv.flush if program.facts.kv is not None else 0
+    return math.ceil(
+        sum(
+            per_slot(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
+            for s in program.state
+            if ("P" in s.shape if block else grows(s.shape))
+        )
+        / max(1, block)
+    )

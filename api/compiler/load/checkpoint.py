@@ -1,0 +1,222 @@
+"""A Hugging Face model directory -> module and tokenizer file; it never runs code of its own."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accel.compiler.load.config import (
+    auto_class,
+    read_config,
+    refuse,
+    refuse_quantised,
+)
+from accel.compiler.load.shards import Shards, read_shards
+from accel.ir.errors import CaptureError
+from accel.ir.weights import Stored, stand_in
+
+_OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A language model in float32 on the CPU. `stored` says where the values of its tensors
+    lie: those that it does not list hold their own, and stand-ins hold none.
+    """
+
+    model: Any
+    stored: dict[Tensor, Stored]
+
+
+def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
+    """The decoder or encoder-decoder of a directory; its weights stay in the files until they are read.
+
+    Raises:
+        CaptureError: not a model directory, no such architecture, missing or damaged weights, or a
+            model that brings its own code without `trust_remote_code`.
+    """
+    config = read_config(path)
+    refuse(path, config, trust_remote_code)
+    refuse_quantised(path, config)
+    if not any(path.glob("*.safetensors")):
+        raise CaptureError(
+            f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
+        )
+    from transformers.utils import logging
+
+    quiet = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # what it would report is an error here, or of no interest
+    try:
+        if any(config.get(key) for key in _OWN_WAY):
+            return Loaded(_whole(path, auto_class(config), trust_remote_code), {})
+        return _streamed(path, auto_class(config), read_shards(path))
+    except CaptureError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise CaptureError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+    finally:
+        logging.set_verbosity(level)
+        if quiet:
+            logging.enable_progress_bar()
+
+
+def _whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
+    """As transformers loads it, in memory."""
+    model, info = auto.from_pretrained(
+        path,
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    return _complete(path, model, info)
+
+
+def _streamed(path: Path, auto: Any, shards: Shards) -> Loaded:
+    """Let transformers place the tensors (names, ties, buffers) without reading them.
+
+    Those that are not float32 are represented by stand-ins. Where transformers computes with some (it
+    fuses experts, say) or writes to some, it gets these in memory, in a second round.
+    """
+    model, stored, touched = _place(path, auto, shards, set())
+    if touched:
+        del model, stored
+        shards.pages.release()  # with what was written
+        model, stored, _ = _place(path, auto, shards, touched)
+    return Loaded(model, stored)
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A checkpoint's tensor that transformers gets in float32 when it asks for it, by `[...]`."""
+
+    tensor: Tensor
+
+    def __getitem__(self, part: Any) -> Tensor:
+        return self.tensor[part].to(torch.float32, copy=True)
+
+
+def _place(
+    path: Path, auto: Any, shards: Shards, copied: set[str]
+) -> tuple[Any, dict[Tensor, Stored], set[str]]:
+    """The model; where those of its tensors lie that are a checkpoint's as they are; and the tensors
+    that cannot be had so, since transformers made something of them.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    given: dict[str, Any] = {}
+    for name, tensor in shards.tensors.items():
+        narrow = tensor.is_floating_point() and tensor.dtype is not torch.float32
+        held = stand_in(tensor.shape) if narrow else tensor
+        given[name] = _Copied(tensor) if name in copied else held
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        empty = auto.from_config(config)
+    plain = {n: t for n, t in given.items() if isinstance(t, Tensor)}
+    with _Watch(plain, {n for n, t in plain.items() if t is not shards.tensors[n]}) as watch:
+        model, info = type(empty).from_pretrained(
+            None,
+            config=empty.config,
+            state_dict=given,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # and refused here, by name
+            output_loading_info=True,
+        )
+    _complete(path, model, info)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    stored = {}
+    tensors = model.state_dict(keep_vars=True).values()
+    for tensor in tensors:
+        name = watch.name(tensor)
+        if name is not None and _same_layout(tensor, given[name]):
+            source = shards.tensors[name]
+            changes = () if given[name] is source else (Tensor.float,)
+            stored[tensor] = Stored(source, changes, shards.pages)
+    for tensor in tensors:  # a part of a stand-in
+        if tensor not in stored and (name := watch.name(tensor)) is not None:
+            watch.touched.add(name)
+    return model, stored, watch.touched
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+
+
+class _Watch(TorchDispatchMode):
+    """Within it, notes which stand-ins are read, and which tensors are written to. Views may pass."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], stand_ins: Collection[str]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        spans = [(t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in tensors.items() if t.nbytes]
+        self._spans = sorted(spans)
+        self._stand_ins = stand_ins
+        self.touched: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            for value in tree_leaves((args, kwargs)):
+                name = self.name(value) if isinstance(value, Tensor) else None
+                if name is not None and (name in self._stand_ins or func._schema.is_mutable):
+                    self.touched.add(name)
+        return func(*args, **(kwargs or {}))
+
+    def name(self, tensor: Tensor) -> str | None:
+        """The tensor in which this one begins."""
+        place = 0 if tensor.is_meta else tensor.data_ptr()
+        index = bisect_right(self._spans, place, key=lambda span: span[0]) - 1
+        if index < 0 or place >= self._spans[index][1]:
+            return None
+        return self._spans[index][2]
+
+
+def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
+    """The model, unless the checkpoint left some of it to chance. Raises CaptureError."""
+    kind = type(model).__name__
+    for name, found, wanted in sorted(info["mismatched_keys"], key=str):
+        raise CaptureError(
+            f"{path}: {name} is {list(found)} in the checkpoint and {list(wanted)} in {kind} as "
+            "config.json describes it: the two do not belong together"
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise CaptureError(
+            f"{path} lacks {len(missing)} of {kind}'s tensors: {', '.join(missing[:3])}"
+            f"{', …' if len(missing) > 3 else ''}; its weights are incomplete, or of another model"
+        )
+    return model
+
+
+def tokenizer_json(tokenizer: Any, model_path: Path | None) -> str | None:
+    """The text of a tokenizer.json, out of what the user gave or what lies beside the model.
+
+    Accepts a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, or a path to a tokenizer.json or
+    its directory.
+    """
+    if tokenizer is None:
+        beside = model_path / "tokenizer.json" if model_path else None
+        return beside.read_text(encoding="utf-8") if beside and beside.is_file() else None
+    if isinstance(tokenizer, (str, Path)):
+        file = Path(tokenizer)
+        file = file / "tokenizer.json" if file.is_dir() else file
+        if not file.is_file():
+            raise CaptureError(f"{file}: no such tokenizer; give a tokenizer.json or its directory")
+        return file.read_text(encoding="utf-8")
+    inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(inner, "to_str"):
+        raise CaptureError(
+            f"tokenizer is a {type(tokenizer).__name__} without a tokenizer.json form; give a fast "
+            "Hugging Face tokenizer, a tokenizers.Tokenizer or the path of a tokenizer.json"
+        )
+    return str(inner.to_str())

@@ -1,0 +1,429 @@
+"""optimize(model, recipe) -> CompiledModel: the whole way through, with a report of each step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel.compiler.assemble import Plan, assemble, fit
+from accel.compiler.build_options import BuildOptions
+from accel.compiler.draft_build import Build as BuildDraft
+from accel.compiler.draft_build import builder as draft_builder
+from accel.compiler.facts_json import kv_bytes, model_facts, state_json
+from accel.compiler.genai import genai_config
+from accel.compiler.load.checkpoint import load_model, tokenizer_json
+from accel.compiler.quality.bit_exact import check_rows, check_target
+from accel.compiler.quality.calibration import make_calibration, read_calibration
+from accel.compiler.quality.loss import loss, storage
+from accel.ir.capture.capture import capture_inspected
+from accel.ir.capture.inspect import inspect
+from accel.ir.capture.traits import Kind
+from accel.ir.errors import LoweringError, RecipeError
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe
+from accel.ir.weights import Stored
+from accel.lowering import triton
+from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
+from accel.passes import Pass, Step, check_order, refuse, run
+from accel.passes.check import NumericCheck
+from accel.passes.clean.clean import Clean
+from accel.passes.clean.fold import Fold
+from accel.passes.clean.linear import Linears
+from accel.passes.clean.real import Reals
+from accel.passes.fuse.heads import Heads
+from accel.passes.fuse.pack import Pack
+from accel.passes.fuse.residual import Residual
+from accel.passes.recognise.attention import Attention
+from accel.passes.recognise.experts import Experts
+from accel.passes.recognise.gate import Activations, Gates
+from accel.passes.recognise.norm import Norms
+from accel.passes.recognise.positions import Positions
+from accel.passes.recognise.rope import Rope
+from accel.passes.state.cache import Cache
+from accel.passes.state.concat import Concat
+from accel.passes.state.cross import Cross
+from accel.passes.state.head import Head
+from accel.passes.state.latent import Latent
+from accel.passes.state.layers import Layers
+from accel.passes.weights import Base as WeightsPass
+from accel.passes.weights._calibrated import Calibrated
+from accel.runtime.artifact.artifact import open_artifact, write_manifest
+from accel.runtime.artifact.atomic import Stage, writable
+from accel.runtime.artifact.manifest import BIT_EXACT, DRAFT_FOLDER
+from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.triton import TritonEngine
+from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.output import peak_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT = 1
+_LONG = 20  # a pass that runs the model over a text takes about as long as so many others
+Progress = Callable[[str, float], None]
+
+
+def pipeline(encoder: bool = False, own: Sequence[Pass] = ()) -> list[Pass]:
+    """The passes that every model goes through, in order, and a recipe's own among or after them."""
+    own = sorted(own, key=lambda step: step.rank)
+    return [
+        Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
+        Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(),
+        *(step for step in own if step.flat), Pack(), Heads(), Layers(), Residual(),
+        *(step for step in own if not step.flat),
+    ]  # fmt: skip
+
+
+@dataclass
+class _Job:
+    """One build: what is known so far, and how long each part took."""
+
+    plan: Plan
+    options: BuildOptions
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
+    second: BuildDraft | None = None  # makes the model that drafts
+
+    @property
+    def target(self) -> str:
+        return self.options.target
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the recipe stores weights otherwise than the model does."""
+        return any(isinstance(step, WeightsPass) for step in self.plan.passes)
+
+    @contextmanager
+    def part(self, name: str, done: float) -> Iterator[None]:
+        """Time a part of the build; `done` is the share of the work before it."""
+        self.progress(name, done)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def optimize(
+    model: Any,
+    recipe: Any = "base",
+    *,
+    target: str = "onnx",
+    tokenizer: Any = None,
+    max_context: int = 2048,
+    max_batch: int = 1,
+    out: str | Path | None = None,
+    verify: bool = True,
+    calibration: Any = None,
+    progress: Progress | None = None,
+    trust_remote_code: bool = False,
+    dump: str | Path | None = None,
+    threads: int | None = None,
+) -> CompiledModel:
+    """Compile a language model: a causal decoder, or a Hugging Face encoder-decoder.
+
+    Args:
+        model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
+            model directory, or a `torch.export.ExportedProgram` with symbolic B and T.
+        recipe: a name, a list of names (merged), a path to a TOML file, a dict, or a `Recipe`.
+        target: "onnx" (an artifact run by ONNX Runtime), "triton" (kernels on a CUDA GPU, in this
+            process) or "eager" (every operator by its reference: slow, and the others' oracle).
+        tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path; a model
+            directory's own is found.
+        max_context: longest sequence; lowered to the model's own limit where that is shorter.
+        max_batch: rows of one session; a loop that searches makes several of each.
+        out: write the artifact here; by default it lives in a temporary folder until `close()`.
+        verify: check the logits after every pass and of the written graph. The captured program is
+            always checked against the module. Where the recipe stores weights in fewer bits, the
+            loss that this brings is measured too.
+        calibration: what weights are rounded by (int4-awq, int4-gptq) and their loss measured on: the
+            path of a text file, or token ids [n,T]. A fifth is kept for measuring. By default a text
+            that comes with accel; random tokens where the model has no tokenizer.
+        progress: called with (what is being done, share of the work done).
+        trust_remote_code: let a model directory run Python code of its own.
+        dump: a folder for the program's text before and after each pass.
+        threads: compute threads of the model that is returned, as of `accel.load`.
+
+    Raises:
+        AccelError: with what is wrong, where, and what to do next. Nothing half-written stays.
+    """
+    options = BuildOptions(
+        target,
+        tokenizer,
+        max_context,
+        max_batch,
+        verify,
+        calibration,
+        trust_remote_code,
+        dump,
+        threads,
+    )
+    return build(model, recipe, options, out, progress)
+
+
+def build(
+    model: Any,
+    recipe: Any,
+    options: BuildOptions,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+) -> CompiledModel:
+    """`optimize` with its options as one object."""
+    target, max_context = options.target, options.max_context
+    if target != "onnx" and out is not None:
+        raise LoweringError(
+            f"out is for artifacts, and target '{target}' writes none; use target='onnx'"
+        )
+    if target == "triton":
+        triton.need()
+    if out is not None:
+        Stage(out).check()
+    dump = writable(options.dump) if options.dump is not None else None
+    job = _Job(assemble(Recipe.load(recipe)), options, progress or (lambda *_: None))
+    job.second = draft_builder(job.plan, build, options)
+    check_target(job.plan, target)
+    passes = _passes(job)
+    check_order(passes)
+    reads = job.narrows or any(step.reads_text for step in job.plan.passes)
+    if options.calibration is not None and not reads:
+        raise RecipeError(
+            f"recipe '{job.plan.recipe.name}' has no use for calibration: it stores weights as they "
+            "are; give one with [weights], as int4-gptq"
+        )
+    given = read_calibration(options.calibration)
+    path = Path(model) if isinstance(model, (str, Path)) else None
+    text = tokenizer_json(options.tokenizer, path)
+    stored: dict[Tensor, Stored] = {}
+    if path is not None:
+        with job.part("load", 0.0):
+            loaded = load_model(path, options.trust_remote_code)
+            model, stored = loaded.model, loaded.stored
+            del loaded
+    traits = inspect(model, max_context)
+    if traits.kind is not Kind.PROGRAM:
+        refuse(passes, facts := traits.facts(), job.plan.recipe.name)
+        fit(job.plan, facts, captured=False)
+    with job.part("capture", 0.1):
+        program = capture_inspected(model, traits, stored)
+    fit(job.plan, program.facts)
+    program.facts.max_batch = options.max_batch
+    if reads:
+        program.calibration = make_calibration(given, text, program.facts, _inner(job))
+    check = NumericCheck(program) if options.verify else None
+    with job.part("passes", 0.4):
+        _rewrite(job, program, check, dump)
+    if target != "onnx":
+        return _in_process(job, program, check, text)
+    if path is not None:
+        del model, stored  # the weights live on only where the program still reads them
+    return _artifact(job, program, check, text, out)
+
+
+def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
+    """All passes of a build, in order."""
+    own = pipeline(encoder, job.plan.passes)
+    return [*own, *([Concat()] if job.target == "onnx" else [])]
+
+
+def _inner(job: _Job) -> Progress:
+    """Progress within a pass, told at every twentieth of it."""
+    told = ("", -1)
+
+    def tell(name: str, share: float) -> None:
+        nonlocal told
+        now = (name.split(":")[0], int(20 * share))
+        if now != told:
+            told = now
+            job.progress(name, _passed(job, share))
+
+    return tell
+
+
+def _passed(job: _Job, share: float = 1.0) -> float:
+    """The share of a build that is done with a share of the present pass."""
+    sizes = [_LONG if isinstance(step, Calibrated) else 1 for step in _passes(job)]
+    done = len(job.steps)
+    return min(
+        0.8, 0.4 + 0.4 * (sum(sizes[:done]) + share * sum(sizes[done : done + 1])) / sum(sizes)
+    )
+
+
+def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path | None) -> None:
+    passes = _passes(job, program.facts.encoder is not None)
+    before = None
+
+    def write(name: str) -> None:
+        if dump:
+            path = dump / f"{len(job.steps):02d}-{name.lower()}.txt"
+            path.write_text(program.text(), encoding="utf-8")
+
+    def watch(step: Pass, line: Step, program: Program) -> None:
+        nonlocal before
+        job.progress(line.name, _passed(job))
+        job.steps.append(line)
+        write(line.name)
+        coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
+        if before is None and isinstance(coming, WeightsPass):
+            before = program.copy()
+
+    write("captured")
+    run(program, passes, check, watch)
+    if check is not None:
+        job.errors["passes"] = max((s.error for s in job.steps if s.error is not None), default=0.0)
+    if before is not None and program.calibration is not None:
+        job.weights = storage(before, program)
+        if check is not None:
+            job.weights |= loss(before, program, program.calibration)
+    program.calibration = None
+
+
+def _in_process(
+    job: _Job, program: Program, check: NumericCheck | None, tokenizer: str | None
+) -> CompiledModel:
+    """A model that runs here and writes no artifact."""
+    from accel.runtime.inputs.text import Tokenizer
+
+    if job.target == "triton":
+        with job.part("lower", 0.8):
+            program = lower_program(program)
+        if check is not None:
+            with job.part("verify", 0.9):
+                job.errors["triton"] = triton_error(program, check.cases)
+    return CompiledModel(
+        TritonEngine(program) if isinstance(program, Lowered) else EagerEngine(program),
+        model_facts(program),
+        tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,
+        recipe=job.plan.recipe.to_json(),
+        report=_report(job, program, {}),
+        program=program,
+        second=None if job.second is None else job.second(model_facts(program), tokenizer, None),
+    )
+
+
+def _artifact(
+    job: _Job,
+    program: Program,
+    check: NumericCheck | None,
+    tokenizer: str | None,
+    out: str | Path | None,
+) -> CompiledModel:
+    """Write the artifact where it was asked for, or in a temporary folder, and open it."""
+    remove = None
+    if out is None:
+        out = Path(tempfile.mkdtemp(prefix="accel-"))
+        remove = weakref.finalize(program, shutil.rmtree, out, ignore_errors=True)
+    try:
+        with Stage(out, needs=program.params.nbytes) as folder:
+            if job.second is not None:
+                with job.part("draft model", 0.8):
+                    job.second(model_facts(program), tokenizer, folder / DRAFT_FOLDER).close()
+            _write(job, program, check, tokenizer, folder)
+    except BaseException:
+        if remove:
+            remove()
+        raise
+    artifact = open_artifact(out, hashes=False)
+    return from_artifact(artifact, threads=job.options.threads, program=program, on_close=remove)
+
+
+def _write(
+    job: _Job,
+    program: Program,
+    check: NumericCheck | None,
+    tokenizer: str | None,
+    folder: Path,
+) -> None:
+    from accel.compiler.report import write_html
+    from accel.lowering.onnx.export import export
+    from accel.lowering.onnx.verify import CHECKS, onnx_error
+
+    with job.part("lower", 0.8):
+        entries = export(program, folder, bit_exact="numerics" in job.plan.methods)
+        gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
+    if tokenizer is not None:
+        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    if check is not None:
+        with job.part("verify", 0.9):
+            job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
+            for name, file in entries["step"].get("variants", {}).items():
+                job.errors[f"onnx {name}"] = onnx_error(program, folder / file, check.cases)
+            for name in entries:
+                if check_entry := CHECKS.get(name.partition(".")[0]):
+                    job.errors[name] = check_entry(program, folder / f"{name}.onnx")
+    if "genai" in entries:
+        config = genai_config(model_facts(program).to_json(), state_json(program))
+        (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        if (
+            tokenizer is not None
+        ):  # its class is all that onnxruntime-genai reads beside tokenizer.json
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
+    written = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    report = _report(
+        job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in written}
+    )
+    write_html(folder / "report.html", report)
+    write_manifest(folder, _manifest(job, program, entries, report))
+    if check is not None and "numerics" in job.plan.methods:
+        check_rows(open_artifact(folder, hashes=False))
+    job.progress("done", 1.0)
+
+
+def _manifest(
+    job: _Job, program: Program, entries: dict[str, Any], report: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "accel": report["versions"]["accel"],
+        "target": job.target,
+        "model": model_facts(program).to_json(),
+        "numerics": BIT_EXACT if "numerics" in job.plan.methods else "float32",
+        "grade": job.plan.grade,
+        "recipe": job.plan.recipe.to_json(),
+        "state": state_json(program),
+        "entries": entries,
+        "report": report,
+    }
+
+
+def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any]:
+    """What a build did: the same dict in Python, in `--json` and in the artifact."""
+    import onnxruntime
+
+    from accel.ir.version import VERSION
+
+    return {
+        "model": model_facts(program).to_json(),
+        "recipe": job.plan.recipe.to_json(),
+        "target": job.target,
+        "grade": job.plan.grade,
+        "steps": [asdict(s) for s in job.steps],
+        "seconds": {**job.seconds, "total": round(sum(job.seconds.values()), 3)},
+        "errors": job.errors,
+        **({"weights": job.weights} if job.weights else {}),
+        "bytes": {**sizes, "total": sum(sizes.values())},
+        "entries": {
+            name: len(program.nodes(entry=entry))
+            for name, entry in program.entries.items()
+        },
+        "state": state_json(program),
+        "kv_bytes_per_token": kv_bytes(program),
+        "notes": program.facts.notes,
+        "peak_memory": peak_memory(),
+        "versions": {
+            "accel": VERSION, "torch": torch.__version__, "onnxruntime": onnxruntime.__version__,
+        },
+    }  # fmt: skip

@@ -1,0 +1,99 @@
+"""Does an artifact keep the promise of equal rows? Tried on the artifact itself, in every variant."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from accel.compiler.assemble import Plan
+from accel.ir.errors import Miscompiled, RecipeError
+from accel.runtime.artifact.artifact import Artifact
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.model.compiled import from_artifact
+from accel.runtime.session.session import Session
+from accel.runtime.tree import Tree
+
+
+def check_target(plan: Plan, target: str) -> None:
+    """Raise RecipeError where a target cannot keep the promise of equal rows, or has no shared blocks."""
+    if "kv.reuse" in plan.methods and target == "triton":
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}' has kv.reuse, whose blocks lie in this process' memory, which target "
+            "'triton' does not read; use target='onnx', or leave kv.reuse out"
+        )
+    if "numerics" in plan.methods and target == "triton":
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}' promises equal bits for equal rows, which target 'triton' does "
+            "not keep; use target='onnx', or leave numerics out"
+        )
+
+
+def check_rows(artifact: Artifact) -> None:
+    """Calls of several tokens against calls of one, and trees of guesses against their paths. Raises Miscompiled
+    where a bit differs.
+    """
+    for variant in artifact.entries["step"].graphs:
+        with from_artifact(artifact, kernels=variant) as model, model.session() as session:
+            for held, width in ((0, 9), (3, 2), (5, 4)):
+                if held + width > session.max_context:
+                    continue
+                kinds = [("call", difference)] + (
+                    [("tree", tree_difference)] if session.abilities.trees else []
+                )
+                for kind, differs in kinds:
+                    if off := differs(session, held, width):
+                        raise Miscompiled(
+                            f"bit-exact: a {kind} of {width} tokens differs from single ones by {off:.1e} "
+                            f"(kernels {variant!r}); build without the recipe, and report the model's "
+                            "configuration"
+                        )
+
+
+def difference(session: Session, held: int, width: int, seed: int = 0) -> float:
+    """How far the rows of one call of `width` tokens, after `held` others, are from those of single
+    calls; 0 only where every bit is the same. The session is rewound to its beginning before.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, session.vocab_size, (session.batch, held + width))
+    session.rewind(0)
+    if held:
+        session.run(tokens[:, :held])
+    together = session.run(tokens[:, held:])
+    session.rewind(held)
+    alone = [session.run(tokens[:, [i]]) for i in range(held, held + width)]
+    return _apart(together, np.concatenate(alone, axis=1))
+
+
+def tree_difference(session: Session, held: int, width: int, seed: int = 0) -> float:
+    """The same of a tree of `width` tokens in which each third one begins another branch, and of its paths in single
+    calls; and of the token after the longest one that is kept.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, session.vocab_size, (session.batch, held + width))
+    parents = [max(0, i - 1 - i % 3) if i % 3 == 2 else i - 1 for i in range(1, width)]
+    tree = Tree(np.arange(1, width), np.array(parents, np.int64) - 1)
+    session.rewind(0)
+    if held:
+        session.run(tokens[:, :held])
+    seen = np.repeat(tree.mask[None], session.batch, axis=0)
+    together = session.guess(tokens[:, held:], seen)
+    paths = [np.flatnonzero(row) for row in tree.mask]
+    last = max(paths, key=len)
+    session.keep([last] * session.batch)
+    follows = (
+        [session.run(tokens[:, :1])] if int(session.lengths.max()) < session.max_context else []
+    )
+    alone = []
+    for path in paths:
+        session.rewind(held)
+        alone.append([session.run(tokens[:, [held + i]]) for i in path][-1])
+    session.rewind(held)
+    for i in last:
+        session.run(tokens[:, [held + i]])
+    alone += [session.run(tokens[:, :1])] if follows else []
+    return _apart(np.concatenate([together, *follows], axis=1), np.concatenate(alone, axis=1))
+
+
+def _apart(together: Logits, single: Logits) -> float:
+    if np.array_equal(together.view(np.int32), single.view(np.int32)):
+        return 0.0
+    return max(float(np.abs(together - single).max()), float(np.finfo(np.float32).tiny))

@@ -1,0 +1,1 @@
+"""Small random models of any architecture, through every recipe and target."""

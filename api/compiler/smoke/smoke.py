@@ -1,0 +1,299 @@
+"""smoke(model): a small clone of an architecture through every recipe on every target, in seconds each.
+
+It is the first thing to run on a new architecture: it needs a configuration and no weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from accel.compiler.assemble import GRADES, Plan, assemble
+from accel.compiler.build_options import TARGETS
+from accel.compiler.optimize import optimize
+from accel.compiler.smoke.clone import own_logits, sources
+from accel.compiler.smoke.source import small_model
+from accel.ir.capture.inspect import inspect
+from accel.ir.errors import AccelError, InputError, Miscompiled, PassError, RecipeError, unknown
+from accel.ir.recipe import Recipe, bundled
+from accel.passes import Pass
+from accel.runtime.backends.layer_inputs import NEVER
+from accel.runtime.session.canvas import CanvasSession
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from accel.runtime.model.compiled import CompiledModel
+
+STATUSES = ("right", "approximate", "refused", "wrong", "crashed")
+LONGEST, PREFILL, STEPS, KEPT = (
+    24,
+    13,
+    5,
+    9,
+)  # tokens: of a row, its first call, single ones, not rewound
+RAGGED = (11, 4, 8)
+Progress = Callable[[str, float], None]
+PARTS = ("ir", "passes", "lowering", "runtime", "compiler")  # where a crash is placed
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one recipe on one target.
+
+    status: "right" (as exact as the recipe promises: the module's logits but for rounding),
+    "approximate" (within the error that a lossy recipe declares), "refused" (accel said that it
+    cannot), "wrong" or "crashed". error: largest difference of a logit from the module's, relative
+    to the largest logit (at least 1); None where nothing was run. where: the part that was worst,
+    or the line that crashed. reason: of a refusal, a crash or a wrong result.
+    """
+
+    recipe: str
+    target: str
+    status: str
+    error: float | None = None
+    where: str = ""
+    reason: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """All cells, and what was run."""
+
+    model: str
+    layers: int
+    parameters: int
+    notes: list[str]
+    seconds: float = 0.0
+    cells: list[Cell] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong and nothing crashed; a refusal is an answer."""
+        return not any(c.status in ("wrong", "crashed") for c in self.cells)
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that `--json` prints."""
+        return {**asdict(self), "ok": self.ok}
+
+
+def smoke(
+    model: Any,
+    recipes: Sequence[Any] | None = None,
+    targets: Sequence[str] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Smoke:
+    """Run a small clone of a model with random weights through recipes on targets.
+
+    Args:
+        model: a directory with a config.json (weights are not read), a config.json, a transformers
+            configuration, model or model type, `package.module:callable` of a callable that returns
+            an `nn.Module`, or such a module, which is taken as it is.
+        recipes: as `optimize` takes them; every recipe that comes with accel where None.
+        targets: "onnx", "eager", "triton"; the first two where None.
+        trust_remote_code: let a model directory run Python code of its own.
+        progress: called with (what is being done, share of the work done).
+
+    Raises:
+        AccelError: no such model, recipe or target, or no small model can be made of it.
+    """
+    start = time.perf_counter()
+    report = progress or (lambda *_: None)
+    targets = list(TARGETS[:2] if targets is None else targets)
+    for target in targets:
+        if target not in TARGETS:
+            raise RecipeError(unknown("target", target, TARGETS))
+    plans = [assemble(Recipe.load(r)) for r in (bundled() if recipes is None else recipes)]
+    report("clone", 0.0)
+    with _quiet():
+        source = small_model(model, trust_remote_code)
+        cells = []
+        for index, (plan, target) in enumerate((p, t) for p in plans for t in targets):
+            report(f"{plan.recipe.name} for {target}", index / len(plans) / len(targets))
+            cells.append(_cell(source.model, plan, target))
+    report("done", 1.0)
+    count = sum(p.numel() for p in source.model.parameters())
+    seconds = round(time.perf_counter() - start, 1)
+    return Smoke(source.name, source.layers, count, source.notes, seconds, cells)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of models that are not trained and of small sizes."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _cell(model: nn.Module, plan: Plan, target: str) -> Cell:
+    """Build one recipe for one target and compare it with the module."""
+    start = time.perf_counter()
+    found: dict[str, Any]
+    try:
+        with optimize(
+            copy.deepcopy(model), plan.recipe, target=target, max_context=64, max_batch=len(RAGGED)
+        ) as compiled:
+            found = judge(plan, compare(model, compiled))
+    except Exception as error:
+        found = _failed(error)
+    seconds = round(time.perf_counter() - start, 1)
+    return Cell(plan.recipe.name, target, **found, seconds=seconds)
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    """A refusal, numbers that a check found wrong, or a crash: in a pass or anywhere else."""
+    reason = " ".join(str(error).split())
+    if isinstance(error, Miscompiled):
+        return {"status": "wrong", "where": "a check of the build", "reason": reason}
+    cause = error.__cause__ if isinstance(error, PassError) else error
+    if cause is None or isinstance(cause, AccelError):
+        return {"status": "refused", "reason": reason}
+    frames = traceback.extract_tb(cause.__traceback__)
+    own = [
+        Path(p).resolve()
+        for part in PARTS
+        for p in importlib.import_module(f"accel.{part}").__path__
+    ]
+    paths = [Path(f.filename).resolve() for f in frames]
+    mine = [f for f, p in zip(frames, paths, strict=True) if any(map(p.is_relative_to, own))]
+    mine = mine or list(frames)
+    where = f"{Path(mine[-1].filename).name}:{mine[-1].lineno}" if mine else ""
+    said = " ".join(str(cause).split())
+    return {"status": "crashed", "where": where, "reason": f"{type(cause).__name__}: {said}"}
+
+
+def judge(plan: Plan, errors: dict[str, float]) -> dict[str, Any]:
+    """The status of errors by part: what an exact recipe may round, a lossy one declares."""
+    part, error = max(errors.items(), key=lambda item: item[1])
+    exact = plan.grade != GRADES[-1]
+    allowed = Pass.error if exact else max(Pass.error, sum(p.error for p in plan.passes))
+    found = {"error": error, "where": part}
+    if error <= allowed:
+        return {"status": "right" if exact else "approximate", **found}
+    more = ", ".join(f"{p} {e:.1e}" for p, e in errors.items() if not e <= allowed)
+    return {"status": "wrong", **found, "reason": f"more than {allowed:.0e}: {more}"}
+
+
+def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
+    """The largest error of each way to call a session, relative to the largest logit (at least 1).
+
+    prefill: one call of several tokens; steps: single tokens over the cache; rewind: several tokens
+    after a rewind; ragged: rows of different lengths, and a token of each after that. Where layers may
+    be left out, all of them run. Where tokens see later ones: `compare_written`.
+    """
+    if compiled.facts.diffusion is not None:
+        return compare_written(model, compiled)
+    room = min(LONGEST, compiled.facts.max_context)
+    ids = _tokens(model, (len(RAGGED), 2 * room))
+    errors = dict.fromkeys(("prefill", "steps", "rewind", "ragged"), 0.0)
+
+    depth = compiled.facts.depth
+    runs: dict[str, Any] = {} if depth is None else {"run_layers": [True] * len(depth.plan)}
+    if depth is not None and depth.threshold is not None:
+        runs["threshold"] = NEVER
+    crossed = compiled.facts.encoder is not None
+    given = sources(model, RAGGED) if crossed else None  # of an encoder, for each row
+    counted = crossed and given is not None and not given.is_floating_point()
+
+    def see(part: str, got: Any, tokens: Any, rows: slice, row: int = 0) -> None:
+        """Note the error of some rows of the logits of one whole sequence."""
+        source = None if given is None else given[row : row + 1]
+        if source is not None and counted:
+            source = source[:, : RAGGED[row]]
+        want = own_logits(model, torch.tensor([list(map(int, tokens))]), source)[0]
+        scale = max(1.0, float(want.abs().max()))
+        worst = float((torch.from_numpy(np.array(got)) - want[rows]).abs().max()) / scale
+        errors[part] = max(errors[part], worst if worst == worst else float("inf"))
+
+    first = min(PREFILL, max(1, room - STEPS))
+    end = min(first + STEPS, room)
+    kept = min(KEPT, first)
+    with compiled.session(1) as session:
+        if given is not None:
+            session.encode(given[:1].numpy(), RAGGED[:1] if counted else None)
+        see("prefill", session.run(ids[:1, :first], **runs)[0], ids[0, :first], slice(0, first))
+        for i in range(first, end):
+            see(
+                "steps",
+                session.run(ids[:1, i : i + 1], **runs)[0],
+                ids[0, : i + 1],
+                slice(i, i + 1),
+            )
+        try:
+            session.rewind(kept)
+        except InputError:  # a recipe that counts tokens goes back to nothing only
+            kept = 0
+            session.rewind(kept)
+        other = np.concatenate([ids[0, :kept], ids[0, room : 2 * room - kept]])
+        see("rewind", session.run(other[None, kept:], **runs)[0], other, slice(kept, room))
+    lengths = [min(n, room - 1) for n in RAGGED]
+    with compiled.session(len(RAGGED)) as session:
+        if given is not None:
+            session.encode(given.numpy(), RAGGED if counted else None)
+        logits = session.run(ids[:, : max(lengths)], lengths, **runs)
+        after = session.run(ids[:, room : room + 1], **runs)
+    for row, length in enumerate(lengths):
+        whole = [*ids[row, :length], ids[row, room]]
+        got = np.concatenate([logits[row, :length], after[row]])
+        see("ragged", got, whole, slice(0, length + 1), row)
+    return errors
+
+
+def compare_written(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
+    """As `compare`, of a model that sees both ways. prefill: rows of different lengths in one call; written: some of
+    their tokens, again; shorter: all but the last one.
+    """
+    lengths = [min(n, compiled.facts.max_context) for n in RAGGED]
+    ids = _tokens(model, (len(RAGGED), max(lengths)))
+    errors = dict.fromkeys(("prefill", "written", "shorter"), 0.0)
+
+    def see(part: str, got: Any, row: int, columns: slice, size: int) -> None:
+        want = own_logits(model, torch.from_numpy(ids[row : row + 1, :size]), None)[0]
+        worst = float((torch.from_numpy(got) - want[columns]).abs().max()) / max(
+            1.0, float(want.abs().max())
+        )
+        errors[part] = max(errors[part], worst if worst == worst else float("inf"))
+
+    with compiled.session(len(RAGGED)) as session:
+        assert isinstance(session, CanvasSession)
+        whole = session.run(ids, lengths)
+        again = session.write(ids[:, 1:3], 1)
+        session.rewind([n - 1 for n in lengths])
+        shorter = session.write(ids, 0, [n - 1 for n in lengths])
+    for row, size in enumerate(lengths):
+        see("prefill", whole[row, :size], row, slice(0, size), size)
+        see("written", again[row], row, slice(1, 3), size)
+        see("shorter", shorter[row, : size - 1], row, slice(0, size - 1), size - 1)
+    return errors
+
+
+def _tokens(model: nn.Module, shape: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Random ids without the special ones: padding, for one, is a position of its own to some models."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    told = text.to_dict() if hasattr(text, "to_dict") else {}
+    special = {v for n, v in told.items() if n.endswith("token_id") and isinstance(v, int)}
+    usual = [i for i in range(inspect(model).vocab_size) if i not in special]
+    return np.random.default_rng(3).choice(np.array(usual, np.int64), shape)

@@ -1,0 +1,152 @@
+"""What `smoke` is given, as a small model: a directory, a configuration, a type's name, a module."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel.compiler.load.config import auto_class, check_type, read_config, refuse
+from accel.compiler.smoke.clone import clone
+from accel.compiler.smoke.tiny_models import randomise, small_config
+from accel.ir.capture.inspect import inspect
+from accel.ir.errors import CaptureError, unknown
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in eval mode, what to call it, its layers (0: not told), and what to say of it."""
+
+    name: str
+    model: nn.Module
+    layers: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def small_model(given: Any, trust_remote_code: bool = False) -> Source:
+    """The small random-weight model that stands for what was given.
+
+    Raises:
+        CaptureError: there is no such model, or no small one can be made of it.
+    """
+    if isinstance(given, nn.Module) and inspect(given).hugging_face:
+        return _cloned(given.config, type(given))
+    if isinstance(given, nn.Module):
+        return _as_it_is(given, type(given).__name__)
+    if hasattr(given, "to_diff_dict"):
+        check_type(given.model_type, type(given).__name__, given.to_dict())
+        return _cloned(given)
+    if not isinstance(given, (str, Path)):
+        raise CaptureError(
+            f"cannot make a small model of a {type(given).__name__}; give a model directory, a config.json, "
+            "a transformers configuration or model type, package.module:callable, or an nn.Module"
+        )
+    path = Path(given)
+    if path.exists():
+        return _of_path(path, trust_remote_code)
+    name = str(given)
+    if ":" in name:
+        return _as_it_is(_called(name), name)
+    if isinstance(given, Path) and len(path.parts) > 1 or "/" in name or name.endswith(".json"):
+        raise CaptureError(f"{given} does not exist; give a directory with a config.json")
+    return _of_type(name)
+
+
+def _of_path(path: Path, trust_remote_code: bool) -> Source:
+    """A directory or a config.json; weights that lie there are not read."""
+    return _cloned(configuration(path, trust_remote_code), trust_remote_code=trust_remote_code)
+
+
+def configuration(path: Path, trust_remote_code: bool) -> Any:
+    """What a directory's config.json, or the file itself, says to transformers. Raises CaptureError."""
+    from transformers import AutoConfig
+
+    config = read_config(path)
+    refuse(path, config, trust_remote_code)
+    try:
+        found = AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # transformers raises many kinds
+        raise CaptureError(
+            f"{path}: config.json is refused by transformers: {type(error).__name__}: {error}"
+        ) from error
+    if hasattr(found, "quantization_config"):
+        del found.quantization_config
+    return found
+
+
+def _cloned(config: Any, make: Any = None, trust_remote_code: bool = False) -> Source:
+    """The clone of a configuration, by `make`, or else by transformers' class with an output head."""
+
+    def made(small: Any) -> nn.Module:
+        return of_config(small, trust_remote_code)
+
+    found = clone(config, make or made)
+    return _source(type(found.model).__name__, found.model, found.notes)
+
+
+def _of_type(name: str) -> Source:
+    """A model type of transformers in its default form."""
+    check_type(name, "model type")
+    model = randomise(of_config(small_config(name)), name)
+    return _source(name, model, [])
+
+
+def of_config(config: Any, trust_remote_code: bool = False) -> nn.Module:
+    """The language model that transformers makes of a configuration, with new weights."""
+    given = {"trust_remote_code": True} if trust_remote_code else {}
+    auto = auto_class(config.to_dict())
+    try:
+        model = auto.from_config(config, **given)
+    except AttributeError:  # a configuration of several parts, of which the class takes the text's
+        model = auto.from_config(config.get_text_config(), **given)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _source(name: str, model: nn.Module, notes: list[str]) -> Source:
+    config: Any = model.config
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    return Source(name, model.eval(), layers if isinstance(layers, int) else 0, notes)
+
+
+def _as_it_is(model: nn.Module, name: str) -> Source:
+    note = "taken as it is: its own sizes, and the weights that it made"
+    return Source(name, model.eval(), notes=[note])
+
+
+def _called(reference: str) -> nn.Module:
+    """The module that `package.module:callable` returns; the working folder's modules are found too."""
+    place, _, name = reference.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(place)
+    except Exception as error:
+        raise CaptureError(
+            f"{reference}: importing {place} failed: {type(error).__name__}: {error}; give "
+            "package.module:callable of a module that Python finds from here"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    if not hasattr(module, name):
+        known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise CaptureError(f"{reference}: {unknown(f'in {place}, a callable', name, known)}")
+    made = getattr(module, name)
+    if callable(made) and not isinstance(made, nn.Module):
+        try:
+            made = made()
+        except Exception as error:
+            raise CaptureError(
+                f"{reference}: calling it failed: {type(error).__name__}: {error}; it takes no arguments"
+            ) from error
+    if not isinstance(made, nn.Module):
+        raise CaptureError(
+            f"{reference} gives a {type(made).__name__}, not an nn.Module; name a callable that returns one"
+        )
+    return made

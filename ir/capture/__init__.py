@@ -1,0 +1,1 @@
+"""From a module to a program: look, export, convert, check."""

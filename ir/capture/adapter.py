@@ -1,0 +1,111 @@
+"""Any model behind one signature: forward(tokens [B,T], positions [B,T], …) -> logits [B,T,V]."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from accel.ir.capture.logits import logits_of
+from accel.ir.capture.traits import Interface, ModelTraits
+
+
+class Passing:
+    """In place of a transformers cache: gives back the keys and values that it is given. Layers that read
+    those of a layer before (Gemma-3n) look for them in a cache, and make their own where there is none.
+    """
+
+    def __init__(self) -> None:
+        self.shared_layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, cache_position: Tensor, *_: Any) -> tuple[int, int]:
+        return cache_position.shape[0], 0
+
+
+class Adapter(nn.Module):
+    """`forward(tokens, positions) -> logits` around any decoder; names of parameters stay the user's."""
+
+    def __init__(self, model: nn.Module, traits: ModelTraits):
+        super().__init__()
+        self.model = model
+        self.hugging_face = traits.hugging_face
+        self.position_name = traits.position_name
+        self.paddings = traits.paddings
+        self.shares = traits.shares_kv
+        self.offset = 0
+        self.writes = False  # whether the module writes into the positions that it is given
+
+    def settle(self, tokens: Tensor, positions: Tensor) -> None:
+        """Pass positions as the module itself counts them: some start at padding_idx + 1, and some
+        mean another thing by the argument. A module that cannot do without keeps them as they are.
+        """
+        if self.position_name is None or not self.hugging_face:
+            return
+        name, self.position_name = self.position_name, None
+        for padding in self.paddings:  # which some do not count
+            tokens = tokens.masked_fill(tokens == padding, padding + 1)
+        own = self(tokens, positions)
+        for offset in (0, *(p + 1 for p in self.paddings if p >= 0)):
+            self.position_name, self.offset = name, offset
+            with contextlib.suppress(IndexError):
+                given = positions.clone()
+                if torch.allclose(self(tokens, given), own, rtol=1e-4, atol=1e-5):
+                    self.writes = not torch.equal(given, positions)
+                    return
+        self.position_name, self.offset = None, 0
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        extra: dict[str, Any] = {}
+        if self.position_name and self.writes:
+            positions = positions.clone()
+        if self.position_name:
+            extra[self.position_name] = positions + self.offset if self.offset else positions
+        if self.hugging_face:
+            extra["use_cache"] = False
+            if self.shares:
+                extra["past_key_values"] = Passing()
+            return logits_of(self.model(input_ids=tokens, **extra))
+        return logits_of(self.model(tokens, **extra))
+
+
+class EncoderDecoder(Adapter):
+    """`forward(tokens, positions, inputs, inputs.pos)` or `forward(tokens, positions, features)`.
+
+    Position -1 marks padding of the encoder's input [B,X].
+    """
+
+    def __init__(self, model: nn.Module, traits: ModelTraits):
+        super().__init__(model, traits)
+        self.position_name = None  # the decoder counts its own
+        self.input_name = traits.input_name
+
+    def forward(self, tokens: Tensor, positions: Tensor, *encoder: Tensor) -> Tensor:
+        given: dict[str, Any] = {self.input_name: encoder[0], "decoder_input_ids": tokens}
+        if len(encoder) > 1:
+            given["attention_mask"] = (encoder[1] >= 0).long()
+        return logits_of(self.model(**given, use_cache=False))
+
+
+class UsersProgram(nn.Module):
+    """A program that the user exported, whatever its inputs are called and its outputs are packed in."""
+
+    def __init__(self, program: ExportedProgram, interface: Interface):
+        super().__init__()
+        self.program, self.interface = program, interface
+        self.model = program.module()
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        given = {"tokens": tokens, "positions": positions}
+        flat = [given[n] for n in self.interface.inputs]
+        args, kwargs = pytree.tree_unflatten(flat, self.interface.in_spec)
+        return logits_of(self.model(*args, **kwargs))

@@ -1,0 +1,97 @@
+"""Encoder-decoder models: what the encoder takes, by the model's configuration, and names for it.
+
+Encoder and decoder are captured together, as one graph over shared parameters; `passes/state/cross.py`
+splits it into the entries `encode` and `step`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.ir.errors import CaptureError
+from accel.ir.facts import EncoderFacts
+
+INPUTS, INPUT_POSITIONS, FEATURES = "inputs", "inputs.pos", "features"  # of the encoder
+
+
+def encoder_facts(model: Any, max_context: int, notes: list[str]) -> EncoderFacts:
+    """What the encoder takes; notes get what shortens it. Raises CaptureError where accel cannot tell."""
+    name, start = model.main_input_name, tuple(_start(model, notes))
+    if name == "input_ids":
+        longest = min([max_context, *_limits(model.config, notes)])
+        return EncoderFacts(_vocabulary(model), longest, (), start)
+    frames = getattr(model.config, "max_source_positions", None)
+    mel = getattr(model.config, "num_mel_bins", None)
+    strides = [m.stride[0] for m in model.get_encoder().children() if isinstance(m, nn.Conv1d)]
+    if name != "input_features" or frames is None or mel is None or not strides:
+        raise CaptureError(
+            f"{type(model).__name__} takes {name}, whose shape accel does not know; it compiles "
+            "encoders over token ids, and over a fixed number of audio frames as Whisper has them"
+        )
+    return EncoderFacts(0, frames, (mel, frames * int(torch.tensor(strides).prod())), start)
+
+
+def _vocabulary(model: Any) -> int:
+    """How many token ids the encoder takes."""
+    encoder = model.get_encoder()
+    try:
+        return int(encoder.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        table = getattr(encoder, "embed_tokens", None)
+    if not isinstance(table, nn.Embedding):
+        raise CaptureError(f"{type(model).__name__}: its encoder has no table of token embeddings")
+    return table.num_embeddings
+
+
+def _limits(config: Any, notes: list[str]) -> list[int]:
+    """Lengths that a configuration does not let the encoder's input exceed."""
+    limit = getattr(config, "max_position_embeddings", None)
+    found = [limit] if isinstance(limit, int) and limit > 0 else []
+    if getattr(config, "attention_type", None) == "block_sparse":
+        # up to here such an encoder attends to all of its input, by its own choice
+        found.append((5 + 2 * config.num_random_blocks) * config.block_size)
+        notes.append(
+            f"the encoder takes {found[-1]} tokens at most: past that its attention is block-sparse, "
+            "which accel does not compute"
+        )
+    return found
+
+
+def _start(model: Any, notes: list[str]) -> list[int]:
+    """The decoder's first tokens: its start token, or else bos, then those that generation forces after
+    it. Notes say what else the generation's configuration asks for.
+    """
+    holders = [
+        h for h in (getattr(model, "generation_config", None), model.config) if h is not None
+    ]
+    asked = [n for n in _NOT_FOLLOWED if getattr(holders[0], n, None) not in (None, 0, 1, [])]
+    if asked:
+        notes.append(
+            f"generate does not follow {', '.join(asked)} of the generation's configuration"
+        )
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for holder in holders:
+            first = getattr(holder, name, None)
+            if isinstance(first, int):
+                return _forced(holder, first)
+    return []
+
+
+_NOT_FOLLOWED = (
+    "num_beams", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "no_repeat_ngram_size",
+    "min_length", "forced_eos_token_id",
+)  # fmt: skip
+
+
+def _forced(holder: Any, first: int) -> list[int]:
+    """A first token and those that are forced after it."""
+    found = [first]
+    forced = dict(getattr(holder, "forced_decoder_ids", None) or [])
+    bos = getattr(holder, "forced_bos_token_id", None)
+    forced |= {} if bos is None else {1: bos}
+    while isinstance(forced.get(len(found)), int):
+        found.append(forced[len(found)])
+    return found

@@ -1,0 +1,79 @@
+"""Forms: how a kind of module computes when its own code cannot be exported.
+
+A file of this folder is a family of modules. Its `FORMS` maps the class name of a module to the
+function that takes the place of its `forward` while the model is exported; `Class.method` names
+another method, and `.method` that of every module which has one. Forms are written with the operators of
+accel.ir.ops. The captured program is checked against the module's own code, so a form that
+computes something else is found at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from accel.ir.capture.traits import Swaps
+
+CHUNK = 32  # tokens: more than any call of the check
+
+
+def forms_of(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods of a module that have forms, and these."""
+    for key, form in _known().items():
+        kind, _, method = key.partition(".")
+        name = method or "forward"
+        if kind in ("", type(module).__name__) and hasattr(module, name):
+            yield name, form
+
+
+def is_chunked(module: nn.Module) -> bool:
+    """Whether a module's own code works in chunks of tokens."""
+    return type(module).__name__ in _known() and hasattr(module, "chunk_size")
+
+
+@contextlib.contextmanager
+def forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
+    """Every module that has a form computes by it."""
+    changed: list[tuple[nn.Module, str]] = []
+    try:
+        for form in swaps.forms:
+            module = model.get_submodule(form.module)
+            vars(module)[form.method] = MethodType(form.function, module)
+            changed.append((module, form.method))
+        yield
+    finally:
+        for module, name in changed:
+            vars(module).pop(name, None)
+
+
+@contextlib.contextmanager
+def short_chunks(model: nn.Module, swaps: Swaps) -> Iterator[None]:
+    """Modules whose own code works in chunks of tokens use short ones, each one call of the check.
+
+    Mamba-2 pads every call to a whole chunk and takes memory by its square; the result is the same.
+    """
+    chunked = [model.get_submodule(name) for name in swaps.chunked]
+    before = [m.chunk_size for m in chunked]
+    try:
+        for module in chunked:
+            vars(module)["chunk_size"] = CHUNK
+        yield
+    finally:
+        for module, size in zip(chunked, before, strict=True):
+            vars(module)["chunk_size"] = size
+
+
+@functools.cache
+def _known() -> dict[str, Callable[..., Any]]:
+    """The forms of all files in this folder."""
+    found: dict[str, Callable[..., Any]] = {}
+    for file in pkgutil.iter_modules(__path__):
+        found |= importlib.import_module(f"{__name__}.{file.name}").FORMS
+    return found

@@ -1,0 +1,117 @@
+"""Modules that compute otherwise in long sequences, held to the range in which they do not.
+
+A cache keeps what a token's key was when it was written. Some rotary embeddings turn every position
+anew once the sequence is longer than some length, and a sparse attention looks at all keys only while
+there are few: up to there the cached answer is exact, and past there nothing exact can be cached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel.ir.capture.traits import Limit, Swaps
+
+
+@contextlib.contextmanager
+def steady(model: nn.Module, swaps: Swaps) -> Iterator[None]:
+    """Hold such modules to what they do in short sequences."""
+    with contextlib.ExitStack() as held, torch.no_grad():
+        for name in swaps.rotaries:
+            held.enter_context(_rotary_held(model.get_submodule(name)))
+        for name in swaps.indexers:
+            module = model.get_submodule(name)
+            module.forward = _every_key
+            held.callback(delattr, module, "forward")
+        yield
+
+
+def limit_of(module: nn.Module, longest: int) -> Limit:
+    """How long such a module is exact, up to `longest`, with the reason."""
+    if is_indexer(module):
+        return int(module.index_topk), _SPARSE  # type: ignore[arg-type]
+    with torch.no_grad():
+        return _rotary_limit(module, longest)
+
+
+def is_indexer(module: nn.Module) -> bool:
+    """Whether a module chooses `index_topk` keys for each query, as DeepSeek sparse attention does."""
+    return type(module).__name__.endswith("Indexer") and hasattr(module, "index_topk")
+
+
+def turns_anew(module: nn.Module) -> bool:
+    """Whether a module's rotary embedding turns every position anew in long sequences."""
+    return any("dynamic" in kind or kind == "longrope" for kind in _types(module).values())
+
+
+_SPARSE = (
+    "past that its sparse attention leaves keys out, by an index that is no part of this cache; up to it "
+    "every query sees all keys. Give prompts that fit, or a model of dense attention"
+)
+
+
+def _every_key(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """The choice [B,T,T] of an indexer while there are no more keys than it may choose."""
+    batch, length = hidden_states.shape[:2]
+    return torch.arange(length).expand(batch, length, length)
+
+
+def _types(module: nn.Module) -> dict[str | None, str]:
+    """Kind of layer (none where all are alike) -> its kind of rotary embedding."""
+    found: Any = getattr(module, "rope_type", None)
+    return dict(found) if isinstance(found, dict) else {None: str(found)}
+
+
+def _rotary_limit(module: nn.Module, longest: int) -> Limit:
+    """The longest sequence in which every position turns as it does in a short one, by trying."""
+    with _rotary_held(module):
+        whole = _tables(module, longest)
+
+    def same(length: int) -> bool:
+        other = copy.copy(module)
+        other._buffers = dict(module._buffers)
+        found = _tables(other, length)
+        return all(
+            torch.allclose(a, b[:, :length], rtol=0, atol=1e-6)
+            for a, b in zip(found, whole, strict=True)
+        )
+
+    low, high = 1, longest + 1
+    while high - low > 1:
+        middle = longest if high > longest else (low + high) // 2
+        low, high = (middle, high) if same(middle) else (low, middle)
+    kinds = sorted(set(_types(module).values()))
+    act = "set short_factor to long_factor" if "longrope" in kinds else "use rope_type 'yarn'"
+    return low, (
+        f"its rotary embedding ({', '.join(kinds)}) turns every position anew in longer sequences, those "
+        f"in the cache too. For longer ones {act} in the configuration's rope_parameters"
+    )
+
+
+def _tables(module: nn.Module, length: int) -> list[Tensor]:
+    """Cosines and sines (or complex numbers) [1,T,..] of each kind of layer."""
+    x, positions = torch.zeros(1), torch.arange(length)[None]
+    tables: list[Tensor] = []
+    for layer in _types(module):
+        out = module(x, positions) if layer is None else module(x, positions, layer)
+        tables += [out] if isinstance(out, Tensor) else list(out)
+    return tables
+
+
+@contextlib.contextmanager
+def _rotary_held(module: Any) -> Iterator[None]:
+    """Short sequences' frequencies, whatever the length."""
+    kinds, buffers = module.rope_type, dict(module._buffers)
+    _tables(module, 1)
+    module.rope_type = dict.fromkeys(kinds, "held") if isinstance(kinds, dict) else "held"
+    try:
+        yield
+    finally:
+        module.rope_type = kinds
+        module._buffers.clear()
+        module._buffers.update(buffers)

@@ -1,0 +1,128 @@
+"""A model made ready for capture and put back as it was: its precision, its forms, an adapter around it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo.config as dynamo
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from accel.ir.capture.adapter import Adapter, EncoderDecoder, UsersProgram
+from accel.ir.capture.flex import flex_uncompiled
+from accel.ir.capture.forms import short_chunks
+from accel.ir.capture.inspect import unwrapped
+from accel.ir.capture.length_limits import steady
+from accel.ir.capture.traits import Kind, ModelTraits, Swaps
+from accel.ir.weights import Stored, reading, stand_in
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model behind an adapter, where the weights of its stand-ins lie, and what is to be said of them."""
+
+    adapter: Adapter | UsersProgram
+    stored: Mapping[Tensor, Stored]
+    notes: tuple[str, ...] = ()
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Logits [B,T,V]."""
+        with torch.no_grad(), reading(self.stored):
+            out: Tensor = self.adapter(*inputs)
+        return out
+
+
+@contextlib.contextmanager
+def prepared(
+    model: Any, traits: ModelTraits, stored: Mapping[Tensor, Stored] | None = None
+) -> Iterator[Prepared]:
+    """The model as `export` and `check` take it; `stored`: see `capture`."""
+    if isinstance(model, ExportedProgram):
+        assert traits.interface is not None  # it was not refused
+        yield Prepared(UsersProgram(model, traits.interface), {})
+        return
+    notes: list[str] = []
+    model, stored = _widened(unwrapped(model), stored or {}, notes)
+    kind = EncoderDecoder if traits.kind is Kind.ENCODER_DECODER else Adapter
+    with (
+        inference_mode(model, traits),
+        flex_uncompiled(),
+        _uncached(),
+        short_chunks(model, traits.swaps),
+        steady(model, traits.swaps),
+    ):
+        yield Prepared(kind(model, traits).eval(), stored, tuple(notes))
+
+
+@contextlib.contextmanager
+def inference_mode(model: Any, traits: ModelTraits) -> Iterator[None]:
+    """The module in eval mode and in the forms that export, put back as it was afterwards."""
+    training = [m for m in model.modules() if m.training]
+    config = getattr(model, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    experts = getattr(config, "_experts_implementation", None)
+    model.eval()
+    try:
+        if traits.hugging_face:
+            _choose_forms(model, traits.swaps)
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if traits.hugging_face and attention is not None:
+            model.set_attn_implementation(attention)
+        if traits.swaps.experts and experts is not None:
+            model.set_experts_implementation(experts)
+
+
+def _choose_forms(model: Any, swaps: Swaps) -> None:
+    """The forms that export: sdpa, or written-out attention where sdpa is missing or leaves something
+    out (a soft cap; causality, beside a sparse choice of keys); experts as batched products, without a
+    loop over what each token chose.
+    """
+    try:
+        model.set_attn_implementation("eager" if swaps.written_attention else "sdpa")
+    except (ValueError, ImportError):
+        model.set_attn_implementation("eager")
+    if swaps.experts:
+        model.set_experts_implementation("batched_mm")
+
+
+def _uncached() -> Any:
+    """torch caches the shapes of what it traces; where sizes are symbols that costs more than it saves."""
+    config: Any = dynamo
+    return config.patch(fake_tensor_cache_enabled=False)
+
+
+def _widened(
+    model: nn.Module, stored: Mapping[Tensor, Stored], notes: list[str]
+) -> tuple[nn.Module, dict[Tensor, Stored]]:
+    """The model in float32, and what is stored for its parameters that are stand-ins.
+
+    A half-precision model is copied with stand-ins for its parameters, each of which is widened when
+    it is read; the model itself stays as it is.
+    """
+    tensors = {*model.parameters(), *model.buffers()}
+    narrow = {t for t in tensors if t.is_floating_point() and t.dtype is not torch.float32}
+    found = {t.dtype for t in narrow}
+    found |= {s.source.dtype for t, s in stored.items() if s.blank.dtype != s.source.dtype}
+    if found:
+        names = " and ".join(sorted(str(d).removeprefix("torch.") for d in found))
+        notes.append(f"{names} weights are computed in float32")
+    stored = dict(stored)
+    if not narrow:
+        return model, stored
+    copies: dict[int, Any] = {id(t): t for t in model.parameters() if t not in narrow}
+    for tensor in narrow:
+        if isinstance(tensor, nn.Parameter):
+            wide: Tensor = nn.Parameter(stand_in(tensor.shape), requires_grad=False)
+            stored[wide] = Stored(tensor.detach(), (Tensor.float,))
+        else:
+            wide = tensor.float()
+        copies[id(tensor)] = wide
+    return copy.deepcopy(model, copies), stored

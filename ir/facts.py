@@ -1,0 +1,170 @@
+"""What is known of a model: collected by capture and passes, kept in an artifact, read by the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from accel.ir.depth import Depth
+from accel.ir.diffusion import Diffusion
+from accel.ir.fields import Fields
+from accel.ir.prefill import Prefill
+
+FEATURES = (
+    "encoder",
+    "kv",
+    "depth",
+    "prefill",
+    "diffusion",
+)  # attributes of `Facts` that most models lack
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What one layer carries.
+
+    attention: the class of its mask, or "recurrent" where nothing attends (the head counts are then
+    0). state_bytes: recurrent state of one row, which does not grow with the tokens. shares: the layer
+    before whose keys and values it reads; none: its own. nodes: operators of its region in the step.
+    """
+
+    attention: str
+    window: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    state_bytes: int = 0
+    shares: int | None = None
+    nodes: int = 0
+
+    @classmethod
+    def from_json(cls, f: Fields) -> LayerFacts:
+        """Raises ArtifactError. Artifacts of older versions lack what has a default."""
+        return cls(
+            attention=f.text("attention"),
+            window=f.integer("window"),
+            num_heads=f.integer("num_heads"),
+            num_kv_heads=f.integer("num_kv_heads"),
+            head_dim=f.integer("head_dim"),
+            state_bytes=f.integer("state_bytes") if "state_bytes" in f.value else 0,
+            shares=f.optional_integer("shares") if "shares" in f.value else None,
+            nodes=f.integer("nodes") if "nodes" in f.value else 0,
+        )
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What the encoder of an encoder-decoder model takes, and the tokens that its decoder starts from."""
+
+    vocab_size: int  # of token ids [B,X]; 0: it takes features
+    max_length: int  # longest X
+    features: tuple[int, ...] = ()  # sizes of one row's features, after B
+    start: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, f: Fields) -> EncoderFacts:
+        """Raises ArtifactError."""
+        return cls(
+            f.integer("vocab_size"),
+            f.integer("max_length", 1),
+            f.integers("features"),
+            f.integers("start"),
+        )
+
+
+@dataclass(frozen=True)
+class KvFacts:
+    """What a recipe does with the KV cache beyond appending to it.
+
+    observe: last queries of a row that the entry `compress` takes. flush: it drops nothing, and moves
+    blocks of so many tokens (`kv.codec`).
+    """
+
+    observe: int = 0
+    flush: int = 0
+
+    @classmethod
+    def from_json(cls, f: Fields) -> KvFacts:
+        """Raises ArtifactError."""
+        return cls(f.integer("observe"), f.integer("flush") if "flush" in f.value else 0)
+
+
+@dataclass
+class Facts:
+    """What is known of the model; grows as passes recognise more.
+
+    `config` and `notes` are of the build, and no artifact keeps them here.
+    """
+
+    name: str
+    vocab_size: int
+    max_context: int
+    max_batch: int = 1
+    eos: tuple[int, ...] = ()
+    bos: int | None = None
+    parameters: int = 0
+    layers: list[LayerFacts] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    encoder: EncoderFacts | None = None
+    kv: KvFacts | None = None  # None: every token stays as it is
+    depth: Depth | None = None
+    prefill: Prefill | None = None
+    diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that recognition found; 0: the model is one piece."""
+        return len(self.layers)
+
+    def set_vocabulary(self, size: int) -> None:
+        """Let the model have `size` tokens; what a configuration names beyond them is dropped."""
+        self.vocab_size = size
+        self.eos = tuple(token for token in self.eos if 0 <= token < size)
+        self.bos = self.bos if self.bos is not None and 0 <= self.bos < size else None
+        if self.encoder is not None and not all(0 <= token < size for token in self.encoder.start):
+            self.encoder = replace(self.encoder, start=())
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest keeps it: `from_json` reads it."""
+        features = {name: getattr(self, name) for name in FEATURES}
+        return {
+            "name": self.name,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+            "max_context": self.max_context,
+            "max_batch": self.max_batch,
+            "eos": list(self.eos),
+            "bos": self.bos,
+            "parameters": self.parameters,
+            "layers": [asdict(layer) for layer in self.layers],
+            **{name: asdict(feature) for name, feature in features.items() if feature is not None},
+        }
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Facts:
+        """Raises ArtifactError."""
+        vocab = f.integer("vocab_size", 1)
+        layers = [LayerFacts.from_json(layer) for layer in f.objects("layers")]
+        if (count := f.integer("num_layers")) != len(layers):
+            raise f.wrong("num_layers", count, f"{len(layers)}, the number of layers")
+        for i, token in enumerate(f.array("eos")):
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise f.wrong(f"eos[{i}]", token, f"a token id, 0..{vocab - 1}")
+        return cls(
+            name=f.text("name"),
+            vocab_size=vocab,
+            max_context=f.integer("max_context", 1),
+            max_batch=f.integer("max_batch", 1),
+            eos=tuple(f.array("eos")),
+            bos=f.optional_integer("bos"),
+            parameters=f.integer("parameters"),
+            layers=layers,
+            encoder=EncoderFacts.from_json(f.object("encoder")) if f.has("encoder") else None,
+            kv=KvFacts.from_json(f.object("kv")) if f.has("kv") else None,
+            depth=Depth.from_json(f.object("depth"), len(layers)) if "depth" in f.value else None,
+            prefill=Prefill.from_json(f.object("prefill")) if "prefill" in f.value else None,
+            diffusion=Diffusion.from_json(f.object("diffusion"), vocab)
+            if "diffusion" in f.value
+            else None,
+        )

@@ -1,0 +1,1 @@
+"""The ONNX target's lowering rules, a file per family of operators."""

@@ -1,0 +1,265 @@
+"""Attention: the tiles and splits of `attention_kernels.attend`, and the slots that a tile need look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.ops import attention, codec
+from accel.ir.ops.attention import Mask, Operands
+from accel.lowering.triton.kernels.attention import attend, merge
+from accel.lowering.triton.writer.builder import Builder
+from accel.lowering.triton.writer.sizes import power, rows
+from accel.lowering.triton.writer.table import lower
+
+_ROWS = 64  # of a tile, at most
+_LEAST = 16  # rows and channels that tl.dot takes at least
+_WIDEST, _USUAL = 1024, 256  # channels of a head, at most: a tile has to fit on the chip
+_LARGE = 160 << 10  # bytes of a chip that takes the widest
+_ON_CHIP = 1 << 14  # bytes of float32 keys of one block, about
+_WAVES = 2  # programs for each multiprocessor
+_NO_DEVICE = 1  # multiprocessors that the interpreter is said to have
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the queries of a group are cut. heads: of the group, in each of `parts`; block: slots read at once."""
+
+    heads: int
+    parts: int
+    tokens: int
+    block: int
+
+    @classmethod
+    def of(cls, repeat: int, tokens: int, width: int) -> Tiling:
+        """For `repeat` query heads per KV head, so many tokens, and heads of so many channels."""
+        wide = max(_LEAST, power(width))
+        most = _ROWS if wide <= 256 else _LEAST
+        heads = min(repeat, most)
+        block = min(64, max(_LEAST, _ON_CHIP // (4 * wide)))
+        return cls(heads, -(-repeat // heads), min(tokens, most // heads), block)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile, a power of two."""
+        return max(_LEAST, power(self.heads * self.tokens))
+
+
+def survey(
+    q_pos: Tensor, k_pos: Tensor, mask: str, window: int, repeat: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """The blocks of slots that each tile of queries may see: [B,tiles,n] int32, those that count
+    first, and how many they are [B,tiles]. The same for all layers of a mask class.
+    """
+    tiling = Tiling.of(repeat, q_pos.shape[1], width)
+    seen = Mask(mask, window).visible(q_pos.unsqueeze(2), k_pos.unsqueeze(1))  # [B,T,S]
+    tokens, slots = seen.shape[1:]
+    count = -(-slots // tiling.block)
+    pad = (0, count * tiling.block - slots, 0, -tokens % tiling.tokens)
+    seen = torch.nn.functional.pad(seen, pad).unflatten(1, (-1, tiling.tokens))
+    alive = seen.unflatten(3, (count, tiling.block)).any(4).any(2)  # [B,tiles,n]
+    place = torch.where(alive, alive.cumsum(2) - 1, count)
+    numbers = torch.arange(count, device=alive.device, dtype=torch.int32).expand_as(alive)
+    found = numbers.new_zeros(*alive.shape[:2], count + 1).scatter_(2, place, numbers)
+    return found[:, :, :count].contiguous(), alive.sum(2, dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Slots that attention reads. scales: of int8 keys and values [B,G,S]; lists: what `survey` found."""
+
+    k: Tensor
+    v: Tensor
+    pos: Tensor  # [B,S], or [B,G,S], or [B,1,S]
+    scales: tuple[Tensor, Tensor] | None = None
+    lists: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What attention does with the scores, as the operator says it."""
+
+    scale: float
+    softcap: float
+    mask: str
+    window: int
+    bias: Tensor | None = None
+    sink: Tensor | None = None
+    tree: Tensor | None = None  # over the last part's own keys
+    first: Tensor | None = None
+
+
+def attention_over(q: Tensor, q_pos: Tensor, parts: list[Part], form: Form) -> Tensor:
+    """softmax(scale · q kᵀ + mask) v over the slots of all parts: [B,H,T,Dv], by token in memory.
+
+    A row that sees nothing gets 0.
+    """
+    batch, heads, tokens, width = q.shape
+    groups, wide = parts[-1].k.shape[1], parts[-1].v.shape[3]
+    own = parts[-1]
+    parts = [p for p in parts if p.k.shape[2]]
+    out = q.new_empty(batch, tokens, heads, wide)
+    if not parts or not q.numel():
+        return out.zero_().transpose(1, 2)
+    tiling = Tiling.of(heads // groups, tokens, width)
+    tiles = -(-tokens // tiling.tokens)
+    programs = tiles * batch * groups * tiling.parts
+    splits = [_splits(q.device, programs, -(-p.k.shape[2] // tiling.block)) for p in parts]
+    lines, every = batch * tokens * heads, sum(splits)
+    whole = every == 1
+    partial = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
+    sums = q.new_empty(0 if whole else 2 * lines * every, dtype=torch.float32)
+    offset = 0
+    for part, count in zip(parts, splits, strict=True):
+        last = part is own
+        _launch(q, q_pos, part, form, tiling, out, partial, sums, offset, count, every, last)
+        offset += count
+    if not whole:
+        merge[(lines,)](
+            partial, sums, _or(form.sink, out), out, lines, every, heads,
+            SINK=form.sink is not None, DV=wide, BLOCK_S=power(every),
+            BLOCK_V=power(wide), num_warps=1 if wide * every <= 1024 else 4,
+        )  # fmt: skip
+    return out.transpose(1, 2)
+
+
+def _launch(
+    q: Tensor,
+    q_pos: Tensor,
+    part: Part,
+    form: Form,
+    tiling: Tiling,
+    out: Tensor,
+    partial: Tensor,
+    sums: Tensor,
+    offset: int,
+    count: int,
+    every: int,
+    last: bool,
+) -> None:
+    """One part's splits, from split `offset` on of `every`."""
+    batch, heads, tokens, width = q.shape
+    q, k, v, pos = (rows(t) for t in (q, part.k, part.v, part.pos))
+    groups, slots, wide = k.shape[1], k.shape[2], v.shape[3]
+    tiles, per_head = -(-tokens // tiling.tokens), pos.dim() == 3 and pos.shape[1] > 1
+    lists = part.lists or (out, out)
+    k_scale, v_scale = part.scales or (out, out)
+    tree = form.tree is not None and form.tree.shape[2] > 1 and last
+    bias = "" if form.bias is None else "distance" if form.bias.dim() == 2 else "positions"
+    middle = form.bias.shape[1] // 2 if form.bias is not None and form.mask == "full" else 0
+    attend[(tiles, count, batch * groups * tiling.parts)](
+        q, k, v, k_scale.contiguous(), v_scale.contiguous(), q_pos.contiguous(), pos,
+        _or(form.bias, out), _or(form.sink, out),
+        form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
+        form.first if tree else out, *lists, out, partial, sums,
+        form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
+        batch * tokens * heads, 0 if form.bias is None else form.bias.shape[-1], middle,
+        -(-slots // tiling.block), offset, every,
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
+        MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
+        SCALED=part.scales is not None, LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
+        HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
+        BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
+        PRECISION=_precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
+    )  # fmt: skip
+
+
+def _stages(device: torch.device, tiling: Tiling, width: int) -> int:
+    """How many blocks are on their way at once."""
+    small = tiling.rows == _LEAST or width <= 64 or _chip(device) >= _LARGE
+    return 2 if small and width <= _USUAL else 1
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A tensor to point at, where there is none."""
+    return other if tensor is None else tensor.contiguous()
+
+
+def _splits(device: torch.device, programs: int, blocks: int) -> int:
+    """Into how many splits the slots are cut, so that small batches fill the device too."""
+    return max(1, min(blocks, _WAVES * _processors(device) // programs))
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _NO_DEVICE
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _widest(device: str) -> int:
+    """Channels of the widest head that the kernel takes."""
+    return _WIDEST if _chip(torch.device(device)) >= _LARGE else _USUAL
+
+
+def _chip(device: torch.device) -> int:
+    """Bytes that a program may have on the chip."""
+    if device.type != "cuda":
+        return _LARGE
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
+
+
+def _precision(device: torch.device) -> str:
+    """Of float32 products: three on tensor cores, which are as good as one of float32, where there are such."""
+    return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
+
+
+def attended(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[tuple[Any, ...]],
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    sink: Tensor | None,
+    tree: Tensor | None,
+    first: Tensor | None,
+) -> Tensor:
+    """`attention`; each of `parts` is what a Part is made of."""
+    form = Form(scale, softcap, mask, window, bias, sink, tree, first)
+    return attention_over(q, q_pos, [Part(*part) for part in parts], form)
+
+
+@lower(attention.attention.default)
+def attention_rule(b: Builder, *operands: Any, **more: Any) -> Any:
+    """Heads that are too wide for the chip go by the reference. What was kept is few slots, most of which
+    are seen, so only the recent ones are surveyed.
+    """
+    x = Operands[fx.Node](*operands, **more)
+    width, wide = int(b.shape(x.q)[3]), int(b.shape(x.v)[3])
+    if max(width, wide) > _widest(b.device) or x.pages is not None:
+        return NotImplemented
+    repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
+    lists = b.once(survey, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
+    parts = [(*_stored(x.k, x.v, x.k_pos), lists)]
+    if x.kept_k is not None and x.kept_v is not None:
+        parts.insert(0, _stored(x.kept_k, x.kept_v, x.kept_pos))
+    return b.call(
+        attended,
+        x.q,
+        x.q_pos,
+        parts,
+        x.bias,
+        x.scale,
+        x.softcap,
+        x.mask,
+        x.window,
+        x.sink,
+        x.tree,
+        x.first,
+    )
+
+
+def _stored(k: fx.Node, v: fx.Node, pos: fx.Node | None) -> tuple[Any, ...]:
+    """Keys, values, positions and scales: what is stored in 8 bits is read as it lies."""
+    decode = codec.decode_rows.default
+    if k.target is decode and v.target is decode:
+        return k.args[0], v.args[0], pos, (k.args[1], v.args[1])
+    return k, v, pos, None

@@ -1,0 +1,1 @@
+"""What the passes over the KV cache share."""

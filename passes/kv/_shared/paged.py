@@ -1,0 +1,97 @@
+"""Attention over blocks that sessions share: a row's first tokens lie in a pool, the others in its own slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import attention
+from accel.ir.ops.kv import block_positions, gather_blocks, kv_append
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import sizes
+from accel.ir.state import BLOCK
+from accel.passes import Pass, Report
+from accel.passes.kv._shared.by_token import check_by_token
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+from accel.passes.state.recurrent import buffer
+
+_BLOCKS, _POOL = 37, 43  # example sizes while shapes are worked out
+TABLE = f"{BLOCK}table"  # its role
+
+
+@dataclass(frozen=True)
+class Paged(Pass):
+    """attention over `kv.<layer>` -> attention over blocks of `pool.<layer>.k/v [Z,G,E,D]` and `kv.<layer>`.
+
+    `table [B,M]` says which blocks are a row's: the m-th holds the tokens m·E to m·E + E-1; -1: none. The
+    session fills pool and table between calls (`runtime.kv.reuse`), and the step only reads them.
+    """
+
+    block: int = 16
+
+    after = (Cache, Head)
+    must_change = True
+    flat = True
+    grade = "distribution-exact"  # keys come out of another call, and calls differ by rounding
+
+    def run(self, program: Program) -> Report:
+        nodes = [n for n in program.nodes(attention.default, entry=program.step) if _appends(n)]
+        if program.facts.encoder is not None:
+            raise PassError(
+                "what this decoder makes of a token depends on the encoder's input too, which kv.reuse does not "
+                "compare; leave it out for this model"
+            )
+        check_by_token(program, nodes, "so another session cannot go on from its middle")
+        editor = Editor(program, program.step.graph)
+        batch = program.step.input("tokens").meta["val"].shape[0]
+        letters = {"B": batch, "M": editor.symbol("M", _BLOCKS), "Z": editor.symbol("Z", _POOL)}
+        table = buffer(
+            program, editor, State("table", TABLE, None, "int64", ("B", "M"), -1), letters
+        )
+        pools: dict[fx.Node, fx.Node] = {}
+        where: dict[int, fx.Node] = {}
+        for node in nodes:
+            held = [_buffer(node, i) for i in (1, 2)]
+            for old in held:
+                if old not in pools:
+                    pools[old] = self._pool(program, editor, old, letters)
+            groups = int(sizes(held[0])[1])
+            with editor.graph.inserting_before(nodes[0]):
+                if groups not in where:
+                    where[groups] = editor.call(block_positions.default, table, groups, self.block)
+            with editor.graph.inserting_before(node):
+                read = {
+                    old: editor.call(gather_blocks.default, pools[old], table, like=node)
+                    for old in dict.fromkeys(held)
+                }
+            kept = {"kept_k": read[held[0]], "kept_v": read[held[1]], "kept_pos": where[groups]}
+            node.kwargs = {**node.kwargs, **kept}
+        return Report(changed=len(nodes))
+
+    def _pool(
+        self, program: Program, editor: Editor, old: fx.Node, letters: dict[str, object]
+    ) -> fx.Node:
+        """The state value that holds in blocks what `old` [B,G,C,D] holds in slots."""
+        state = next(s for s in program.state if s.name == old.target)
+        _, groups, _, width = state.shape
+        name, role = state.name.replace("kv.", "pool.", 1), BLOCK + state.role
+        shape = ("Z", groups, self.block, width)
+        return buffer(
+            program, editor, State(name, role, state.layer, state.dtype, shape, 0), letters
+        )
+
+
+def _appends(node: fx.Node) -> bool:
+    """Whether it reads keys that the step appends to a cache."""
+    keys = node.args[1]
+    return isinstance(keys, fx.Node) and keys.target is kv_append.default
+
+
+def _buffer(node: fx.Node, index: int) -> fx.Node:
+    """The placeholder of the keys (1) or values (2) that attention reads."""
+    stored = node.args[index]
+    assert isinstance(stored, fx.Node) and isinstance(stored.args[0], fx.Node)
+    return stored.args[0]

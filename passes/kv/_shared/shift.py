@@ -1,0 +1,125 @@
+"""An entry that moves keys: what was rotated for one position is rotated on to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import attention
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.rope import rope
+from accel.ir.program import Editor, Program, evaluate
+from accel.ir.region import Entry
+from accel.passes import Pass, Report
+from accel.passes.kv._shared.by_token import check_by_token
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+
+_SUFFIX = 47  # example size while shapes are worked out
+_CLOSE = 1e-3  # how exactly two rotations must make one
+
+
+@dataclass(frozen=True)
+class Shift(Pass):
+    """-> the entry `shift(delta [B,S], keys.<layer> [B,G,S,D]) -> turned.<layer>`: keys of the cache as they
+    are `delta` positions later, or earlier.
+
+    It is made of the step's own `rope` with its tables, continued to negative positions. The
+    factor that some models put on both of them (YaRN) is on the keys already, and is taken off.
+    """
+
+    after = (Cache, Head)
+    must_change = True
+    flat = True
+    grade = "approximate"  # what follows an edit keeps values that were made before it
+
+    def run(self, program: Program) -> Report:
+        found = _rotations(program)
+        source, graph = Editor(program, program.step.graph), fx.Graph()
+        batch, suffix = (
+            program.step.input("tokens").meta["val"].shape[0],
+            source.symbol("S", _SUFFIX),
+        )
+
+        def holder(name: str, shape: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
+            node = graph.placeholder(name)
+            with source.fake:
+                node.meta["val"] = torch.empty(shape, dtype=dtype)
+            return node
+
+        delta = holder("delta", (batch, suffix), torch.int64)
+        keys = {}
+        for layer, node in found.items():
+            _, groups, _, width = node.meta["val"].shape
+            keys[layer] = holder(f"keys.{layer}", (batch, groups, suffix, width), torch.float32)
+        editor, outputs = Editor(program, graph), {}
+        places: dict[Any, tuple[fx.Node, ...]] = {}
+        for layer, node in found.items():
+            _, _, cos, sin, interleaved = node.args
+            if (cos, sin) not in places:
+                tables = _tables(program, layer, cos, sin)
+                both = [
+                    editor.param(f"shift.{len(places)}.{n}", t)
+                    for n, t in zip("cs", tables, strict=True)
+                ]
+                zero = tables[0].shape[0] // 2
+                places[cos, sin] = (editor.call(torch.ops.aten.add.Tensor, delta, zero), *both)
+            at, *both = places[cos, sin]
+            turned = editor.call(rope.default, keys[layer], at, *both, interleaved)
+            outputs[f"turned.{layer}"] = turned
+        graph.output(tuple(outputs.values()))
+        program.entries["shift"] = Entry(graph, list(outputs))
+        return Report(changed=len(outputs))
+
+
+def _rotations(program: Program) -> dict[int, fx.Node]:
+    """Layer -> the rotation that gave the keys of its cache."""
+    found: dict[int, fx.Node] = {}
+    sites = program.nodes(attention.default, entry=program.step)
+    check_by_token(program, sites, "which no rotation moves to another position")
+    for node in sites:
+        keys, layer = node.args[1], node.meta.get("layer")
+        if not (
+            isinstance(keys, fx.Node) and keys.target is kv_append.default and layer is not None
+        ):
+            raise PassError(
+                f"{node.name} reads keys that no cache of tokens holds; leave kv.reuse out for it"
+            )
+        new = keys.args[1]
+        if not (isinstance(new, fx.Node) and new.target is rope.default):
+            raise PassError(
+                f"layer {layer}: the keys of its cache are no rotation by position (learned positions, a latent, a "
+                "layer without rope), so they cannot be moved to another; leave kv.reuse = pie out for this model"
+            )
+        buffer = keys.args[0]
+        assert isinstance(buffer, fx.Node)
+        found[int(str(buffer.target).split(".")[1])] = new
+    return found
+
+
+def _tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
+    """cos and sin [2M-1,R/2] of positions -(M-1) .. M-1, without a common factor."""
+    try:
+        c, s = (t.double() for t in evaluate([cos, sin], program.params, {}))
+    except KeyError:
+        raise PassError(
+            f"layer {layer}: its rotation depends on the call, not on positions alone; leave kv.reuse = pie out for "
+            "this model"
+        ) from None
+    factor = c[:1]
+    c, s = c / factor, s / factor
+    half = torch.arange(0, max(1, c.shape[0] // 2), max(1, c.shape[0] // 64))
+    a, b = half[:, None], half[None]
+    off = (c[a] * c[b] - s[a] * s[b] - c[a + b]).abs().max()
+    if not float(off) < _CLOSE:
+        raise PassError(
+            f"layer {layer}: two of its rotations do not make one (off by {float(off):.1g}), as where rope is "
+            "scaled by length, so keys cannot be moved; leave kv.reuse = pie out for this model"
+        )
+    back = torch.arange(c.shape[0] - 1, 0, -1)
+    tables = torch.cat((c[back], c)), torch.cat((-s[back], s))
+    return tables[0].float().contiguous(), tables[1].float().contiguous()

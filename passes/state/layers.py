@@ -1,0 +1,163 @@
+"""Layers: stretches of the residual stream, each with its attention or recurrences, outlined."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.program import Program, ancestors
+from accel.ir.region import Region, sizes
+from accel.passes import Pass, Report
+from accel.passes.recognise.cuts import cut_points, layer_groups
+from accel.passes.recognise.region import numbering
+from accel.passes.state.cache import Cache
+from accel.passes.state.head import Head
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Layers(Pass):
+    """Cut the graph where every path from tokens to logits passes one value, and outline the layers.
+
+    The cut points are the dominators of the logits; a layer runs from the cut before one attention
+    (or the recurrences of one block) to the cut before the next. The last layer ends at the last
+    cut that joins two paths.
+    """
+
+    after = (Cache, Head)
+
+    def run(self, program: Program) -> Report:
+        graph = program.step.graph
+        cuts = cut_points(program)
+        groups = layer_groups(program)
+        bounds = _bounds(graph, cuts, [(g[0], g[-1]) for g in groups])
+        if isinstance(bounds, str):
+            return Report(refused=[bounds])
+        start = bounds[0]
+        for index, end in enumerate(bounds[1:]):
+            start = _outline(program, start, end, f"layer.{index}")
+        return Report(changed=len(bounds) - 1)
+
+
+def _bounds(
+    graph: fx.Graph, cuts: list[fx.Node], layers: list[tuple[fx.Node, fx.Node]]
+) -> list[fx.Node] | str:
+    """The cut before each layer's first site, then the end of the last layer; or why there are none.
+
+    `layers`: the first and the last site of each.
+    """
+    order = numbering(graph)
+    starts: list[fx.Node] = []
+    for site, _ in layers:
+        before = [c for c in cuts if order[c] < order[site] and c.op == "call_function"]
+        if not before:
+            return f"{site.name}: nothing separates it from the tokens"
+        if starts and starts[-1] is before[-1]:
+            return f"{site.name} and what mixes tokens before it share one layer"
+        starts.append(before[-1])
+    site = layers[-1][1]
+    joins = [c for c in cuts if order[c] > order[site] and _joins(c)]
+    if not joins:
+        return f"{site.name}: the residual stream does not go on after it"
+    end = cuts.index(joins[-1])
+    while end + 1 < len(cuts) and cuts[end + 1].target is aten.reshape.default:  # as in the others
+        end += 1
+    return [*starts, cuts[end]]
+
+
+def _joins(node: fx.Node) -> bool:
+    parents = [p for p in node.all_input_nodes if p.op == "call_function"]
+    return sum(isinstance(p.meta.get("val"), Tensor) for p in parents) > 1
+
+
+def _outline(program: Program, start: fx.Node, end: fx.Node, name: str) -> fx.Node:
+    """Move what lies between two values into a Region called in place; returns the new `end`."""
+    graph = program.step.graph
+    inside = _between(graph, start, end)
+    members = set(inside)
+    region = Region(name, fx.Graph())
+    copied: dict[fx.Node, fx.Node] = {}
+    arguments: list[fx.Node] = [start]
+    for node in inside:
+        for parent in node.all_input_nodes:
+            if parent not in members and parent.op != "get_attr" and parent not in arguments:
+                arguments.append(parent)
+    names = _names(program, arguments)
+    for argument in arguments:
+        copied[argument] = region.graph.placeholder(names[argument])
+        copied[argument].meta = dict(argument.meta)
+    for node in inside:
+        for parent in node.all_input_nodes:
+            if parent.op == "get_attr" and parent not in copied:
+                copied[parent] = region.graph.node_copy(parent)
+                copied[parent].meta = dict(parent.meta)
+        copied[node] = region.graph.node_copy(node, copied.__getitem__)
+        copied[node].meta = dict(node.meta)
+    leaving = [end, *(n for n in inside if n is not end and any(u not in members for u in n.users))]
+    region.graph.output(tuple(copied[n] for n in leaving))
+    with graph.inserting_after(end):
+        call = graph.call_function(region, tuple(arguments))
+    call.meta["val"] = tuple(n.meta["val"] for n in leaving)
+    here, stream = call, call
+    for i, node in enumerate(leaving):
+        with graph.inserting_after(here):
+            item = graph.call_function(operator.getitem, (call, i))
+        item.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in members)
+        here, stream = item, item if node is end else stream
+    for node in reversed(inside):
+        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    return stream
+
+
+def _between(graph: fx.Graph, start: fx.Node, end: fx.Node) -> list[fx.Node]:
+    """The nodes computed from `start` that `end` needs, or that branch off before it to state alone."""
+    below = ancestors([end], stop={start})
+    found: dict[fx.Node, None] = {start: None}
+    ended = False
+    for node in graph.nodes:
+        inside = node in below or not ended
+        ended |= node is end
+        if inside and node is not start and any(p in found for p in node.all_input_nodes):
+            found[node] = None
+        elif node.target is operator.getitem and node.args[0] in found:
+            found[node] = None  # the state after a recurrence, which nothing in the layer reads
+    del found[start]
+    return list(found)
+
+
+def _names(program: Program, arguments: list[fx.Node]) -> dict[fx.Node, str]:
+    """Readable argument names: x for the stream, letters for sizes, inputs and outputs their own."""
+    outputs = {node: name for name, node in program.step.output_nodes().items()}
+    names: dict[fx.Node, str] = {}
+    for i, node in enumerate(arguments):
+        size = program.dims.get(str(node.meta["val"]))
+        if i == 0:
+            names[node] = "x"
+        elif node.op == "placeholder":
+            names[node] = str(node.target)
+        else:
+            names[node] = size or outputs.get(node, node.name)
+    return names
+
+
+def signature(graph: fx.Graph) -> Hashable:
+    """What a region computes, up to the names and values of its parameters."""
+    number = numbering(graph)
+
+    def show(value: object) -> Hashable:
+        if isinstance(value, fx.Node):
+            return tuple(sizes(value)) if value.op == "get_attr" else number[value]
+        if isinstance(value, (list, tuple)):
+            return tuple(show(v) for v in value)
+        return repr(value)
+
+    return tuple((str(n.target), show(n.args)) for n in graph.nodes if n.op == "call_function")

@@ -1,0 +1,270 @@
+"""The artifact: a folder with `accel.json` and the files it lists. Written whole or not at all,
+read with care.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import ArtifactError, unknown
+from accel.ir.facts import Facts
+from accel.ir.fields import MANIFEST
+from accel.ir.state import StateValue
+from accel.runtime.artifact.atomic import Stage
+from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
+
+__all__ = ["Artifact", "Entry", "Facts", "File", "Stage", "StateValue"]
+__all__ += ["FORMAT", "MANIFEST", "copy_artifact", "open_artifact", "write_manifest"]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact that was checked: where it is and what its manifest says."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def facts(self) -> Facts:
+        return self.manifest.facts
+
+    @property
+    def state(self) -> tuple[StateValue, ...]:
+        return self.manifest.state
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        return self.manifest.entries
+
+    @property
+    def files(self) -> dict[str, File]:
+        return self.manifest.files
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        return self.manifest.recipe
+
+    @property
+    def report(self) -> dict[str, Any]:
+        return self.manifest.report
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write accel.json: `manifest` with `files` (bytes and sha256 of every file there) and `digest`
+    filled in.
+    """
+    names = sorted(
+        p.relative_to(folder).as_posix()
+        for p in folder.rglob("*")
+        if p.is_file() and p != folder / MANIFEST
+    )
+    hashes = _hashes(folder, names)
+    files = {n: {"bytes": (folder / n).stat().st_size, "sha256": hashes[n]} for n in names}
+    whole = {**manifest, "files": files}
+    whole["digest"] = _digest(whole)
+    (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artifact:
+    """Read and check an artifact. Raises ArtifactError with what is wrong, where, and what to do.
+
+    `hashes=False` leaves out the checksums: for a folder that this process has just written.
+    """
+    folder = Path(path).expanduser()
+    _check_folder(folder)
+    try:
+        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST} cannot be read: {error}. It is damaged: build the artifact again"
+        ) from error
+    try:
+        manifest = parse(raw)
+        for name, file in manifest.files.items():
+            _check_file(folder, name, file)
+        for entry in manifest.entries.values():
+            for graph in entry.files:
+                _check_external_data(folder, graph, manifest.files)
+        if hashes:
+            _check_hashes(folder, manifest)
+    except ArtifactError as error:
+        raise ArtifactError(f"{folder}: {error}") from error
+    return Artifact(folder.resolve(), manifest)
+
+
+def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:
+    """The artifact at another place, as hard links where the file system has them. Raises
+    ArtifactError.
+    """
+    names = [MANIFEST, *source.files]
+    size = sum(f.bytes for f in source.files.values())
+    with Stage(out) as folder:
+        for name in names:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            here = (source.path / name).resolve()
+            try:
+                os.link(here, target)
+            except OSError:  # another file system, or one without links
+                free = shutil.disk_usage(folder).free
+                if free < here.stat().st_size:
+                    raise ArtifactError(
+                        f"no space for the artifact in {folder.parent}: {size:,} bytes are needed, "
+                        f"{free:,} are free. Free some, or give another output folder"
+                    ) from None
+                shutil.copyfile(here, target)
+
+
+def _check_folder(folder: Path) -> None:
+    """Is it an artifact at all? If not, say what it seems to be."""
+    if (folder / MANIFEST).is_file():
+        return
+    if folder.name == MANIFEST and folder.is_file():
+        raise ArtifactError(f"{folder} is a file of an artifact; give its folder, {folder.parent}")
+    if not folder.exists():
+        try:
+            beside = [p.name for p in folder.parent.iterdir()]
+        except OSError:
+            beside = []
+        hint = unknown("artifact", folder.name, beside)
+        build = "it does not exist; accel-compile build MODEL --out DIR makes an artifact"
+        raise ArtifactError(f"{folder}: {hint if 'did you mean' in hint else build}")
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is a file; an artifact is a folder with {MANIFEST}")
+    if (folder / "config.json").is_file():
+        raise ArtifactError(
+            f"{folder} is a Hugging Face model, not an artifact. Build one first: "
+            f"accel-compile build {folder} --out DIR, or accel.optimize({str(folder)!r})"
+        )
+    raise ArtifactError(
+        f"{folder} has no {MANIFEST}, so it is not an artifact (or not a whole one); "
+        "make one with accel-compile build"
+    )
+
+
+def _inside(folder: Path, name: str, what: str = "file") -> Path:
+    """Where a name in the manifest points, refusing every way out of the folder, links included."""
+    parts = name.split("/")
+    if not name or "\\" in name or "\0" in name or ":" in name or set(parts) & {"", ".", ".."}:
+        raise ArtifactError(
+            f"{what} {name!r} is not a plain path inside the artifact; do not trust it"
+        )
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ArtifactError(f"{what} {name!r} is a link out of the artifact; do not trust it")
+    return path
+
+
+def _check_file(folder: Path, name: str, file: File) -> None:
+    """Inside, there, and as long as it should be."""
+    path = _inside(folder, name)
+    if not path.is_file():
+        raise ArtifactError(f"file {name!r} is missing; copy the whole folder, or build it again")
+    if (size := path.stat().st_size) != file.bytes:
+        raise ArtifactError(
+            f"file {name!r} has {size:,} bytes, not {file.bytes:,}; copy it again, or build it "
+            "again"
+        )
+
+
+def _check_hashes(folder: Path, manifest: Manifest) -> None:
+    """Contents, then the manifest's own digest, so that the most telling error comes first."""
+    found = _hashes(folder, manifest.files)
+    for name, file in manifest.files.items():
+        if found[name] != file.sha256:
+            raise ArtifactError(
+                f"file {name!r} was changed or damaged: its sha256 is {found[name][:12]}…, "
+                f"not {file.sha256[:12]}…; copy it again, or build it again"
+            )
+    if "digest" in manifest.raw and manifest.raw["digest"] != _digest(manifest.raw):
+        raise ArtifactError(
+            f"{MANIFEST} was changed after the build: its digest does not match; build the "
+            "artifact again, "
+            "or remove its 'digest' if the change is yours"
+        )
+
+
+def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """sha256 of each file, largest first, on several threads."""
+
+    def one(name: str) -> str:
+        with open(folder / name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    order = sorted(names, key=lambda n: -(folder / n).stat().st_size)
+    with ThreadPoolExecutor(4) as pool:
+        return dict(zip(order, pool.map(one, order), strict=True))
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    """sha256 of a manifest without its digest, in one form whatever the white space and order."""
+    rest = {k: v for k, v in manifest.items() if k != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _check_external_data(folder: Path, name: str, files: dict[str, File]) -> None:
+    """Every weight that a graph keeps outside itself lies in a listed file, whole."""
+    import onnx
+
+    try:
+        model = onnx.load(str(folder / name), load_external_data=False)
+    except Exception as error:  # protobuf's DecodeError has no public base
+        raise ArtifactError(
+            f"file {name!r} is not an ONNX graph ({error}); build the artifact again"
+        ) from error
+    for tensor in _tensors(model):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        info = {item.key: item.value for item in tensor.external_data}
+        where = f"{name}: weight {tensor.name!r}"
+        location = info.get("location", "")
+        _inside(folder, location, f"{where}: its location")
+        beside = (Path(name).parent / location).as_posix()
+        if beside not in files:
+            raise ArtifactError(
+                f"{where}: {unknown('file', beside, files)}; it must be listed in {MANIFEST}"
+            )
+        try:
+            offset = int(info.get("offset", "0"))
+            length = int(info.get("length", str(files[beside].bytes - offset)))
+        except ValueError as error:
+            raise ArtifactError(f"{where}: offset or length is not a number") from error
+        if offset < 0 or length < 0 or offset + length > files[beside].bytes:
+            raise ArtifactError(
+                f"{where} is at {offset}+{length} of {beside}, which has {files[beside].bytes} "
+                "bytes; "
+                "build the artifact again"
+            )
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Every TensorProto of a model: initialisers, attributes; sub-graphs and functions too."""
+    graphs = [model.graph]
+    nodes = [n for f in model.functions for n in f.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes.extend(graph.node)
+            continue
+        for attribute in nodes.pop().attribute:
+            if attribute.HasField("t"):
+                yield attribute.t
+            if attribute.HasField("g"):
+                graphs.append(attribute.g)
+            if attribute.HasField("sparse_tensor"):
+                yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+            yield from attribute.tensors
+            graphs.extend(attribute.graphs)
+            for sparse in attribute.sparse_tensors:
+                yield from (sparse.values, sparse.indices)

@@ -1,0 +1,215 @@
+"""All or nothing: a hidden folder beside the destination that is renamed when it is whole.
+
+An exception removes it; so does a tiny watchdog process when this one is killed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from accel.ir.errors import ArtifactError, LoweringError
+from accel.ir.fields import MANIFEST
+
+# Waits until the parent has gone (its end of the pipe closed, or another parent), then puts things
+# right: an old artifact that was set aside comes back unless the new one took its place; the
+# staging folder goes.
+_WATCHDOG = """
+import os, select, shutil, sys
+stage, aside, target, parent, *made = sys.argv[1:]
+while not (select.select([0], [], [], 1)[0] and not os.read(0, 1)) and os.getppid() == int(parent):
+    pass
+if os.path.isdir(aside) and not os.path.lexists(target):
+    os.rename(aside, target)
+for path in (stage, aside):
+    shutil.rmtree(path, ignore_errors=True)
+if not os.path.lexists(target):
+    for path in made:
+        try:
+            os.rmdir(path)
+        except OSError:
+            break
+"""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Stage:
+    """`with Stage(out) as folder:` write into `folder`; afterwards it is `out`. Raises
+    ArtifactError.
+
+    `out` may exist if it is empty or an artifact, which is replaced. `needs`: bytes to be written,
+    where known; too little free space is then refused before any work.
+    """
+
+    def __init__(self, out: str | os.PathLike[str], needs: int | None = None):
+        self.out = Path(out).expanduser().resolve()
+        self.needs = needs
+        name = f".{self.out.name}.{secrets.token_hex(6)}"
+        self._folder = self.out.parent / f"{name}.new"
+        self._aside = self.out.parent / f"{name}.old"
+        self._made: list[Path] = []  # parents made for it, innermost first
+        self._watchdog: subprocess.Popen[bytes] | None = None
+
+    def check(self) -> None:
+        """Raise ArtifactError where `out` cannot be written, before any work is done for it."""
+        self._check_replaceable()
+        parent = next(p for p in self.out.parents if p.exists())
+        if not parent.is_dir() or not os.access(parent, os.W_OK):
+            raise ArtifactError(f"cannot write in {parent}; give another output folder")
+
+    def __enter__(self) -> Path:
+        self.check()
+        try:
+            self._make()
+            free = shutil.disk_usage(self.out.parent).free
+        except OSError as error:
+            self._remove()
+            raise ArtifactError(
+                f"cannot write in {self.out.parent}: {error.strerror}; give another output folder"
+            ) from error
+        except BaseException:
+            self._remove()
+            raise
+        if self.needs is not None and free < self.needs:
+            self._remove()
+            raise self._no_space(f"{self.needs:,} bytes are needed, {free:,} are free")
+        return self._folder
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            try:
+                self._commit()
+            except OSError as failure:
+                error = failure
+            except BaseException:
+                self._remove()
+                raise
+        if error is None:
+            self._dismiss()
+            return
+        full = _disk_full(error)
+        words = self._space() if full else ""
+        self._remove()
+        if full:
+            raise self._no_space(words) from error
+        if kind is None:
+            raise ArtifactError(f"cannot put the artifact at {self.out}: {error}") from error
+
+    def _make(self) -> None:
+        """The folder and its watchdog."""
+        missing = [p for p in (self.out.parent, *self.out.parents[1:]) if not p.exists()]
+        for parent in reversed(missing):
+            parent.mkdir()
+            self._made.insert(0, parent)
+        arguments = [str(self._folder), str(self._aside), str(self.out), str(os.getpid())]
+        try:
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WATCHDOG, *arguments, *map(str, self._made)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                cwd="/" if os.name == "posix" else None,
+            )
+        except OSError:  # no room for another process: exceptions still clean up
+            self._watchdog = None
+        self._folder.mkdir()
+
+    def _check_replaceable(self) -> None:
+        """Only an artifact or an empty folder may be replaced: never a user's own files."""
+        if not self.out.name:
+            raise ArtifactError(f"{self.out} cannot be an artifact; give a folder below it")
+        if not self.out.exists():
+            return
+        if not self.out.is_dir():
+            raise ArtifactError(f"{self.out} is a file; give another output folder")
+        if any(self.out.iterdir()) and not (self.out / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{self.out} holds files but no {MANIFEST}, so it is not an artifact to replace; "
+                "empty it, or give another output folder"
+            )
+
+    def _commit(self) -> None:
+        """Rename into place; what stood there is set aside first and removed afterwards."""
+        self._check_replaceable()
+        if self.out.exists():
+            os.rename(self.out, self._aside)
+        try:
+            os.rename(self._folder, self.out)
+        except BaseException:
+            if self._aside.exists():
+                os.rename(self._aside, self.out)
+            raise
+        shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for parent in self._made:
+            try:
+                parent.rmdir()
+            except OSError:  # someone else put something there
+                break
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Let the watchdog end; it finds nothing left to do."""
+        dog, self._watchdog = self._watchdog, None
+        if dog is not None:
+            assert dog.stdin is not None
+            dog.stdin.close()
+            try:
+                dog.wait(10)
+            except subprocess.TimeoutExpired:
+                dog.kill()
+                dog.wait()
+
+    def _space(self) -> str:
+        """What is known of the space when it ran out."""
+        written = sum(p.stat().st_size for p in self._folder.rglob("*") if p.is_file())
+        try:
+            free = f"{shutil.disk_usage(self.out.parent).free:,} were free"
+        except OSError:
+            free = "how many are free is not known"
+        if self.needs is not None:
+            return f"{self.needs:,} bytes are needed; {written:,} had been written, {free}"
+        return f"{written:,} bytes had been written, {free}"
+
+    def _no_space(self, words: str) -> ArtifactError:
+        return ArtifactError(
+            f"no space for the artifact in {self.out.parent}: {words}. Free some, or give another "
+            "output folder"
+        )
+
+
+def _disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is a full disk or quota."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def writable(path: str | Path) -> Path:
+    """A folder to write into, made where it is missing."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LoweringError(
+            f"cannot write in {folder}: {error.strerror}; give another folder"
+        ) from error
+    return folder

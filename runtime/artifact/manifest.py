@@ -1,0 +1,199 @@
+"""What `accel.json` says, with a type for every field: a damaged file gives an ArtifactError that
+names the field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.ir.errors import ArtifactError, unknown
+from accel.ir.facts import Facts
+from accel.ir.fields import BUILD_AGAIN, MANIFEST, Fields
+from accel.ir.sizes import LETTER
+from accel.ir.state import BLOCK, StateValue
+from accel.lowering.onnx.variants import NATIVE, PORTABLE
+
+FORMAT = 1
+DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
+BIT_EXACT = "bit-exact"
+DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
+
+
+PARTS = ("variants", "probes", "products")  # of an entry: name -> file
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph: its file, and the names that it takes and gives beside the state.
+
+    variants: name -> file of another graph that does the same. probes, products: name -> file of a
+    small graph that tells what attention, and what products with weights of few bits, cost in a
+    variant; PORTABLE names that of `file`.
+    """
+
+    file: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    variants: dict[str, str] = field(default_factory=dict)
+    probes: dict[str, str] = field(default_factory=dict)
+    products: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> dict[str, str]:
+        """Files of the graphs that do the entry's work, by variant."""
+        return {PORTABLE: self.file, **self.variants}
+
+    @property
+    def files(self) -> list[str]:
+        """All that are graphs."""
+        return [self.file, *(file for part in PARTS for file in getattr(self, part).values())]
+
+
+@dataclass(frozen=True)
+class File:
+    """What one file of the artifact must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of `accel.json`, checked; `raw` is the JSON as read.
+
+    numerics: "float32", or "bit-exact" where a call of T tokens must give the bits of T single ones.
+    """
+
+    accel: str
+    target: str
+    facts: Facts
+    numerics: str
+    grade: str
+    recipe: dict[str, Any]
+    state: tuple[StateValue, ...]
+    entries: dict[str, Entry]
+    files: dict[str, File]
+    report: dict[str, Any]
+    raw: dict[str, Any]
+
+    @property
+    def tile(self) -> int:
+        """A graph call has a multiple of so many tokens: kernels take rows in tiles, and what is left over,
+        a single row, in another way.
+        """
+        return 2 if self.numerics == BIT_EXACT else 1
+
+    @property
+    def trees(self) -> bool:
+        """Whether a call may be a tree of guesses (`passes.state.trees`)."""
+        return "commit" in self.entries
+
+    def keeps_trees(self, kernels: str) -> bool:
+        """Whether it may with a variant of the step: one that sums a token's keys as if no other guess lay there,
+        where bits matter.
+        """
+        return self.trees and (self.numerics != BIT_EXACT or kernels == NATIVE)
+
+
+def parse(raw: Any) -> Manifest:
+    """The manifest in a JSON value. Raises ArtifactError: format first, then field by field."""
+    top = Fields(raw)
+    version = top.integer("format", 1)
+    if version > FORMAT:
+        raise ArtifactError(
+            f"{MANIFEST}: format {version} is newer than this accel reads (up to {FORMAT}); "
+            "upgrade accel: pip install -U accel-compile"
+        )
+    files = {
+        name: File(f.integer("bytes"), _digest(f, "sha256"))
+        for name, f in top.object("files").each()
+    }
+    facts = Facts.from_json(top.object("model"))
+    state = tuple(_state(f) for f in top.objects("state"))
+    if len({v.name for v in state}) < len(state):
+        raise ArtifactError(f"{MANIFEST}: state has two values of one name; {BUILD_AGAIN}")
+    entries = {name: _entry(f) for name, f in top.object("entries").each()}
+    if "step" not in entries:
+        raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {BUILD_AGAIN}")
+    if (facts.kv is None) == ("compress" in entries):
+        raise ArtifactError(f"{MANIFEST}: model.kv and entries.compress go together; {BUILD_AGAIN}")
+    if (facts.encoder is None) == ("encode" in entries):
+        raise ArtifactError(
+            f"{MANIFEST}: model.encoder and entries.encode go together; {BUILD_AGAIN}"
+        )
+    wanted = () if facts.prefill is None else facts.prefill.entries
+    if set(wanted) != {
+        name for name in entries if name.partition(".")[0] in ("filter", "prompt", "sparse")
+    }:
+        raise ArtifactError(
+            f"{MANIFEST}: model.prefill and its entries go together ({', '.join(wanted)}); {BUILD_AGAIN}"
+        )
+    for name, entry in entries.items():
+        _listed(f"entries.{name}.file", entry.file, files)
+        for part in PARTS:
+            for key, file in getattr(entry, part).items():
+                _listed(f"entries.{name}.{part}.{key}", file, files)
+    return Manifest(
+        accel=top.text("accel"),
+        target=top.text("target"),
+        facts=facts,
+        numerics=top.text("numerics"),
+        grade=top.text("grade"),
+        recipe=top.object("recipe").value,
+        state=state,
+        entries=entries,
+        files=files,
+        report=top.object("report").value,
+        raw=top.value,
+    )
+
+
+def _entry(f: Fields) -> Entry:
+    return Entry(
+        f.text("file"),
+        f.texts("inputs"),
+        f.texts("outputs"),
+        **{p: f.object(p).named_texts() for p in PARTS if p in f.value},
+    )
+
+
+def _listed(where: str, file: str, files: dict[str, File]) -> None:
+    if file not in files:
+        raise ArtifactError(f"{MANIFEST}: {where}: {unknown('file', file, files)}; {BUILD_AGAIN}")
+
+
+def _state(f: Fields) -> StateValue:
+    shape: list[int | str] = []
+    for i, size in enumerate(f.array("shape")):
+        whole = isinstance(size, int) and not isinstance(size, bool) and size > 0
+        letter = isinstance(size, str) and LETTER.fullmatch(size)
+        if not whole and not letter:
+            raise f.wrong(
+                f"shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X', 'P' or 'P0'"
+            )
+        if size == "Z" and not f.text("role").startswith(BLOCK):
+            raise f.wrong(
+                f"shape[{i}]", size, "a letter of what a session holds: Z is of blocks that share"
+            )
+        shape.append(size)
+    dtype = f.text("dtype")
+    if dtype not in DTYPES:
+        raise ArtifactError(
+            f"{MANIFEST}: {f.where}.dtype: {unknown('type', dtype, DTYPES)}; {BUILD_AGAIN}"
+        )
+    return StateValue(
+        f.text("name"),
+        f.text("role"),
+        f.optional_integer("layer"),
+        dtype,
+        tuple(shape),
+        f.number("fill"),
+    )
+
+
+def _digest(f: Fields, key: str) -> str:
+    found = f.text(key)
+    if len(found) != 64 or set(found) - set("0123456789abcdef"):
+        raise f.wrong(key, found, "64 hexadecimal digits")
+    return found

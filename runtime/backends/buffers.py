@@ -1,0 +1,83 @@
+"""State buffers: where rows differ, what is copied between rows, what compression leaves, what a new row forgets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.sizes import each
+from accel.ir.state import StateValue
+from accel.runtime.backends.protocol import Arrays
+from accel.runtime.inputs.ints import Ints
+
+STEP = 256  # the KV buffers grow by this many slots
+Range = tuple[int, int]
+
+
+def moving(
+    state: Sequence[StateValue], slots: Range | None
+) -> Iterator[tuple[StateValue, tuple[slice, ...]]]:
+    """The state values that rows have of their own, and where beside axis B rows may differ, if they do in
+    `slots` alone.
+    """
+    for value in state:
+        if value.pooled or (slots is not None and (value.kept or value.cross)):
+            continue
+        where = [slice(None)] * (len(value.shape) - 1)
+        for axis, size in enumerate(value.shape[1:]):
+            if slots is not None and isinstance(size, str) and size.partition("/")[0] == "C":
+                where[axis] = slice(slots[0] // each(size), -(-slots[1] // each(size)))
+        yield value, tuple(where)
+
+
+def moved(
+    state: Sequence[StateValue],
+    buffers: Mapping[str, npt.NDArray[Any]],
+    rows: Ints,
+    slots: Range | None,
+) -> dict[str, npt.NDArray[Any]]:
+    """Let row i of each buffer hold what row rows[i] does, in place; what forks may share is given anew."""
+    found, there = {}, np.flatnonzero(rows != np.arange(rows.size))
+    source = rows[there]
+    for value, where in moving(state, slots):
+        buffer = buffers.get(value.name)
+        if buffer is None:
+            continue
+        if value.kept:
+            found[value.name] = buffer[rows]
+        else:
+            part = buffer[(slice(None), *where)]
+            part[there] = part[source]
+    return found
+
+
+def forgettable(value: Any) -> bool:
+    """Whether a state value's slots may hold what rewinding alone does not hide: kept tokens, and the
+    positions of layers that saw a prompt pruned.
+    """
+    return bool(
+        value.kept or value.role == "mass" or (value.role == "pos" and "C" not in value.shape)
+    )
+
+
+def trimmed(found: Arrays) -> Arrays:
+    """What the entry gave, by state name, without the slots behind the last one that is used."""
+    used: dict[tuple[str, str], int] = {}
+    for name, array in found.items():
+        if name.endswith(".pos") and (part := _part(name)):
+            filled = np.flatnonzero((array >= 0).any(axis=(0, 1)))
+            used[part] = int(filled[-1]) + 1 if filled.size else 0
+    return {
+        name: array[:, :, : used[part]] if (part := _part(name)) in used else array
+        for name, array in found.items()
+    }
+
+
+def _part(name: str) -> Any:
+    """Whose slots a state value has, where they are a layer's own: what was kept of it, or demoted."""
+    found = re.match(r"(\w+)\.(\d+)\.", name)
+    return found and ("low" if found[1] == "low" else "kept", found[2])

@@ -1,0 +1,208 @@
+"""A Program run by the reference of every operator: always works, and is the oracle for the other
+targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from accel.ir.sizes import grows, in_numbers
+from accel.runtime.backends.buffers import forgettable, trimmed
+from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
+from accel.runtime.inputs.ints import Ints
+
+
+class Steppable(Protocol):
+    """What the stepper needs of a `Program`: its state layout and `run(entry, inputs) -> outputs by
+    name`.
+    """
+
+    @property
+    def state(self) -> Any: ...
+    @property
+    def entries(self) -> Any: ...
+    def run(self, entry: str, inputs: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class EagerEngine:
+    """Steppers over one program; they share its parameters."""
+
+    def __init__(self, program: Steppable):
+        self.program = program
+
+    def stepper(self, batch: int) -> EagerStepper:
+        """A stepper for `batch` rows with an empty cache."""
+        return EagerStepper(self.program, batch)
+
+    def close(self) -> None:
+        """Nothing to free: the program belongs to the caller."""
+
+
+class EagerStepper:
+    """See stepper.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
+
+    def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
+        self._program = program
+        self._batch = batch
+        self.alike = alike(program.state)
+        self._device = device
+        self.observed: dict[str, npt.NDArray[np.float32]] = {}
+        self._state: dict[str, Tensor] = {}
+        self._controls: dict[str, Tensor] = {}
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See session.Stepper."""
+        self._controls = {n: self._tensor(a) for n, a in values.items()}
+
+    def resize(self, capacity: int, *later: int) -> None:
+        """New buffers of `capacity` slots with the old contents."""
+        state = dict(self._state)
+        letters = {"B": self._batch, "C": capacity}  # nothing is kept yet
+        letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
+        for value in self._program.state:
+            if value.cross:
+                continue
+            old = state.get(value.name)
+            if old is not None and not grows(value.shape):
+                continue
+            shape = in_numbers(value.shape, letters)
+            dtype = getattr(torch, value.dtype)
+            new = torch.full(shape, value.fill, dtype=dtype, device=self._device)
+            if old is not None:
+                new[tuple(slice(n) for n in old.shape)] = old
+            state[value.name] = new
+        self._state = state
+
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        observe: bool = False,
+        tree: Bools | None = None,
+    ) -> Logits:
+        """One run of the step entry; the state changes only where it succeeds."""
+        given = call_inputs(tokens, positions, slots, rows, tree)
+        inputs = {n: self._tensor(a) for n, a in given.items()}
+        with torch.no_grad():
+            out = self._program.run("step", {**inputs, **self._controls, **self._state})
+        self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
+        if observe:
+            self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
+        logits: Logits = out["logits"].float().cpu().numpy().copy()
+        return logits
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """One run of another entry; the state changes only where it succeeds."""
+        with torch.no_grad():
+            out = self._program.run(
+                entry, {**{n: self._tensor(a) for n, a in given.items()}, **self._state}
+            )
+        self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
+        return {
+            n: v.float().cpu().numpy()
+            for n, v in out.items()
+            if n.removesuffix(".next") not in self._state
+        }
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """One run of the encode entry."""
+        given = {n: self._tensor(a) for n, a in inputs.items()}
+        with torch.no_grad():
+            out = self._program.run("encode", given)
+        self._state = {**self._state, **{n.removesuffix(".next"): v for n, v in out.items()}}
+
+    def compress(self, keeper: Compression, seen: Ints) -> None:
+        """One run of the compress entry."""
+        recent = int(self._state["kv.pos"].shape[1])
+        kept = {v.layer or 0: v.name for v in self._program.state if v.role == "kept.pos"}
+        slots = {layer: int(self._state[name].shape[2]) for layer, name in kept.items()}
+        given = {n: self._tensor(a) for n, a in keeper.given(seen, recent, slots).items()}
+        with torch.no_grad():
+            out = self._program.run("compress", {**given, **self._state})
+        found = trimmed({n.removesuffix(".next"): v.cpu().numpy() for n, v in out.items()})
+        held = {v.name for v in self._program.state if not grows(v.shape)}
+        state = {n: v for n, v in self._state.items() if n in held}
+        self._state = state | {n: self._tensor(a) for n, a in found.items()}
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """See stepper.Stepper."""
+        mask = self._tensor(rows)
+        for value in self._program.state:
+            if forgettable(value) and value.name in self._state:
+                now = self._state[value.name].clone()
+                now[mask] = value.fill
+                self._state[value.name] = now
+
+    def held(self) -> dict[str, npt.NDArray[Any]]:
+        """See stepper.Stepper."""
+        return {name: tensor.numpy() for name, tensor in self._state.items()}
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See stepper.Stepper."""
+        self._state = {**self._state, **{n: torch.from_numpy(a) for n, a in arrays.items()}}
+
+    def copy(self, rows: Ints | None = None) -> EagerStepper:
+        """See stepper.Stepper."""
+        count = self._batch if rows is None else rows.size
+        other = type(self)(self._program, count, self._device)
+        if rows is None:
+            shared = {v.name for v in self._program.state if v.kept}
+            other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
+        else:
+            other._state = self._of(rows)
+        other._controls = self._controls
+        return other
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See stepper.Stepper."""
+        self._state = self._of(rows)
+
+    def _of(self, rows: Ints) -> dict[str, Tensor]:
+        """A copy of the state of these rows [n]."""
+        pooled, index = {v.name for v in self._program.state if v.pooled}, self._tensor(rows)
+        return {n: t if n in pooled else t[index] for n, t in self._state.items()}
+
+    @property
+    def trees(self) -> bool:
+        """See stepper.Stepper."""
+        return "commit" in self._program.entries
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any state value is one."""
+        return any(value.role == "recurrent" for value in self._program.state)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """The recurrent state values, which a step replaces and never writes."""
+        return {v.name: self._state[v.name] for v in self._program.state if v.role == "recurrent"}
+
+    def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
+        """See stepper.Stepper."""
+        for value in self._program.state:
+            if value.role == "recurrent":
+                now = self._state[value.name].clone()
+                mask = self._tensor(rows)
+                now[mask] = value.fill if snapshot is None else snapshot[value.name][mask]
+                self._state[value.name] = now
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all state tensors but a pool's."""
+        pooled = {v.name for v in self._program.state if v.pooled}
+        return sum(t.numel() * t.element_size() for n, t in self._state.items() if n not in pooled)
+
+    def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
+        """A copy on the device."""
+        return torch.from_numpy(np.array(array)).to(self._device)
+
+    def close(self) -> None:
+        """Drop the state."""
+        self._state = {}

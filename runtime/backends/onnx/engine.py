@@ -1,0 +1,415 @@
+"""ONNX Runtime on the CPU: one InferenceSession per model, one set of bound buffers per session.
+
+State is bound once, each buffer as input `name` and as output `name.next`, so that appends happen
+in place and a decode step costs Python the same whatever the number of layers. A graph may read
+recurrent state after it wrote the next one, so that has two buffers, which change places after
+each call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from accel.ir.sizes import grows
+from accel.ir.state import StateValue
+from accel.lowering.onnx.variants import PORTABLE
+from accel.runtime.artifact.artifact import Artifact
+from accel.runtime.backends.buffers import forgettable, moved, trimmed
+from accel.runtime.backends.layer_inputs import everything
+from accel.runtime.backends.onnx.machine import machine
+from accel.runtime.backends.onnx.open import (
+    aligned,
+    check_controls,
+    check_encode,
+    check_state,
+    copied,
+    grown,
+    open_session,
+    physical_cores,
+)
+from accel.runtime.backends.onnx.part import Parts
+from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
+from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
+from accel.runtime.inputs.ints import Ints
+
+MOVES = (
+    "commit",
+    "shift",
+)  # entries that move a little of the state: more threads would come too late
+
+
+class OrtEngine:
+    """The step entry of an artifact. Opened at first use; safe to share between threads."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        threads: int | None = None,
+        in_turns: bool = False,
+        entry: str = "step",
+        kernels: str = AUTO,
+    ):
+        """`threads`: compute threads of one call, default the physical cores it may use.
+        `in_turns`: another engine computes between two calls of this one, whose threads make room for it at once.
+        `kernels`: the variant of the step, or "auto": the fastest here.
+        Raises ArtifactError where there is none of that name.
+        """
+        self.artifact = artifact
+        self.threads = threads or physical_cores()
+        self._in_turns = in_turns
+        self.entry = entry
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self._encoder: Any = None
+        self._others: dict[str, Any] = {}
+        self._tuning = None if kernels == AUTO else choose(artifact, kernels, self.threads)
+
+    @property
+    def tuning(self) -> Tuning:
+        """The variant of the step that is used, and why; measured when first asked for."""
+        with self._lock:
+            return self._tuned()
+
+    @property
+    def cost_key(self) -> dict[str, Any]:
+        """What the costs of a call depend on: this machine, and the graph."""
+        graph = self.artifact.entries["step"].graphs[self.tuning.kernels]
+        return {**machine(self.threads), "graph": self.artifact.files[graph].sha256}
+
+    @property
+    def session(self) -> Any:
+        """The onnxruntime.InferenceSession, opened when first asked for. Raises ArtifactError."""
+        with self._lock:
+            if self._session is None:
+                self._session = self._open(self.entry)
+            return self._session
+
+    @property
+    def encoder(self) -> Any:
+        """The InferenceSession of the encode entry, opened when first asked for; none: no encoder."""
+        with self._lock:
+            if self._encoder is None and "encode" in self.artifact.entries:
+                self._encoder = self._open("encode")
+            return self._encoder
+
+    def other(self, entry: str) -> Any:
+        """The InferenceSession of an entry beside the step, opened when first asked for."""
+        with self._lock:
+            if entry not in self._others:
+                self._others[entry] = self._open(entry)
+            return self._others[entry]
+
+    def stepper(self, batch: int) -> OrtStepper:
+        """A stepper for `batch` rows with an empty cache."""
+        vocab_size = self.artifact.facts.vocab_size
+        tile = self.artifact.manifest.tile
+        return OrtStepper(
+            self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
+            self.other, everything(self.artifact.facts.depth), self.artifact.manifest.keeps_trees(self.tuning.kernels),
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Let go of the weights; they are freed when the last session over them closes."""
+        with self._lock:
+            self._session = self._encoder = None
+            self._others = {}
+
+    def _tuned(self) -> Tuning:
+        if self._tuning is None:
+            self._tuning = choose(self.artifact, AUTO, self.threads)
+            assert self._tuning is not None  # it was measured
+        return self._tuning
+
+    def _open(self, entry: str) -> Any:
+        graphs = self.artifact.entries[entry].graphs
+        path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
+        threads = 1 if entry in MOVES else self.threads
+        session = open_session(path, threads, resting=self._in_turns or entry != self.entry)
+        if entry == "encode":
+            check_encode(session, self.artifact, path)
+        elif entry == "step":
+            check_state(session, self.artifact.state, path)
+            check_controls(session, self.artifact.facts.depth, self.artifact.manifest.trees, path)
+        return session
+
+
+class OrtStepper:
+    """State buffers of one session and the bindings over them: decode (T = N = `tile`) and every
+    other shape; where there is recurrent state, each for both directions.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        state: tuple[StateValue, ...],
+        batch: int,
+        vocab_size: int,
+        encoder: Any = None,
+        tile: int = 1,
+        other: Callable[[str], Any] | None = None,
+        controls: Mapping[str, npt.NDArray[Any]] | None = None,
+        trees: bool = False,
+    ):
+        """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
+        what they are at first. `trees`: whether the step takes any.
+        """
+        self._session = session
+        self._other_entry = other
+        self._parts = Parts(other)
+        self.trees = trees
+        self._row = (
+            _value(np.ones((1, 1, 1), np.bool_)) if trees else None
+        )  # the tree of a plain call
+        self.observed: dict[str, npt.NDArray[np.float32]] = {}
+        self._tile = tile
+        self._encoder = encoder
+        self._state = state
+        self.alike = alike(state)
+        self._batch = batch
+        self._vocab = vocab_size
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._queries = {
+            o.name: tuple(o.shape[2:])
+            for o in session.get_outputs()
+            if o.name.startswith("queries.")
+        }
+        self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
+        self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
+        self._bytes: tuple[Any, int] = None, 0  # buffers, and how large they are
+        self._decode: list[Any] = []  # that of the next call first
+        self._other: list[Any] = []
+        self._observing: list[Any] = []  # other shapes, giving queries too
+        self._small: dict[str, npt.NDArray[Any]] = {
+            name: aligned((batch,) if name == "slots" else (batch, tile), "int64", 0)
+            for name in ("tokens", "positions", "slots", "rows")
+        }
+        self._logits: Logits = aligned((batch, tile, vocab_size), "float32", 0)
+        self._small_values = {n: _value(a) for n, a in self._small.items()}
+        self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
+        self._control_values = {n: _value(a) for n, a in self._controls.items()}
+        self.control(controls or {})
+        self._logits_value = _value(self._logits)
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See session.Stepper: written into memory that is bound already."""
+        for name, array in values.items():
+            self._controls[name][...] = array
+
+    def resize(self, capacity: int, *later: int) -> None:
+        """New buffers of `capacity` slots with the old contents; bindings are made anew."""
+        buffers = dict(self._buffers)
+        letters = {"B": self._batch, "C": capacity}  # nothing is kept at first
+        letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
+        for value in self._state:
+            if value.cross:
+                continue
+            old = buffers.get(value.name)
+            if old is None or grows(value.shape):
+                buffers[value.name] = grown(old, value, letters)
+        self._bind(buffers)
+
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        observe: bool = False,
+        tree: Bools | None = None,
+    ) -> Logits:
+        """See stepper.Stepper; `resize` comes first."""
+        if tokens.shape[1] == self._tile == rows.shape[1] and not observe and tree is None:
+            small = self._small
+            small["tokens"][:] = tokens
+            small["positions"][:] = positions
+            small["slots"][:] = slots
+            small["rows"][:] = rows
+            self._session.run_with_iobinding(self._decode[0])
+            self._swap()
+            return self._logits.copy()
+        logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
+        given = call_inputs(tokens, positions, slots, rows, tree)
+        held = {name: _value(np.ascontiguousarray(array)) for name, array in given.items()}
+        if self._row is not None:
+            held.setdefault("tree", self._row)
+        binding = (self._observing if observe else self._other)[0]
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        out = _value(logits)
+        binding.bind_ortvalue_output("logits", out)
+        if observe:
+            sizes = (self._batch, tokens.shape[1])
+            self.observed = {n: aligned((*sizes, *s), "float32") for n, s in self._queries.items()}
+            for name, array in self.observed.items():
+                binding.bind_ortvalue_output(name, _value(array))
+        self._session.run_with_iobinding(binding)
+        self._swap()
+        return logits
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """See stepper.Stepper. State is written where it lies; what recurs may be read after it is written."""
+        out = self._parts.run(entry, given, self._buffers, self._spare)
+        for name in self._spare:
+            if f"{name}.next" in out:
+                np.copyto(self._buffers[name], out.pop(f"{name}.next"))
+        return out
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See stepper.Stepper. The cross state is bound as the encoder gave it."""
+        names = [f"{value.name}.next" for value in self._state if value.cross]
+        given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
+        found = dict(zip(names, self._encoder.run(names, given), strict=True))
+        buffers = dict(self._buffers)
+        for name, array in found.items():
+            held = aligned(array.shape, array.dtype.name)
+            np.copyto(held, array)
+            buffers[name.removesuffix(".next")] = held
+        if len(buffers) == len(self._state):
+            self._bind(buffers)
+        else:
+            self._buffers = buffers  # bound by the first resize
+
+    def compress(self, keeper: Compression, seen: Ints) -> None:
+        """See stepper.Stepper."""
+        assert self._other_entry is not None
+        recent = self._buffers["kv.pos"].shape[1]
+        kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
+        slots = {layer: self._buffers[name].shape[2] for layer, name in kept.items()}
+        given = {**self._buffers, **keeper.given(seen, recent, slots)}
+        session = self._other_entry("compress")
+        names = [o.name for o in session.get_outputs()]
+        wanted = {i.name: given[i.name] for i in session.get_inputs()}
+        out = dict(zip(names, session.run(names, wanted), strict=True))
+        found = trimmed({n.removesuffix(".next"): a for n, a in out.items()})
+        held = {v.name for v in self._state if not grows(v.shape)}
+        buffers = {n: a for n, a in self._buffers.items() if n in held}
+        for name, array in found.items():
+            buffers[name] = aligned(array.shape, array.dtype.name)
+            np.copyto(buffers[name], array)
+        self._buffers = buffers  # bound by the next resize
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """See stepper.Stepper. Of what forks may share, a copy is changed."""
+        values = [v for v in self._state if forgettable(v)]
+        if not rows.any() or not all(v.name in self._buffers for v in values):
+            return
+        buffers = dict(self._buffers)
+        for value in values:
+            old = buffers[value.name]
+            buffers[value.name] = aligned(old.shape, old.dtype.name)
+            np.copyto(buffers[value.name], old)
+            buffers[value.name][rows] = value.fill
+        self._bind(buffers)
+
+    def held(self) -> dict[str, npt.NDArray[Any]]:
+        """See stepper.Stepper."""
+        return self._buffers
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See stepper.Stepper."""
+        self._buffers = {**self._buffers, **arrays}  # bound by the next resize
+
+    def copy(self, rows: Ints | None = None) -> OrtStepper:
+        """See stepper.Stepper."""
+        other = OrtStepper(
+            self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
+            self._tile, self._other_entry, self._controls, self.trees,
+        )  # fmt: skip
+        copies = copied(self._state, self._buffers, rows)
+        if copies and len(copies) == len(self._state):
+            other._bind(copies)
+        else:
+            other._buffers = copies  # bound by the next resize
+        return other
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See stepper.Stepper."""
+        if anew := moved(self._state, self._buffers, rows, slots):
+            self._bind({**self._buffers, **anew})
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any state value is one."""
+        return any(value.role == "recurrent" for value in self._state)
+
+    def snapshot(self) -> dict[str, npt.NDArray[Any]]:
+        """See stepper.Stepper."""
+        return {name: self._buffers[name].copy() for name in self._spare}
+
+    def restore(self, snapshot: dict[str, npt.NDArray[Any]] | None, rows: Any) -> None:
+        """See stepper.Stepper."""
+        for value in self._state:
+            if value.name in self._spare:
+                now = self._buffers[value.name]
+                now[rows] = value.fill if snapshot is None else snapshot[value.name][rows]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all state buffers but a pool's."""
+        if self._bytes[0] is not self._buffers:
+            own = [
+                self._buffers[v.name]
+                for v in self._state
+                if v.name in self._buffers and not v.pooled
+            ]
+            self._bytes = self._buffers, sum(a.nbytes for a in (*own, *self._spare.values()))
+        return self._bytes[1]
+
+    def close(self) -> None:
+        """Drop bindings before the buffers that they point into."""
+        self._decode, self._other, self._observing = [], [], []
+        self._parts.forget()
+        self._values = []
+        self._buffers, self._spare = {}, {}
+
+    def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
+        """Bind each buffer as input and as output, in all bindings; take them over only when all
+        went well.
+        """
+        recurrent = {v.name for v in self._state if v.role == "recurrent"}
+        read_only = {v.name for v in self._state if v.cross or v.kept}
+        spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
+        here = {name: _value(array) for name, array in buffers.items()}
+        there = here | {name: _value(array) for name, array in spare.items()}
+        pairs = [(here, there), (there, here)] if spare else [(here, here)]
+        self._parts.forget()
+        decode: list[Any] = []
+        other: list[Any] = []
+        observing: list[Any] = []
+        for before, after in pairs:
+            for bindings in (decode, other, observing):
+                binding = self._session.io_binding()
+                for name, value in before.items():
+                    binding.bind_ortvalue_input(name, value)
+                    if name not in read_only:
+                        binding.bind_ortvalue_output(f"{name}.next", after[name])
+                for name, value in self._control_values.items():
+                    binding.bind_ortvalue_input(name, value)
+                bindings.append(binding)
+            for name, value in self._small_values.items():
+                decode[-1].bind_ortvalue_input(name, value)
+            decode[-1].bind_ortvalue_output("logits", self._logits_value)
+        self._decode, self._other, self._observing = decode, other, observing
+        self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
+
+    def _swap(self) -> None:
+        """After a call the spare buffers hold the recurrent state."""
+        if self._spare:
+            for bindings in (self._decode, self._other, self._observing):
+                bindings.reverse()
+            for name, array in self._spare.items():
+                self._buffers[name], self._spare[name] = array, self._buffers[name]
+
+
+def _value(array: npt.NDArray[Any]) -> Any:
+    """An OrtValue over the array's own memory. Empty arrays have none to share: onnxruntime copies
+    them.
+    """
+    return ort.OrtValue.ortvalue_from_numpy(array)

@@ -1,0 +1,223 @@
+"""Which variant of the step is used: what its kernels cost in each, measured on this machine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from accel.ir.errors import ArtifactError, unknown
+from accel.lowering.onnx.native import library
+from accel.lowering.onnx.variants import NATIVE, PORTABLE
+from accel.runtime.artifact.artifact import Artifact
+from accel.runtime.backends.buffers import STEP
+from accel.runtime.backends.onnx.machine import machine, recall, remember
+from accel.runtime.backends.onnx.open import open_session
+
+AUTO = "auto"
+SECONDS = 1.2  # spent on measuring, at most about this
+ROUNDS = 9  # runs of a shape, at most
+BYTES = 1 << 26  # of a probe's inputs
+MARGIN = 0.95  # of the portable variant's time: what another must stay below
+# (tokens of a call, slots): decode at two lengths, a call of several tokens, a chunk of a prompt
+CELLS = ((1, 512), (1, 2048), (8, 512), (128, 512))
+# The work that decides: a prompt of 512 tokens, then 128 one by one, half of them at each length.
+WORK = {(1, 512): 64, (1, 2048): 64, (8, 512): 0, (128, 512): 4}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that attention and products with weights of few bits take in one call, by variant."""
+
+    tokens: int
+    context: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The variant chosen, and why: asked for, measured, or the only one.
+
+    refused: variants that onnxruntime does not open here, and its reason. seconds: spent measuring
+    now; 0 where an earlier measurement was found.
+    """
+
+    kernels: str
+    why: str
+    costs: tuple[Cost, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True) -> Tuning | None:
+    """The variant of the step for this machine; `asked`: "auto", or a variant's name.
+
+    Without `measure` an earlier measurement is all that counts; None where one is needed and there
+    is none. Raises ArtifactError where no variant has the name.
+    """
+    entry = artifact.entries["step"]
+    if asked != AUTO:
+        if asked not in entry.graphs:
+            names = [AUTO, *entry.graphs]
+            raise ArtifactError(f"{artifact.path}: {unknown('kernels', asked, names)}")
+        return Tuning(asked, "asked for")
+    picky = artifact.manifest.trees and not artifact.manifest.keeps_trees(PORTABLE)
+    if picky and NATIVE in entry.graphs and library()[0] is not None:
+        return Tuning(NATIVE, "the one whose trees are bit-exact")
+    kinds = [kind for kind in (entry.probes, entry.products) if kind]
+    if len(entry.graphs) == 1 or not kinds or any(PORTABLE not in kind for kind in kinds):
+        return Tuning(PORTABLE, "the only one")
+    key = {
+        **machine(threads),
+        "native": str(library()[0]),
+        "probes": [{n: artifact.files[f].sha256 for n, f in kind.items()} for kind in kinds],
+        "cells": _cells(artifact.facts.max_context),
+    }
+    if (kept := _kept(recall("tuning", key), entry.graphs)) is not None:
+        return kept
+    if not measure:
+        return None
+    start = time.perf_counter()
+    try:
+        costs, refused = _measure(artifact, kinds, threads)
+    except Exception as error:  # onnxruntime's share no base class; a model runs without a choice
+        return Tuning(PORTABLE, f"could not be measured: {error}")
+    value = {"costs": [asdict(c) for c in costs], "refused": refused}
+    remember("tuning", key, value)
+    return _decided(costs, refused, time.perf_counter() - start)
+
+
+def _cells(max_context: int) -> list[list[int]]:
+    """The shapes to measure: as a session of so long a context has them."""
+    most = -(-max_context // STEP) * STEP
+    cells = [[tokens, min(context, most)] for tokens, context in CELLS]
+    return [cell for i, cell in enumerate(cells) if cell not in cells[:i]]
+
+
+def _measure(
+    artifact: Artifact, kinds: list[dict[str, str]], threads: int
+) -> tuple[list[Cost], dict[str, str]]:
+    """Each kind's probes at each shape, in turns; who has none of a kind costs what PORTABLE does."""
+    names = artifact.entries["step"].graphs
+    refused: dict[str, str] = {}
+    cells = _cells(artifact.facts.max_context)
+    costs = [Cost(tokens, context, dict.fromkeys(names, 0.0)) for tokens, context in cells]
+    end = time.perf_counter() + SECONDS
+    for left, kind in zip(range(len(kinds), 0, -1), kinds, strict=True):
+        sessions = _opened(artifact, kind, threads, refused)
+        share = float(sessions[PORTABLE].get_modelmeta().custom_metadata_map["share"])
+        limit = time.perf_counter() + (end - time.perf_counter()) / left
+        for i, cost in enumerate(costs):
+            shape = _fitting(sessions[PORTABLE], cost.tokens, cost.context)
+            last = min(shape[1], artifact.facts.max_context)
+            runs = {name: _binding(session, *shape, last) for name, session in sessions.items()}
+            until = time.perf_counter() + (limit - time.perf_counter()) / (len(costs) - i)
+            seconds = _turns(sessions, runs, until)
+            for name in names:
+                cost.seconds[name] += seconds.get(name, seconds[PORTABLE]) / share
+    for cost in costs:
+        for name in refused:
+            cost.seconds.pop(name, None)
+    return costs, refused
+
+
+def _opened(
+    artifact: Artifact, probes: Mapping[str, str], threads: int, refused: dict[str, str]
+) -> dict[str, Any]:
+    """The probes' sessions; notes who is refused, and why."""
+    sessions = {}
+    for name, file in probes.items():
+        try:
+            sessions[name] = open_session(artifact.path / file, threads, resting=True)
+        except ArtifactError as error:
+            if name == PORTABLE:
+                raise
+            refused[name] = str(error)
+    return sessions
+
+
+def _turns(sessions: dict[str, Any], runs: dict[str, Any], limit: float) -> dict[str, float]:
+    """The least seconds of each: whatever else the machine does only adds to them."""
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for done in range(ROUNDS):
+        if done and time.perf_counter() > limit:
+            break
+        for name, binding in runs.items():
+            start = time.perf_counter()
+            sessions[name].run_with_iobinding(binding)
+            taken[name].append(time.perf_counter() - start)
+    return {name: min(times) for name, times in taken.items()}
+
+
+def _fitting(session: Any, tokens: int, context: int) -> tuple[int, int]:
+    """The shape with as many slots as memory should be spent on."""
+    given = [i for i in session.get_inputs() if "C" in i.shape]
+    slot = sum(_kind(i).itemsize * math.prod(_sizes(i.shape, 0, 1)) for i in given)
+    return tokens, max(STEP, min(context, BYTES // max(slot, 1)))
+
+
+def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
+    letters = {"B": 1, "T": tokens, "C": context, "W": 1}
+    return [letters[d] if isinstance(d, str) else d for d in shape]
+
+
+def _kind(given: Any) -> np.dtype[Any]:
+    """The dtype of an input that is no position."""
+    kinds = {"tensor(int8)": np.int8, "tensor(bool)": np.bool_, "tensor(int64)": np.int64}
+    return np.dtype(kinds.get(given.type, np.float32))
+
+
+def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
+    """A probe's inputs: a cache of `last` tokens, the last of which ask; -1 where there is none."""
+    binding = session.io_binding()
+    for given in session.get_inputs():
+        sizes = _sizes(given.shape, tokens, context)
+        array: npt.NDArray[Any] = np.full(
+            sizes, 0.1 if _kind(given) == np.float32 else 1, _kind(given)
+        )
+        if given.name == "positions":
+            array = np.maximum(np.arange(last - tokens, last), -1)[None]
+        elif given.name.startswith("held"):
+            array = np.where(np.arange(sizes[1]) < last, np.arange(sizes[1]), -1)[None]
+        binding.bind_ortvalue_input(given.name, ort.OrtValue.ortvalue_from_numpy(array))
+    for made in session.get_outputs():
+        binding.bind_output(made.name, "cpu")
+    return binding
+
+
+def _decided(costs: list[Cost], refused: dict[str, str], seconds: float = 0.0) -> Tuning:
+    """The variant that does the work soonest; the portable one unless another is clearly ahead."""
+    longest = max(cost.context for cost in costs)
+    table = {(cost.tokens, cost.context): cost.seconds for cost in costs}
+    total: dict[str, float] = {}
+    for (tokens, context), times in WORK.items():
+        for name, spent in table[tokens, min(context, longest)].items():
+            total[name] = total.get(name, 0.0) + times * spent
+    best = min(total, key=total.__getitem__)
+    chosen = best if total[best] < MARGIN * total[PORTABLE] else PORTABLE
+    return Tuning(chosen, "measured", tuple(costs), refused, seconds)
+
+
+def _kept(value: Any, names: Collection[str]) -> Tuning | None:
+    """An earlier measurement, where it is whole."""
+    try:
+        costs = [
+            Cost(
+                int(c["tokens"]), int(c["context"]), {n: float(s) for n, s in c["seconds"].items()}
+            )
+            for c in value["costs"]
+        ]
+        refused = {str(name): str(reason) for name, reason in value["refused"].items()}
+        whole = all(c.seconds.keys() | refused.keys() == set(names) for c in costs)
+        return _decided(costs, refused) if whole and PORTABLE not in refused else None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None

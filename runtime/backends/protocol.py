@@ -1,0 +1,141 @@
+"""What a session asks of a target: engines for a model, a stepper for each session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.sizes import FEW
+from accel.runtime.inputs.ints import Ints
+
+Arrays = dict[str, npt.NDArray[Any]]
+Logits = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+class Compression(Protocol):
+    """What says which tokens stay: a `Keeper`."""
+
+    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+        """Inputs of the compress entry beside the state, which has `recent` slots, and `kept` of each layer."""
+
+
+class Stepper(Protocol):
+    """What a target supplies for one session: the step entry with its state buffers, for B rows."""
+
+    def resize(self, capacity: int, *later: int) -> None:
+        """Give every state buffer `capacity` slots, keeping what it holds; never fewer. `later`: those of
+        layers that see a prompt pruned (C1, …).
+        """
+
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        observe: bool = False,
+        tree: Bools | None = None,
+    ) -> Logits:
+        """One graph call: tokens, positions [B,T], slots [B], rows [B,N] -> logits [B,N,V], the
+        caller's own. `tree` [B,T,W]: which of the slots from `slots` on each token sees; None: all before it.
+        """
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """One call of another entry over the state: its inputs by name -> what it gives beside the state."""
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """What every later step is told beside its tokens (`depth.Controls`)."""
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """One call of the encode entry; every later step reads the cross state that it gives."""
+
+    def compress(self, keeper: Compression, seen: Ints) -> None:
+        """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
+        what it gives; the recent part too, or it is gone until `resize`.
+        """
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Empty the kept part of the state of these rows (a bool mask [B]), and the slots of layers that
+        see a prompt pruned.
+        """
+
+    def held(self) -> dict[str, npt.NDArray[Any]]:
+        """The state by name, to be read until the next call; empty before the first."""
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Other buffers for some of the state: shared where the step only reads them. `resize` comes next."""
+
+    @property
+    def observed(self) -> dict[str, npt.NDArray[np.float32]]:
+        """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
+
+    def copy(self, rows: Ints | None = None) -> Stepper:
+        """An independent stepper with a copy of the state: of all rows, or of these [n]."""
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """Let each row i hold what row rows[i] does, [B]; they differ in these slots alone (None: anywhere)."""
+
+    @property
+    def alike(self) -> int | None:
+        """Most tokens of a call that read what they would read alone (`alike`); None: any number."""
+
+    @property
+    def trees(self) -> bool:
+        """Whether a step takes a tree, and an entry `commit` keeps a path of it (`passes.state.trees`)."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether part of the state only goes forward: rewinding it takes the two below."""
+
+    def snapshot(self) -> Any:
+        """A copy of the recurrent state, which later steps leave alone."""
+
+    def restore(self, snapshot: Any, rows: Any) -> None:
+        """Put `rows` (a bool mask [B]) back to a snapshot, or to the empty state (None)."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the state buffers hold now."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+
+
+class Engine(Protocol):
+    """What a target supplies for one model: steppers, each for one session of `batch` rows."""
+
+    def stepper(self, batch: int) -> Stepper:
+        """A stepper with an empty cache."""
+
+    def close(self) -> None:
+        """Free the weights."""
+
+
+def alike(state: Iterable[Any]) -> int | None:
+    """Most tokens of a call that read what they would read alone, by the layout of the state; None: any."""
+    return FEW if any(value.role == "pages" for value in state) else None
+
+
+def call_inputs(
+    tokens: Ints, positions: Ints, slots: Ints, rows: Ints, tree: Bools | None
+) -> Arrays:
+    """The step's inputs by name; one that is left out has a default in the graph."""
+    found: Arrays = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+    return found if tree is None else {**found, "tree": tree}
+
+
+def whole_tiles(
+    tile: int, tokens: Ints, positions: Ints, rows: Ints, tree: Bools | None
+) -> tuple[Ints, Ints, Ints, Bools | None]:
+    """A call's columns with padding after them, and its rows with the first again: whole tiles of both."""
+    if short := -tokens.shape[1] % tile:
+        tokens = np.pad(tokens, ((0, 0), (0, short)))
+        positions = np.pad(positions, ((0, 0), (0, short)), constant_values=-1)
+        tree = None if tree is None else np.pad(tree, ((0, 0), (0, short), (0, 0)))
+    if short := -rows.shape[1] % tile:
+        rows = np.concatenate([rows, np.repeat(rows[:, :1], short, axis=1)], axis=1)
+    return tokens, positions, rows, tree

@@ -1,0 +1,180 @@
+"""The Triton target: one compiled step per model, and per session state buffers that it writes in place.
+
+On a GPU a decode step (one token, one row of logits) is captured once as a CUDA graph over these
+buffers, and replayed: the host's work is then the same whatever the number of layers. Growing or
+compressing the cache makes other buffers, and so another capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from accel.lowering.triton.lowered import Compiled, Lowered
+from accel.runtime.backends.eager import EagerStepper
+from accel.runtime.backends.protocol import Bools, Compression, Logits, call_inputs
+from accel.runtime.inputs.ints import Ints
+
+
+class TritonEngine:
+    """Steppers over one lowered program; they share its parameters on the device."""
+
+    def __init__(self, program: Lowered):
+        self.program = program
+
+    def stepper(self, batch: int) -> TritonStepper:
+        """A stepper for `batch` rows with an empty cache."""
+        return TritonStepper(self.program, batch, self.program.device)
+
+    def close(self) -> None:
+        """Let go of the parameters on the device; they are freed when the last session closes."""
+        self.program.compiled = {}
+
+
+class TritonStepper(EagerStepper):
+    """See stepper.Stepper. State values are buffers on the device, which a step writes in place."""
+
+    def __init__(self, program: Lowered, batch: int, device: str):
+        super().__init__(program, batch, device)
+        self._compiled = program.compiled["step"]
+        self._args: list[Any] = []  # of the step, in its order: state, and room for the rest
+        self._decode = Decode(self._compiled) if device == "cuda" else None
+
+    def resize(self, capacity: int, *later: int) -> None:
+        """New buffers of `capacity` slots with the old contents."""
+        super().resize(capacity, *later)
+        self._bind()
+
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        observe: bool = False,
+        tree: Bools | None = None,
+    ) -> Logits:
+        """One run of the step entry. Where it fails, what it wrote lies in nobody's sight, as after a
+        rewind; recurrent state changes only where it succeeds.
+        """
+        given = call_inputs(tokens, positions, slots, rows, tree)
+        told = self._compiled.defaults | self._controls
+        args = list(self._args)
+        for name, place in self._places.items():
+            args[place] = self._tensor(given[name]) if name in given else told[name]
+        single = tokens.shape[1] == rows.shape[1] == 1
+        if single and self._decode is not None:
+            found = self._decode(args, self._places.values())
+        else:
+            found = self._compiled(args)
+        out = dict(zip(self._compiled.outputs, found, strict=True))
+        if observe:
+            self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
+        logits: Logits = out["logits"].float().cpu().numpy().copy()
+        return logits
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """One run of the encode entry."""
+        super().encode(inputs)
+        self._bind()
+
+    def compress(self, keeper: Compression, seen: Ints) -> None:
+        """One run of the compress entry."""
+        super().compress(keeper, seen)
+        self._bind()
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """See stepper.Stepper."""
+        super().forget(rows)
+        self._bind()
+
+    def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
+        """See stepper.Stepper. In place: the buffers stay where they are."""
+        mask = self._tensor(rows)
+        for value in self._program.state:
+            if value.role == "recurrent":
+                old = value.fill if snapshot is None else snapshot[value.name][mask]
+                self._state[value.name][mask] = old
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """See stepper.Stepper."""
+        return {name: tensor.clone() for name, tensor in super().snapshot().items()}
+
+    def copy(self, rows: Ints | None = None) -> EagerStepper:
+        """See stepper.Stepper."""
+        other = super().copy(rows)
+        assert isinstance(other, TritonStepper)
+        other._bind()
+        return other
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See stepper.Stepper. In place: the buffers stay where they are."""
+        for name, tensor in self._of(rows).items():
+            if tensor is not self._state[name]:
+                self._state[name].copy_(tensor)
+
+    def close(self) -> None:
+        """Drop the state, and the graph over it."""
+        super().close()
+        self._bind()
+
+    def _bind(self) -> None:
+        """Let the step work on the buffers that there are now."""
+        names = self._compiled.inputs
+        self._args = [self._state.get(name) for name in names]
+        self._places = {n: i for i, n in enumerate(names) if n not in self._state}
+        if self._decode is not None:
+            self._decode = Decode(self._compiled, self._decode.refused)
+
+
+class Decode:
+    """Calls of one shape over buffers that stay where they are: the first as it is, which compiles its
+    kernels, from the second on as a CUDA graph.
+    """
+
+    def __init__(self, compiled: Compiled, refused: bool = False):
+        """`refused`: a capture failed before, as where an operator asks the host; none is tried again."""
+        self.refused = refused
+        self._compiled = compiled
+        self._warm = False
+        self._graph: Any = None
+        self._args: list[Any] = []
+        self._out: tuple[Tensor, ...] = ()
+
+    def __call__(self, args: list[Any], places: Iterable[int]) -> tuple[Tensor, ...]:
+        """What the step gives; the next call writes over it. `places`: the args that are new each time."""
+        if self.refused or not self._warm:
+            self._warm = True
+            return self._compiled(args)
+        if self._graph is None:
+            self._capture(args)
+            if self.refused:
+                return self._compiled(args)
+        for i in places:
+            self._args[i].copy_(args[i])
+        self._graph.replay()
+        return self._out
+
+    def _capture(self, args: list[Any]) -> None:
+        """Record a call; it computes nothing yet."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._out = self._compiled(args)
+            except RuntimeError:
+                self.refused = True
+            finally:
+                try:
+                    graph.capture_end()
+                except RuntimeError:  # what could not be captured spoils the capture
+                    self.refused = True
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph, self._args = graph, args

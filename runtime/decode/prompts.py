@@ -1,0 +1,36 @@
+"""The prompts of a group of rows, and the first token of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.runtime.decode.row import Row
+from accel.runtime.session.session import Session
+
+
+def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
+    """One call for the prompts of all rows that run, padded on the right: the logits after each, [B,1,V]."""
+    lengths = np.array([0 if row.finish else row.prompt.size for row in rows])
+    tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
+    for row, ids in zip(rows, tokens, strict=True):
+        ids[: row.prompt.size] = row.prompt[: ids.size]
+    logits = session.prompt(tokens, lengths)
+    for row in rows:
+        row.began = perf_counter()
+    return logits
+
+
+def first_tokens(session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]:
+    """Run the prompts of all rows that run, and let each accept the token that it picks: (row, token)."""
+    live = [i for i, row in enumerate(rows) if not row.finish]
+    if not live:
+        return
+    logits = prompted(session, rows)
+    for i in live:
+        token = rows[i].pick(logits[i, 0])
+        rows[i].accept(token)
+        yield i, token

@@ -1,0 +1,107 @@
+"""One sequence being decoded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from copy import copy
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.sample import Base as Sampler
+
+STAGES = (
+    "draft",
+    "verify",
+    "host",
+)  # where a round's time goes: drafters, calls of the model, all else
+
+
+class Watch(Protocol):
+    """What sees each token of a row."""
+
+    def __call__(self, token: int) -> bool:
+        """Whether a stop string was reached with it."""
+
+    def branch(self) -> Watch | None:
+        """Another that goes on from here by itself; None where there is nothing to wait for."""
+
+
+class Row:
+    """One sequence being decoded: what it has, how it picks tokens, when it ends. The same for
+    every loop.
+
+    `finish` is "" while it runs, then why it ended: "eos", "stop", "length" or "context".
+    """
+
+    def __init__(
+        self,
+        prompt: Ints,
+        sampler: Sampler,
+        rng: np.random.Generator,
+        *,
+        limit: int,
+        max_context: int,
+        eos: Collection[int] = (),
+        watch: Watch | None = None,
+    ):
+        """`limit`: most new tokens; `watch` sees each one."""
+        room = min(limit, max_context - prompt.size)
+        self.prompt = prompt
+        self.sampler = sampler
+        self.rng = rng
+        self.tokens: list[int] = []
+        self.drafting = Counter[str]()  # figures of a loop that drafts
+        self.drafts = Counter[
+            tuple[int, int]
+        ]()  # of chains: tokens drafted, and how many of them stood
+        self.seconds: dict[str, float] = {}  # of a group's drafts, on its first row: stage -> time
+        self.began = 0.0  # when its prompt had run, by perf_counter
+        self.finish = "" if room > 0 else "context"
+        self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
+        self._room = room
+        self._at_end = "length" if room == limit else "context"
+        self._eos = frozenset(eos)
+        self._watch = watch
+
+    @property
+    def seen(self) -> Ints:
+        """Prompt and new tokens so far, [n]; a view, not to be kept."""
+        return self._ids[: self.prompt.size + len(self.tokens)]
+
+    @property
+    def left(self) -> int:
+        """New tokens that there is still room for."""
+        return self._room - len(self.tokens)
+
+    def pick(self, logits: npt.NDArray[np.float32]) -> int:
+        """The sampler's choice from logits [V] that follow `seen`."""
+        return self.sampler(logits, self.seen, self.rng)
+
+    def accept(self, token: int) -> None:
+        """Take a token as the next one; sets `finish` where it is the last."""
+        self._ids[self.prompt.size + len(self.tokens)] = token
+        self.tokens.append(token)
+        stopped = self._watch is not None and self._watch(token)
+        if token in self._eos:
+            self.finish = "eos"
+        elif stopped:
+            self.finish = "stop"
+        elif len(self.tokens) == self._room:
+            self.finish = self._at_end
+
+    def clock(self, draft: float, verify: float, whole: float) -> None:
+        """Add the seconds of a round: those of the drafters, of the call that checks, and of all of it."""
+        for stage, spent in zip(STAGES, (draft, verify, whole - draft - verify), strict=True):
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
+
+    def branch(self, rng: np.random.Generator | None = None) -> Row:
+        """Another that goes on from here by itself, with random numbers of its own where they are given."""
+        other = copy(self)
+        other.tokens, other._ids, other.drafting = list(self.tokens), self._ids.copy(), Counter()
+        other._watch = None if self._watch is None else self._watch.branch()
+        other.rng = self.rng if rng is None else rng
+        return other

@@ -1,0 +1,89 @@
+"""How tokens are drawn and when a row ends, as one object with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accel.ir.errors import InputError
+from accel.ir.facts import Facts
+from accel.runtime.inputs.ints import as_ints, check_vocabulary
+from accel.runtime.inputs.prompts import as_count, as_eos
+from accel.runtime.sample.standard import Standard
+
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Options of `generate` and `stream`. Raises InputError that names the option, its value and the range.
+
+    Args:
+        max_tokens: most new tokens of each prompt.
+        temperature: 0 is greedy, whatever the options of sampling are.
+        top_k, top_p, min_p: which tokens may be drawn; None: all.
+        repetition_penalty: above 1 discourages tokens that the prompt or the text holds.
+        seed: makes sampling repeatable; each prompt has a generator of its own from it.
+        stop: strings that end a row; they are cut from its text.
+        stop_token_ids: tokens that end a row, beside the model's own.
+        ignore_eos: go on past the model's own end tokens.
+    """
+
+    max_tokens: int = MAX_TOKENS
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: int | Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        as_count(self.max_tokens, "max_tokens", 1)
+        if self.seed is not None:
+            as_count(self.seed, "seed", 0)
+        self.sampler  # noqa: B018  (checks its options)
+
+    @property
+    def sampler(self) -> Standard:
+        """What draws."""
+        return Standard(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        )
+
+    def ends(self, facts: Facts) -> tuple[int, ...]:
+        """The tokens that end a row of this model. Raises InputError for one outside its vocabulary."""
+        more = as_ints(self.stop_token_ids, "stop_token_ids").reshape(-1)
+        check_vocabulary(more, facts.vocab_size, "stop_token_ids")
+        own = () if self.ignore_eos else tuple(facts.eos)
+        return tuple(dict.fromkeys([*own, *more.tolist()]))
+
+
+def sampling_params(
+    given: SamplingParams | None, facts: Facts, max_new_tokens: int, eos: Any, **options: Any
+) -> SamplingParams:
+    """The object that a caller gave, or one made of the keyword arguments that stand for it. Raises InputError where
+    both say something.
+
+    `eos` replaces the model's own end tokens: an id, a list, or [] for none; None: the model's own.
+    """
+    if given is None:
+        limit = as_count(max_new_tokens, "max_new_tokens", 1)
+        own = eos is None
+        ends = () if own else as_eos(eos, facts)
+        return SamplingParams(limit, **options, stop_token_ids=ends, ignore_eos=not own)
+    if not isinstance(given, SamplingParams):
+        raise InputError(f"sampling_params is {given!r}; give accel.SamplingParams(…)")
+    said = {"max_new_tokens": max_new_tokens, "eos": eos, **options}
+    usual = {f.name: f.default for f in fields(SamplingParams)} | {
+        "max_new_tokens": MAX_TOKENS,
+        "eos": None,
+    }
+    if both := [name for name, value in said.items() if value != usual[name]]:
+        raise InputError(
+            f"sampling_params and {', '.join(both)} were given; put all into accel.SamplingParams(…)"
+        )
+    return given

@@ -1,5 +1,0 @@
-"""What a recipe does to a model, told before it is built: in words, pictures, bytes and predicted speed."""
-
-from accel.runtime.explain.explain import Explanation, Method, Rewrite, explain
-
-__all__ = ["Explanation", "Method", "Rewrite", "explain"]

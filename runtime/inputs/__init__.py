@@ -1,0 +1,1 @@
+"""What users give: token ids, texts, prompts, encoder inputs."""

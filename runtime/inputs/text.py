@@ -1,0 +1,238 @@
+"""Text <-> tokens over a `tokenizer.json`, text that streams, and stop strings that span tokens."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from accel.ir.errors import ArtifactError, InputError
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_ANCHOR = (
+    4  # tokens decoded again to the left of new ones, for decoders that look at the token before
+)
+ALIKE = 0.99  # of the tokens of the smaller vocabulary, where two tokenizers are taken for one
+_HELD = 8  # tokens held at most while a character seems unfinished: none has more bytes
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with padding and truncation off. Thread-safe."""
+
+    def __init__(self, source: str | os.PathLike[str] | bytes):
+        """`source`: the path of a tokenizer.json, or its content as bytes. Raises ArtifactError."""
+        try:
+            self._json = source if isinstance(source, bytes) else Path(source).read_bytes()
+            self._inner = tokenizers.Tokenizer.from_str(self._json.decode("utf-8"))
+        except Exception as error:  # tokenizers raises plain Exception
+            name = "the tokenizer" if isinstance(source, bytes) else str(source)
+            raise ArtifactError(
+                f"{name} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: "
+                f"{error}"
+            ) from error
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        self.special = frozenset(
+            i for i, token in self._inner.get_added_tokens_decoder().items() if token.special
+        )
+        decoder = json.loads(self._inner.to_str())["decoder"]
+        parts = (decoder or {}).get("decoders", [decoder])
+        kinds = [(part or {}).get("type") for part in parts]
+        self.byte_level = kinds == ["ByteLevel"]
+        self.byte_fallback = "ByteFallback" in kinds
+
+    @property
+    def json(self) -> bytes:
+        """The content of its tokenizer.json."""
+        return self._json
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids; `special` adds what the model expects around a text (a first token)."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of tokens, special ones left out."""
+        text: str = self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
+        return text
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, added ones too."""
+        found: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        return found
+
+    def token(self, index: int) -> str | None:
+        """How the vocabulary writes a token; None for a number that it lacks."""
+        found: str | None = self._inner.id_to_token(index)
+        return found
+
+    def stream(self) -> StreamDecoder:
+        """A decoder that takes tokens one by one."""
+        return _ByteStream(self) if self.byte_level else StreamDecoder(self)
+
+
+class StreamDecoder:
+    """Text as tokens come: all pieces and `finish()` together equal `decode` of all tokens.
+
+    No piece splits a character. Each token costs a decode of a few, whatever came before. Works for
+    any decoder in which text goes on from the last few tokens; a run of byte tokens is held until
+    it ends, because one bad byte changes how the whole run reads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._all: list[int] = []
+        self._anchor: list[int] = []
+        self._held: list[int] = []
+        self._emitted: list[str] = []
+
+    def push(self, token: int) -> str:
+        """The text that has become certain with this token; often "" ."""
+        self._all.append(token)
+        written = self._tokenizer.token(token)
+        if written is None or token in self._tokenizer.special:
+            return ""
+        self._held.append(token)
+        if self._tokenizer.byte_fallback and _BYTE_TOKEN.fullmatch(written):
+            return ""
+        before = self._tokenizer.decode(self._anchor)
+        after = self._tokenizer.decode([*self._anchor, *self._held])
+        unfinished = after.endswith("�") and len(self._held) < _HELD
+        if unfinished or not after.startswith(before):
+            return ""
+        self._anchor = [*self._anchor, *self._held][-_ANCHOR:]
+        self._held = []
+        piece = after[len(before) :]
+        self._emitted.append(piece)
+        return piece
+
+    def branch(self) -> StreamDecoder:
+        """Another that goes on from here by itself."""
+        other = copy(self)
+        other._all, other._anchor, other._held = (
+            list(self._all),
+            list(self._anchor),
+            list(self._held),
+        )
+        other._emitted = list(self._emitted)
+        return other
+
+    def finish(self) -> str:
+        """What was held back; an unfinished character reads as U+FFFD."""
+        whole = self._tokenizer.decode(self._all)
+        emitted = "".join(self._emitted)
+        piece = whole[len(emitted) :] if whole.startswith(emitted) else ""
+        self._emitted.append(piece)
+        self._held = []
+        return piece
+
+
+class _ByteStream(StreamDecoder):
+    """Byte-level BPE: each token is bytes, so the text is their UTF-8, decoded as it comes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__(tokenizer)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        written = self._tokenizer.token(token)
+        if written is None or token in self._tokenizer.special:
+            return ""
+        try:
+            data = bytes(_BYTE_OF[c] for c in written)
+        except KeyError:  # an added token, written as itself
+            data = written.encode("utf-8")
+        return self._utf8.decode(data)
+
+    def branch(self) -> StreamDecoder:
+        other = copy(self)
+        other._utf8 = copy(self._utf8)
+        return other
+
+    def finish(self) -> str:
+        piece = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return piece
+
+
+class StopMatcher:
+    """Text up to the first stop string, wherever pieces are cut.
+
+    `push` gives the text that cannot be part of a stop string any more, and whether one was found;
+    from then on it gives nothing. Where a longer stop that began earlier may still come, it waits
+    for it.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        """Raises InputError for an empty stop string."""
+        if any(not isinstance(s, str) or not s for s in stops):
+            raise InputError(f"stop = {list(stops)!r}: give strings that are not empty")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._buffer = ""
+        self.stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text to pass on, whether a stop string was reached)."""
+        if self.stopped:
+            return "", True
+        self._buffer += text
+        found = self._find()
+        may_begin = self._partial(len(self._buffer) if found is None else found)
+        if found is not None and may_begin == found:
+            self.stopped = True
+        out, self._buffer = self._buffer[:may_begin], self._buffer[may_begin:]
+        if self.stopped:
+            self._buffer = ""
+        return out, self.stopped
+
+    def finish(self) -> tuple[str, bool]:
+        """The rest, now that no more text comes, and whether a stop string was in it."""
+        found = self._find() if not self.stopped else None
+        out, self._buffer = self._buffer[:found], ""
+        self.stopped = self.stopped or found is not None
+        return out, self.stopped
+
+    def _find(self) -> int | None:
+        """Where the earliest whole stop string begins."""
+        places = [i for i in map(self._buffer.find, self._stops) if i >= 0]
+        return min(places, default=None)
+
+    def _partial(self, end: int) -> int:
+        """The first place before `end` from which the rest of the buffer may still become a stop
+        string.
+        """
+        for i in range(max(0, len(self._buffer) - self._longest + 1), end):
+            if any(s.startswith(self._buffer[i:]) for s in self._stops):
+                return i
+        return end
+
+
+def _byte_table() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others are shifted to 256
+    and up.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    shifted = iter(range(256, 512))
+    return {chr(b if b in printable else next(shifted)): b for b in range(256)}
+
+
+_BYTE_OF: dict[str, Any] = _byte_table()
+
+
+@lru_cache(maxsize=8)
+def same_tokens(one: Tokenizer | None, other: Tokenizer | None) -> bool:
+    """Whether an id means the same token in both; where one of them has no tokenizer, it is taken to."""
+    if one is None or other is None:
+        return True
+    small, large = sorted((one.vocabulary, other.vocabulary), key=len)
+    return sum(large.get(token) == number for token, number in small.items()) >= ALIKE * len(small)

@@ -1,0 +1,1 @@
+"""A model that is ready to run: generate, stream, sessions."""

@@ -1,0 +1,416 @@
+"""A model that is ready to run: generate, stream, logits, sessions, save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import ArtifactError, InputError
+from accel.ir.facts import Facts
+from accel.ir.fields import MANIFEST
+from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.artifact.manifest import DRAFT_FOLDER
+from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.tune import AUTO, Tuning
+from accel.runtime.backends.protocol import Engine, Logits
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.costs import Costs, known, measured
+from accel.runtime.decode.row import Row
+from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
+from accel.runtime.decode.sampling_params import sampling_params as joined_params
+from accel.runtime.inputs.encoder_inputs import encoder_rows, padded
+from accel.runtime.inputs.ints import as_ints
+from accel.runtime.inputs.prompts import as_count, as_prompts, as_stops, is_text
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop import HOST, chosen
+from accel.runtime.model.output import Meter, Output, Stream, Transcript, pieces
+from accel.runtime.session.canvas import session_kind
+from accel.runtime.session.observers.eviction import kv_plan
+from accel.runtime.session.observers.prefix_cache import Pages, pool_of
+from accel.runtime.session.observers.pruning import unseen
+from accel.runtime.session.session import Session
+
+ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
+Sources = list[npt.NDArray[Any]] | None
+
+__all__ = ["CompiledModel", "Output", "Stream", "load"]
+
+
+class CompiledModel:
+    """What `accel.optimize` and `accel.load` give. Threads may share it; each session belongs to
+    one thread.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        facts: Facts,
+        *,
+        tokenizer: Tokenizer | None = None,
+        recipe: dict[str, Any] | None = None,
+        report: dict[str, Any] | None = None,
+        program: Any = None,
+        artifact: Artifact | None = None,
+        second: CompiledModel | None = None,
+        on_close: Callable[[], None] | None = None,
+    ):
+        """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
+        `second`: the model that drafts, closed with this one; `on_close`: clean up after.
+        """
+        self.facts = facts
+        self.tokenizer = tokenizer
+        self.recipe = recipe or {}
+        self.report = report if report is not None else {}
+        self.program = program
+        self.artifact = artifact
+        self.second = second
+        self._engine: Engine | None = engine
+        self._on_close = on_close
+        tables = self.recipe.get("tables", {})
+        self._loop, self._methods = chosen(tables)
+        state = artifact.state if artifact is not None else getattr(program, "state", ())
+        self._kv = kv_plan(tables, facts.kv, state)
+        self._pool = pool_of(tables, state)
+        self._sessions = session_kind(getattr(artifact or program, "entries", ()), facts.diffusion)
+        self._costs: Costs | None = None
+
+    def generate(
+        self,
+        prompts: Any = None,
+        max_new_tokens: int = MAX_TOKENS,
+        *,
+        encoder_input: Any = None,
+        sampling_params: SamplingParams | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | list[str] | None = None,
+        eos: Any = None,
+    ) -> Output:
+        """Continue prompts: text, token ids [n], or a list of either; each gets the tokens that it
+        would get alone.
+
+        At most `max_new_tokens` (1 or more) each; fewer where a row reaches an `eos` token (None:
+        the model's own, []: none; it is kept in the tokens), a `stop` string (cut from the text) or
+        the end of the context. temperature 0 is greedy. `seed` makes sampling repeatable.
+        `sampling_params` takes the place of all these keywords. Raises InputError.
+
+        An encoder-decoder model takes `encoder_input`, one per prompt: text, token ids, features, or
+        a list of those. Its prompts are what the decoder starts from, by default the model's own
+        start tokens; they also come before a text prompt.
+        """
+        params = joined_params(
+            sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
+        )  # fmt: skip
+        sources, prompts = self._sources(encoder_input, prompts)
+        rows = self._rows(prompts, params)
+        meter = Meter(self.tuning, self._setting.costs)
+        for _ in self._decode(rows, sources, meter):
+            pass
+        return Output(
+            tokens=[row.tokens for row, _ in rows],
+            text=None
+            if self.tokenizer is None
+            else [script.text(row.tokens) for row, script in rows],
+            stats=meter.stats([row for row, _ in rows]),
+        )
+
+    def stream(
+        self,
+        prompt: Any = None,
+        max_new_tokens: int = MAX_TOKENS,
+        *,
+        encoder_input: Any = None,
+        sampling_params: SamplingParams | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | list[str] | None = None,
+        eos: Any = None,
+    ) -> Stream:
+        """Like `generate` for one prompt, as it comes: pieces of text for a text prompt, else token
+        ids.
+
+        Ending the iteration early, or `close()`, frees the session. `stats` holds the figures so
+        far.
+        """
+        params = joined_params(
+            sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
+            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
+        )  # fmt: skip
+        text = is_text(prompt) or (isinstance(prompt, (list, tuple)) and is_text(prompt[0]))
+        text = text or (prompt is None and self.tokenizer is not None)
+        sources, prompt = self._sources(encoder_input, prompt)
+        rows = self._rows(prompt, params)
+        if len(rows) != 1:
+            raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
+        row, script = rows[0]
+        meter = Meter(self.tuning, self._setting.costs)
+        tokens = self._decode(rows, sources, meter)
+        return Stream(pieces(tokens, script if text else None), meter, row)
+
+    def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
+        """Logits after each of tokens [B,T], float32 [B,T,V], from an empty cache. Any B. Raises
+        InputError. An encoder-decoder model takes an `encoder_input` per row, as `generate` does.
+        """
+        ids = as_ints(tokens, "tokens")
+        if ids.ndim != 2 or not ids.size:
+            raise InputError(
+                f"tokens have shape {list(ids.shape)}; logits takes [B, T], both 1 or more"
+            )
+        sources = encoder_rows(encoder_input, self.facts.encoder, self.tokenizer)
+        _one_each(sources, len(ids))
+        out = []
+        for start in range(0, len(ids), self.facts.max_batch):
+            group = ids[start : start + self.facts.max_batch]
+            with self._encoded(sources, start, len(group)) as session:
+                out.append(session.run(group))
+        return out[0] if len(out) == 1 else np.concatenate(out)
+
+    def session(self, batch: int = 1) -> Session:
+        """An empty session of `batch` rows, at most max_batch. Close it, or use it in a `with`."""
+        if self._engine is None:
+            raise InputError("this model is closed; load or optimize it again")
+        if isinstance(batch, int) and batch > self.facts.max_batch:
+            raise InputError(
+                f"batch = {batch} is more than max_batch = {self.facts.max_batch}; "
+                "build with a larger max_batch"
+            )
+        as_count(batch, "batch", 1)
+        return self._sessions(
+            self._engine.stepper(int(batch)),
+            int(batch),
+            vocab_size=self.facts.vocab_size,
+            max_context=self.facts.max_context,
+            encoder=self.facts.encoder,
+            depth=self.facts.depth,
+            tile=self._tile,
+            kv=self._kv,
+            prefill=None
+            if self.facts.prefill is None
+            else (self.facts.prefill, self._engine.stepper),
+            pages=None if self._pool is None else Pages(self._pool, int(batch)),
+        )
+
+    @property
+    def _tile(self) -> int:
+        return 1 if self.artifact is None else self.artifact.manifest.tile
+
+    def _encoded(self, sources: Sources, start: int, batch: int) -> Session:
+        """A session whose encoder, where there is one, was given the sources of rows from `start` on."""
+        session = self.session(batch)
+        if sources is not None and self.facts.encoder is not None:
+            session.encode(*padded(sources[start : start + batch], self.facts.encoder))
+        return session
+
+    def _sources(self, encoder_input: Any, prompts: Any) -> tuple[Sources, Any]:
+        """The encoder's rows (None: no encoder), and the prompts with the tokens a decoder starts
+        from.
+        """
+        encoder = self.facts.encoder
+        sources = encoder_rows(encoder_input, encoder, self.tokenizer)
+        if encoder is None or sources is None:
+            if prompts is None:
+                raise InputError("there is no prompt; give text, token ids, or a list of them")
+            return None, prompts
+        start = list(encoder.start)
+        if prompts is None and not start:
+            raise InputError(
+                "this model names no token that its decoder starts from; give a prompt of token ids"
+            )
+        if prompts is None:
+            return sources, [start] * len(sources)
+        items = as_prompts(prompts, self.facts, self.tokenizer, start)
+        _one_each(sources, len(items))
+        return sources, items
+
+    @property
+    def pool(self) -> dict[str, int] | None:
+        """Blocks of tokens that the model's sessions share (`Pool.stats`); None: they share none."""
+        return None if self._pool is None else self._pool.stats
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The variant of the step that is used, and why, with what each costs here; measured when
+        first asked for, under two seconds. None where there is no artifact.
+        """
+        return self._engine.tuning if isinstance(self._engine, OrtEngine) else None
+
+    @property
+    def costs(self) -> Costs:
+        """What a call of 1..32 tokens costs here; measured when first asked for (or when a model that drafts
+        first generates), in a few seconds at most, by the first loads on a machine, and remembered. Raises InputError
+        where the model is closed.
+        """
+        if self._costs is None:
+            if self._engine is None:
+                raise InputError("this model is closed; load or optimize it again")
+            before = self._costs_before
+            if before is None or not before.sure:
+                before = measured(self._engine.stepper(1), self.facts, self._cost_key, self._tile)
+            self._costs = before
+        return self._costs
+
+    @property
+    def _cost_key(self) -> dict[str, Any] | None:
+        return self._engine.cost_key if isinstance(self._engine, OrtEngine) else None
+
+    @property
+    def _setting(self) -> Setting:
+        """What the loop is given; costs are measured where it goes by them."""
+        measured = self._methods or self._loop.trees
+        return Setting(
+            self._methods, self.costs if measured else self._costs or self._costs_before, self
+        )
+
+    @cached_property
+    def _costs_before(self) -> Costs | None:
+        """As other loads measured them on this machine."""
+        return known(self._cost_key)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the artifact to a folder, whole or not at all. Raises ArtifactError."""
+        if self.artifact is None:
+            raise ArtifactError(
+                "this model has no artifact to save; build it with accel.optimize(…, target='onnx')"
+            )
+        copy_artifact(self.artifact, path)
+
+    def close(self) -> None:
+        """Free the weights and temporary files. Closing twice is harmless."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+            if self.second is not None:
+                self.second.close()
+            if self._on_close is not None:
+                self._on_close()
+
+    def __enter__(self) -> CompiledModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        return (
+            f"CompiledModel({facts.name}, vocabulary {facts.vocab_size}, "
+            f"context {facts.max_context}, batch {facts.max_batch})"
+        )
+
+    def _rows(self, prompts: Any, params: SamplingParams) -> list[tuple[Row, Transcript]]:
+        """Everything checked, before any work: a row per prompt, each with its own generator from
+        the seed.
+        """
+        if self._engine is None:
+            raise InputError("this model is closed; load or optimize it again")
+        stops = as_stops(params.stop, self.tokenizer)
+        ends = params.ends(self.facts)
+        sampler = params.sampler
+        rows = []
+        for prompt in as_prompts(prompts, self.facts, self.tokenizer):
+            script = Transcript(self.tokenizer, stops)
+            row = Row(
+                prompt,
+                sampler,
+                np.random.default_rng(params.seed),
+                limit=params.max_tokens,
+                max_context=self.facts.max_context + unseen(self.facts.prefill, prompt.size),
+                eos=ends,
+                watch=script if self.tokenizer else None,
+            )
+            rows.append((row, script))
+        return rows
+
+    def _decode(
+        self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter
+    ) -> Iterator[int]:
+        """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
+        for start in range(0, len(rows), self.facts.max_batch):
+            group = [row for row, _ in rows[start : start + self.facts.max_batch]]
+            with self._encoded(sources, start, len(group)) as session:
+                for _, token in meter.watch(
+                    self._loop.tokens(session, group, self._setting), session, group
+                ):
+                    yield token
+
+
+def load(
+    path: str | os.PathLike[str], *, threads: int | None = None, kernels: str = AUTO
+) -> CompiledModel:
+    """Open an artifact after checking it. Imports neither torch nor transformers. Raises
+    ArtifactError.
+
+    `threads`: compute threads of one call, default the physical cores that the process may use.
+    `kernels`: a variant of the step (`accel-compile inspect` lists them), or "auto": the fastest
+    on this machine, measured at first use in under two seconds and then remembered.
+    """
+    if threads is not None:
+        as_count(threads, "threads", 1)
+    artifact = open_artifact(path)
+    return from_artifact(artifact, threads=threads, kernels=kernels)
+
+
+def from_artifact(
+    artifact: Artifact,
+    *,
+    threads: int | None = None,
+    kernels: str = AUTO,
+    program: Any = None,
+    on_close: Callable[[], None] | None = None,
+    in_turns: bool = False,
+    plain: bool = False,
+) -> CompiledModel:
+    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`; `plain`: it decodes one
+    token per call, whatever its recipe says of that. Raises ArtifactError.
+
+    A small draft model gets one thread, so that those of the target need not rest while it computes.
+    """
+    if artifact.manifest.target != "onnx":
+        raise ArtifactError(
+            f"{artifact.path}: target {artifact.manifest.target!r} is not one that this accel runs ('onnx'); "
+            "upgrade accel"
+        )
+    named, inner = "tokenizer.json" in artifact.files, artifact.path / DRAFT_FOLDER
+    second, recipe = None, artifact.recipe
+    if plain:
+        recipe = {
+            **recipe,
+            "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST},
+        }
+    elif f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
+        draft = open_artifact(inner, hashes=False)
+        alone = sum(file.bytes for file in draft.files.values()) < ALONE
+        in_turns = in_turns or not alone
+        second = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
+    return CompiledModel(
+        OrtEngine(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
+        artifact.facts,
+        tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
+        recipe=recipe,
+        report=artifact.report,
+        program=program,
+        artifact=artifact,
+        second=second,
+        on_close=on_close,
+    )
+
+
+def _one_each(sources: Sources, prompts: int) -> None:
+    if sources is not None and len(sources) != prompts:
+        raise InputError(
+            f"there are {len(sources)} encoder inputs and {prompts} prompts; give as many"
+        )

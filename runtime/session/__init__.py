@@ -1,0 +1,1 @@
+"""Sessions: a KV cache per row, and calls that add to it."""

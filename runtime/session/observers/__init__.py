@@ -1,0 +1,1 @@
+"""What a session keeps beside its cache; each feature is an observer of its calls."""

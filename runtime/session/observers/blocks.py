@@ -1,0 +1,60 @@
+"""What a session does about a codec that encodes tokens in blocks: which go from the recent slots to what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from accel.runtime.backends.protocol import Arrays
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.eviction import Keeper, KvPlan
+from accel.runtime.session.observers.observer import Abilities
+
+
+class Blocks(Keeper):
+    """Every token is kept; those before `base` lie in blocks of R = `plan.flush`.
+
+    A row that has 2 R recent tokens or more gives up whole blocks of its oldest until fewer are left: so
+    what is stored goes by the number of its tokens alone, and the newest R can always be rewound.
+    """
+
+    @property
+    def abilities(self) -> Abilities:
+        """The newest block stays as it is; within a call of several tokens, more than that does."""
+        return Abilities(back=self.plan.flush, width=1, trees=False)
+
+    def due(self, moment: str, lengths: Ints) -> bool:
+        """Whether any row has a block to give; `moment` does not matter."""
+        return bool((self._given_up(lengths) > 0).any())
+
+    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+        """Inputs of the entry, beside the state (passes/kv/codec/_blocks.py); `kept`: blocks that there is
+        room for.
+        """
+        size, new = self.plan.flush, self._given_up(lengths)
+        old, count = self.base // size, int(new.max())
+        place = np.arange(int((old + new).max()))
+        (room,) = kept.values()
+        places = np.where(place < old[:, None], place, room + place - old[:, None])
+        left = lengths - self.base - new * size
+        slot = np.arange(int(left.max()))
+        return {
+            "fresh": np.arange(count * size).reshape(count, size),
+            "places": np.where(place < (old + new)[:, None], places, -1),
+            "tail": np.where(slot < left[:, None], slot + new[:, None] * size, -1),
+        }
+
+    def compressed(self, lengths: Ints) -> None:
+        """The blocks were moved."""
+        self.base = self.base + self._given_up(lengths) * self.plan.flush
+
+    def _given_up(self, lengths: Ints) -> Ints:
+        """Blocks that each row gives up [B]."""
+        found: Ints = np.maximum((lengths - self.base) // self.plan.flush - 1, 0)
+        return found
+
+
+def keeper(plan: KvPlan, batch: int) -> Keeper:
+    """What decides about the cache of one session."""
+    return Blocks(plan, batch) if plan.flush else Keeper(plan, batch)

@@ -1,0 +1,222 @@
+"""What a session does about a recipe that evicts: when, how many tokens of each layer, what the graph gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.axis import host_method
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Arrays, Stepper
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.kv.budget import Base as Budget
+from accel.runtime.kv.when import Base as When
+from accel.runtime.session.observers.observer import Abilities, Companion
+
+
+@dataclass(frozen=True)
+class KvPlan:
+    """How the cache is compressed: out of a recipe, by `kv_plan`.
+
+    heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
+    queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
+    (`runtime/session/observers/blocks.py`).
+    """
+
+    budget: Budget
+    when: When
+    heads: dict[int, int]
+    observe: int
+    counts: bool
+    flush: int = 0
+
+
+def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan | None:
+    """None where the recipe keeps everything. `kv`: the facts that the build left, `state` its layout."""
+    if kv is None:
+        return None
+    return KvPlan(
+        host_method(tables, "kv.budget", "uniform"),
+        host_method(tables, "kv.when", "prompt"),
+        {s.layer: s.shape[1] for s in state if s.role == "kept.pos" and s.layer is not None},
+        kv.observe,
+        any(s.role == "mass" for s in state),
+        kv.flush,
+    )
+
+
+class Keeper(Companion):
+    """The compressed part of one session's cache, in numbers.
+
+    `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
+    """
+
+    def __init__(self, plan: KvPlan, batch: int):
+        self.plan = plan
+        self.base: Ints = np.zeros(batch, np.int64)
+        self._kept: Ints = np.zeros((len(plan.heads), batch), np.int64)
+        self._calm: Ints = np.zeros(batch, np.int64)  # below these lengths there is nothing to drop
+        self._first = True  # no prompt has ended yet, so that single tokens may be one's
+        self._queries: Arrays = {}
+        self._query_positions: Ints = np.zeros((batch, 0), np.int64)
+        self._memo: Keeper | None = None  # as it was before the call
+
+    @property
+    def abilities(self) -> Abilities:
+        """Where it may be due after a token, no call of several is the same, and none can be taken back."""
+        single = self.plan.when.single
+        lost = single or self.plan.counts
+        return Abilities(back=0 if lost else None, width=1 if single else None, trees=not lost)
+
+    @property
+    def held_from(self) -> Ints:
+        """See Companion."""
+        return self.base.copy()
+
+    def copy(self) -> Self:
+        """Of its own: what it holds is replaced, never written."""
+        other = copy(self)
+        other._memo = None
+        return other
+
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self.base, self._calm, self._kept = self.base[rows], self._calm[rows], self._kept[:, rows]
+        self._queries = {name: queries[rows] for name, queries in self._queries.items()}
+        self._query_positions = self._query_positions[rows]
+
+    def begin(
+        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+    ) -> None:
+        """See Companion."""
+        self._memo = self.copy()
+
+    def lost(self) -> bool:
+        """See Companion."""
+        memo = self._memo
+        return memo is not None and bool(self.plan.counts or (self.base != memo.base).any())
+
+    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
+        """See Companion."""
+        if self._memo is not None:
+            vars(self).update(vars(self._memo))
+        return False
+
+    def before(self, stepper: Stepper, width: int) -> bool:
+        """See Companion."""
+        return self.observes(width)
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See Companion."""
+        if queries and self.observes(tokens.shape[1]):
+            self.observe(queries, positions)
+
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+        """See Companion."""
+        due = self.due(moment, lengths)
+        if due:
+            stepper.compress(self, lengths)
+            self.compressed(lengths)
+        if moment == "prompt":
+            self.end_prompt()
+        return 1 if due else None
+
+    def observes(self, tokens: int) -> bool:
+        """Whether the queries of a call of so many tokens are needed."""
+        return self.plan.observe > 0 and (tokens > 1 or self._first or self.plan.when.single)
+
+    def end_prompt(self) -> None:
+        """Single tokens from here on are generated ones, unless nothing was there yet."""
+        self._first = not self._queries
+
+    def due(self, moment: str, lengths: Ints) -> bool:
+        """Whether to compress now, and there is something to drop."""
+        recent = lengths - self.base
+        if not self.plan.when.due(moment, int(recent.max())) or (lengths < self._calm).all():
+            return False
+        room = (self._tokens(lengths) - self._kept - recent).min(axis=0)
+        self._calm = lengths + room + 1  # budgets do not shrink before
+        return bool((room < 0).any())
+
+    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+        """Inputs of the entry, beside the state; of so many slots: `recent` ones, `kept` ones of each layer."""
+        given: Arrays = {"seen": lengths.copy()}
+        tokens = self._tokens(lengths)
+        for (layer, heads), keep in zip(self.plan.heads.items(), tokens, strict=True):
+            most = self.plan.budget.most(int(keep.max()), heads)
+            given[f"keep.{layer}"] = keep
+            given[f"ranks.{layer}"] = np.arange(max(1, min(most, recent + kept[layer])))
+        if self.plan.observe:
+            given["query_positions"] = self._query_positions
+            given |= {
+                f"queries.{layer}": self._queries[f"queries.{layer}"] for layer in self.plan.heads
+            }
+        return given
+
+    def compressed(self, lengths: Ints) -> None:
+        """All tokens so far were looked at."""
+        self._kept = np.minimum(self._tokens(lengths), self._kept + lengths - self.base)
+        self.base = lengths.copy()
+        self._calm = np.zeros_like(lengths)
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """Rows start anew."""
+        self.base = np.where(rows, 0, self.base)
+        self._kept = np.where(rows, 0, self._kept)
+        self._calm = np.where(rows, 0, self._calm)
+        self._query_positions = np.where(rows[:, None], -1, self._query_positions)
+        self._first |= bool(rows.all())
+
+    def check(self, wanted: Ints, lengths: Ints) -> None:
+        """Rows may start anew, or go back to where they were compressed; where tokens are counted, not at all."""
+        low = lengths if self.plan.counts else self.base
+        if (short := (wanted < low) & (wanted > 0)).any():
+            row = int(short.argmax())
+            why = (
+                "the recipe counts what each token drew"
+                if self.plan.counts
+                else "older tokens were compressed"
+            )
+            raise InputError(
+                f"cannot rewind row {row} to {wanted[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"
+            )
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """See Companion."""
+        anew = np.asarray(wanted == 0)
+        stepper.forget(anew)
+        self.forget(anew)
+        self.rewound(wanted)
+        return False
+
+    def rewound(self, lengths: Ints) -> None:
+        """Queries of tokens from `lengths` [B] on are forgotten. Those that they had pushed out do not come
+        back: until as many new ones came, scores look with fewer.
+        """
+        gone = self._query_positions >= lengths[:, None]
+        self._query_positions = np.where(gone, -1, self._query_positions)
+
+    def observe(self, queries: Arrays, positions: Ints) -> None:
+        """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding)."""
+        both = np.concatenate([self._query_positions, positions], axis=1)
+        last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
+        held = {}
+        for name, new in queries.items():
+            joined = np.concatenate([self._queries.get(name, new[:, :0]), new], axis=1)
+            held[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
+        self._queries = held
+        self._query_positions = np.take_along_axis(both, last, axis=1)
+
+    def _tokens(self, lengths: Ints) -> Ints:
+        """What each layer's heads keep of each row [L,B], on average."""
+        layers = len(self.plan.heads)
+        found = [
+            [self.plan.budget.tokens(int(seen), i, layers) for seen in lengths]
+            for i in range(layers)
+        ]
+        return np.array(found, np.int64)

@@ -1,0 +1,150 @@
+"""Which layers a call runs: the caller's plan, or the recipe's where the caller says nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.depth import NESTED, Depth
+from accel.ir.errors import InputError
+from accel.runtime.backends.layer_inputs import NEVER, Controls
+from accel.runtime.backends.protocol import Stepper
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import Abilities, Companion
+
+_FAR = np.iinfo(np.int64).max
+
+
+class Plans(Companion):
+    """What a session knows of the layers that its tokens went through.
+
+    Where caches are nested a layer that was left out for a token may run again only when that token
+    is forgotten: by default it stays off, and a plan that switches it on is refused.
+    """
+
+    steers = True
+
+    def __init__(self, depth: Depth, batch: int):
+        self.depth = depth
+        self._whole = Controls(np.ones(len(depth.plan), bool))
+        first = NEVER if depth.threshold is None else depth.threshold
+        self._decode = Controls(np.array(depth.plan, bool), first)
+        # the first token of each row that a layer lacks [L,B]
+        self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
+        self._asked = self._whole  # a caller's last, so that one that comes again is known
+        self._noted: Controls | None = None
+        self._told: Controls | None = None
+        self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
+
+    @property
+    def abilities(self) -> Abilities:
+        """Single tokens go another way than several at once, unless the recipe's plan is all layers."""
+        same = all(self.depth.plan) and self.depth.threshold is None
+        return Abilities(width=None if same else 1)
+
+    def begin(
+        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+    ) -> None:
+        """Let the stepper know what the call runs (`controls`), where that is news."""
+        controls = self.controls(run_layers, threshold, before, after)
+        self._before = before
+        if controls is not self._told:
+            stepper.control(controls.arrays(self.depth))
+            self._told = controls
+
+    def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
+        """What the next call is told, in which rows grow from `before` to `after` tokens [B].
+
+        By default a prompt runs all layers, and single tokens after it the recipe's. Raises
+        InputError.
+        """
+        decoding = bool((after - before).max() == 1 and before.min() > 0)
+        found = self._decode if decoding else self._whole
+        if run_layers is not None:
+            plan, usual = self._checked(run_layers), found.threshold
+            if self._asked.threshold != usual or not np.array_equal(self._asked.layers, plan):
+                self._asked = Controls(plan, usual)
+            found = self._asked
+        if threshold is None and found is self._noted:
+            return found
+        complete = self._complete(before, after)
+        if run_layers is not None:
+            if (late := plan & ~complete).any():
+                layer = int(late.argmax())
+                row = int((self._lacks[layer] < before).argmax())
+                raise InputError(
+                    f"run_layers: layer {layer} was left out for token {self._lacks[layer, row]} of row {row} "
+                    "and lacks its keys; leave it out, rewind to that token, or build with "
+                    'cache = "propagate"'
+                )
+        elif not complete[found.layers].all():
+            both = found.layers & complete
+            found = Controls(both if both.any() else complete, found.threshold)
+        return found if threshold is None else Controls(found.layers, self._limit(threshold))
+
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+        """Note what the call that was told last left out."""
+        controls = self._told
+        if moment != "call" or controls is None or controls is self._noted:
+            return None
+        rows = lengths > self._before
+        if self.depth.cache == NESTED:
+            out = ~controls.layers[:, None] & rows
+            self._lacks = np.where(out, np.minimum(self._lacks, self._before), self._lacks)
+        self._noted = controls if rows.all() else None
+        return None
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """Rows hold no more than `wanted` [B] tokens from now on."""
+        self._lacks[self._lacks >= wanted] = _FAR
+        self._noted = None
+        return False
+
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self._lacks, self._before, self._noted = self._lacks[:, rows], self._before[rows], None
+
+    def copy(self) -> Self:
+        """An independent one that knows the same."""
+        other = type(self)(self.depth, self._lacks.shape[1])
+        other._lacks = self._lacks.copy()
+        return other
+
+    def _complete(self, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
+        """Layers [L] that lack no token which the call's rows look back at."""
+        found: npt.NDArray[np.bool_] = ((self._lacks >= before) | (after == before)).all(1)
+        return found
+
+    def _checked(self, run_layers: Any) -> npt.NDArray[np.bool_]:
+        """A plan [L]."""
+        count = len(self.depth.plan)
+        try:
+            plan = np.asarray(run_layers)
+        except ValueError:  # ragged lists
+            plan = np.empty(0)
+        if plan.dtype != np.bool_ or plan.shape != (count,):
+            raise InputError(
+                f"run_layers is {plan.dtype} {list(plan.shape)}; give {count} bools, one per layer, true "
+                "where the layer runs"
+            )
+        if not plan.any():
+            raise InputError("run_layers leaves out every layer; at least one must run")
+        return plan.copy()
+
+    def _limit(self, threshold: Any) -> float:
+        """A confidence to exit from."""
+        if self.depth.threshold is None:
+            raise InputError(
+                "threshold: this model has no exits; build it with a recipe that has, as calm"
+            )
+        if (
+            isinstance(threshold, bool)
+            or not isinstance(threshold, (int, float))
+            or threshold != threshold
+        ):
+            raise InputError(
+                f"threshold is {threshold!r}; give a number, above 1 to run all layers"
+            )
+        return float(threshold)

@@ -1,0 +1,148 @@
+"""What a session keeps beside its cache: one protocol for all that has to follow its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from accel.runtime.backends.protocol import Arrays, Logits, Stepper
+from accel.runtime.inputs.ints import Ints
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a loop may rely on before anything runs: of calls of one graph call each, after a prompt (`end_prompt`).
+
+    free_rewind: whether a rewind costs nothing; else the next call first runs some tokens again. back: how
+    many of the newest tokens since the prompt can at least be taken back; None: all. width: most tokens of
+    a call whose rows of logits are those of as many calls of one, up to rounding; None: any number. trees:
+    whether a call may be a tree of guesses (`Session.guess`).
+    """
+
+    free_rewind: bool = True
+    back: int | None = None
+    width: int | None = None
+    trees: bool = True
+
+    def __and__(self, other: Abilities) -> Abilities:
+        """What both have."""
+        return Abilities(
+            self.free_rewind and other.free_rewind,
+            _least(self.back, other.back),
+            _least(self.width, other.width),
+            self.trees and other.trees,
+        )
+
+
+def _least(*limits: int | None) -> int | None:
+    return min((n for n in limits if n is not None), default=None)
+
+
+class Companion:
+    """By default nothing is done. Numbers of tokens are per row, [B].
+
+    A session asks its companions one after the other (`runtime/session/observers/all.py` says in which order). What a
+    companion knows, it replaces and never writes in place where a copy shares it.
+    """
+
+    steers = False  # whether a call may say which layers run
+    base: Ints | None = (
+        None  # the position of slot 0 of each row, by the first companion that has one; else 0
+    )
+
+    @property
+    def abilities(self) -> Abilities:
+        """What a loop may rely on, as far as this one goes."""
+        return Abilities()
+
+    @property
+    def held_from(self) -> Ints | int:
+        """The position up to which rows can be rewound."""
+        return 0
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Figures for `session.stats`."""
+        return {}
+
+    # A call
+
+    def begin(
+        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+    ) -> None:
+        """Rows shall grow from `before` to `after` tokens. Raises InputError, and then knows what it knew."""
+
+    def catch_up(self, stepper: Stepper, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+        """Tokens to run again before anything else: ids [B,T], how many of each row, where they start."""
+        return None
+
+    def admit(
+        self, stepper: Stepper, tokens: Ints, counts: Ints | None, lengths: Ints
+    ) -> tuple[Ints, Ints | None, Ints] | None:
+        """Of tokens [B,T] whose last logits are asked for, `counts` of them real (None: all): what is left to
+        run, how many are real, how many each row holds without; the buffers are then new. None: all are run.
+        """
+        return None
+
+    def prompt(
+        self,
+        stepper: Stepper,
+        tokens: Ints,
+        counts: Ints,
+        chunk: int,
+        need: Callable[[Stepper, list[int]], None],
+    ) -> tuple[Logits, int] | None:
+        """Run a prompt of an empty session in a way of its own, in graph calls of at most `chunk` columns, after
+        `need` made room in each part: the logits [B,1,V], and how many calls. None: it is run as any tokens.
+        """
+        return None
+
+    def lost(self) -> bool:
+        """Whether what was done since `begin` cannot be taken back."""
+        return False
+
+    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
+        """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""
+        return False
+
+    # A graph call
+
+    def slots(self, ends: Ints) -> Sequence[int]:
+        """Slots that buffers of other sizes need where those of the cache need `ends` [B]."""
+        return ()
+
+    def before(self, stepper: Stepper, width: int) -> bool:
+        """A step of so many columns comes. Whether it shall give its queries."""
+        return False
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """A step ran: tokens, positions [B,T] (-1: padding), and the queries [B,T,H,D] where someone asked."""
+
+    # Between calls
+
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+        """Do what is due at a moment (`runtime.kv.when`), where rows hold `lengths` tokens: the graph calls that
+        it took. The buffers are then new. None: nothing was done.
+        """
+        return None
+
+    def pin(self, stepper: Stepper) -> None:
+        """Another companion changed what the cache holds, so that no token before can be run again."""
+
+    def check(self, wanted: Ints, lengths: Ints) -> None:
+        """Raise InputError where rows of `lengths` tokens cannot go back to `wanted`. Changes nothing."""
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
+        return False
+
+    def select(self, rows: Ints) -> None:
+        """Row i goes on as what row rows[i] was, for any number of rows [n]."""
+
+    def copy(self) -> Self:
+        """One for a fork, independent of this; its figures start at 0."""
+        return self
+
+    def close(self, stepper: Stepper, lengths: Ints) -> None:
+        """The session ends; the stepper is still open."""

@@ -1,0 +1,186 @@
+"""What one session does with a pool of blocks: begins behind a prefix that is known, leaves its own for others."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from accel.ir.axis import host_method
+from accel.runtime.backends.protocol import Stepper
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import Companion
+from accel.runtime.session.observers.pool import ROOT, Arrays, Pool
+from accel.runtime.session.observers.token_log import Log
+
+
+class Pages(Companion):
+    """The blocks that each row's first tokens lie in; the tokens from `base` [B] on lie in its own slots.
+
+    Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
+    its slots. `reused`: tokens that were not run again.
+    """
+
+    def __init__(self, pool: Pool, batch: int):
+        self.pool = pool
+        self.base: Ints = np.zeros(batch, np.int64)
+        self.log = Log(batch)
+        self.reused = 0
+        self._rows: list[list[int]] = [[] for _ in range(batch)]
+        weakref.finalize(
+            self, _release, pool, self._rows
+        ).atexit = False  # of sessions never closed
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """See Companion."""
+        return {"reused": self.reused}
+
+    def copy(self) -> Self:
+        """Of a fork: it uses the same blocks."""
+        other = type(self)(self.pool, len(self._rows))
+        for mine, theirs in zip(self._rows, other._rows, strict=True):
+            self.pool.share(mine)
+            theirs.extend(mine)
+        other.base, other.log = self.base.copy(), self.log.copy()
+        return other
+
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        found = [list(self._rows[row]) for row in rows]
+        for blocks in found:
+            self.pool.share(blocks)
+        _release(self.pool, self._rows)
+        self._rows[:] = found
+        self.base = self.base[rows]
+        self.log.select(rows)
+
+    def admit(
+        self, stepper: Stepper, tokens: Ints, counts: Ints | None, lengths: Ints
+    ) -> tuple[Ints, Ints | None, Ints] | None:
+        """See Companion. What need not run are full blocks that are known, of rows that held nothing; the last
+        token is always left.
+        """
+        found = np.zeros_like(lengths)
+        counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
+        blocks = [list(row) for row in self._rows]
+        for row in np.flatnonzero((lengths == 0) & (counts > 1)).tolist():
+            blocks[row] = self.pool.find(tokens[row, : counts[row] - 1])
+            found[row] = len(blocks[row]) * self.pool.block
+        if not found.any():
+            return None
+        self._lay(stepper, blocks, lengths)
+        columns = np.arange(int(found.max()))
+        self.log.note(tokens[:, : columns.size], np.where(columns < found[:, None], columns, -1))
+        self.reused += int(found.sum())
+        left = counts - found
+        places = np.minimum(found[:, None] + np.arange(int(left.max())), tokens.shape[1] - 1)
+        return np.take_along_axis(tokens, places, 1), left, found
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See Companion."""
+        self.log.note(tokens, positions)
+
+    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+        """When a prompt is whole, leave full blocks in the pool, as far as it has room."""
+        if moment != "prompt" or (blocks := self._filed(stepper, lengths)) == self._rows:
+            return None
+        self._lay(stepper, blocks, lengths)
+        return 0
+
+    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
+        """See Companion."""
+        return self._cut(stepper, lengths)
+
+    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+        """See Companion."""
+        return self._cut(stepper, wanted)
+
+    def _filed(self, stepper: Stepper, lengths: Ints) -> list[list[int]]:
+        """The blocks of each row, with those that were filled now; all are in use."""
+        size, held = self.pool.block, stepper.held()
+        blocks = [list(row) for row in self._rows]
+        for row, mine in enumerate(blocks):
+            for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
+                slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
+                parts = {n: held[_own(n)][row][:, slots] for n in self.pool.arrays}
+                ids = self.log.ids[row, start : start + size]
+                block = self.pool.add(mine[-1] if mine else ROOT, ids, parts)
+                if block is None:
+                    break
+                mine.append(block)
+        return blocks
+
+    def _cut(self, stepper: Stepper, lengths: Ints) -> bool:
+        """Rows go back to `lengths` [B]; whether one of them ends within its blocks."""
+        if not (lengths < self.base).any():
+            return False
+        keep = [int(n) // self.pool.block for n in np.minimum(lengths, self.base)]
+        gone = [row[n:] for row, n in zip(self._rows, keep, strict=True)]
+        self._lay(stepper, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
+        for blocks in gone:
+            self.pool.release(blocks)
+        return True
+
+    def close(self, stepper: Stepper, lengths: Ints) -> None:
+        """Leave what is whole to others, and let go of all blocks."""
+        self._rows[:] = self._filed(stepper, lengths)
+        _release(self.pool, self._rows)
+
+    def _lay(self, stepper: Stepper, blocks: Sequence[list[int]], lengths: Ints) -> None:
+        """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
+        held, size = stepper.held(), self.pool.block
+        base = np.array([len(row) * size for row in blocks], np.int64)
+        own = np.maximum(lengths - base, 0)
+        columns = np.arange(int(own.max(initial=0)))
+        new: Arrays = {"kv.pos": np.where(columns < own[:, None], base[:, None] + columns, -1)}
+        for name, pool in self.pool.arrays.items():
+            old = held.get(_own(name))
+            shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
+            new[_own(name)] = np.zeros(shape, pool.dtype)
+            for row in np.flatnonzero(own).tolist():
+                assert old is not None
+                mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
+                new[_own(name)][row, :, : own[row]] = mine
+        table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
+        for row, ids in enumerate(blocks):
+            table[row, : len(ids)] = ids
+        stepper.put({**self.pool.arrays, **new, "table": table})
+        for mine, ids in zip(self._rows, blocks, strict=True):
+            mine[:] = ids
+        self.base = base
+
+
+def _own(name: str) -> str:
+    """The buffer of a row's own slots that a pool's array belongs to."""
+    return name.replace("pool.", "kv.", 1)
+
+
+def _slots(pool: Any, blocks: Sequence[int], own: Any, start: int, end: int) -> Any:
+    """What the tokens from `start` to `end` of one row have, [G,n,..]: of its blocks, then of its slots."""
+    size = pool.shape[2]
+    base = len(blocks) * size
+    parts = [own[:, max(start - base, 0) : max(end - base, 0)]]
+    if start < base:
+        first = start // size
+        stored = np.concatenate([pool[i] for i in blocks[first:]], axis=1)
+        parts.insert(0, stored[:, start - first * size : end - first * size])
+    return np.concatenate(parts, axis=1)
+
+
+def _release(pool: Pool, rows: Sequence[list[int]]) -> None:
+    for row in rows:
+        pool.release(row)
+        row.clear()
+
+
+def pool_of(tables: Any, state: Sequence[Any]) -> Pool | None:
+    """The pool that a model's sessions share, where its step reads one; memory is taken as it fills."""
+    parts = [v for v in state if v.pooled]
+    if not parts:
+        return None
+    method = host_method(tables, "kv.reuse", "paged-prefix")
+    arrays = {v.name: np.zeros((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
+    return Pool(method.block, arrays)

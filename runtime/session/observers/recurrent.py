@@ -1,0 +1,127 @@
+"""Rewinding a state that only goes forward: the tokens of each row, and copies of the state to
+replay them from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from accel.runtime.backends.protocol import Arrays, Stepper
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.token_log import Log
+
+SNAPSHOTS = 8  # copies of the state that are kept
+EVERY = 256  # most single-token calls from one copy to the next
+_NEVER = np.iinfo(np.int64).max
+
+
+@dataclass
+class _Saved:
+    """The state after `lengths` [B] tokens; _NEVER where a row has since taken another way."""
+
+    lengths: Ints
+    state: Any
+    pinned: bool = False  # what came before cannot be run again, so it goes last
+    rows: Ints | None = None  # which of its rows are those of the session [B]; None: its own
+
+    @property
+    def now(self) -> Any:
+        """The state of the session's rows."""
+        return (
+            self.state
+            if self.rows is None
+            else {name: array[self.rows] for name, array in self.state.items()}
+        )
+
+
+class Past(Companion):
+    """What a session knows of the tokens behind its recurrent state.
+
+    A copy of the state is taken before and after each call of several tokens and every EVERY single
+    tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
+    """
+
+    abilities = Abilities(free_rewind=False, trees=False)
+
+    def __init__(self, batch: int):
+        self._log = Log(batch)
+        self._held: Ints = np.zeros(batch, np.int64)  # tokens that the state has taken in
+        self._saved: list[_Saved] = []
+        self._single = 0  # calls of one token since the last copy
+        self._wide = False  # whether the last call was one of several tokens
+
+    def catch_up(self, stepper: Stepper, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+        """Take rows that hold more than `lengths` tokens back to a copy of the state.
+
+        Returns the tokens to run again: ids [B,T], how many of each row [B] and where they start
+        [B]; None where there are none.
+        """
+        if np.array_equal(self._held, lengths):
+            return None
+        for saved in self._saved:
+            saved.lengths[saved.lengths > lengths] = _NEVER
+        self._saved = [s for s in self._saved if int(s.lengths.min()) < _NEVER]
+        back = self._held > lengths
+        for saved in reversed(self._saved):
+            rows = back & (saved.lengths < _NEVER)
+            if rows.any():
+                stepper.restore(saved.now, rows)
+                self._held[rows] = saved.lengths[rows]
+                back &= ~rows
+        if back.any():
+            stepper.restore(None, back)
+            self._held[back] = 0
+        missing = lengths - self._held
+        if not missing.any():
+            return None
+        columns = np.arange(int(missing.max()))
+        places = np.minimum(self._held[:, None] + columns, self._log.ids.shape[1] - 1)
+        return np.take_along_axis(self._log.ids, places, 1), missing, self._held.copy()
+
+    def before(self, stepper: Stepper, width: int) -> bool:
+        """Copy the state where it is due, before a call of `width` columns."""
+        due = width > 1 or self._wide or self._single >= EVERY
+        self._wide = width > 1
+        self._single = 0 if due else self._single + 1
+        known = self._saved and np.array_equal(self._saved[-1].lengths, self._held)
+        if not due or known or not self._held.any():
+            return False
+        self._saved.append(_Saved(self._held.copy(), stepper.snapshot()))
+        if len(self._saved) > SNAPSHOTS:
+            ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
+            gaps = {
+                i: ends[i + 1] - (ends[i - 1] if i else 0)
+                for i in range(SNAPSHOTS)
+                if not self._saved[i].pinned
+            }
+            del self._saved[min(gaps, key=gaps.__getitem__)]
+        return False
+
+    def pin(self, stepper: Stepper) -> None:
+        """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
+        self._saved = [_Saved(self._held.copy(), stepper.snapshot(), pinned=True)]
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """Note what a call [B,T] added to the state; position -1 is padding."""
+        self._log.note(tokens, positions)
+        self._held += (positions >= 0).sum(1)
+
+    def select(self, rows: Ints) -> None:
+        """See Companion. The copies of the state stay as they are until a row goes back to one."""
+        self._log.select(rows)
+        self._held = self._held[rows]
+        for saved in self._saved:
+            saved.lengths = saved.lengths[rows]
+            saved.rows = rows if saved.rows is None else saved.rows[rows]
+
+    def copy(self) -> Self:
+        """An independent past; the copies of the state, which nobody writes, are shared."""
+        other = type(self)(len(self._held))
+        other._log, other._held = self._log.copy(), self._held.copy()
+        other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
+        other._single, other._wide = self._single, self._wide
+        return other

@@ -1,0 +1,125 @@
+"""What callers give a session, checked before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Bools
+from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
+
+
+def call_tokens(
+    tokens: Any, lengths: Any, held: Ints, vocab_size: int, max_context: int
+) -> tuple[Ints, Ints | None]:
+    """The tokens [B,T] of a call, padding read as 0, and how many of each row are real [B]; None
+    where all are. `held` [B]: tokens of the rows so far. Raises InputError.
+    """
+    batch = len(held)
+    ids = as_ints(tokens, "tokens")
+    if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] == 0:
+        raise InputError(
+            f"tokens have shape {list(ids.shape)}; this session takes [{batch}, T] with T >= 1"
+        )
+    counts = None if lengths is None else _counts(lengths, batch, ids.shape[1])
+    if counts is not None:
+        ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, 0)
+    check_vocabulary(ids, vocab_size, "tokens")
+    after = held + (ids.shape[1] if counts is None else counts)
+    if int(after.max()) > max_context:
+        row = int(after.argmax())
+        raise InputError(
+            f"row {row} would hold {after[row]} tokens; max_context is {max_context}. "
+            "Give fewer tokens, rewind, or build with a larger max_context"
+        )
+    return ids, counts
+
+
+def _counts(lengths: Any, batch: int, width: int) -> Ints | None:
+    """How many tokens of each row are real [B]; None where all are."""
+    counts = as_ints(lengths, "lengths")
+    if counts.shape != (batch,):
+        raise InputError(f"lengths have shape {list(counts.shape)}; give one per row, [{batch}]")
+    if (bad := (counts < 0) | (counts > width)).any():
+        row = int(bad.argmax())
+        raise InputError(
+            f"lengths[{row}] is {counts[row]}; a call of {width} tokens takes 0..{width}"
+        )
+    return None if int(counts.min()) == width else counts
+
+
+def rewind_target(length: Any, held: Ints) -> Ints:
+    """How many tokens rows of `held` [B] go back to: an int, or one per row. Raises InputError."""
+    wanted = as_ints(length, "length")
+    if wanted.shape not in ((), held.shape):
+        raise InputError(
+            f"length has shape {list(wanted.shape)}; give an int or {len(held)} of them"
+        )
+    wanted = np.broadcast_to(wanted, held.shape).copy()
+    if (bad := (wanted < 0) | (wanted > held)).any():
+        row = int(bad.argmax())
+        raise InputError(
+            f"cannot rewind row {row} to {wanted[row]}: it holds {held[row]} tokens; "
+            f"give 0..{held[row]}"
+        )
+    return wanted
+
+
+def tree_of(tree: Any, shape: tuple[int, ...]) -> Bools:
+    """What each token of a call [B,T] sees of it, bool [B,T,T]. Raises InputError."""
+    seen = np.asarray(tree)
+    if seen.dtype != np.bool_ or seen.shape != (*shape, shape[1]):
+        raise InputError(
+            f"tree is {seen.dtype} {list(seen.shape)}; give bools {[*shape, shape[1]]}, of each token which tokens of "
+            "the call it sees (Tree.mask)"
+        )
+    if np.triu(seen, 1).any() or not np.einsum("btt->bt", seen).all():
+        raise InputError(
+            "tree: a token sees itself and tokens before it; give ancestors first (Tree.mask)"
+        )
+    return seen
+
+
+def columns_of(columns: Any, shape: tuple[int, ...]) -> Ints:
+    """Of which columns of a call [B,T] logits are given, [B,N]; None: of all. Raises InputError."""
+    if columns is None:
+        return np.broadcast_to(np.arange(shape[1]), shape)
+    found = as_ints(columns, "columns")
+    if found.ndim != 2 or len(found) != shape[0] or not 0 < found.shape[1] <= shape[1]:
+        raise InputError(
+            f"columns have shape {list(found.shape)}; give [{shape[0]}, N] with N of 1..{shape[1]}: of each row those "
+            "after which logits are wanted"
+        )
+    if found.min() < 0 or found.max() >= shape[1]:
+        raise InputError(
+            f"columns {found.min()} to {found.max()} are asked for; the call's are 0..{shape[1] - 1}"
+        )
+    return found
+
+
+def path_of(path: Any, tree: Bools, row: int, count: int) -> Ints:
+    """Columns [n] of a call that a row keeps, of `count` real ones: a path from the root on. Raises InputError."""
+    columns = as_ints(path, f"paths[{row}]") if np.size(path) else np.zeros(0, np.int64)
+    if columns.ndim != 1 or (columns.size and not 0 <= columns.min() <= columns.max() < count):
+        raise InputError(
+            f"paths[{row}] is {columns.tolist()}; give columns of the call, 0..{count - 1}, or none"
+        )
+    for i, column in enumerate(columns):
+        seen = np.flatnonzero(tree[row, column])
+        if seen.tolist() != columns[: i + 1].tolist():
+            raise InputError(
+                f"paths[{row}]: token {column} of the tree comes after {seen[:-1].tolist()}, not after "
+                f"{columns[:i].tolist()}; give a whole path from the root on"
+            )
+    return columns
+
+
+def check_no_plan(run_layers: Any, threshold: Any) -> None:
+    """Of a model that always runs all layers. Raises InputError."""
+    if run_layers is not None or threshold is not None:
+        raise InputError(
+            "run_layers and threshold are for models whose layers may be left out; build this one with a "
+            "depth recipe, as unified-skip"
+        )

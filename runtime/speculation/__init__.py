@@ -1,0 +1,1 @@
+"""What drafters and loops share: whether drafts pay, how likely they stand, a draft model that follows."""

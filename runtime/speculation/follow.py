@@ -1,0 +1,155 @@
+"""A draft model's session, whose rows follow those of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import Model
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.token_log import Log
+
+TAIL, BACK, WIDE = (
+    16,
+    16,
+    64,
+)  # to look back: tokens of a prompt that are read, new ones asked for, most of one call
+
+
+class Follower:
+    """It holds a part of each row's committed tokens, and maybe a draft behind them that fell. Raises InputError where
+    sessions of the model cannot take a draft back.
+    """
+
+    def __init__(self, model: Model, batch: int, trees: bool = False):
+        self._session = model.session(batch)
+        self._log = Log(batch)  # what it holds
+        self._sure = np.zeros(batch, np.int64)  # tokens of it that will not change
+        self.cut = np.zeros(batch, np.int64)  # tokens at a row's beginning that it leaves out
+        back = self._session.abilities.back
+        if back is not None and back < 1:
+            self._session.close()
+            raise InputError(
+                "draft.model: sessions of the draft model take no token back (session.abilities), and drafts fall; "
+                "build it without what drops tokens while others come"
+            )
+        if trees and not self._session.abilities.trees:
+            self._session.close()
+            raise InputError(
+                "draft.model: calls of the draft model take no trees of guesses, which this recipe's tree asks for; "
+                "build it with a recipe that drafts them (as token-recycling), or give its Hugging Face directory"
+            )
+        self._back = back
+
+    def most(self, size: int, limit: int) -> int:
+        """Tokens that a row of `size` tokens may draft, of `limit`; the last is not run."""
+        room = self._session.max_context - size + 1
+        return min(limit, room if self._back is None else min(room, self._back))
+
+    def follow(self, rows: Mapping[int, Ints], sure: Mapping[int, int] | None = None) -> Logits:
+        """Let rows hold these tokens [n], n >= 1, and no others: the logits [B,1,V] after each. `sure`: of how many
+        of them later calls will say the same; by default all.
+        """
+        rows = {i: ids[self.cut[i] :] for i, ids in rows.items()}
+        keep = self._kept(rows)
+        first = not keep.any()
+        logits = self.run({i: ids[int(keep[i]) :] for i, ids in rows.items()}, prompt=first)
+        for i, ids in rows.items():
+            self._sure[i] = ids.size if sure is None else sure[i]
+        return logits
+
+    def look(
+        self, rows: Mapping[int, Ints], known: Mapping[int, int]
+    ) -> dict[int, tuple[int, Logits]]:
+        """Run tokens [n] of rows but for the last, n >= 2, and say of the newest that it had not yet read what it would
+        have said: the number of the first, and logits [m,V] of that and those after it. A row begins with `known`
+        tokens, its prompt, of which nothing is asked.
+        """
+        held = {i: ids[self.cut[i] : -1] for i, ids in rows.items()}
+        keep, new = self._kept(held), not self._session.lengths.any()
+        asked = {
+            i: max(known[i], rows[i].size - BACK) - int(self.cut[i]) - 1 for i in rows
+        }  # the last before
+        starts = {i: int(keep[i]) for i in rows}
+        if (
+            max(ids.size - starts[i] for i, ids in held.items()) > WIDE
+        ):  # all logits would take longer than a call
+            asked = {i: max(start, starts[i]) for i, start in asked.items()}
+            self.run({i: held[i][starts[i] : start] for i, start in asked.items()}, prompt=new)
+            starts, new = asked, False  # the prompt has ended
+        logits = self.run({i: ids[starts[i] :] for i, ids in held.items()}, last_only=False)
+        if new:
+            self._session.end_prompt()
+        found = dict[int, tuple[int, Logits]]()
+        for i, ids in held.items():
+            self._sure[i], first = ids.size, max(asked[i], starts[i])
+            found[i] = (
+                int(self.cut[i]) + first + 1,
+                logits[i, first - starts[i] : ids.size - starts[i]],
+            )
+        return found
+
+    def ending(self, row: int, known: int) -> None:
+        """Read a row that nothing was read of from near the end of its prompt on, which has `known` tokens."""
+        if not self._session.lengths[row] and known > 2 * TAIL:
+            self.cut[row] = known - TAIL
+
+    def whole(self, row: int) -> None:
+        """Read a row from its first token on the next time."""
+        keep = self._session.lengths
+        keep[row] = self._sure[row] = self.cut[row] = 0
+        self._session.rewind(keep)
+
+    def _kept(self, rows: Mapping[int, Ints]) -> Ints:
+        """Take back what of rows is not of these tokens [n]: how many are held, fewer than n."""
+        session, keep = self._session, self._session.lengths
+        for i, ids in rows.items():
+            start, end = int(self._sure[i]), min(int(keep[i]), ids.size - 1)
+            differs = np.flatnonzero(self._log.ids[i, start:end] != ids[start:end])
+            keep[i] = start + differs[0] if differs.size else max(start, end)
+        if (keep < session.lengths).any():
+            session.rewind(keep)
+        return keep
+
+    def run(self, rows: Mapping[int, Ints], prompt: bool = False, last_only: bool = True) -> Logits:
+        """Append tokens [n] to rows: the logits [B,1,V] after each row's last, or after all."""
+        session, held = self._session, self._session.lengths
+        counts = np.zeros_like(held)
+        for i, ids in rows.items():
+            counts[i] = ids.size
+        tokens = np.zeros((len(counts), int(counts.max())), np.int64)
+        for i, ids in rows.items():
+            self._log.put(i, int(held[i]), ids)
+            tokens[i, : ids.size] = ids
+        tokens[tokens >= session.vocab_size] = 0  # ids that only the target has say nothing here
+        lengths = None if (counts == tokens.shape[1]).all() else counts
+        return (
+            session.prompt(tokens, lengths)
+            if prompt
+            else session.run(tokens, lengths, last_only=last_only)
+        )
+
+    def guess(
+        self, rows: Mapping[int, tuple[Ints, npt.NDArray[np.bool_]]], new: Mapping[int, int]
+    ) -> Logits:
+        """Run trees, tokens [n] and which of them each one sees [n,n], behind rows: the logits [B,N,V] after the last
+        `new` of each. The next call drops them.
+        """
+        counts, wanted = np.zeros((2, self._session.batch), np.int64)
+        for i, (ids, _) in rows.items():
+            counts[i], wanted[i] = ids.size, new[i]
+        width, most = int(counts.max()), int(wanted.max())
+        columns = np.minimum((counts - wanted)[:, None] + np.arange(most), width - 1)
+        tokens = np.zeros((counts.size, width), np.int64)
+        tree = np.tile(np.eye(width, dtype=np.bool_), (counts.size, 1, 1))
+        for i, (ids, mask) in rows.items():
+            tokens[i, : ids.size], tree[i, : ids.size, : ids.size] = ids, mask
+        tokens[tokens >= self._session.vocab_size] = 0
+        return self._session.guess(tokens, tree, counts, columns)
+
+    def close(self) -> None:
+        self._session.close()

@@ -1,0 +1,169 @@
+"""Whether drafting pays on this machine: the tokens that rounds gave, against what their calls cost."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+from accel.runtime.decode.costs import Costs
+from accel.runtime.speculation.odds import Odds
+from accel.runtime.speculation.price import Price, unpriced
+
+MOST = 31  # tokens of a draft whose call the costs are known for
+TRIAL = 4  # rounds that are tried before they are judged
+LOSS = 3.0  # plain steps that a trial may lose before it is judged
+FIRST = 16  # steps before a drafter that can look back does, and says what it would have drafted
+REST, LONGEST = (
+    16,
+    256,
+)  # steps without drafts after a trial that did not pay; twice as many after each further one
+SHARE = 0.03  # of the steps: more than that trials do not lose
+DEARER, HARMLESS = (
+    3.0,
+    0.2,
+)  # a round's drafter may take so many times what is known of it, or plain steps
+HOST = 2e-4  # seconds that a round with a draft takes beside its call and its drafter's, as far as is known before
+BESIDE = 1.0  # plain steps: more is the machine's doing
+FADE = 0.8  # what a round weighs after each later one
+
+
+class Guard:
+    """Of one session, whose calls have `batch` rows: how long drafts may be, and when there are to be none.
+
+    A round pays where its rows got more tokens, on average, than as many plain steps would have given in its
+    time: that of the call by the measured curve, c(T)/c(1) (`model.costs`; of B rows, a call of T tokens is taken
+    for one of B T), that of the drafter by how it compares with the call. `effort`: what a drafted token costs, in
+    plain steps, as far as is known before. `shaped`: drafts are trees, whose shape says how large they are. `looks`:
+    the drafter can say what it would have drafted of tokens that came without (`look`), which costs less than a trial.
+    """
+
+    def __init__(
+        self, costs: Costs, batch: int, effort: float = 0.0, shaped: bool = False, looks: bool = False
+    ):  # fmt: skip
+        self._costs = list(map(prices(costs, batch), range(MOST + 1)))
+        self._step = costs.seconds[0] * _cost(costs, batch)  # seconds of a plain one
+        self._odds, self._shaped = Odds(FADE), shaped
+        self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
+        self._pause = REST
+        self._resting = 0
+        self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
+        self._won = 0.0  # steps, by all rounds
+        self._best: int | None = None  # `limit`, where nothing was observed since
+        self._can_look = self._looks = looks  # at all; before the next trial
+        self._host = HOST / self._step if looks else 0.0  # plain steps of a round with a draft
+        self._plain = deque[float](maxlen=FIRST)  # seconds of steps without drafts
+        if looks:
+            self._resting = FIRST
+        elif effort and not self._odds.best(self.cost, 0, MOST):
+            self._resting = self._pause = LONGEST
+
+    @property
+    def due(self) -> bool:
+        """Whether the drafter has to `look` before anything is drafted."""
+        return self._looks and not self._resting
+
+    def look(self, drafts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Of tokens that came without drafts, what drafts would have been: how many tokens, how many of them stand; and
+        the time that it took to find out. There is a trial where such drafts pay.
+        """
+        self._looks, self._best = False, None
+        self._step = median(self._plain)
+        self._won -= seconds / self._step
+        for draft in drafts:  # the newest count for most
+            self._odds.observe([draft])
+        if not self._odds.best(self.cost, 0, MOST):
+            self._rest()
+
+    @property
+    def limit(self) -> int:
+        """The draft that gives most tokens for its cost, where tokens stand as likely as lately, or of trees the
+        largest; 0 while drafting does not pay.
+        """
+        if self._resting:
+            return 0
+        if self._best is None:
+            self._best = MOST if self._shaped else self._odds.best(self.cost, 1, MOST)
+        return self._best
+
+    def cost(self, drafted: int) -> float:
+        """Of a round that drafts so many tokens for each row, in plain steps; the call alone where the drafter's
+        time is not known yet.
+        """
+        return (
+            self._costs[min(drafted, MOST)]
+            + self._effort * drafted
+            + (self._host if drafted else 0.0)
+        )
+
+    def rest(self, seconds: float = 0.0) -> None:
+        """A step went by without a draft, in so much time."""
+        self._plain.append(seconds)
+        if self._resting:
+            self._resting -= 1
+            self._won += SHARE
+            if not self._resting:
+                self._rounds, self._given, self._spent = 0, 0.0, 0.0
+                self._looks = self._can_look
+
+    def observe(
+        self,
+        tokens: float,
+        drafts: Sequence[tuple[int, int]],
+        again: int,
+        drafting: float = 0.0,
+        seconds: float = 0.0,
+    ) -> None:
+        """A round gave each row that ran so many `tokens`; of what rows drafted, how many tokens and how many of them
+        stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the drafter's time, the
+        call's being 1.
+        """
+        self._odds.observe(drafts)
+        self._best = None
+        width = 1 + max(drafted for drafted, _ in drafts)
+        cost = self._costs[width - 1]
+        if self._rounds:  # in a trial's first, a drafter catches up
+            most = max(
+                DEARER * self._effort * (width - 1), HARMLESS
+            )  # more is the machine's doing, or comes again
+            self._drafted = FADE * self._drafted + width - 1
+            self._drafting = FADE * self._drafting + min(drafting * cost, most)
+        cost += self._effort * (width - 1) + (self._costs[again - 1] if again else 0.0)
+        if self._can_look:
+            if self._rounds:
+                beside = min(max(0.0, seconds / self._step - cost), BESIDE)
+                self._host = FADE * self._host + (1 - FADE) * beside
+            cost += self._host
+        self._rounds += 1
+        self._given = FADE * self._given + tokens
+        self._spent = FADE * self._spent + cost
+        self._won += tokens - cost
+        if self._rounds < TRIAL and self._spent < self._given + LOSS:
+            return
+        if self._given >= self._spent:
+            self._pause = REST
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        self._resting = max(self._pause, math.ceil(-self._won / SHARE))
+        self._pause = min(2 * self._pause, LONGEST)
+
+    @property
+    def _effort(self) -> float:
+        """Of a drafted token, in plain steps."""
+        return self._drafting / self._drafted
+
+
+def prices(costs: Costs | None, batch: int) -> Price:
+    """Of a call that checks so many drafted tokens for each of `batch` rows, in plain steps, without the drafter."""
+    if costs is None:
+        return unpriced
+    return lambda drafted: _cost(costs, batch * (1 + drafted)) / _cost(costs, batch)
+
+
+def _cost(costs: Costs, tokens: int) -> float:
+    """Beyond what was measured, in proportion."""
+    most = costs.tokens[-1]
+    return costs.ratio(tokens) if tokens <= most else costs.ratio(most) * tokens / most

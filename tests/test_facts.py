@@ -1,0 +1,95 @@
+"""Facts: what a manifest keeps of them is read again as it was."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from accel.ir.depth import NESTED, Depth
+from accel.ir.diffusion import Diffusion
+from accel.ir.errors import ArtifactError
+from accel.ir.facts import FEATURES, EncoderFacts, Facts, KvFacts, LayerFacts
+from accel.ir.fields import Fields
+from accel.ir.prefill import Pick, Prefill, Segments
+
+LAYERS = [
+    LayerFacts("causal", 0, 4, 2, 16, nodes=40),
+    LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=512),
+    LayerFacts("window", 8, 4, 2, 16, shares=0),
+]
+FULL = {
+    "encoder": EncoderFacts(0, 30, (80, 60), (1, 2)),
+    "kv": KvFacts(observe=4),
+    "depth": Depth((True, False, True), NESTED, 0.5),
+    "prefill": Prefill(Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32)),
+    "diffusion": Diffusion(7, shift=True),
+}
+
+
+def made(**features):
+    return Facts(
+        "Toy",
+        50,
+        128,
+        max_batch=2,
+        eos=(3, 4),
+        bos=1,
+        parameters=9,
+        layers=list(LAYERS),
+        **features,
+    )
+
+
+def again(raw):
+    return Facts.from_json(Fields(json.loads(json.dumps(raw)), "model"))
+
+
+@pytest.mark.parametrize("names", [(), *((n,) for n in FEATURES), FEATURES])
+def test_what_is_kept_is_read_again(names):
+    facts = made(**{n: FULL[n] for n in names})
+    assert set(facts.to_json()) & set(FEATURES) == set(names)
+    assert again(facts.to_json()) == facts
+    assert again(replace(facts, bos=2).to_json()) != facts  # the comparison tells them apart
+
+
+def test_layers_of_older_artifacts():
+    raw = made().to_json()
+    for layer in raw["layers"]:
+        for name in ("state_bytes", "shares", "nodes"):
+            del layer[name]
+    assert again(raw).layers == [replace(x, state_bytes=0, shares=None, nodes=0) for x in LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        (
+            "num_layers",
+            2,
+            "model.num_layers is 2 .int., not 3, the number of layers; .*build it again",
+        ),
+        ("bos", -1, "model.bos is -1"),
+        ("eos", [3, 50], r"model.eos\[1\] is 50 .int., not a token id, 0..49"),
+        ("layers", [{"attention": ""}], r"model.layers\[0\].attention is ''"),
+        ("depth", {"plan": [True], "cache": NESTED}, "model.depth.plan is .*not 3 bools"),
+        (
+            "diffusion",
+            {"mask": 50, "shift": False},
+            "model.diffusion.mask is 50 .*not a token id, 0..49",
+        ),
+        ("prefill", {"stages": [{"tokens": 0}]}, r"model.prefill.stages\[0\].tokens is 0"),
+    ],
+)
+def test_what_is_wrong_is_named(where, value, words):
+    with pytest.raises(ArtifactError, match=words):
+        again({**made().to_json(), where: value})
+
+
+def test_tokens_beyond_the_vocabulary_are_dropped():
+    facts = made(encoder=EncoderFacts(50, 30, start=(1, 4)))
+    facts.set_vocabulary(5)
+    assert (facts.eos, facts.bos, facts.encoder.start) == ((3, 4), 1, (1, 4))
+    facts.set_vocabulary(4)
+    assert (facts.eos, facts.bos, facts.encoder.start) == ((3,), 1, ())
+    facts.set_vocabulary(1)
+    assert (facts.eos, facts.bos) == ((), None)

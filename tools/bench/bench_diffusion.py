@@ -1,0 +1,133 @@
+"""Loops that fill masks, on the bundled masked-diffusion model: calls, tokens per second, exact answers.
+
+    python tools/bench/bench_diffusion.py [--model FOLDER] [--prompts N] [--new N] [--block K] [--json FILE]
+
+Every loop decodes every prompt, one after the other, so that whatever else runs on the machine meets all alike. Of each
+prompt the speed is compared with that of one token per call; the median of those ratios is told, with calls, exact
+answers, and the share of answers that are, token by token, those of one token per call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
+from reference_data import REFERENCE, tasks
+
+import accel
+from accel.ir.axis import host_method
+
+PLAIN = "dllm-lowconf"
+LOOPS: dict[str, dict[str, Any]] = {  # name -> loop table
+    PLAIN: {"use": "dllm-lowconf"},
+    "dllm-threshold": {"use": "dllm-threshold"},
+    "dllm-threshold, factor 1": {"use": "dllm-threshold", "factor": 1.0},
+    "dllm-blockcache, prefix": {"use": "dllm-blockcache", "cache": "prefix"},
+    "dllm-blockcache, dual": {"use": "dllm-blockcache"},
+    "prophet": {"use": "prophet"},
+    "freedave": {"use": "freedave"},
+    "dllm-lowconf, dual": {"use": "dllm-lowconf", "cache": "dual"},
+    "freedave, dual": {"use": "freedave", "cache": "dual"},
+}
+TASKS = ("key_value", "copy", "rest")
+
+
+def questions(task: str, count: int, tokens: int) -> Iterator[tuple[str, str]]:
+    """Prompts of about `tokens` tokens that no training seed gave, and their answers."""
+    rng = random.Random(f"diffusion {task} {tokens}")
+    for _ in range(count):
+        if task != "rest":
+            yield tasks.make(task, rng, tokens)
+            continue
+        pieces = tasks.rest(rng, tasks.lines_for("copy", tokens))
+        yield "".join(text for text, _ in pieces[:-2]), pieces[-2][0]
+
+
+def measure(model: Any, given: Any) -> list[dict[str, Any]]:
+    """A line for each loop, task and prompt."""
+    found = []
+    for task in given.tasks:
+        for number, (prompt, answer) in enumerate(questions(task, given.prompts, given.tokens)):
+            for name, table in LOOPS.items():
+                model._loop = host_method({"loop": {**table, "block": given.block}}, "loop", PLAIN)
+                start = time.perf_counter()
+                out = model.generate(prompt, max_new_tokens=given.new)
+                seconds = time.perf_counter() - start
+                right = out.text[0].removesuffix("<|eos|>") == answer
+                figures = {
+                    "calls": out.stats["calls"],
+                    "tokens": len(out.tokens[0]),
+                    "seconds": seconds,
+                }
+                found.append(
+                    {
+                        "task": task,
+                        "prompt": number,
+                        "loop": name,
+                        "right": right,
+                        **figures,
+                        "ids": out.tokens[0],
+                    }
+                )
+    return found
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Markdown: a row for each task and loop."""
+    plain = {(x["task"], x["prompt"]): x for x in lines if x["loop"] == PLAIN}
+    rows = [
+        "| task | loop | exact answers | as one token per call | tokens per call | calls, of one token per call | "
+        "tokens/s | of one token per call |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for task in dict.fromkeys(x["task"] for x in lines):
+        for name in LOOPS:
+            some = [x for x in lines if x["task"] == task and x["loop"] == name]
+            base = [plain[task, x["prompt"]] for x in some]
+            pairs = list(zip(some, base, strict=True))
+            calls, tokens = sum(x["calls"] for x in some), sum(x["tokens"] for x in some)
+            ratios = [(x["tokens"] / x["seconds"]) / (b["tokens"] / b["seconds"]) for x, b in pairs]
+            speed = statistics.median(x["tokens"] / x["seconds"] for x in some)
+            right = statistics.mean(x["right"] for x in some)
+            same = statistics.mean(x["ids"] == b["ids"] for x, b in pairs)
+            fewer = sum(b["calls"] for b in base) / calls
+            rows.append(
+                f"| `{task}` | {name} | {right:.0%} | {same:.0%} | {tokens / calls:.2f} | 1/{fewer:.1f} | "
+                f"{speed:.0f} | {statistics.median(ratios):.2f} |"
+            )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=REFERENCE / "diffusion")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS))
+    parser.add_argument("--prompts", type=int, default=20, help="of each task")
+    parser.add_argument("--tokens", type=int, default=100, help="of a prompt, about")
+    parser.add_argument("--new", type=int, default=64, help="tokens that there is room for")
+    parser.add_argument("--block", type=int, default=32)
+    parser.add_argument("--json", type=Path, help="write every line there")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    model = accel.optimize(given.model, "freedave", max_context=512, verify=False)
+    with model:
+        model.generate("x", max_new_tokens=4)  # chooses kernels
+        lines = measure(model, given)
+    if given.json:
+        given.json.write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

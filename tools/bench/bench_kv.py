@@ -1,0 +1,95 @@
+"""Decode after a long prompt: the whole cache, 1024 tokens that SnapKV kept, a window of 256, the whole cache of
+which each token reads 1024 tokens (Quest); alternating.
+
+    python tools/bench/bench_kv.py [--context 16384] [--rounds 7] [--kv-heads 16] [--threads 2] [--only whole,quest]
+
+With one thread its own processor time counts, which others on the machine disturb less. Attention alone is a
+call's time less that of a call after 300 tokens of the whole cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accel
+
+VOCABULARY, CALLS, SETTLE = 8000, 45, 20  # calls of a round, the first of which are not counted
+
+
+def recipe(score: str, tokens: int, when: dict[str, Any]) -> dict[str, Any]:
+    budget = {"use": "uniform", "tokens_kept": tokens}
+    kv = {"score": {"use": score}, "budget": budget, "when": when}
+    return {"weights": {"use": "int4"}, "kv": kv}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--context", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kv-heads", type=int, default=16, help="for 16 query heads")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", default="whole,snapkv,quest,window")
+    options = parser.parse_args()
+    clock = time.process_time if options.threads == 1 else time.perf_counter
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2,
+            num_attention_heads=16, num_key_value_heads=options.kv_heads,
+            max_position_embeddings=options.context + 1024,
+        )
+    ).eval()  # fmt: skip
+    made = {
+        "whole": "int4",
+        "snapkv": recipe("snapkv", 1024, {"use": "prompt"}),
+        "quest": {
+            "weights": {"use": "int4"},
+            "kv": {"select": {"use": "quest", "dense_layers": 0}},
+        },
+        "window": recipe("streaming-llm", 256, {"use": "every", "tokens": 64}),
+    }
+    compiled, built = [], {}
+    for name in options.only.split(","):
+        compiled.append(
+            accel.optimize(module, made[name], max_context=options.context + 1024, verify=False)
+        )
+        built[name] = accel.load(compiled[-1].artifact.path, threads=options.threads)
+    sessions = {name: (b, options.context) for name, b in built.items()}
+    sessions |= {
+        f"{name} after 300": (built[name], 300) for name in built if name in ("whole", "quest")
+    }
+    open_, taken = {}, {}
+    for name, (model, held) in sessions.items():
+        open_[name], taken[name] = model.session(), []
+        tokens = np.random.default_rng(0).integers(3, VOCABULARY, (1, held))
+        open_[name].run(tokens, last_only=True)
+        open_[name].end_prompt()
+    for _ in range(options.rounds):
+        for name, session in open_.items():
+            time.sleep(0.3)  # until the threads of the one before rest
+            each = []
+            for _ in range(CALLS):
+                start = clock()
+                session.run(np.full((1, 1), 5), last_only=True)
+                each.append(clock() - start)
+            taken[name].append(statistics.median(each[SETTLE:]))
+    for name, session in open_.items():
+        held = session.stats["kv_bytes"] / 1e6
+        line = f"{name:16} {statistics.median(taken[name]) * 1e3:6.2f} ms a token, {held:6.1f} MB of cache"
+        if name in built and name != "whole":
+            rows = list(zip(taken["whole"], taken[name], taken["whole after 300"], strict=True))
+            step = statistics.median(whole / own for whole, own, _ in rows)
+            alone = sorted((whole - few) / (own - few) for whole, own, few in rows if own > few)
+            line += f", {step:.1f} times as fast; attention alone {alone[0]:.1f} to {alone[-1]:.1f} times"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

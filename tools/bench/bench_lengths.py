@@ -1,0 +1,85 @@
+"""What lengths make of the bundled draft model: tokens of a call of the model, and calls of the draft for each of them.
+
+    python tools/bench/bench_lengths.py [--prompts 2] [--tokens 96]
+
+Greedy, over the six kinds of prompts. The guard is left out (it goes by times, and so by what else the machine does):
+what is counted is the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.resources import files
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import accel
+from accel.ir.axis import find_axes
+from accel.reference.kinds import KINDS, prompts
+from accel.runtime.decode.context import Setting
+from accel.runtime.decode.row import Row
+from accel.runtime.loop.speculative import Speculative
+from accel.runtime.sample.standard import Standard
+
+LENGTHS = {
+    "fixed, 2": {"use": "fixed", "tokens": 2},
+    "fixed, 5": {"use": "fixed", "tokens": 5},
+    "fixed, 10": {"use": "fixed", "tokens": 10},
+    "hf-assist": {"use": "hf-assist"},
+    "hf-assist, heuristic": {"use": "hf-assist", "schedule": "heuristic"},
+    "specdec-pp": {"use": "specdec-pp"},
+    "specdec-pp, threshold 0.7": {"use": "specdec-pp", "threshold": 0.7},
+    "specdec-pp, threshold 0.95": {"use": "specdec-pp", "threshold": 0.95},
+}
+
+
+def run(
+    count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each kind.")] = 2,
+    tokens: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 96,
+) -> None:
+    """A line for each length."""
+    axes = find_axes()
+    with accel.optimize(str(files("accel.reference")), "draft-model") as model:
+        methods = {
+            axis: axes[axis].build(use)
+            for axis, use in (("verify", "sample-match"), ("tree", "chain"))
+        }
+        methods["draft"] = axes["draft"].build("model")
+        texts = [text for kind in KINDS for text in prompts(kind, count)]
+        print(
+            "| length | tokens of a call | drafted tokens for each that stood | drafts that stood whole |"
+        )
+        print("|---|---|---|---|")
+        for name, table in LENGTHS.items():
+            options = {k: v for k, v in table.items() if k != "use"}
+            setting = Setting(
+                {**methods, "length": axes["length"].build(table["use"], **options)}, None, model
+            )
+            figures, drafts, given = Counter[str](), Counter[tuple[int, int]](), 0
+            for text in texts:
+                ids = np.array(model.tokenizer.encode(text), np.int64)
+                row = Row(
+                    ids,
+                    Standard(),
+                    np.random.default_rng(0),
+                    limit=tokens,
+                    max_context=model.facts.max_context,
+                )
+                with model.session() as session:
+                    given += sum(1 for _ in Speculative().tokens(session, [row], setting))
+                figures += row.drafting
+                drafts += row.drafts
+            calls = given - figures["accepted"]
+            whole = sum(n for (drafted, stood), n in drafts.items() if drafted == stood) / max(
+                1, drafts.total()
+            )
+            waste = figures["drafted"] / max(1, figures["accepted"])
+            print(
+                f"| {name} | {given / calls:.2f} | {waste:.2f} | {100 * whole:.0f} % |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    typer.run(run)

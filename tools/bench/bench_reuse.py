@@ -1,0 +1,112 @@
+"""What a known prefix saves, what reading blocks costs, and editing against recomputing; side by side.
+
+python tools/bench/bench_reuse.py MODEL [--prefix 1024] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import accel
+
+
+def milliseconds(work: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def told(name: str, found: list[float]) -> None:
+    print(f"{name:42} {statistics.median(found):8.1f} ms  ({min(found):.1f} .. {max(found):.1f})")
+
+
+def prefixes(dense: Any, paged: Any, prefix: int, rounds: int, rng: np.random.Generator) -> None:
+    """A prompt of `prefix` + 16 tokens, the prefix known or not; then tokens after it, by turns."""
+    vocab = dense.facts.vocab_size
+    common = rng.integers(3, vocab, prefix)
+    first: dict[str, list[float]] = {"first token, recomputed": [], "first token, prefix known": []}
+    after: dict[str, list[float]] = {
+        "a token after it, own slots": [],
+        "a token after it, in blocks": [],
+    }
+    with paged.session() as session:
+        session.prompt(common[None])
+    for _ in range(rounds):
+        prompt = np.concatenate([common, rng.integers(3, vocab, 16)])[None]
+        token = prompt[:, -1:]
+        for model, a, b in zip((dense, paged), first, after, strict=True):
+            with model.session() as session:
+                first[a].append(milliseconds(lambda s=session, p=prompt: s.prompt(p)))
+                session.run(token)
+                after[b] += [milliseconds(lambda s=session, t=token: s.run(t)) for _ in range(16)]
+    for name, found in {**first, **after}.items():
+        told(name, found)
+
+
+def memory(dense: Any, paged: Any, prefix: int, rng: np.random.Generator, count: int = 8) -> None:
+    """Bytes that so many sessions hold whose prompts share a prefix."""
+    common = rng.integers(3, dense.facts.vocab_size, prefix)
+    for model in (dense, paged):
+        sessions = [model.session() for _ in range(count)]
+        for session in sessions:
+            session.prompt(
+                np.concatenate([common, rng.integers(3, model.facts.vocab_size, 16)])[None]
+            )
+            session.run(common[None, :1])
+        pool = model.pool["used"] * model.pool["bytes"] // model.pool["filled"] if model.pool else 0
+        held = sum(int(s.stats["kv_bytes"]) for s in sessions)
+        print(
+            f"{count} sessions, {'blocks' if model.pool else 'own slots'}: {(held + pool) / 2**20:.1f} MiB"
+        )
+        for session in sessions:
+            session.close()
+
+
+def edits(pie: Any, length: int, rounds: int, rng: np.random.Generator) -> None:
+    """Eight tokens inserted in the middle, against running what follows them again."""
+    tokens = rng.integers(3, pie.facts.vocab_size, (1, length))
+    found: dict[str, list[float]] = {
+        "8 tokens inserted, recomputed": [],
+        "8 tokens inserted, moved": [],
+    }
+    half, new = length // 2, tokens[0, :8]
+    for _ in range(rounds):
+        with pie.session() as session, pie.session() as again:
+            again.run(tokens[:, :half])
+            rest = np.concatenate([tokens[:, :8], tokens[:, half:]], axis=1)
+            session.run(tokens)
+            times = (
+                milliseconds(lambda s=again, r=rest: s.run(r, last_only=True)),
+                milliseconds(lambda s=session: s.edit(half, half, new)),
+            )
+        for each, spent in zip(found.values(), times, strict=True):
+            each.append(spent)
+    for name, each in found.items():
+        told(name, each)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--prefix", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    built = {
+        name: accel.optimize(options.model, name, max_context=options.prefix + 256, verify=False)
+        for name in ("base", "paged-prefix", "pie")
+    }
+    rng = np.random.default_rng(0)
+    print(f"prefix {options.prefix}, kernels {built['paged-prefix'].tuning.kernels}")
+    prefixes(built["base"], built["paged-prefix"], options.prefix, options.rounds, rng)
+    memory(built["base"], built["paged-prefix"], options.prefix, rng)
+    edits(built["pie"], options.prefix, options.rounds, rng)
+
+
+if __name__ == "__main__":
+    main()

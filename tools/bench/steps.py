@@ -1,0 +1,101 @@
+"""Calls of one and several tokens, two artifacts in turns: what a recipe does to a step.
+
+    python tools/bench/steps.py A B --contexts 512,4096 --tokens 1,4,8
+    python tools/bench/steps.py A B --attention        CPU seconds of one thread in attention alone (the probes)
+
+A ratio is the median of the rounds', with the tenth from either end; above 1 B is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import accel
+from accel.runtime.backends.onnx import tune
+from accel.runtime.backends.onnx.open import open_session
+
+
+def main(
+    a: Path,
+    b: Path,
+    contexts: str = "512,4096",
+    tokens: str = "1,4,8",
+    rounds: int = 41,
+    threads: int = 2,
+    kernels: str = "native",
+    attention: Annotated[bool, typer.Option(help="attention alone, by CPU time")] = False,
+) -> None:
+    """Print a row for each context and number of tokens."""
+    print("| context | tokens | A, ms | B, ms | A / B |\n|---|---|---|---|---|")
+    with ExitStack() as stack:
+        for context in map(int, contexts.split(",")):
+            make = _attention if attention else _steps
+            for width, pair in make(stack, (a, b), context, tokens, threads, kernels):
+                _row(
+                    context,
+                    width,
+                    pair,
+                    rounds,
+                    time.process_time if attention else time.perf_counter,
+                )
+
+
+def _steps(stack: ExitStack, paths, context, tokens, threads, kernels):
+    """The whole step, after a prompt that is run once."""
+    rng = np.random.default_rng(0)
+    prompt, more = rng.integers(0, 999, (1, context)), rng.integers(0, 999, (1, 64))
+    sessions = []
+    for path in paths:
+        model = stack.enter_context(accel.load(path, kernels=kernels, threads=threads))
+        sessions.append(stack.enter_context(model.session()))
+        sessions[-1].run(prompt, last_only=True)
+    for width in map(int, tokens.split(",")):
+
+        def call(session, width=width):
+            session.run(more[:, :width])
+            return lambda: session.rewind(context)
+
+        yield width, [lambda s=s: call(s) for s in sessions]
+
+
+def _attention(stack, paths, context, tokens, threads, kernels):
+    """The probes of attention, as the choice of a variant runs them."""
+    probes = [open_session(p / f"probe.{kernels}.onnx", 1, False) for p in paths]
+    for width in map(int, tokens.split(",")):
+        bound = [(s, tune._binding(s, width, context, context)) for s in probes]
+        yield width, [lambda s=s, x=x: s.run_with_iobinding(x) for s, x in bound]
+
+
+def _row(
+    context: int, width: int, pair: list[Callable], rounds: int, clock: Callable[[], float]
+) -> None:
+    taken: list[list[float]] = [[], []]
+    for turn in range(rounds):
+        for index in (0, 1) if turn % 2 else (1, 0):
+            best = []
+            for _ in range(3):
+                start = clock()
+                after = pair[index]()
+                best.append(clock() - start)
+                if after is not None:
+                    after()
+            taken[index].append(min(best))
+    ratios = sorted(x / y for x, y in zip(*taken, strict=True))
+    least, most = ratios[rounds // 10], ratios[-1 - rounds // 10]
+    a, b = (f"{1e3 * statistics.median(t):.2f}" for t in taken)
+    print(
+        f"| {context} | {width} | {a} | {b} | {statistics.median(ratios):.2f} ({least:.2f}..{most:.2f}) |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,347 @@
+"""Every pair and triple of methods across axes, on tiny models: refused with a reason, or equal to the oracle.
+
+    python tools/matrix/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--having METHOD] [--part K/N] [--results FILE]
+    python tools/matrix/matrix.py --page docs/figures [--results FILE]
+
+A method whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
+known; cases that are there already are not run again. `--page` writes docs/figures/composition.md of what FILE holds.
+Processes that run parts write files of their own, which may be put together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import itertools
+import json
+import random
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.extend(
+    str(Path(__file__).resolve().parents[1] / folder) for folder in ("models", "pages", "train")
+)
+import matrix_page
+import models
+import numpy as np
+import torch
+from rich.progress import track
+from train import Soft, over_state, shared
+
+import accel
+from accel.compiler import optimize as building
+from accel.compiler.assemble import EVICTION, assemble
+from accel.compiler.build_options import BuildOptions
+from accel.ir.axis import find_axes
+from accel.ir.capture.capture import capture
+from accel.ir.errors import AccelError, InputError
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe
+from accel.passes import run
+from accel.passes.trained import Trained, write
+from accel.passes.trained import sample as sample_of
+
+ARCHITECTURES = ("llama", "mistral", "gpt2", "plain_latent")
+AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change the graph
+# Small enough for a prompt of PROMPT tokens to feel it, wherever a method has such an option.
+SMALL = {
+    "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
+    "speedup": 1.4, "share": 0.4, "residual": 8, "group": 4, "page": 4, "tokens_read": 12,
+}  # fmt: skip
+OWN = {  # of one method
+    "critiprefill": {"segment": 8, "block": 4, "budget": 8, "threshold": 8}, "calm": {"threshold": 0.05},
+}  # fmt: skip
+PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
+ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
+CHECKS = "BitExact"  # the pass of a method that changes nothing by itself
+FAULTS = ("Report it", "report it", "is not valid")  # no reason, but a bug that was caught
+EXACT = 1e-3  # error relative to the largest logit
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe for one architecture."""
+
+    architecture: str
+    tables: tuple[tuple[str, str], ...]  # (axis, method)
+
+    @property
+    def methods(self) -> set[str]:
+        return {method for _, method in self.tables}
+
+    def __str__(self) -> str:
+        return f"{self.architecture}: " + " + ".join(f"{a}={m}" for a, m in self.tables)
+
+
+@dataclass
+class Outcome:
+    """`kind`: refused, equal, or wrong; `why`: the reason, or what differs."""
+
+    case: Case
+    kind: str
+    why: str = ""
+    seconds: float = 0.0
+
+
+def cases(sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
+    """All of them, in a fixed order: methods are found by folder."""
+    axes = {n: a.names() for n, a in find_axes().items() if n.partition(".")[0] in AXES}
+    found = []
+    for architecture in ARCHITECTURES:
+        for size in sizes:
+            for chosen in itertools.combinations(sorted(axes), size):
+                for methods in itertools.product(*(axes[a] for a in chosen)):
+                    found.append(Case(architecture, tuple(zip(chosen, methods, strict=True))))
+    return found
+
+
+def sample(chosen: list[Case], count: int, seed: int) -> list[Case]:
+    """So many of them, or all."""
+    return random.Random(seed).sample(chosen, min(count, len(chosen)))
+
+
+def recipe_of(case: Case) -> Recipe:
+    """The case's recipe, its options small."""
+    axes = find_axes()
+    tables: dict[str, dict[str, Any]] = {}
+    for axis, method in case.tables:
+        names = {f.name for f in dataclasses.fields(axes[axis].method(method))}
+        small = OWN.get(method, {n: v for n, v in SMALL.items() if n in names})
+        tables[axis] = {"use": method, **small}
+    if any(axis in EVICTION for axis in tables):  # the others say nothing without these
+        tables.setdefault("kv.score", {"use": "knorm"})
+        tables.setdefault("kv.budget", {"use": "uniform", "tokens_kept": SMALL["tokens_kept"]})
+    return Recipe(name=str(case), tables=tables)
+
+
+def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
+    """A trained part of random numbers, for a program over state."""
+    soft, generator = Soft(program, kind()), torch.Generator().manual_seed(seed)
+    parts = soft.start(8, seed)
+    for part in parts.values():
+        for tensor in part.values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    write(soft.method, file, parts, sample_of(program, soft.keys), {})
+
+
+@dataclass
+class Matrix:
+    """Runs cases; each architecture is captured once, and goes once through the passes of every recipe."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    folder: Any = field(default_factory=TemporaryDirectory)  # of trained parts
+
+    def run(self, case: Case) -> Outcome:
+        start = time.perf_counter()
+        try:
+            kind, why = self._compare(case)
+        except AccelError as error:
+            kind, why = "refused", str(error)
+            if any(word in why for word in FAULTS):
+                kind = "wrong"
+        except Exception as error:  # what a user would meet as a bare traceback
+            kind, why = "wrong", f"{type(error).__name__}: {error}"
+        return Outcome(case, kind, why, time.perf_counter() - start)
+
+    def _compare(self, case: Case) -> tuple[str, str]:
+        job = building._Job(
+            assemble(self._recipe(case)), BuildOptions(target="eager"), lambda *_: None
+        )
+        program = self._program(case.architecture)
+        program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
+        passes = building._passes(job)
+        own = shared(passes)
+        steps = run(program, passes[own:], done=passes[:own])
+        program.calibration = None
+        own_names = {type(step).__name__ for step in job.plan.passes} - {CHECKS}
+        if idle := [s.name for s in steps if s.name in own_names and not s.changed]:
+            return "wrong", f"{', '.join(idle)} changed nothing, so that nothing is compared"
+        axes = {axis for axis, _ in case.tables}
+        chooses = (
+            bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
+            or "calm" in case.methods
+        )
+        turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
+        bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
+        budget = job.plan.methods.get("kv.budget")
+        shares = (
+            turns and budget is not None and budget.most(2, 2) > 2
+        )  # the head that keeps most says how much
+        free = {"bytes", "held"} if shares else set[str]()
+        oracle = building._in_process(job, program, None, None)
+        job.options = BuildOptions()
+        with building._artifact(job, program, None, None, None) as built:
+            assert built.artifact is not None
+            want = drive(oracle)
+            for kernels in built.artifact.entries["step"].graphs:
+                with accel.load(built.artifact.path, kernels=kernels, threads=1) as model:
+                    if off := different(want, drive(model), bound, turns, free):
+                        return "wrong", f"{kernels}: {off}"
+        return "equal", ""
+
+    def _recipe(self, case: Case) -> Recipe:
+        """Its recipe; a method with a trained part gets one that has learnt nothing."""
+        recipe, axes = recipe_of(case), find_axes()
+        for axis, table in recipe.tables.items():
+            kind = axes[axis].method(table["use"])
+            if issubclass(kind, Trained):
+                file = Path(self.folder.name) / f"{case.architecture}.{kind.key}.safetensors"
+                if not file.exists():
+                    random_part(self._program(case.architecture), kind, file)
+                table["trained"] = str(file)
+        return recipe
+
+    def _program(self, architecture: str) -> Program:
+        if architecture not in self.programs:
+            layers, models.LAYERS = models.LAYERS, LAYERS
+            try:
+                module = models.ARCHITECTURES[architecture]()
+            finally:
+                models.LAYERS = layers
+            program = capture(module, max_context=128)
+            program.facts.max_batch = 2
+            self.programs[architecture] = over_state(program)
+            gc.freeze()  # a build collects garbage: none of this is
+        return self.programs[architecture].copy()
+
+
+def drive(model: Any) -> dict[str, Any]:
+    """What a session gives: prompts of two lengths, single tokens, several at once, a rewind, a fork."""
+    rng = np.random.default_rng(0)  # no token twice: equal keys would be equally worth keeping
+    tokens = np.stack([rng.permutation(VOCABULARY)[: PROMPT + 20] for _ in range(2)])
+    seen: dict[str, Any] = {}
+    with model.session(2) as session:
+        at = PROMPT
+        seen["prompt"] = session.run(tokens[:, :at], np.array([PROMPT, SHORTER]))
+        session.end_prompt()
+        seen["bytes"] = session.stats["kv_bytes"]
+        for i in range(2):
+            seen[f"token {i}"] = session.run(tokens[:, at + i : at + i + 1])
+        seen["several"] = session.run(tokens[:, at + 2 : at + 7])
+        try:
+            session.rewind(session.lengths - 3)
+        except InputError:
+            seen["rewind"] = "refused"
+        seen["after"] = session.run(tokens[:, at + 7 : at + 11])
+        with session.fork() as other:
+            seen["fork"] = other.run(tokens[:, at + 11 : at + 12])
+        seen["own"] = session.run(tokens[:, at + 12 : at + 13])
+    with model.session(2) as session:
+        seen["as a prompt"] = session.prompt(tokens[:, :PROMPT], np.array([PROMPT, SHORTER]))
+        seen["a token after it"] = session.run(tokens[:, PROMPT : PROMPT + 1])
+        seen["held"] = session.lengths.tolist(), session.stats["kv_bytes"]
+    return seen
+
+
+def different(
+    want: dict[str, Any], got: dict[str, Any], bound: float, turns: bool, free: Collection[str] = ()
+) -> str:
+    """What of two drives differs, but for what is `free` to; nothing: empty. Where what is kept `turns` with the
+    rounding of weights, only what comes before the first choice, and how much is kept, are compared.
+    """
+    for name, a in want.items():
+        b = got.get(name)
+        if name in free:
+            continue
+        if not isinstance(a, np.ndarray):
+            if a != b:
+                return f"{name}: {a} and {b}"
+            continue
+        if turns and name != "prompt":
+            if not np.isfinite(b).all():
+                return f"{name}: no numbers"
+            continue
+        each = np.abs(a - b).max(axis=-1) / max(1.0, float(np.abs(a).max()))
+        # a rounded input may turn a close choice of what is kept, and then a token or two differ
+        off = float(np.median(each)) if bound > EXACT else float(each.max())
+        if not off <= bound:
+            return f"{name}: logits differ by {off:.1e} of the largest"
+    return ""
+
+
+def outcomes(
+    matrix: Matrix, chosen: list[Case], watch: Callable[[Any], Any] = iter
+) -> Iterator[Outcome]:
+    """Run cases one after another, those of an architecture together."""
+    for case in watch(sorted(chosen, key=lambda c: c.architecture)):
+        yield matrix.run(case)
+
+
+def read(path: Path) -> dict[str, Outcome]:
+    """Outcomes that a run before left, by case."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found = {}
+    for line in lines:
+        case, *rest = json.loads(line).values()
+        tables = tuple((axis, method) for axis, method in case["tables"])
+        outcome = Outcome(Case(case["architecture"], tables), *rest)
+        found[str(outcome.case)] = outcome
+    return found
+
+
+def main(
+    every: list[Case] | None = None,
+    runner: Matrix | None = None,
+    results: Path = Path("build/matrix.jsonl"),
+    about: str | None = __doc__,
+) -> int:
+    """Run `every` case (by default those of the graph) that `results` lacks, and tell the counts."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--sample", type=int, help="so many cases, chosen by the seed; default all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--part", default="1/1", help="K/N: every Nth of them from the Kth on, for N processes"
+    )
+    parser.add_argument(
+        "--having",
+        action="append",
+        metavar="METHOD",
+        help="only cases that have it; may be repeated",
+    )
+    if every is None:
+        parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
+        parser.add_argument("--page", type=Path, help="the folder of the page; nothing is run")
+    parser.add_argument("--results", type=Path, default=results)
+    options = parser.parse_args()
+    if every is None and options.page is not None:
+        matrix_page.write(options.page, list(read(options.results).values()))
+        return 0
+    warnings.filterwarnings("ignore")
+    chosen = cases(tuple(int(n) for n in options.sizes.split(","))) if every is None else every
+    if options.having:
+        chosen = [case for case in chosen if case.methods.intersection(options.having)]
+    if options.sample:
+        chosen = sample(chosen, options.sample, options.seed)
+    part, parts = map(int, options.part.split("/"))
+    chosen = chosen[part - 1 :: parts]
+    known = read(options.results)
+    todo = [case for case in chosen if str(case) not in known]
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    with options.results.open("a", encoding="utf-8") as out:
+        for outcome in outcomes(
+            runner or Matrix(), todo, lambda all_: track(all_, f"{len(todo)} recipes")
+        ):
+            known[str(outcome.case)] = outcome
+            print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
+    done = [known[str(case)] for case in chosen]
+    counts = Counter(o.kind for o in done)
+    print(", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())))
+    reasons = Counter(o.why.partition(": ")[2][:110] for o in done if o.kind == "refused")
+    for reason, n in reasons.most_common(12):
+        print(f"{n:5} refused: {reason}")
+    for outcome in done:
+        if outcome.kind == "wrong":
+            print(f"WRONG {outcome.case}: {outcome.why}")
+    return int(counts["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Every way to guess tokens with every KV codec and depth method, in float32 and int4, on the bundled model: over 200
+prompts, greedily, each token is that of plain decoding of the same artifact, or the recipe is refused.
+
+    python tools/matrix/matrix_greedy.py [--sample N] [--seed S] [--results FILE]
+
+All of them with bit-exact rows, so that no rounding of wide calls excuses a difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
+import matrix
+import matrix_loops
+import numpy as np
+from matrix import Case
+from tokenizers import Tokenizer
+from train import over_state
+
+from accel.compiler.load.checkpoint import load_model
+from accel.ir.axis import find_axes
+from accel.ir.capture.capture import capture
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe
+from accel.reference.kinds import KINDS, prompts
+from accel.runtime.model.compiled import CompiledModel
+
+MODEL = Path(str(files("accel.reference")))
+EACH, ROWS, LONGEST, NEW = (
+    34,
+    8,
+    256,
+    24,
+)  # prompts of a kind, rows of a session, tokens of a prompt, new ones
+EXACT = ("numerics", "bit-exact")
+LOSSLESS = (
+    "lookahead",
+    "pearl",
+)  # loops of their own that are to give the tokens of plain decoding
+
+
+def cases() -> list[Case]:
+    """Found by folder; those that a recipe cannot be are refused as they run."""
+    axes = find_axes()
+    ways: list[tuple[tuple[str, str], ...]] = []
+    for draft in axes["draft"].names():
+        trees = axes["tree"].names() if "tree" in axes["draft"].method(draft).asks else ()
+        ways += [(("draft", draft), ("tree", tree)) for tree in trees] or [(("draft", draft),)]
+    ways += [(("loop", name),) for name in axes["loop"].names() if name in LOSSLESS]
+    graph = [
+        [None, *((axis, name) for name in axes[axis].names())] for axis in ("kv.codec", "depth")
+    ]
+    graph.append([None, ("weights", "int4")])
+    return [
+        Case("bundled", (*(table for table in tables if table is not None), EXACT, *way))
+        for tables in itertools.product(*graph) for way in ways
+    ]  # fmt: skip
+
+
+@dataclass
+class Greedy(matrix_loops.Loops):
+    """Runs cases of the bundled model."""
+
+    def _recipe(self, case: Case) -> Recipe:
+        tables = {axis: {"use": name} for axis, name in case.tables}
+        if tables.get("loop", {}).get("use") == "pearl":
+            tables["draft"] = {"use": "model"}
+        elif "draft" in tables:
+            tables["verify"] = {"use": "sample-match"}
+        return Recipe(name=str(case), tables=tables)
+
+    def _program(self, architecture: str) -> Program:
+        if architecture not in self.programs:
+            loaded = load_model(MODEL)
+            program = capture(loaded.model, max_context=512, stored=loaded.stored)
+            self.programs[architecture] = over_state(program)
+        return self.programs[architecture].copy()
+
+    def _like_plain(self, built: CompiledModel) -> tuple[str, str]:
+        """Over all prompts, some rows at a time."""
+        ids, drafted, stood = _prompts(), 0, 0
+        with matrix_loops.opened(built) as (plain, model):
+            for start in range(0, len(ids), ROWS):
+                some = ids[start : start + ROWS]
+                want, got = (m.generate(some, NEW, eos=[]) for m in (plain, model))
+                kind, why = matrix_loops.alike(want, got, some, None)
+                if kind != "equal":
+                    return kind, f"prompt {start}, {why}"
+                figures = got.stats["speculation"]
+                drafted, stood = drafted + figures["drafted"], stood + figures["accepted"]
+        if not stood:
+            return "wrong", f"of {drafted} drafted tokens none stood: nothing was tested"
+        return "equal", f"{len(ids)} prompts, {drafted} tokens drafted, {stood} stood"
+
+
+@cache
+def _prompts() -> list[Any]:
+    """Of every kind, the last tokens of long ones."""
+    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    return [
+        np.array(tokenizer.encode(text).ids[-LONGEST:])
+        for kind in KINDS
+        for text in prompts(kind, EACH)
+    ]
+
+
+def main() -> int:
+    return matrix.main(cases(), Greedy(), Path("build/matrix-greedy.jsonl"), __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

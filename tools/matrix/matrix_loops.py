@@ -1,0 +1,218 @@
+"""Every loop, drafter, tree, length and rule with every method that changes the graph, on tiny models: refused with a
+reason, or the tokens of plain decoding over the same artifact.
+
+    python tools/matrix/matrix_loops.py [--sample N] [--seed S] [--results FILE]
+
+A loop that searches has other tokens than plain decoding: those of the eager target count there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+import matrix
+import models
+import numpy as np
+from matrix import ARCHITECTURES, AXES, EXACT, ROUNDED, VOCABULARY, Case, Matrix
+
+import accel
+from accel.compiler import draft_build
+from accel.compiler import optimize as building
+from accel.compiler.assemble import assemble
+from accel.compiler.build_options import BuildOptions
+from accel.ir.axis import find_axes
+from accel.ir.recipe import Recipe
+from accel.passes import run
+from accel.runtime.decode.costs import Costs
+from accel.runtime.loop import HOST
+from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.output import Output
+from accel.runtime.speculation.guard import MOST, Guard
+
+SEARCHES = ("beam-patience",)  # loops with tokens of their own
+NEW = 18  # tokens of each row
+_RNG = np.random.default_rng(1)
+PROMPTS = [
+    np.tile(_RNG.permutation(VOCABULARY)[:9], 3)[:23],
+    _RNG.permutation(VOCABULARY)[:40],
+]  # again; or each once
+DISTINCT = [
+    _RNG.permutation(VOCABULARY)[:n] for n in (23, 14)
+]  # no token twice: equal keys are equally worth keeping
+FREE = Costs((1, 32), (1.0, 1.0))  # what calls cost, for all that the guard knows
+CLOSE = 1e-3  # between the best two logits, of the largest: a token that rounding may turn
+
+
+def cases() -> list[Case]:
+    """Each method between calls, with each method of the graph and with none; the rest of a recipe by default."""
+    axes = find_axes()
+    hosts = [(axis, name) for axis in HOST if axis in axes for name in axes[axis].names()]
+    hosts = [
+        one for one in hosts if one not in (("loop", "autoregressive"), ("loop", "speculative"))
+    ]
+    graph = [
+        (axis, name)
+        for axis in sorted(axes)
+        if axis.partition(".")[0] in AXES
+        for name in axes[axis].names()
+    ]
+    return [
+        Case(a, tuple(other for other in (host, method) if other is not None))
+        for a in ARCHITECTURES for host in hosts for method in (None, *graph)
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Loops(Matrix):
+    """Runs cases. Where a method of trees, lengths or rules needs a drafter, one that fits it drafts."""
+
+    def _recipe(self, case: Case) -> Recipe:
+        axis, name = case.tables[0]
+        graph = super()._recipe(Case(case.architecture, case.tables[1:]))
+        tables = {axis: {"use": name}}
+        if axis in HOST and axis not in ("draft", "loop"):
+            ranked = axis == "tree" and not find_axes()["tree"].method(name).ranked
+            tables["draft"] = {"use": "model" if ranked or axis == "length" else "token-recycling"}
+            if axis == "verify" and not find_axes()["verify"].method(name).branches:
+                tables["draft"] = {"use": "prompt-lookup"}
+        if tables.get("draft", {}).get("use") == "model":
+            tables["draft"]["path"] = str(self._smaller(case.architecture))
+        return Recipe(name=str(case), tables={**graph.tables, **tables})
+
+    def _smaller(self, architecture: str) -> Path:
+        """A model of one layer that drafts for those of an architecture."""
+        folder = Path(self.folder.name) / f"smaller.{architecture}"
+        if not folder.exists():
+            layers, models.LAYERS = models.LAYERS, 1
+            try:
+                module = models.ARCHITECTURES[architecture]()
+            finally:
+                models.LAYERS = layers
+            if hasattr(
+                module, "save_pretrained"
+            ):  # built along, with trees where the recipe asks for some
+                module.save_pretrained(folder)
+                return folder
+            accel.optimize(
+                module, "base", out=folder, max_context=128, max_batch=8, verify=False
+            ).close()
+        return folder
+
+    def _compare(self, case: Case) -> tuple[str, str]:
+        job = building._Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
+        job.second = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
+        program = self._program(case.architecture)
+        program.facts.max_batch = 8
+        program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
+        passes = building._passes(job)
+        own = matrix.shared(passes)
+        run(program, passes[own:], done=passes[:own])
+        program.calibration = None
+        with building._artifact(job, program, None, None, None) as built:
+            if dict(case.tables).get("loop") in SEARCHES:
+                oracle = building._in_process(job, program, None, None)
+                assert built.artifact is not None
+                with from_artifact(built.artifact, threads=1) as model:
+                    return _searched(
+                        oracle,
+                        model,
+                        max((ROUNDED.get(a, EXACT) for a, _ in case.tables), default=EXACT),
+                    )
+            return self._like_plain(built)
+
+    def _like_plain(self, built: CompiledModel) -> tuple[str, str]:
+        """What the artifact gives, and what it gives without guesses."""
+        with opened(built) as (plain, model):
+            got = _generated(model, PROMPTS)
+            if got.stats["speculation"] and not got.stats["speculation"]["drafted"]:
+                return "wrong", "nothing was drafted, so that nothing is compared"
+            return alike(_generated(plain, PROMPTS), got, PROMPTS, plain)
+
+
+@contextmanager
+def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]]:
+    """An artifact as it decodes plainly, and as its recipe says: it never rests from guessing."""
+    assert built.artifact is not None
+    with (
+        from_artifact(built.artifact, threads=1, plain=True) as plain,
+        from_artifact(built.artifact, threads=1) as model,
+    ):
+        model._costs = FREE
+        with patch.object(Guard, "limit", MOST):
+            yield plain, model
+
+
+def _generated(model: CompiledModel, prompts: list[Any]) -> Output:
+    return model.generate(prompts, NEW, eos=[])
+
+
+def alike(
+    want: Output, got: Output, prompts: list[Any], plain: CompiledModel | None
+) -> tuple[str, str]:
+    """Whether the tokens are the same, up to one whose logits were as good as those of another."""
+    for row, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=True)):
+        if a == b:
+            continue
+        at = next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        if (
+            plain is None
+            or at >= min(len(a), len(b))
+            or not _close(plain, prompts[row], a, b[at], at)
+        ):
+            return "wrong", f"row {row}: token {at} of {a} is other in {b}"
+    return "equal", ""
+
+
+def _searched(oracle: CompiledModel, model: CompiledModel, bound: float) -> tuple[str, str]:
+    """Whether a search finds the same texts; where rounded numbers may have turned it, whether both models find each of
+    the two texts as likely.
+    """
+    want, got = (_generated(m, DISTINCT) for m in (oracle, model))
+    for row, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=True)):
+        if a == b:
+            continue
+        if bound <= EXACT:
+            return "wrong", f"row {row}: {a} and {b}"
+        for text in (a, b):
+            likely = [_likelihood(m, DISTINCT[row], text) for m in (oracle, model)]
+            if not abs(likely[0] - likely[1]) <= bound * len(text):
+                return "wrong", f"row {row}: {a} and {b}; the log-probability of {text} is {likely}"
+    return "equal", ""
+
+
+def _likelihood(model: CompiledModel, prompt: Any, tokens: list[int]) -> float:
+    """The sum of the log-probabilities of tokens after a prompt."""
+    total = 0.0
+    with model.session() as session:
+        logits = session.prompt(prompt[None])[0, 0]
+        for token in tokens:
+            row = logits.astype(np.float64) - logits.max()
+            total += float(row[token] - np.log(np.exp(row).sum()))
+            logits = session.run([[token]])[0, 0]
+    return total
+
+
+def _close(plain: CompiledModel, prompt: Any, tokens: list[int], other: int, at: int) -> bool:
+    """Whether rounding may have chosen the other token at this place."""
+    with plain.session() as session:
+        logits = session.prompt(prompt[None])[0, 0]
+        for token in tokens[:at]:
+            logits = session.run([[token]])[0, 0]
+    return bool(logits.max() - logits[other] <= CLOSE * np.abs(logits).max())
+
+
+def main() -> int:
+    return matrix.main(cases(), Loops(), Path("build/matrix-loops.jsonl"), __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

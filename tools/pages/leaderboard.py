@@ -1,0 +1,250 @@
+"""Every recipe on the bundled model, at several budgets or bits: quality, recall, bytes, speed, memory.
+
+    python tools/pages/leaderboard.py                        measure what is missing, then write the page
+    python tools/pages/leaderboard.py --part quality         only what other work on the machine does not disturb
+    python tools/pages/leaderboard.py --only snapkv --quick  one recipe, few samples
+    python tools/pages/leaderboard.py --write                only write the page, from the results that are there
+
+Recipes are found by folder, and their options by name (SWEEPS): a new method appears by itself. A case is
+kept in a file of its own as soon as it is done; a run that is stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
+import leaderboard_measure as measure
+from leaderboard_page import write
+from reference_data import REFERENCE
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import accel
+from accel.compiler import draft_build
+from accel.compiler import optimize as building
+from accel.compiler.assemble import EVICTION, assemble
+from accel.compiler.build_options import BuildOptions
+from accel.compiler.load.checkpoint import load_model
+from accel.ir.axis import find_axes
+from accel.ir.capture.capture import capture
+from accel.ir.errors import AccelError
+from accel.ir.program import Program
+from accel.ir.recipe import Recipe, bundled
+
+RESULTS = Path("build/leaderboard")
+CONTEXT = 2048
+# (axis, option) -> values, beside the recipe's own where a budget says nothing to prompts of 1000 tokens
+SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("kv.budget", "tokens_kept"): (256, 128, 512),
+    ("prefill.prune", "tokens"): (256, 128, 512),
+    ("kv.select", "tokens_read"): (256, 128, 512),
+    ("depth", "speedup"): (2.0, 1.34),
+    ("depth", "threshold"): (0.9, 0.5),
+    ("depth", "share"): (0.25, 0.125),
+}  # fmt: skip
+INSTEAD = ("compression_ratio",)  # options that would make a swept one count for nothing
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe, and the option that this case sets; "" and None: as the recipe is."""
+
+    recipe: str
+    option: str = ""
+    value: Any = None
+    tables: dict[str, dict[str, Any]] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}@{self.value:g}" if self.option else self.recipe
+
+
+def cases() -> list[Case]:
+    """All of them; base first, which the others are compared with, then each recipe once, and its other values
+    later: a run that is stopped early still knows of every recipe.
+    """
+    swept = [_swept(name) for name in suited() if name != "base"]
+    longest = max(map(len, swept))
+    turns = [[row[turn] for row in swept if turn < len(row)] for turn in range(longest)]
+    return [Case("base"), *(case for turn in turns for case in turn)]
+
+
+def suited() -> list[str]:
+    """The recipes of causal models, which the bundled one is."""
+    return [
+        n
+        for n in bundled()
+        if not getattr(assemble(Recipe.load(n)).methods.get("loop"), "fills", False)
+    ]
+
+
+def _swept(name: str) -> list[Case]:
+    """A recipe at the values of the first option that a sweep knows; else as it is."""
+    recipe, axes = Recipe.load(name), find_axes()
+    plan = assemble(recipe)
+    tables = {axis: dict(table) for axis, table in plan.recipe.tables.items()}
+    for (axis, option), values in SWEEPS.items():
+        if axis not in tables:
+            continue
+        fields = {f.name for f in dataclasses.fields(axes[axis].method(tables[axis]["use"]))}
+        if option in fields:
+            table = {n: v for n, v in tables[axis].items() if n not in INSTEAD}
+            return [Case(name, option, v, {**tables, axis: {**table, option: v}}) for v in values]
+    return [Case(name, tables=tables)]
+
+
+class Builder:
+    """Captures the model once; each case is a copy's passes, lowered."""
+
+    def __init__(self) -> None:
+        loaded = load_model(REFERENCE)
+        self.program: Program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
+        self.text = (REFERENCE / "tokenizer.json").read_text(encoding="utf-8")
+
+    def build(self, case: Case, out: Path) -> dict[str, Any]:
+        """Write the artifact; seconds of passes and of lowering, and what weights lose."""
+        job = building._Job(
+            assemble(Recipe(case.recipe, tables=case.tables)), BuildOptions(), lambda *_: None
+        )
+        job.second = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
+        program = self.program.copy()
+        program.calibration = building.make_calibration(
+            None, self.text, program.facts, job.progress
+        )
+        with job.part("passes", 0):
+            building._rewrite(job, program, None, None)
+        building._artifact(job, program, None, self.text, out).close()
+        return {"grade": job.plan.grade, "seconds": job.seconds, "weights": job.weights}
+
+
+def keep(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    os.replace(part, path)
+
+
+def missing(case: Case, results: Path, parts: list[str]) -> list[str]:
+    """Parts of a case's result that are not there; a case that was refused has all that it can have."""
+    path = results / f"{case.name}.json"
+    there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return [] if "refused" in there else [part for part in parts if part not in there]
+
+
+def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> None:
+    """Measure these parts of cases; a case that is refused is a result too."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with (
+        Progress(*columns, disable=not sys.stderr.isatty()) as bar,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        task = bar.add_task("capture", total=len(todo))
+        builder, given = Builder(), measure.windows(amount.windows)
+        base = Path(folder) / "base"
+        builder.build(Case("base", tables=Recipe.load("base").tables), base)
+        with accel.load(base, threads=measure.THREADS) as peer:
+            logits = [measure.along(peer, ids) for ids in given]
+            for case, parts in todo.items():
+                start = time.perf_counter()
+                bar.update(task, description=case.name)
+                found = _one(
+                    case, builder, base if case.recipe == "base" else Path(folder) / "case",
+                    measure.Peer(peer, logits), given, amount, parts,
+                    lambda part, name=case.name: bar.update(task, description=f"{name}: {part}"),
+                )  # fmt: skip
+                found["seconds"] = round(time.perf_counter() - start, 1)
+                path = results / f"{case.name}.json"
+                old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+                keep(path, {**old, **found})
+                bar.advance(task)
+                if bar.disable:
+                    print(
+                        f"{case.name}: {found['seconds']} s {found.get('refused', '')}", flush=True
+                    )
+
+
+def _one(
+    case: Case, builder: Builder, out: Path, peer: measure.Peer, given: Any, amount: Any, parts: Any,
+    tell: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """The result of one case."""
+    about = {
+        "name": case.name, "recipe": case.recipe, "option": case.option, "value": case.value,
+        "tables": case.tables, "samples": dataclasses.asdict(amount),
+        "family": _family(case),
+    }  # fmt: skip
+    try:
+        tell("build")
+        built = {"grade": "bit-exact"} if case.recipe == "base" else builder.build(case, out)
+        with accel.load(out, threads=measure.THREADS) as model:
+            own = None if case.recipe == "base" else peer
+            return {
+                **about,
+                "build": built,
+                **measure.measured(model, own, given, amount, parts, tell),
+            }
+    except AccelError as error:
+        return {**about, "refused": " ".join(str(error).split())}
+
+
+def _family(case: Case) -> str:
+    """The axes that a case changes, eviction as one."""
+    found = dict.fromkeys("kv" if a in EVICTION else a for a in case.tables if a != "loop")
+    return " + ".join(found) or "base"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", metavar="RECIPE", help="may be repeated")
+    parser.add_argument("--quick", action="store_true", help="few samples: a look, not a result")
+    parser.add_argument(
+        "--part", action="append", choices=measure.PARTS, help="may be repeated; default all"
+    )
+    parser.add_argument("--again", action="store_true", help="measure what was measured before too")
+    parser.add_argument("--write", action="store_true", help="only write the page")
+    parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=2, help="of each task, length and depth")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--docs", type=Path, default=Path("docs/figures"))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    amount = measure.Amount(options.windows, options.prompts, options.rounds)
+    if options.quick:
+        amount = measure.Amount(1, 1, 1)
+    if not options.write:
+        chosen = cases()
+        if options.only:
+            known = {c.recipe for c in chosen}
+            if wrong := [n for n in options.only if n not in known]:
+                parser.error(f"no recipe {wrong[0]!r}; there are {', '.join(sorted(known))}")
+            chosen = [c for c in chosen if c.recipe in (*options.only, "base")]
+        there = options.results
+        parts = options.part or list(measure.PARTS)
+        wanted = {c: parts if options.again else missing(c, there, parts) for c in chosen}
+        if todo := {c: left for c, left in wanted.items() if left}:
+            run(todo, options.results, amount)
+    found = [
+        json.loads(p.read_text(encoding="utf-8")) for p in sorted(options.results.glob("*.json"))
+    ]
+    if not any(r["name"] == "base" and "quality" in r for r in found):
+        parser.error(f"{options.results} holds no result of base; run without --write")
+    write(options.docs, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
