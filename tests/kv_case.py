@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from accel.compiler.assemble import assemble
-from accel.ir.axis import Axis
+from accel.compiler.assemble import EVICTION, assemble
+from accel.ir.axis import Axis, find_axes
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
@@ -16,17 +16,14 @@ from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.session.observers.eviction import KvPlan, kv_plan
 from accel.runtime.session.session import Session
 
+EVICTING = [axis for name, axis in find_axes().items() if name in EVICTION]
 FOREVER = {"use": "uniform", "tokens_kept": 1 << 20}
-SMALL = {  # options that fit prompts of a few dozen tokens
-    "snapkv": {"window": 4, "kernel": 3},
-    "h2o": {"recent": 4},
-    "streaming-llm": {"sinks": 2},
-    "pyramidkv": {"window": 4, "beta": 4.0},
-}
 
 
 def table(name: str, **options: Any) -> dict[str, Any]:
-    return {"use": name, **SMALL.get(name, {}), **options}
+    """The table of a method that evicts, its sizes small."""
+    (axis,) = (axis for axis in EVICTING if name in axis.names())
+    return {"use": name, **axis.small(name), **options}
 
 
 def recipe(score: str = "snapkv", kept: int = 12, **axes: Any) -> dict[str, Any]:

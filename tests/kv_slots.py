@@ -14,8 +14,6 @@ from accel.passes.kv._shared.compress import Compress, chooser
 from accel.passes.kv.keep.drop import Drop
 from accel.runtime.kv.budget.uniform import Uniform
 
-from .kv_case import rest, table
-
 B, G, R, D, P, C, W, SCALE = 3, 2, 2, 6, 9, 16, 4, 0.4
 AXES = {
     "score": Axis("kv.score", "accel.passes.kv.score"),
@@ -27,7 +25,10 @@ AXES = {
 
 def build(axis: str, name: str, **options: Any) -> Any:
     """A method with options that fit a few slots."""
-    return AXES[axis].build(name, **{**rest(table(name)), **options})
+    small = AXES[axis].small(name)
+    if "compression_ratio" in options:
+        small.pop("tokens_kept", None)
+    return AXES[axis].build(name, **{**small, **options})
 
 
 def slots(

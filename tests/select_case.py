@@ -14,11 +14,10 @@ from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.session.session import Session
 
 AXIS = Axis("kv.select", "accel.passes.kv.select")
-SMALL = {"tokens_read": 12, "page": 4, "dense_layers": 0}
 
 
 def built(name: str, **options: Any) -> Any:
-    return AXIS.build(name, **{**SMALL, **options})
+    return AXIS.build(name, **{**AXIS.small(name), **options})
 
 
 @dataclass

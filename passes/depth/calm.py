@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +38,7 @@ class Calm(Base):
     threshold: float = 0.9
     first: int = 0
     every: int = 4
+    small: ClassVar[Mapping[str, Any]] = {"threshold": 0.05, "first": 1, "every": 1}
 
     def __post_init__(self) -> None:
         if not self.threshold > 0:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ class ShortGPT(Base):
     leaves_out = by_call = False
     reads_text = True
     error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
+    small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "tokens": 5}
 
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from accel.ir.depth import CACHES, NESTED, Depth
 from accel.ir.errors import PassError, RecipeError, unknown
@@ -18,6 +20,7 @@ class UnifiedSkip(Base):
 
     speedup: float = 2.0
     cache: str = NESTED
+    small: ClassVar[Mapping[str, Any]] = {"speedup": 1.4}
 
     def __post_init__(self) -> None:
         if not self.speedup >= 1:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -80,6 +81,7 @@ class Blocks(Base):
     smallest: int = 4096
 
     grade = "approximate"
+    small: ClassVar[Mapping[str, Any]] = {"block": 16, "smallest": 256}
 
     def __post_init__(self) -> None:
         if self.block not in BLOCKS:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -34,6 +35,7 @@ class Calibrated(Blocks):
     """
 
     tokens: int = 8192
+    small: ClassVar[Mapping[str, Any]] = {"block": 16, "smallest": 256, "tokens": 5}
 
     def __post_init__(self) -> None:
         super().__post_init__()

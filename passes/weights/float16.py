@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ class Float16(Base):
 
     error = 2e-2
     grade = "approximate"
+    small: ClassVar[Mapping[str, Any]] = {"smallest": 256}
 
     def run(self, program: Program) -> Report:
         report = Report()

@@ -36,6 +36,8 @@ class Base(ABC):
     asks: ClassVar[Mapping[str, str]] = {}
     # Whether it fills masks, of a model that sees both ways; else it takes tokens one after the other, of a causal one.
     fills: ClassVar[bool] = False
+    # Whether a greedy request gets other tokens than those that the model finds likeliest one by one.
+    searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
 
     @abstractmethod

@@ -35,6 +35,7 @@ class BeamPatience(Base):
     length_penalty: float = 1.0
 
     grade = "approximate"  # other tokens than greedy decoding takes, though likelier ones
+    searches = True
 
     def __post_init__(self) -> None:
         if self.beams < 1:

@@ -11,9 +11,9 @@ from accel.ir.errors import InputError
 
 from ..depth_case import LAYERS, NEVER, TOKENS, WHOLE, far, oracle, plan
 
-NAMES = find_axes()["depth"].names()
+AXIS = find_axes()["depth"]
+NAMES = AXIS.names()
 JOINTS = [("llama", "nested"), ("gemma2", "propagate"), ("gpt2", "propagate")]
-OPTIONS = {"calm": {"first": 1, "every": 1}, "unified-skip": {"cache": "nested"}}
 
 
 def on(compiled):
@@ -25,7 +25,7 @@ def on(compiled):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_layers_on_is_the_full_model_bit_for_bit(name, deep):
-    module, compiled = deep("llama", use=name, **OPTIONS.get(name, {}))
+    module, compiled = deep("llama", use=name, **AXIS.small(name))
     assert compiled.report["grade"] == ("bit-exact" if name == "by-call" else "approximate")
     if compiled.facts.depth is None:  # it deletes layers: what is left is the module without them
         (note,) = (n for n in compiled.report["notes"] if name in n)

@@ -21,13 +21,12 @@ from ..diffusion_case import (
     MASK,
     VOCABULARY,
     Filler,
-    above,
-    by_factor,
     official,
     prompts,
     surest,
     with_loop,
 )
+from ..references import reference
 
 AXIS = Axis("loop", "accel.runtime.loop")
 FILLS = [name for name in AXIS.names() if AXIS.method(name).fills]
@@ -64,22 +63,7 @@ def decoded(compiled, use, given, new=NEW, **options):
         )
 
 
-def prophetic(early, middle, late):
-    return lambda lead, done: bool(
-        lead.mean() >= (early if done < 0.33 else middle if done < 0.67 else late)
-    )
-
-
-CASES = [
-    ("dllm-lowconf", {}, surest(1), None),
-    ("dllm-lowconf", {"steps": 4}, surest(2), None),
-    ("dllm-threshold", {"threshold": 0.5}, above(0.5), None),
-    ("dllm-threshold", {"factor": 1.5}, by_factor(1.5), None),
-    ("dllm-blockcache", {"threshold": 0.5}, above(0.5), None),
-    ("prophet", {"early": 1.0, "middle": 2.0, "late": 3.0}, surest(1), prophetic(1.0, 2.0, 3.0)),
-    ("prophet", {"early": 9.0, "middle": 3.5, "late": 2.5}, surest(1), prophetic(9.0, 3.5, 2.5)),
-    ("freedave", {"drafts": 3}, surest(1), None),
-]
+CASES = [(name, *case) for name in FILLS for case in reference("loop", name).CASES]
 
 
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
@@ -100,10 +84,6 @@ def test_tokens_are_those_of_the_published_loop(model, shift, cache, use, option
         assert all(got <= n for got, (_, n) in zip(calls, wanted, strict=True))
     else:
         assert calls == [n for _, n in wanted]
-
-
-def test_every_loop_is_compared():
-    assert {use for use, *_ in CASES} == set(FILLS)
 
 
 def test_caches_differ_where_they_may():

@@ -23,7 +23,7 @@ ROWS = TOKENS[:, : LENGTHS.max()]
 
 
 def pruned(name, arch="llama", target="eager", **options):
-    return built(arch, target, use=name, **{"tokens": KEPT, **options})
+    return built(arch, target, use=name, **{**AXIS.small(name), "tokens": KEPT, **options})
 
 
 def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):

@@ -11,14 +11,15 @@ from ..prefill_case import TOKENS, built, critical, far, module
 
 AXIS = find_axes()["prefill.sparse"]
 NAMES = AXIS.names()
-CUT = {"segment": 8, "block": 4, "budget": 8, "threshold": 8}
 LENGTHS = np.array([45, 29, 7])
 ROWS = TOKENS[:, :45]
 
 
 def sparse(name, arch="llama", target="eager", tables=None, **options):
     return built(
-        arch, target, {"prefill.sparse": {"use": name, **CUT, **options}, **(tables or {})}
+        arch,
+        target,
+        {"prefill.sparse": {"use": name, **AXIS.small(name), **options}, **(tables or {})},
     )
 
 
@@ -105,13 +106,14 @@ def test_onnx_is_the_eager_oracle(name, arch):
 @pytest.mark.parametrize("arch", ["llama:4", "gpt_neox", "gpt2"])
 def test_critiprefill_is_what_its_paper_says(arch):
     got, model = prompted(sparse("critiprefill", arch)), module(arch)
+    cut = AXIS.small("critiprefill")
     for row, n in enumerate(LENGTHS):
         tokens = np.concatenate([ROWS[row, :n], TOKENS[row, 45:48]])
-        assert far(got[row], critical(model, tokens, n, **CUT)[n - 1 :]) < 1e-4
+        assert far(got[row], critical(model, tokens, n, **cut)[n - 1 :]) < 1e-4
         # the controls: fewer blocks; the first choice stays, which only a layer after the second can tell
         others = [{"budget": 4}, *([{"fusion": 1.0}] if arch == "llama:4" else [])]
         for other in others:
-            wrong = critical(model, tokens, n, **{**CUT, **other})
+            wrong = critical(model, tokens, n, **{**cut, **other})
             assert n < 40 or far(got[row], wrong[n - 1 :]) > 1e-4
 
 

@@ -51,14 +51,6 @@ from accel.passes.trained import sample as sample_of
 
 ARCHITECTURES = ("llama", "mistral", "gpt2", "plain_latent")
 AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change the graph
-# Small enough for a prompt of PROMPT tokens to feel it, wherever a method has such an option.
-SMALL = {
-    "tokens_kept": 17, "window": 4, "recent": 4, "tokens": 5, "smallest": 256, "beta": 4.0, "block": 16,
-    "speedup": 1.4, "share": 0.4, "residual": 8, "group": 4, "page": 4, "tokens_read": 12,
-}  # fmt: skip
-OWN = {  # of one method
-    "critiprefill": {"segment": 8, "block": 4, "budget": 8, "threshold": 8}, "calm": {"threshold": 0.05},
-}  # fmt: skip
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
 CHECKS = "BitExact"  # the pass of a method that changes nothing by itself
@@ -113,12 +105,10 @@ def recipe_of(case: Case) -> Recipe:
     axes = find_axes()
     tables: dict[str, dict[str, Any]] = {}
     for axis, method in case.tables:
-        names = {f.name for f in dataclasses.fields(axes[axis].method(method))}
-        small = OWN.get(method, {n: v for n, v in SMALL.items() if n in names})
-        tables[axis] = {"use": method, **small}
+        tables[axis] = {"use": method, **axes[axis].small(method)}
     if any(axis in EVICTION for axis in tables):  # the others say nothing without these
         tables.setdefault("kv.score", {"use": "knorm"})
-        tables.setdefault("kv.budget", {"use": "uniform", "tokens_kept": SMALL["tokens_kept"]})
+        tables.setdefault("kv.budget", {"use": "uniform", **axes["kv.budget"].small("uniform")})
     return Recipe(name=str(case), tables=tables)
 
 

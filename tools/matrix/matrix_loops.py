@@ -36,7 +36,6 @@ from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import Output
 from accel.runtime.speculation.guard import MOST, Guard
 
-SEARCHES = ("beam-patience",)  # loops with tokens of their own
 NEW = 18  # tokens of each row
 _RNG = np.random.default_rng(1)
 PROMPTS = [
@@ -116,7 +115,7 @@ class Loops(Matrix):
         run(program, passes[own:], done=passes[:own])
         program.calibration = None
         with building._artifact(job, program, None, None, None) as built:
-            if dict(case.tables).get("loop") in SEARCHES:
+            if getattr(job.plan.methods.get("loop"), "searches", False):
                 oracle = building._in_process(job, program, None, None)
                 assert built.artifact is not None
                 with from_artifact(built.artifact, threads=1) as model:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +23,7 @@ class Kivi(Base):
     bits: int = 2
     group: int = 32
     residual: int = 128
+    small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -18,6 +20,7 @@ class SnapKV(Base):
     window: int = 32
     kernel: int = 5
     pooling: str = "mean"
+    small: ClassVar[Mapping[str, Any]] = {"window": 4, "kernel": 3}
 
     def __post_init__(self) -> None:
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:

@@ -5,8 +5,9 @@ Positions stay those of the text, so this is the paper's set of tokens without i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ class StreamingLlm(Base):
 
     sinks: int = 4
     when: ClassVar[str] = "every"
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 2}
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

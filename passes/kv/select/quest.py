@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from accel.passes.kv.select import Base, Sizes
 @dataclass(frozen=True)
 class Quest(Base):
     """Read the pages whose bound on q · k is highest: sum over the channels of max(q high, q low)."""
+
+    small: ClassVar[Mapping[str, Any]] = {"tokens_read": 12, "page": 4, "dense_layers": 0}
 
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
         return {"high": ("float32", (width,)), "low": ("float32", (width,))}

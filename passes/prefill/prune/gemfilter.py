@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
 from accel.ir.prefill import Pick, Prefill
@@ -30,6 +32,7 @@ class GemFilter(Base):
     kernel: int = 5
     sinks: int = 1
     recent: int = 8
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 5, "recent": 4}
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or min(self.sinks, self.recent) < 0 or self.layer < -1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.prefill import Pick, Prefill
@@ -30,6 +31,7 @@ class PromptDistill(Base):
     tokens: int = 1024
     layer: int = -1
     kernel: int = 5
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.layer < -1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ class CritiPrefill(Base):
     """
 
     fusion: float = 0.25
+    small: ClassVar[Mapping[str, Any]] = {"segment": 8, "block": 4, "budget": 8, "threshold": 8}
 
     def __post_init__(self) -> None:
         super().__post_init__()

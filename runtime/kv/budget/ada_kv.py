@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget import EMPTY, Base
@@ -18,6 +19,7 @@ class AdaKV(Share, Base):
     """
 
     safeguard: float = 0.2
+    small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
 
     def __post_init__(self) -> None:
         super().__post_init__()

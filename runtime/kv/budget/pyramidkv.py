@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget import Base
@@ -19,6 +21,7 @@ class PyramidKV(Share, Base):
 
     beta: float = 20.0
     window: int = 32
+    small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17, "beta": 4.0, "window": 4}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget import Base
@@ -16,6 +18,7 @@ class Uniform(Share, Base):
     """
 
     dense_layers: int = 0
+    small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
 
     def __post_init__(self) -> None:
         super().__post_init__()

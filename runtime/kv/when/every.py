@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.when import Base
@@ -13,6 +15,7 @@ class Every(Base):
     """`tokens` beyond the budget are held at most, after a call."""
 
     tokens: int = 128
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
