@@ -1,25 +1,110 @@
-"""The tool that starts a method: for every axis that has one, files that are not there yet and that can be read."""
+"""The tool that starts a method: on every axis, one that builds, holds its laws and touches no other file."""
 
-import ast
+import importlib
+import shutil
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
+import matrix
+import matrix_loops
 import new
 import pytest
 
+from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
+from accel.ir.recipe import Recipe
+
+AXES, ROOT = find_axes(), Path(__file__).parents[1]
+NAME, STEM = "some-new-one", "some_new_one"
 
 
-@pytest.mark.parametrize("name", [n for n, axis in find_axes().items() if axis.names()])
-def test_every_axis_can_get_a_method(name):
-    axis = find_axes()[name]
-    made = new.files_of(axis, "some-new-one", new.shortest(axis))
-    code, recipe, test = made
-    assert not any(path.exists() for path in made)
-    assert code.parent.is_dir() and recipe.parent.parent.is_dir() and test.parent.is_dir()
-    assert "class SomeNewOne" in made[code]
-    ast.parse(made[code])
-    ast.parse(made[test])
-    assert tomllib.loads(made[recipe])
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """started(axis) -> the files of a new method, which is one of the axis until the test ends."""
+
+    def start(axis):
+        made = new.files_of(AXES[axis], NAME)
+        assert not any(path.exists() for path in made)
+        package = importlib.import_module(AXES[axis].package)
+        (tmp_path / f"{STEM}.py").write_text(next(iter(made.values())), encoding="utf-8")
+        monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
+        return {path.relative_to(new.ROOT): text for path, text in made.items()}
+
+    yield start
+    for axis in AXES.values():
+        sys.modules.pop(f"{axis.package}.{STEM}", None)
+        vars(importlib.import_module(axis.package)).pop(STEM, None)
+
+
+@pytest.fixture(scope="module")
+def matrices():
+    return {"matrix": matrix.Matrix(), "matrix_loops": matrix_loops.Loops()}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_a_started_method_builds_and_computes_the_same(axis, started, matrices):
+    made = started(axis)
+    assert AXES[axis].build(NAME) is not None
+    assert not any("emplate" in text for text in made.values())
+    for path, text in made.items():
+        if path.suffix == ".toml":
+            tables = tomllib.loads(text)
+            assert tables["papers"] == [] and axis in assemble(Recipe.load(tables)).recipe.tables
+        if path.name == f"test_{STEM}.py":
+            (kind,) = [kind for kind in matrices if f"import {kind}\n" in text][-1:] or [None]
+            if kind is not None:
+                outcome = matrices[kind].run(matrix.Case("llama", ((axis, NAME),)))
+                assert outcome.kind == "equal", outcome.why
+
+
+@pytest.mark.long
+def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path):
+    """In a copy of the checkout: laws, builds and types, with no file changed that was there."""
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\n")
+    for name in filter(None, names):
+        if (ROOT / name).exists():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tmp_path / name)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def run(*words):
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={
+                "PYTHONPATH": str(tmp_path / "build" / "links"),
+                "PATH": "/usr/bin:/bin",
+                "HOME": str(tmp_path),
+            },
+            capture_output=True,
+            text=True,
+        )
+
+    assert run("tools/links.py").returncode == 0
+    stems = []
+    for axis in AXES:
+        name = f"new-{axis.replace('.', '-')}"
+        stems.append(name.replace("-", "_"))
+        done = run("tools/new.py", axis, name)
+        assert done.returncode == 0, done.stderr
+    assert all(path.read_bytes() == text for path, text in before.items())
+    types = run("-m", "mypy")
+    assert types.returncode == 0, types.stdout
+    laws = run("-m", "pytest", "-q", "tests/laws", "-k", "new-", "-n", "2")
+    assert laws.returncode == 0, laws.stdout[-4000:]
+    assert " passed" in laws.stdout
+    own = run("-m", "pytest", "-q", "-rf", *(f"tests/test_{stem}.py" for stem in stems))
+    failed = [line for line in own.stdout.splitlines() if line.startswith("FAILED")]
+    assert len(failed) == len(AXES), own.stdout[-4000:]
+    assert all("test_what_the_paper_claims" in line for line in failed), "\n".join(failed)
 
 
 def test_what_cannot_be_made_is_said(monkeypatch, capsys):
@@ -31,3 +116,10 @@ def test_what_cannot_be_made_is_said(monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["new.py", *words])
         assert new.main() == 2
         assert told in capsys.readouterr().err
+
+
+def test_another_checkout_is_not_written_to(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(new, "ROOT", tmp_path)
+    monkeypatch.setattr("sys.argv", ["new.py", "kv.score", "my-score"])
+    assert new.main() == 2
+    assert "run tools/new.py of that checkout" in " ".join(capsys.readouterr().err.split())

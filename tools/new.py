@@ -1,9 +1,9 @@
-"""Start a method: its file, its recipe and its test, made like those of a method that is there.
+"""Start a method: its file, its recipe and its test.
 
-    python tools/new.py AXIS NAME [--like METHOD]
+    python tools/new.py AXIS NAME
 
-The file is a copy of METHOD's (by default the axis' shortest), under the new name: a method that works from
-the first minute, to be changed. No other file changes; the axis' law tests find it by themselves.
+The file is made of the axis' `_template.py`: a method that builds and holds the laws of its axis from the first
+minute, to be changed. The test fails until what the paper claims is written there. No other file changes.
 """
 
 from __future__ import annotations
@@ -16,64 +16,72 @@ from pathlib import Path
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
 
-ROOT = Path(__file__).parents[1]
-SPECULATION = (
-    "draft",
-    "length",
-    "schedule",
-    "tree",
-    "verify",
-)  # axes whose recipes lie in one folder
-RECIPE = """about = "What it does, in one line: this is what `accel-compile recipes` shows"
-papers = []
-
-[{axis}]
-use = "{name}"
-"""
-TEST = '''"""{title}: what it must hold beyond the laws of its axis."""
-
-import matrix
+ROOT = Path(__file__).resolve().parents[1]
+SPECULATION = dict.fromkeys(("draft", "length", "tree", "verify"), "speculation")
+FAMILIES = {
+    **SPECULATION,
+    "loop": "search",
+}  # axis -> folder of its recipes, where it has another name
+HOST = ("draft", "length", "loop", "tree", "verify")  # `matrix_loops.py` compares their tokens
+TEMPLATE = "_template"
+BUILT = {
+    "matrix": """import matrix
+import pytest
 
 
 def test_onnx_equals_the_oracle():
     case = matrix.Case("llama", (("{axis}", "{name}"),))
     outcome = matrix.Matrix().run(case)
     assert outcome.kind == "equal", outcome.why
+
+
+""",
+    "matrix_loops": """import matrix
+import matrix_loops
+import pytest
+
+
+def test_tokens_are_those_of_plain_decoding():
+    case = matrix.Case("llama", (("{axis}", "{name}"),))
+    outcome = matrix_loops.Loops().run(case)
+    assert outcome.kind == "equal", outcome.why
+
+
+""",
+    "": "import pytest\n\n\n",
+}
+CLAIM = '''def test_what_the_paper_claims():
+    """Name the section; say which wrong version this fails for."""
+    pytest.fail("write what {name} must hold beyond the laws of its axis")
 '''
-HOST_TEST = '''"""{title}: what it must hold beyond the laws of its axis."""
-
-from accel.ir.axis import find_axes
 
 
-def test_options_are_as_the_paper_says():
-    found = find_axes()["{axis}"].build("{name}")
-    assert vars(found) == {{}}, "write down each default, with the paper's place"
-'''
-
-
-def files_of(axis: Axis, name: str, like: str) -> dict[Path, str]:
-    """Path -> text of everything that a new method needs."""
+def files_of(axis: Axis, name: str) -> dict[Path, str]:
+    """Path -> text of all that a new method needs. Raises RecipeError where the axis is of another checkout."""
     folder = Path(importlib.import_module(axis.package).__path__[0]).resolve()
-    stem, old = name.replace("-", "_"), axis.method(like)
-    text = (folder / f"{like.replace('-', '_')}.py").read_text(encoding="utf-8")
+    if not folder.is_relative_to(ROOT):
+        raise RecipeError(
+            f"{axis.name} is imported from {folder}, outside of {ROOT}; run tools/new.py of that checkout, or install "
+            "this one (make install)"
+        )
+    stem = name.replace("-", "_")
     title = "".join(part.capitalize() for part in stem.split("_"))
-    first = text.index('"""', 3)
-    text = f'"""{title} (paper): what it does, in a sentence or two.' + text[first:]
-    family = "speculation" if axis.name in SPECULATION else axis.name.partition(".")[0]
-    graph = axis.package.startswith("accel.passes")
-    return {
-        folder / f"{stem}.py": text.replace(old.__name__, title),
-        ROOT / "recipes" / family / f"{name}.toml": RECIPE.format(axis=axis.name, name=name),
-        ROOT / "tests" / f"test_{stem}.py": (
-            TEST if graph or axis.name.startswith("kv.") else HOST_TEST
-        ).format(axis=axis.name, name=name, title=title),
-    }
 
+    def filled(path: Path) -> str:
+        text = path.read_text(encoding="utf-8").replace("Template", title)
+        return text.replace("template", name)
 
-def shortest(axis: Axis) -> str:
-    """The method whose file is the smallest."""
-    folder = Path(importlib.import_module(axis.package).__path__[0])
-    return min(axis.names(), key=lambda n: (folder / f"{n.replace('-', '_')}.py").stat().st_size)
+    made = {folder / f"{stem}.py": filled(folder / f"{TEMPLATE}.py")}
+    if (recipe := folder / f"{TEMPLATE}.toml").exists():
+        family = FAMILIES.get(axis.name, axis.name.partition(".")[0])
+        made[ROOT / "recipes" / family / f"{name}.toml"] = filled(recipe)
+    reference = ROOT / "tests" / "references" / axis.name / f"{TEMPLATE}.py"
+    if reference.exists():
+        made[reference.with_name(f"{stem}.py")] = filled(reference)
+    built = "matrix_loops" if axis.name in HOST else "matrix" if recipe.exists() else ""
+    head = f'"""{title}: what it must hold beyond the laws of its axis."""\n\n'
+    test = head + (BUILT[built] + CLAIM).format(axis=axis.name, name=name)
+    return {**made, ROOT / "tests" / f"test_{stem}.py": test}
 
 
 def main() -> int:
@@ -82,16 +90,14 @@ def main() -> int:
     )
     parser.add_argument("axis", help="as recipes name it: kv.score, kv.codec, depth, …")
     parser.add_argument("name", help="of the method, as recipes will name it: my-method")
-    parser.add_argument("--like", metavar="METHOD", help="the method to start from")
     given = parser.parse_args()
     axes = find_axes()
     try:
         if given.axis not in axes:
             raise RecipeError(unknown("axis", given.axis, axes))
-        axis = axes[given.axis]
         if not given.name.replace("-", "_").isidentifier() or given.name != given.name.lower():
             raise RecipeError(f"'{given.name}' is no name of a method; give one like my-method")
-        made = files_of(axis, given.name, given.like or shortest(axis))
+        made = files_of(axes[given.axis], given.name)
         if there := [path for path in made if path.exists()]:
             raise RecipeError(f"{there[0].relative_to(ROOT)} is there already; give another name")
     except RecipeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +10,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.errors import AccelError
 from accel.runtime.inputs.ints import Ints
 
-__all__ = ["Base", "Distribution"]
+__all__ = ["Base", "Distribution", "numbers"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,16 @@ class Distribution:
         mass = self.weights.astype(np.float64).cumsum()
         place = int(mass.searchsorted(rng.random() * mass[-1], side="right"))
         return int(self.tokens[min(place, len(self.tokens) - 1)])
+
+
+def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The logits [V]. Raises AccelError where they are not numbers."""
+    if not math.isfinite(logits.max()):  # NaN counts as the largest
+        raise AccelError(
+            "the model's logits are not numbers (NaN or infinite); build in float32, or "
+            "check the model's weights"
+        )
+    return logits
 
 
 class Base(ABC):

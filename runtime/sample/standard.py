@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import AccelError, InputError
+from accel.ir.errors import InputError
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.sample import Base, Distribution
+from accel.runtime.sample import Base, Distribution, numbers
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,7 @@ class Standard(Base):
             found = logits[seen]
             penalty = np.float32(self.repetition_penalty)
             logits[seen] = np.where(found < 0, found * penalty, found / penalty)
-        if not math.isfinite(logits.max()):  # NaN counts as the largest
-            raise AccelError(_NOT_A_NUMBER)
-        return logits
+        return numbers(logits)
 
     def distribution(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
@@ -100,12 +98,6 @@ class Standard(Base):
             keep = np.flatnonzero(weights >= self.min_p * weights.max())
             tokens, weights = tokens[keep], weights[keep]
         return tokens, weights
-
-
-_NOT_A_NUMBER = (
-    "the model's logits are not numbers (NaN or infinite); build in float32, or "
-    "check the model's weights"
-)
 
 
 def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.int64]:

@@ -46,6 +46,7 @@ from accel.ir.errors import AccelError, InputError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.passes import run
+from accel.passes.numerics import Base as Promise
 from accel.passes.trained import Trained, write
 from accel.passes.trained import sample as sample_of
 
@@ -53,7 +54,6 @@ ARCHITECTURES = ("llama", "mistral", "gpt2", "plain_latent")
 AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change the graph
 PROMPT, SHORTER, VOCABULARY, LAYERS = 30, 21, 53, 3
 ROUNDED = {"weights": 0.2, "kv.codec": 0.02}  # what may turn a number to the next step
-CHECKS = "BitExact"  # the pass of a method that changes nothing by itself
 FAULTS = ("Report it", "report it", "is not valid")  # no reason, but a bug that was caught
 EXACT = 1e-3  # error relative to the largest logit
 
@@ -151,14 +151,15 @@ class Matrix:
         own = shared(passes)
         steps = run(program, passes[own:], done=passes[:own])
         program.calibration = None
-        own_names = {type(step).__name__ for step in job.plan.passes} - {CHECKS}
+        own_names = {
+            type(step).__name__ for step in job.plan.passes if not isinstance(step, Promise)
+        }
         if idle := [s.name for s in steps if s.name in own_names and not s.changed]:
             return "wrong", f"{', '.join(idle)} changed nothing, so that nothing is compared"
         axes = {axis for axis, _ in case.tables}
-        chooses = (
-            bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
-            or "calm" in case.methods
-        )
+        depth = program.facts.depth
+        exits = depth is not None and depth.threshold is not None
+        chooses = exits or bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
         budget = job.plan.methods.get("kv.budget")

@@ -1,0 +1,31 @@
+"""NAME (paper, arXiv): what it does, in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accel.ir.ops.codec import decode_rows, encode_rows
+from accel.passes.kv.codec import Base, Sizes
+
+
+@dataclass(frozen=True)
+class Template(Base):
+    """The parts of a slot: here, int8 numbers and one scale."""
+
+    error = 0.5  # of random weights, where errors grow from layer to layer
+
+    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+        return {"": ("int8", (width,)), "scale": ("float32", ())}
+
+    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
+        q, scale = encode_rows(x)
+        return {"": q, "scale": scale}
+
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+        decoded: Tensor = decode_rows(parts[""], parts["scale"])
+        return decoded
+
+    def bits_of(self, role: str, width: int) -> float:
+        return 8 + 32 / width

@@ -1,0 +1,22 @@
+"""NAME (paper, arXiv): what it does, in a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.tree import Base, Draw, Growth, Shape
+from accel.runtime.tree._shaped import shaped
+
+
+@dataclass(frozen=True)
+class Template(Base, Shape):
+    """The form of a draft: here, a chain, each node the child of the one before."""
+
+    branches = False
+
+    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+        return self
+
+    def grow(self, limit: int, draw: Draw | None = None) -> Growth:
+        return shaped([[node + 1] for node in range(limit)] + [[]], draw)
