@@ -81,13 +81,13 @@ def _state_rules(program: Program) -> list[str]:
             continue
         if state.cross or state.kept:
             writer = "encode" if state.cross else "compress"
-            if name not in step.inputs or f"{name}.next" not in program.entries[writer].outputs:
+            if name not in step.inputs or state.output not in program.entries[writer].outputs:
                 broken.append(f"state '{name}' is not an output of {writer} and an input of step")
             continue
-        if name not in step.inputs or f"{name}.next" not in outputs:
-            broken.append(f"state '{name}' is not both an input and an output '{name}.next'")
+        if name not in step.inputs or state.output not in outputs:
+            broken.append(f"state '{name}' is not both an input and an output '{state.output}'")
             continue
-        before, after = step.input(name).meta["val"], outputs[f"{name}.next"].meta["val"]
+        before, after = step.input(name).meta["val"], outputs[state.output].meta["val"]
         if str(before.shape) != str(after.shape) or before.dtype != after.dtype:
             broken.append(f"state '{name}' changes from {before.shape} to {after.shape}")
     return broken

@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_AFTER = ".next"  # of a state value's name, where it names an output; nothing else spells it
 BLOCK = "kept.block."  # roles begin so of blocks that sessions share, and of the table that says whose they are
+
+
+def output_of(name: str) -> str:
+    """The output that gives a state value as it is after a call."""
+    return name + _AFTER
+
+
+def state_of(output: str) -> str:
+    """The state value that an output gives; the output's own name where it gives none."""
+    return output.removesuffix(_AFTER)
+
+
+def writes_state(output: str) -> bool:
+    """Whether an output gives a state value."""
+    return output.endswith(_AFTER)
 
 
 @dataclass(frozen=True)
@@ -21,6 +37,11 @@ class StateValue:
     dtype: str
     shape: tuple[int | str, ...]
     fill: float
+
+    @property
+    def output(self) -> str:
+        """The output that gives it as it is after a call."""
+        return output_of(self.name)
 
     @property
     def cross(self) -> bool:

@@ -13,6 +13,7 @@ from accel.ir.capture.encoder import INPUT_POSITIONS, INPUTS
 from accel.ir.capture.examples import encoder_example
 from accel.ir.program import Program, ancestors, compute, operand
 from accel.ir.region import Region
+from accel.ir.state import state_of
 
 Visit = Callable[..., None]  # (node, *its operands that are no parameters)
 
@@ -46,7 +47,7 @@ def feeds(program: Program, entry: str, tokens: Tensor) -> dict[str, Tensor]:
         return side
     if "encode" in program.entries:
         out = program.run("encode", side)
-        side = {name.removesuffix(".next"): value for name, value in out.items()}
+        side = {state_of(name): value for name, value in out.items()}
     batch, length = tokens.shape
     places = torch.arange(length).repeat(batch, 1)
     state = {s.name: s.allocate(B=batch, C=length) for s in program.state if not s.cross}

@@ -14,6 +14,7 @@ from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.sizes import grows
+from accel.ir.state import output_of, state_of
 from accel.passes import Pass
 
 _SIZES = ((2, 13),)  # unequal, and long enough to show a window or a wrong broadcast
@@ -182,7 +183,7 @@ def _compressed(
     """Buffers after a run of the entry `compress`, the recent ones empty."""
     out = program.run("compress", {**given, **buffers})
     for name, value in out.items():
-        buffers[name.removesuffix(".next")] = value
+        buffers[state_of(name)] = value
     for state in program.state:
         if grows(state.shape):
             buffers[state.name] = state.allocate(B=batch, C=slots)
@@ -272,7 +273,7 @@ def _call(
     }
     out = program.run("step", inputs)
     for name in buffers:
-        buffers[name] = out.get(f"{name}.next", buffers[name])
+        buffers[name] = out.get(output_of(name), buffers[name])
     logits = out["logits"]
     assert isinstance(logits, Tensor)
     return logits[:, : end - start].float()

@@ -166,3 +166,10 @@ def test_the_runtime_is_a_page_of_names():
 def test_every_file_says_what_it_is(path):
     text = path.read_text(encoding="utf-8")
     assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path.name} has no docstring"
+
+
+def test_one_file_spells_how_outputs_name_state():
+    there = [
+        p.relative_to(ROOT) for p in sources(*ORDER, "tools") if '.next"' in p.read_text("utf-8")
+    ]
+    assert there == [Path("ir/state.py")], "use output_of and state_of of accel.ir.state"

@@ -8,6 +8,7 @@ from torch import Tensor
 from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS, INPUTS
 from accel.ir.facts import EncoderFacts
 from accel.ir.program import Program
+from accel.ir.state import state_of
 
 
 def example(batch: int, length: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -39,4 +40,4 @@ def encoder_side(program: Program, batch: int) -> dict[str, Tensor]:
     if "encode" not in program.entries:
         return given
     out = program.run("encode", given)
-    return {name.removesuffix(".next"): value for name, value in out.items()}
+    return {state_of(name): value for name, value in out.items()}

@@ -22,6 +22,7 @@ from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Entry, Region, graphs_of
+from accel.ir.state import state_of
 from accel.ir.weights import Stored
 from accel.lowering import Table
 from accel.lowering.onnx import rules
@@ -106,7 +107,7 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
             entries[name] = {
                 "file": f"{name}.onnx",
                 "inputs": [i for i in entry.inputs if i not in state],
-                "outputs": [o for o in entry.outputs if o.removesuffix(".next") not in state],
+                "outputs": [o for o in entry.outputs if state_of(o) not in state],
             }
         tables = [t for t in variants() if t.bit_exact or not bit_exact]
         for table in tables:

@@ -16,6 +16,7 @@ from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.region import Entry
+from accel.ir.state import output_of, state_of
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.passes.calibrate import feeds
@@ -103,7 +104,7 @@ def compress_error(program: Program, file: Path, bound: float = 1e-3) -> float:
             off = (off - 1).clamp(min=0)
         if want[name].dtype is torch.uint8:  # the same, of several codes in a byte
             off = (off > 0).float().mean() * 255
-        scale = 1e-6 if name.endswith(".pos.next") else max(1.0, float(want[name].abs().max()))
+        scale = 1e-6 if state_of(name).endswith(".pos") else max(1.0, float(want[name].abs().max()))
         worst = max(worst, float(off.max()) / scale)
     return _held(worst, bound, file, "value")
 
@@ -351,7 +352,7 @@ def _logits(program: Program, session: ort.InferenceSession, tokens: Tensor) -> 
             **side,
             **state,
         }
-        names = ["logits", *(f"{name}.next" for name in state)] if recurrent else ["logits"]
+        names = ["logits", *map(output_of, state)] if recurrent else ["logits"]
         out = session.run(names, {k: v for k, v in feeds.items() if k in known})
         parts.append(out[0])
         state = dict(zip(state, out[1:], strict=True)) if recurrent else state

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import Miscompiled
 from accel.ir.program import Program
+from accel.ir.state import output_of
 from accel.lowering import triton
 from accel.lowering.triton import rules
 from accel.passes.check import rounding, run_both_ways
@@ -48,12 +49,12 @@ class Lowered(Program):
 
     def run(self, entry: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run an entry; inputs and outputs by name, on the device. State is written in place: what is
-        given as `name` is given back as `name.next`.
+        given as an input is given back as its output.
         """
         e = self.compiled[entry]
         inputs = {**e.defaults, **inputs}
         out = dict(zip(e.outputs, e([inputs[name] for name in e.inputs]), strict=True))
-        return out | {f"{name}.next": inputs[name] for name in e.states}
+        return out | {output_of(name): inputs[name] for name in e.states}
 
 
 def lower_program(program: Program) -> Lowered:
@@ -73,7 +74,7 @@ def lower_program(program: Program) -> Lowered:
     for name, entry in program.entries.items():
         builder = Builder(program, device, tensors)
         in_place = name not in ("encode", "compress")
-        states = [i for i in entry.inputs if f"{i}.next" in entry.outputs] if in_place else []
+        states = [i for i in entry.inputs if output_of(i) in entry.outputs] if in_place else []
         outputs = builder.entry(entry, states)
         defaults = {n: value.to(device) for n, value in entry.defaults.items()}
         lowered.compiled[name] = Compiled(builder.module(), entry.inputs, outputs, states, defaults)

@@ -12,6 +12,7 @@ from accel.ir.depth import PROPAGATE
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Region, sizes
+from accel.ir.state import state_of
 from accel.passes.clean.clean import remove_dead
 from accel.passes.depth._narrow import narrow
 
@@ -27,7 +28,7 @@ def layers(program: Program) -> list[fx.Node]:
             f"depth: {len(calls)} of {len(program.facts.layers)} layers were found in the graph, and only "
             "a layer that stands apart can be left out; build it without a depth method"
         )
-    state = {f"{value.name}.next" for value in program.state}
+    state = {value.output for value in program.state}
     names = {node: name for name, node in program.step.output_nodes().items()}
     for call in calls:
         for item in call.users:
@@ -98,7 +99,7 @@ def _state(program: Program, call: fx.Node, index: int) -> str:
     """The state value that a result of a layer is the next of; "" for the residual stream."""
     items = [u for u in call.users if u.target is operator.getitem and u.args[1] == index]
     names = [n for n, node in program.step.output_nodes().items() if node in items]
-    return names[0].removesuffix(".next") if names else ""
+    return state_of(names[0]) if names else ""
 
 
 def _node(value: object) -> fx.Node:

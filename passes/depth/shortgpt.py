@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.program import Program, evaluate
 from accel.ir.region import Region
+from accel.ir.state import output_of, state_of
 from accel.passes import Report
 from accel.passes.calibrate import feeds
 from accel.passes.clean.clean import forget_unused, remove_dead
@@ -96,9 +97,7 @@ def delete(program: Program, calls: list[fx.Node], gone: list[int]) -> None:
                 item.replace_all_uses_with(call.args[0])  # type: ignore[arg-type]
     lost = {s.name for s in program.state if s.layer in gone}
     for entry in program.entries.values():  # of an encoder, the keys of cross-attention
-        kept = {
-            n: v for n, v in entry.output_nodes().items() if n.removesuffix(".next") not in lost
-        }
+        kept = {n: v for n, v in entry.output_nodes().items() if state_of(n) not in lost}
         entry.set_outputs(kept)
     for index in gone:
         for item in list(calls[index].users):
@@ -146,8 +145,8 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
 
 
 def _renamed(output: str, names: dict[str, str]) -> str:
-    state = output.removesuffix(".next")
-    return f"{names[state]}.next" if state in names else output
+    state = state_of(output)
+    return output_of(names[state]) if state in names else output
 
 
 def _stream(call: fx.Node) -> fx.Node:

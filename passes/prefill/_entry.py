@@ -10,6 +10,7 @@ from torch import fx
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Entry, Region
+from accel.ir.state import writes_state
 from accel.passes.clean.clean import remove_dead
 
 aten = torch.ops.aten
@@ -67,7 +68,7 @@ def states(outputs: dict[str, fx.Node], calls: list[fx.Node]) -> list[tuple[str,
     return [
         (name, node)
         for name, node in outputs.items()
-        if name.endswith(".next")
+        if writes_state(name)
         and (node in read if name.startswith("kv.pos") else node.args and node.args[0] in calls)
     ]
 

@@ -15,6 +15,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State, ancestors, evaluate
 from accel.ir.region import sizes
+from accel.ir.state import output_of
 from accel.passes import Pass, Report
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.cuts import layer_groups, mixers
@@ -93,7 +94,7 @@ def _positions(
     pos = buffer(program, editor, state, letters)
     with editor.graph.inserting_before(attentions[0]):
         all_pos = editor.call(kv_append.default, pos, program.step.input("positions"), slots)
-    outputs["kv.pos.next"] = all_pos
+    outputs[state.output] = all_pos
     return all_pos
 
 
@@ -124,7 +125,7 @@ def _cache(
             stored = editor.call(kv_append.default, held, new, where[0], like=node)
         node.update_arg(index, stored)
         owners[new] = stored, layer
-        outputs[f"{name}.next"] = stored
+        outputs[output_of(name)] = stored
     node.update_arg(4, where[1])
 
 

@@ -13,6 +13,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, Region
+from accel.ir.state import state_of
 from accel.passes import Pass, Report
 from accel.passes.state.head import Head
 from accel.passes.state.layers import Layers
@@ -72,7 +73,7 @@ class Concat(Pass):
         outputs = {
             _output(name, names): copied[node]
             for name, node in program.step.output_nodes().items()
-            if name != "kv.pos.next"
+            if state_of(name) != "kv.pos"
         }
         graph.output(tuple(outputs.values()))
         program.entries["genai"] = Entry(graph, list(outputs))
@@ -84,7 +85,7 @@ def _name(name: str, role: str, layer: int | None) -> str:
 
 
 def _output(name: str, names: dict[str, str]) -> str:
-    past = names.get(name.removesuffix(".next"))
+    past = names.get(state_of(name))
     return past.replace("past_key_values", "present") if past else name
 
 

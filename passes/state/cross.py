@@ -146,6 +146,6 @@ def _encode(program: Program, given: list[fx.Node], wanted: dict[fx.Node, State]
             continue
         copied[node] = batch if _is_batch(node) else graph.node_copy(node, copied.__getitem__)
         copied[node].meta = copied[node].meta or dict(node.meta)
-    outputs = {f"{state.name}.next": copied[node] for node, state in wanted.items()}
+    outputs = {state.output: copied[node] for node, state in wanted.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))

@@ -44,7 +44,7 @@ def carry(
         state = State(name, "recurrent", layer, "float32", ("B", *sizes), 0)
         held = buffer(program, editor, state, letters)
         node.args = (*node.args[:-2], held, program.step.input("positions"))
-        outputs[f"{name}.next"] = _after(editor, node)
+        outputs[state.output] = _after(editor, node)
         total += 4 * math.prod(sizes)
     return total
 

@@ -14,6 +14,7 @@ from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry
+from accel.ir.state import output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.state.cache import Cache
@@ -41,7 +42,7 @@ class Trees(Pass):
         written = step.output_nodes()
         for state in program.state:
             _check(state, written)
-        sites, places = program.nodes(attention.default, entry=step), written["kv.pos.next"]
+        sites, places = program.nodes(attention.default, entry=step), written[output_of("kv.pos")]
         own = [n for n in sites if operands_of(n).k_pos is places]
         wide = editor.symbol("W", _WIDTH)
         batch, width = step.input("tokens").meta["val"].shape
@@ -55,7 +56,7 @@ class Trees(Pass):
 
 def _check(state: State, written: dict[str, fx.Node]) -> None:
     """Raise PassError where guesses that are dropped would leave a trace in a state."""
-    new = written.get(f"{state.name}.next")
+    new = written.get(state.output)
     if state.shared:
         raise PassError(
             "kv.reuse shares blocks of tokens between sessions, which no path of a tree can be kept in yet; leave "
@@ -87,16 +88,16 @@ def _commit(program: Program, batch: Any) -> Entry:
 
     slots = holder("slots", (batch,), torch.int64)
     path, positions = (holder(name, (batch, count), torch.int64) for name in ("path", "positions"))
-    states = [s for s in program.state if f"{s.name}.next" in program.step.outputs]
+    states = [s for s in program.state if s.output in program.step.outputs]
     held = {s.name: program.step.input(s.name).meta["val"] for s in states}
     buffers = {name: holder(name, value.shape, value.dtype) for name, value in held.items()}
     editor, outputs = Editor(program, graph), {}
     for name, buffer in buffers.items():
         if name == "kv.pos":
-            outputs[f"{name}.next"] = editor.call(kv_append.default, buffer, positions, slots)
+            outputs[output_of(name)] = editor.call(kv_append.default, buffer, positions, slots)
         else:
             key = "commit", buffer.meta["val"].dim()
-            outputs[f"{name}.next"] = trace(
+            outputs[output_of(name)] = trace(
                 editor, name, partial(_along, rank=key[1]), buffer, slots, path, key=key
             )
     graph.output(tuple(outputs.values()))

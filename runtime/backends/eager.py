@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.sizes import grows, in_numbers
+from accel.ir.state import output_of, state_of
 from accel.runtime.backends.buffers import forgettable, trimmed
 from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Ints
@@ -45,7 +46,7 @@ class EagerEngine:
 
 
 class EagerStepper:
-    """See stepper.Stepper. State values are torch tensors, replaced by each call's `name.next`."""
+    """See stepper.Stepper. State values are torch tensors, replaced by what each call gives of them."""
 
     def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
         self._program = program
@@ -93,7 +94,7 @@ class EagerStepper:
         inputs = {n: self._tensor(a) for n, a in given.items()}
         with torch.no_grad():
             out = self._program.run("step", {**inputs, **self._controls, **self._state})
-        self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
+        self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
         if observe:
             self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
         logits: Logits = out["logits"].float().cpu().numpy().copy()
@@ -105,11 +106,9 @@ class EagerStepper:
             out = self._program.run(
                 entry, {**{n: self._tensor(a) for n, a in given.items()}, **self._state}
             )
-        self._state = {name: out.get(f"{name}.next", old) for name, old in self._state.items()}
+        self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
         return {
-            n: v.float().cpu().numpy()
-            for n, v in out.items()
-            if n.removesuffix(".next") not in self._state
+            n: v.float().cpu().numpy() for n, v in out.items() if state_of(n) not in self._state
         }
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -117,7 +116,7 @@ class EagerStepper:
         given = {n: self._tensor(a) for n, a in inputs.items()}
         with torch.no_grad():
             out = self._program.run("encode", given)
-        self._state = {**self._state, **{n.removesuffix(".next"): v for n, v in out.items()}}
+        self._state = {**self._state, **{state_of(n): v for n, v in out.items()}}
 
     def compress(self, keeper: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
@@ -127,7 +126,7 @@ class EagerStepper:
         given = {n: self._tensor(a) for n, a in keeper.given(seen, recent, slots).items()}
         with torch.no_grad():
             out = self._program.run("compress", {**given, **self._state})
-        found = trimmed({n.removesuffix(".next"): v.cpu().numpy() for n, v in out.items()})
+        found = trimmed({state_of(n): v.cpu().numpy() for n, v in out.items()})
         held = {v.name for v in self._program.state if not grows(v.shape)}
         state = {n: v for n, v in self._state.items() if n in held}
         self._state = state | {n: self._tensor(a) for n, a in found.items()}

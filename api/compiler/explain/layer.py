@@ -16,6 +16,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Region
+from accel.ir.state import writes_state
 from accel.ir.text import type_text
 
 aten = torch.ops.aten
@@ -123,7 +124,7 @@ def _box(node: fx.Node, states: set[str], dims: Mapping[str, str]) -> Box | None
             return Box(name, kind, kind=STATE)
         if name == "x":
             return Box("residual stream", kind, kind=STREAM)
-        if name in _QUIET or name.endswith(".next"):
+        if name in _QUIET or writes_state(name):
             return None
         return Box(re.sub(r"_default(_\d+)?$", "", name), kind, kind=FLAG)
     if node.op == "output":

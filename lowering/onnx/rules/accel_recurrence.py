@@ -47,7 +47,7 @@ Rows = Sequence[tuple[str, str, tuple[int, ...]]]  # value [B,T,...], its name i
 
 
 def _scan(b: Builder, state: Rows, rows: Rows, steps: list[Step], y: str, width: int) -> list[str]:
-    """A Scan over the tokens. The state `x` [B,...] becomes `x.next`; returns it, then y [B,T,E].
+    """A Scan over the tokens. The state `x` [B,...] becomes `x.after`; returns it, then y [B,T,E].
 
     Rows are numbers, but for the one named `real`.
     """
@@ -60,7 +60,7 @@ def _scan(b: Builder, state: Rows, rows: Rows, steps: list[Step], y: str, width:
         [helper.make_node(op, inputs, [made], name=made) for op, inputs, made in steps],
         "scan",
         [info(name, shape) for _, name, shape in (*state, *rows)],
-        [*(info(f"{name}.next", shape) for _, name, shape in state), info(y, (width,))],
+        [*(info(f"{name}.after", shape) for _, name, shape in state), info(y, (width,))],
     )
     found: tuple[str, ...] = b.node(
         "Scan", *(value for value, _, _ in (*state, *rows)), outputs=len(state) + 1, body=body,
@@ -94,17 +94,17 @@ def selective_scan(
         ("Mul", ["scan.state", "scan.decay"], "scan.kept"),
         ("Unsqueeze", ["scan.x", one], "scan.x1"),
     ]
-    new, y = "scan.x1", "scan.state.next"
+    new, y = "scan.x1", "scan.state.after"
     if b_ is not None:
         rows.append((b_, "scan.b", (size,)))
         steps += [("Unsqueeze", ["scan.b", two], "scan.b1")]
         steps += [("Mul", ["scan.x1", "scan.b1"], "scan.new")]
         new = "scan.new"
-    steps += [("Add", ["scan.kept", new], "scan.state.next")]
+    steps += [("Add", ["scan.kept", new], "scan.state.after")]
     if c is not None:
         rows.append((c, "scan.c", (size,)))
         steps += [("Unsqueeze", ["scan.c", one], "scan.c1")]
-        steps += [("MatMul", ["scan.c1", "scan.state.next"], "scan.y1")]
+        steps += [("MatMul", ["scan.c1", "scan.state.after"], "scan.y1")]
         y = "scan.y1"
     steps += [("Squeeze", [y, one], "scan.y")]
     held = [(state, "scan.state", (size, width))]
@@ -154,7 +154,7 @@ def wkv(
         ("Add", ["wkv.start", b.use(decay)], "wkv.later"),
         *mean("wkv.later", "wkv.k", "next"),
         *(
-            ("Where", ["real", f"next.{n}", f"wkv.{o}"], f"wkv.{o}.next")
+            ("Where", ["real", f"next.{n}", f"wkv.{o}"], f"wkv.{o}.after")
             for n, o in (("total", "total"), ("weight", "weight"), ("top", "peak"))
         ),
     ]
@@ -175,7 +175,7 @@ def running_peak(
     ]
     steps: list[Step] = [
         ("Add", ["peak.state", "peak.decay"], "peak.kept"),
-        ("Max", ["peak.kept", "peak.x"], "peak.state.next"),
+        ("Max", ["peak.kept", "peak.x"], "peak.state.after"),
         ("Identity", ["peak.state"], "peak.before"),
     ]
     held = [(state, "peak.state", (width,))]

@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Entry, Region, graphs_of
+from accel.ir.state import output_of
 from accel.lowering.triton.writer.table import lower
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ class Builder:
             values[name].meta["val"] = entry.input(name).meta["val"]
         self.states = {name: values[name] for name in states}
         found = dict(zip(entry.outputs, self._inline(entry.graph, values), strict=True))
-        kept = {name: found.pop(f"{name}.next") for name in states}
+        kept = {name: found.pop(output_of(name)) for name in states}
         self._settle(kept)
         self.graph.output(tuple(found.values()))
         self.graph.eliminate_dead_code(_is_impure)

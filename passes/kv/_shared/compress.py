@@ -17,6 +17,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
+from accel.ir.state import output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv._shared import low
@@ -235,7 +236,7 @@ def _add_mass(
         editor.graph.find_nodes(op="output")[0]
     ):  # outside of any layer
         key = "mass", *rest.items(), *read
-        outputs[f"{kept}.next"], outputs[f"{recent}.next"] = trace(
+        outputs[output_of(kept)], outputs[output_of(recent)] = trace(
             editor, kept, add, *old, *read.values(), like=site.node, key=key
         )
 
@@ -298,7 +299,7 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
         key = "compress", step, x.scale, x.mask, x.window, *here
         cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
         found = trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key)
-        outputs |= {f"{site.kept[part].target}.next": node for part, node in found.items()}
+        outputs |= {output_of(str(site.kept[part].target)): node for part, node in found.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
 

@@ -59,7 +59,7 @@ def add_notes(
             written = editor.call(
                 kv_append.default, here["notes.recent"], made, append.args[2], like=append
             )
-        outputs[f"{recent.name}.next"] = written
+        outputs[recent.output] = written
     program.step.set_outputs(outputs)
     return found
 

@@ -115,7 +115,7 @@ class Base(Pass, ABC):
         if state.name not in entry.inputs:
             return
         graph, editor, role = entry.graph, Editor(program, entry.graph), _role(state)
-        holder, written = entry.input(state.name), outputs.pop(f"{state.name}.next", None)
+        holder, written = entry.input(state.name), outputs.pop(state.output, None)
         lead = holder.meta["val"].shape[:3]
         held = [
             editor.placeholder(part.name, (*lead, *part.shape[3:]), DTYPES[part.dtype])
@@ -134,7 +134,7 @@ class Base(Pass, ABC):
         elif written is not None:
             with graph.inserting_before(graph.find_nodes(op="output")[0]):
                 new = self._encoded(editor, state, written)
-        outputs |= {f"{part.name}.next": node for part, node in zip(layout, new, strict=bool(new))}
+        outputs |= {part.output: node for part, node in zip(layout, new, strict=bool(new))}
 
         def decode(*parts: Tensor) -> Tensor:
             width = int(state.shape[3])

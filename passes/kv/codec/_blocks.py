@@ -16,6 +16,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
+from accel.ir.state import output_of
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.state.recurrent import buffer
@@ -187,7 +188,7 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
     ]
     editor = Editor(program, graph)
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
-    outputs = {"kept.pos.next": moved[0], "kv.pos.next": moved[1]}
+    outputs = {output_of(POSITIONS): moved[0], output_of("kv.pos"): moved[1]}
     rows: dict[int, Any] = {}  # of all heads, by their number
     for cache, nodes in zip(caches, given, strict=True):
         role, groups = _role(cache.state), int(sizes(cache.recent)[1])
@@ -213,8 +214,8 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
         *kept, left = trace(
             editor, name, move, fresh, *rows[groups], *nodes, key=("move", codec, role)
         )
-        outputs |= {f"{s.name}.next": node for s, node in zip(cache.parts, kept, strict=True)}
-        outputs[f"{cache.state.name}.next"] = left
+        outputs |= {s.output: node for s, node in zip(cache.parts, kept, strict=True)}
+        outputs[cache.state.output] = left
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
 

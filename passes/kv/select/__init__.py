@@ -22,6 +22,7 @@ from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
+from accel.ir.state import output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import remove_dead
@@ -189,7 +190,7 @@ class Base(Pass, ABC):
             call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
             pages = editor.call(operator.getitem, call, 0, like=node)
         node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
-        outputs |= {f"pages.{layer}.{part}.next": new for part, new in stored.items()}
+        outputs |= {output_of(f"pages.{layer}.{part}"): new for part, new in stored.items()}
 
     def _update(
         self, names: list[str], keys: Tensor, q_pos: Tensor, slots: Tensor, *held: Tensor
@@ -247,5 +248,5 @@ def _nothing(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Tens
 def _recent(program: Program, x: Operands[Any]) -> bool:
     """Whether it reads what steps append to `kv.pos`."""
     return isinstance(x.k_pos, fx.Node) and x.k_pos is program.step.output_nodes().get(
-        "kv.pos.next"
+        output_of("kv.pos")
     )

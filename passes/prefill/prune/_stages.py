@@ -11,6 +11,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Region
 from accel.ir.sizes import grows
+from accel.ir.state import output_of
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import layer_calls
 from accel.passes.state.recurrent import buffer
@@ -50,7 +51,7 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     name, letter = f"kv.pos.{stage}", f"C{stage}"
     old = "kv.pos" if stage == 1 else f"kv.pos.{stage - 1}"
     before = step.input(old).meta["val"]
-    slots, written = step.input("slots"), outputs[f"{old}.next"]
+    slots, written = step.input("slots"), outputs[output_of(old)]
     slots = written.args[2]  # type: ignore[assignment]
     letters = {"B": before.shape[0], letter: editor.symbol(letter, _SLOTS + stage)}
     held = buffer(program, editor, State(name, "pos", None, "int64", ("B", letter), -1), letters)
@@ -61,7 +62,7 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     with graph.inserting_before(written):
         at = trace(editor, name, filled, held, step.input("slots"))
         positions = editor.call(kv_append.default, held, step.input("positions"), at)
-    step.set_outputs({**outputs, f"{name}.next": positions})
+    step.set_outputs({**outputs, output_of(name): positions})
     renamed = Renamed(editor, [before], [held.meta["val"]])
     for call in calls:
         call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)  # type: ignore

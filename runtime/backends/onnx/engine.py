@@ -1,6 +1,6 @@
 """ONNX Runtime on the CPU: one InferenceSession per model, one set of bound buffers per session.
 
-State is bound once, each buffer as input `name` and as output `name.next`, so that appends happen
+State is bound once, each buffer as input `name` and as output (`ir.state`), so that appends happen
 in place and a decode step costs Python the same whatever the number of layers. A graph may read
 recurrent state after it wrote the next one, so that has two buffers, which change places after
 each call.
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from accel.ir.sizes import grows
-from accel.ir.state import StateValue
+from accel.ir.state import StateValue, output_of, state_of
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.buffers import forgettable, moved, trimmed
@@ -257,20 +257,20 @@ class OrtStepper:
         """See stepper.Stepper. State is written where it lies; what recurs may be read after it is written."""
         out = self._parts.run(entry, given, self._buffers, self._spare)
         for name in self._spare:
-            if f"{name}.next" in out:
-                np.copyto(self._buffers[name], out.pop(f"{name}.next"))
+            if output_of(name) in out:
+                np.copyto(self._buffers[name], out.pop(output_of(name)))
         return out
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """See stepper.Stepper. The cross state is bound as the encoder gave it."""
-        names = [f"{value.name}.next" for value in self._state if value.cross]
+        names = [value.output for value in self._state if value.cross]
         given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
         found = dict(zip(names, self._encoder.run(names, given), strict=True))
         buffers = dict(self._buffers)
         for name, array in found.items():
             held = aligned(array.shape, array.dtype.name)
             np.copyto(held, array)
-            buffers[name.removesuffix(".next")] = held
+            buffers[state_of(name)] = held
         if len(buffers) == len(self._state):
             self._bind(buffers)
         else:
@@ -287,7 +287,7 @@ class OrtStepper:
         names = [o.name for o in session.get_outputs()]
         wanted = {i.name: given[i.name] for i in session.get_inputs()}
         out = dict(zip(names, session.run(names, wanted), strict=True))
-        found = trimmed({n.removesuffix(".next"): a for n, a in out.items()})
+        found = trimmed({state_of(n): a for n, a in out.items()})
         held = {v.name for v in self._state if not grows(v.shape)}
         buffers = {n: a for n, a in self._buffers.items() if n in held}
         for name, array in found.items():
@@ -389,7 +389,7 @@ class OrtStepper:
                 for name, value in before.items():
                     binding.bind_ortvalue_input(name, value)
                     if name not in read_only:
-                        binding.bind_ortvalue_output(f"{name}.next", after[name])
+                        binding.bind_ortvalue_output(output_of(name), after[name])
                 for name, value in self._control_values.items():
                     binding.bind_ortvalue_input(name, value)
                 bindings.append(binding)

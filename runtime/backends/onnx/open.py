@@ -131,7 +131,7 @@ def check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None
     inputs = {i.name: i for i in session.get_inputs()}
     outputs = {o.name for o in session.get_outputs()}
     wanted = {"tokens", "positions", "slots", "rows", *(v.name for v in state)}
-    written = {f"{v.name}.next" for v in state if not v.cross and not v.kept}
+    written = {v.output for v in state if not v.cross and not v.kept}
     missing = sorted((wanted ^ inputs.keys()) | (written - outputs))
     if "logits" not in outputs:
         missing.append("logits")
@@ -174,7 +174,7 @@ def check_encode(session: Any, artifact: Artifact, path: Path) -> None:
     """
     facts = artifact.facts.encoder
     wanted = {"features"} if facts is not None and facts.features else {"inputs", "inputs.pos"}
-    written = {f"{v.name}.next" for v in artifact.state if v.cross}
+    written = {v.output for v in artifact.state if v.cross}
     there = {i.name for i in session.get_inputs()}, {o.name for o in session.get_outputs()}
     wrong = sorted((wanted ^ there[0]) | (written ^ there[1]))
     if wrong:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from accel.ir.state import state_of
 from accel.runtime.backends.protocol import Arrays
 
 
@@ -65,7 +66,7 @@ class _Bound:
         for name, value in self._held.items():
             self.binding.bind_ortvalue_input(name, value)
         for name in (o.name for o in session.get_outputs()):
-            state = name.removesuffix(".next")
+            state = state_of(name)
             if state in self._held and state not in twice:
                 self.binding.bind_ortvalue_output(name, self._held[state])
                 self.outputs.append(name)
