@@ -58,10 +58,3 @@ class Prefill:
             stages=tuple(Pick.from_json(stage) for stage in f.objects("stages")),
             segments=Segments.from_json(f.object("segments")) if f.has("segments") else None,
         )
-
-    @property
-    def entries(self) -> tuple[str, ...]:
-        """The graphs that a session asks for this, beside the step."""
-        parts = range(len(self.stages) + 1 if self.stages else 0)
-        others = {"filter": self.filter, "sparse": self.segments}
-        return (*(name for name, plan in others.items() if plan), *(f"prompt.{i}" for i in parts))

@@ -30,6 +30,8 @@ from accel.compiler.quality.loss import loss, storage
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.traits import Kind
+from accel.ir.entries import kind_of
+from accel.ir.entries.step import STEP
 from accel.ir.errors import LoweringError, RecipeError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
@@ -348,7 +350,7 @@ def _write(
 ) -> None:
     from accel.compiler.report import write_html
     from accel.lowering.onnx.export import export
-    from accel.lowering.onnx.verify import CHECKS, onnx_error
+    from accel.lowering.onnx.verify import entry_error
 
     with job.part("lower", 0.8):
         entries = export(program, folder, bit_exact="numerics" in job.plan.methods)
@@ -357,20 +359,25 @@ def _write(
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     if check is not None:
         with job.part("verify", 0.9):
-            job.errors["onnx"] = onnx_error(program, folder / "step.onnx", check.cases)
-            for name, file in entries["step"].get("variants", {}).items():
-                job.errors[f"onnx {name}"] = onnx_error(program, folder / file, check.cases)
-            for name in entries:
-                if check_entry := CHECKS.get(name.partition(".")[0]):
-                    job.errors[name] = check_entry(program, folder / f"{name}.onnx")
+            for name, entry in entries.items():
+                if (kind := kind_of(name)) is None or kind.error is None:
+                    continue
+                graphs = {"": entry["file"], **entry.get("variants", {})}
+                if kind is STEP:
+                    for variant, file in graphs.items():
+                        found = entry_error(program, name, [folder / file], check.cases)
+                        job.errors[f"onnx {variant}".strip()] = found
+                else:
+                    files = [folder / file for file in graphs.values()]
+                    job.errors[name] = entry_error(program, name, files)
     if "genai" in entries:
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         if (
             tokenizer is not None
         ):  # its class is all that onnxruntime-genai reads beside tokenizer.json
-            kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            (folder / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
+            config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     written = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     report = _report(
         job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in written}

@@ -18,6 +18,8 @@ from onnx import TensorProto, helper
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from accel.ir.entries import kind_of
+from accel.ir.entries.step import STEP
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
@@ -101,7 +103,7 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
     with (folder / WEIGHTS).open("wb") as file:
         weights = WeightsFile(file)
         for name, entry in program.entries.items():
-            builder = Builder(weights.add, bit_exact=bit_exact and name == "step")
+            builder = Builder(weights.add, bit_exact=bit_exact and name == STEP.name)
             onnx.save_model(lower_entry(program, entry, weights, builder), folder / f"{name}.onnx")
             state = {s.name for s in program.state}
             entries[name] = {
@@ -114,8 +116,9 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
             if reason := table.missing():
                 program.facts.notes.append(f"without the variant '{table.target}': {reason}")
         tables = [t for t in tables if not t.missing()]
-        for name in entries.keys() - {"encode", "commit", "compress", "genai", "shift"}:
-            entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
+        for name in entries:
+            if (kind := kind_of(name)) is not None and kind.variants:
+                entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
     _map_params(program, weights, folder / WEIGHTS)
     return entries
 
@@ -138,7 +141,7 @@ def _variants(
             onnx.save_model(model, folder / files[table.target])
     if not files:
         return {}
-    if entry != "step":
+    if entry != STEP.name:
         return {"variants": files}
     found: dict[str, dict[str, str]] = {"variants": files, "probes": {}, "products": {}}
     for variant in (None, *(t for t in tables if t.target in files)):

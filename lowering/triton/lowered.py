@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries import kind_of
 from accel.ir.errors import Miscompiled
 from accel.ir.program import Program
 from accel.ir.state import output_of
@@ -73,7 +74,8 @@ def lower_program(program: Program) -> Lowered:
     tensors: dict[str, Tensor] = {}  # parameters on the device, which all entries share
     for name, entry in program.entries.items():
         builder = Builder(program, device, tensors)
-        in_place = name not in ("encode", "compress")
+        kind = kind_of(name)
+        in_place = kind is not None and kind.in_place
         states = [i for i in entry.inputs if output_of(i) in entry.outputs] if in_place else []
         outputs = builder.entry(entry, states)
         defaults = {n: value.to(device) for n, value in entry.defaults.items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.ir.entries import kind_of, kinds
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
 from accel.ir.fields import BUILD_AGAIN, MANIFEST, Fields
@@ -116,19 +117,14 @@ def parse(raw: Any) -> Manifest:
     entries = {name: _entry(f) for name, f in top.object("entries").each()}
     if "step" not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {BUILD_AGAIN}")
-    if (facts.kv is None) == ("compress" in entries):
-        raise ArtifactError(f"{MANIFEST}: model.kv and entries.compress go together; {BUILD_AGAIN}")
-    if (facts.encoder is None) == ("encode" in entries):
-        raise ArtifactError(
-            f"{MANIFEST}: model.encoder and entries.encode go together; {BUILD_AGAIN}"
-        )
-    wanted = () if facts.prefill is None else facts.prefill.entries
-    if set(wanted) != {
-        name for name in entries if name.partition(".")[0] in ("filter", "prompt", "sparse")
-    }:
-        raise ArtifactError(
-            f"{MANIFEST}: model.prefill and its entries go together ({', '.join(wanted)}); {BUILD_AGAIN}"
-        )
+    for kind in kinds().values():
+        wanted = sorted(kind.names(facts)) if kind.feature else []
+        there = sorted(name for name in entries if kind_of(name) is kind)
+        if kind.feature and wanted != there:
+            raise ArtifactError(
+                f"{MANIFEST}: model.{kind.feature} and entries.{kind.name} go together: the model has "
+                f"{', '.join(wanted) or 'none'}, the entries {', '.join(there) or 'none'}; {BUILD_AGAIN}"
+            )
     for name, entry in entries.items():
         _listed(f"entries.{name}.file", entry.file, files)
         for part in PARTS:

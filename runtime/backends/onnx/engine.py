@@ -16,6 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
+from accel.ir.entries import kind_of
+from accel.ir.entries.encode import ENCODE
+from accel.ir.entries.step import STEP
 from accel.ir.sizes import grows
 from accel.ir.state import StateValue, output_of, state_of
 from accel.lowering.onnx.variants import PORTABLE
@@ -37,11 +40,6 @@ from accel.runtime.backends.onnx.part import Parts
 from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
 from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Ints
-
-MOVES = (
-    "commit",
-    "shift",
-)  # entries that move a little of the state: more threads would come too late
 
 
 class OrtEngine:
@@ -130,11 +128,14 @@ class OrtEngine:
     def _open(self, entry: str) -> Any:
         graphs = self.artifact.entries[entry].graphs
         path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
-        threads = 1 if entry in MOVES else self.threads
-        session = open_session(path, threads, resting=self._in_turns or entry != self.entry)
-        if entry == "encode":
+        kind = kind_of(entry)
+        most = self.threads if kind is None or kind.threads is None else kind.threads
+        session = open_session(
+            path, min(most, self.threads), resting=self._in_turns or entry != self.entry
+        )
+        if kind is ENCODE:
             check_encode(session, self.artifact, path)
-        elif entry == "step":
+        elif kind is STEP:
             check_state(session, self.artifact.state, path)
             check_controls(session, self.artifact.facts.depth, self.artifact.manifest.trees, path)
         return session

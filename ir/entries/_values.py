@@ -1,0 +1,67 @@
+"""Values that examples of several kinds of entries take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel.ir.capture.examples import example
+from accel.ir.program import Program
+from accel.ir.region import Entry
+
+SLOTS = 128  # of a cache; kernels that keep every bit take multiples of it
+
+
+def random() -> torch.Generator:
+    """The same numbers each time."""
+    return torch.Generator().manual_seed(0)
+
+
+def call(program: Program, batch: int, length: int, start: int = 0) -> dict[str, Tensor]:
+    """Random tokens [B,T] of a step from slot `start` on, with logits for the last one."""
+    tokens, positions = example(batch, length, program.facts.vocab_size, 7)
+    return {
+        "tokens": tokens,
+        "positions": positions + start,
+        "slots": torch.full((batch,), start),
+        "rows": positions[:, -1:],
+    }
+
+
+def empty_state(program: Program, entry: Entry, batch: int) -> dict[str, Tensor]:
+    """What the entry reads of the state, with nothing in it."""
+    read = [s for s in program.state if s.name in entry.inputs and not s.cross]
+    return {s.name: s.allocate(B=batch, C=SLOTS) for s in read}
+
+
+def some_layers(program: Program, name: str) -> dict[str, Tensor]:
+    """A call of an entry that is part of the step, over an empty cache."""
+    entry = program.entries[name]
+    given = call(program, 2, min(13, program.facts.max_context))
+    if "stream" in entry.inputs:
+        shape = *given["tokens"].shape, int(entry.input("stream").meta["val"].shape[2])
+        given["stream"] = torch.randn(shape, generator=random())
+    return taken(entry, given, empty_state(program, entry, 2))
+
+
+def taken(entry: Entry, *found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of these values those that the entry takes."""
+    return {n: v for values in found for n, v in values.items() if n in entry.inputs}
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Random numbers as keys, values, codes or scales are."""
+    ranges: dict[torch.dtype, tuple[int, int]] = {torch.int8: (-127, 128), torch.uint8: (0, 256)}
+    if dtype in ranges:
+        return torch.randint(*ranges[dtype], tuple(shape), generator=generator, dtype=dtype)
+    if dtype is torch.float16:
+        return torch.rand(tuple(shape), generator=generator).half()
+    return torch.randn(tuple(shape), generator=generator, dtype=dtype)
+
+
+def numbers(values: Any) -> Tensor:
+    """A table of whole numbers."""
+    return torch.tensor(values, dtype=torch.int64)

@@ -1,0 +1,75 @@
+"""`compress`: chooses what stays of the cache, or encodes blocks of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel.ir.entries import EntryKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def keep_of(layer: int) -> str:
+    """The input that says how many tokens a head of the layer keeps [B]."""
+    return f"keep.{layer}"
+
+
+def ranks_of(layer: int) -> str:
+    """The input 0..N-1 [N], N: the most tokens that any head of the layer keeps."""
+    return f"ranks.{layer}"
+
+
+def queries_of(layer: int) -> str:
+    """The input with the layer's observed queries [B,W,H,D], and the output of the step that gives them."""
+    return f"queries.{layer}"
+
+
+@dataclass(frozen=True)
+class _Compress(EntryKind):
+    def example(self, program: Any, name: str) -> dict[str, Tensor]:
+        """Two rows, the second shorter, each head with some slots that are empty."""
+        import torch
+
+        from accel.ir.entries._values import filled, numbers, random
+
+        layers = range(len(program.facts.layers))
+        letters = {"B": 2, "C": 24, "W": 3}
+        for i in layers:
+            letters |= {f"P{i}": 8, f"Q{i}": 7, f"N{i}": 9}
+        if program.facts.kv is not None and (block := program.facts.kv.flush):
+            letters |= {"C": 24 + 2 * block, "P": 3, "F": 2, "N": 4, "M": 5}
+        told = {
+            "places": [[0, 1, 3, 4], [0, 3, -1, -1]],  # old and new blocks
+            "tail": [[7, 8, 9, 10, 11], [3, 4, -1, -1, -1]],
+            "seen": [30, 21],
+            "query_positions": [[27, 28, 29], [-1, 19, 20]],
+            **{keep_of(i): [9, 6] for i in layers},
+            **{ranks_of(i): list(range(9)) for i in layers},
+        }
+        roles = {s.name: s.role for s in program.state}
+        generator = random()
+        found: dict[str, Tensor] = {}
+        for holder in program.entries[name].graph.find_nodes(op="placeholder"):
+            own, value = str(holder.target), holder.meta["val"]
+            shape = [
+                d if isinstance(d, int) else letters[program.dims[str(d)]] for d in value.shape
+            ]
+            role = roles.get(own)
+            if own in told:
+                found[own] = numbers(told[own])
+            elif value.dtype is not torch.int64:
+                found[own] = filled(shape, value.dtype, generator)
+                found[own] = found[own].abs() if role == "mass" else found[own]
+            elif role is None:  # the slots of new blocks
+                found[own] = torch.arange(shape[0] * shape[1]).reshape(shape)
+            elif role == "pos":
+                found[own] = torch.arange(8, 8 + shape[1]).repeat(2, 1)
+            else:  # positions that were kept
+                found[own] = torch.arange(shape[-1]).expand(shape).clone()
+                found[own][:, 0, 6:] = -1
+        return found
+
+
+COMPRESS = _Compress("compress", in_place=False, feature="kv")

@@ -1,0 +1,36 @@
+"""`genai`: the step in onnxruntime-genai's convention, past keys and values in, longer ones out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel.ir.entries import EntryKind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Genai(EntryKind):
+    def example(self, program: Any, name: str) -> dict[str, Tensor]:
+        """Two rows with nothing before them."""
+        import torch
+
+        from accel.ir.entries._values import call
+
+        given = call(program, 2, min(13, program.facts.max_context))
+        found = {
+            "input_ids": given["tokens"],
+            "position_ids": given["positions"],
+            "attention_mask": torch.ones_like(given["tokens"]),
+        }
+        for holder in program.entries[name].graph.find_nodes(op="placeholder"):
+            if holder.target not in found:  # past keys and values
+                _, heads, _, width = holder.meta["val"].shape
+                found[str(holder.target)] = torch.zeros(2, heads, 0, width)
+        return found
+
+
+# the pass that makes it compares it, and another program runs it
+GENAI = _Genai("genai", in_place=False, error=None)
