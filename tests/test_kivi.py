@@ -376,7 +376,9 @@ def test_memory_is_its_formula(program):
 
 def test_what_does_not_go_with_it_is_refused():
     evict = {"kv": {"codec": {"use": "kivi"}, "score": {"use": "knorm"}}}
-    with pytest.raises(RecipeError, match="kv.codec 'kivi' encodes blocks .* kv.score leaves gaps"):
+    with pytest.raises(
+        RecipeError, match="kv.codec = kivi cannot go with kv.score = knorm: .*without gaps"
+    ):
         accel.optimize(models.ARCHITECTURES["llama"](), evict)
 
 
@@ -388,7 +390,9 @@ def test_models_that_it_cannot_serve_are_refused(stateful):
 
 
 def test_equal_rows_are_not_promised():
-    with pytest.raises(RecipeError, match="bit-exact cannot go with kv.codec = kivi: which tokens"):
+    with pytest.raises(
+        RecipeError, match="bit-exact cannot go with kv.codec = kivi: .*the same bits"
+    ):
         assemble(Recipe(tables={"kv.codec": {"use": "kivi"}, "numerics": {"use": "bit-exact"}}))
 
 

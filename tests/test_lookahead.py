@@ -1,6 +1,7 @@
 """Lookahead decoding: the same tokens as without, what its window makes of its guesses, ends, and what it goes with."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -231,8 +232,8 @@ def test_what_cannot_take_guesses_back_is_refused_before_any_work():
                 plan = assemble(Recipe(tables={**recipe.tables, **LOOP}))
                 assert any(isinstance(step, Trees) for step in plan.passes) and plan.grade
             except RecipeError as error:
-                assert "loop = lookahead cannot go with" in str(error) or "guesses trees" in str(
-                    error
+                assert re.search(
+                    "cannot go with.*loop = lookahead|loop = lookahead cannot", str(error)
                 )
                 refused.add(name)
     assert refused == REFUSED

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import accel
-from accel.compiler.assemble import assemble
+from accel.compiler.assemble import assemble, check_target
 from accel.compiler.optimize import pipeline
-from accel.compiler.quality.bit_exact import check_target
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe

@@ -130,11 +130,11 @@ def test_what_it_goes_with():
     for tables, words in [
         (
             {"tree": {"use": "dyspec"}},
-            "tree = dyspec cannot go with draft = token-recycling: it goes by probabilities",
+            "tree = dyspec cannot go with draft = token-recycling: .*gives probabilities",
         ),
         (
             {"verify": {"use": "spec-chain"}},
-            "it takes chains, and that tree branches: verify = rrs-wor takes it",
+            "verify = spec-chain cannot go with tree = static: .*verify rrs-wor for spec-chain",
         ),
         ({"tree": {"use": "sequioa"}}, "did you mean 'sequoia'"),
     ]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accel.compiler.capabilities import TARGETS, conflicts, told
+from accel.compiler.nearest import nearest
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
+from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
 from accel.passes.kv._shared.compress import Compress
@@ -18,13 +21,6 @@ DRAFTING = {  # axes of speculative decoding
     "verify": "verify says which drafted tokens stand",
     "length": "length says how many tokens are drafted",
     "tree": "tree says what shape drafts take",
-}
-# Axes whose methods may ask for trees of guesses, and what says so; `branches` of a loop are rows.
-BRANCHING = (("tree", "branches"), ("draft", "branches"), ("loop", "trees"))
-TREELESS = {  # axes with no way to take a guess back, and why
-    "kv.select": "reads pages by the order of positions, in which guesses do not lie",
-    "kv.reuse": "shares blocks of tokens between sessions, from which no guess can be taken back",
-    "prefill.sparse": "runs prompts by a graph of its own, which takes none",
 }
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
@@ -44,13 +40,26 @@ class Plan:
         return GRADES[max(ranks, default=0)]
 
 
+class _Incompatible(RecipeError):
+    """Methods that do not go together; the text ends before what to do."""
+
+
 def assemble(recipe: Recipe) -> Plan:
     """Build every method that a recipe names.
 
     Raises:
-        RecipeError: an axis, method or option that does not exist (with the near name), or a value
-            of the wrong type.
+        RecipeError: an axis, method or option that does not exist (with the near name), a value
+            of the wrong type, or methods that do not go together (with the nearest recipe that does).
     """
+    try:
+        return _assembled(recipe)
+    except _Incompatible as error:
+        near = nearest(recipe, str(error), _assembled, first="swap")
+        works = f" (the nearest recipe that works: {near.change})" if near.recipe else ""
+        raise RecipeError(f"{error}; leave one of the two out{works}") from None
+
+
+def _assembled(recipe: Recipe) -> Plan:
     axes = find_axes()
     plan = Plan(recipe)
     if "sample" in recipe.tables:
@@ -69,20 +78,29 @@ def assemble(recipe: Recipe) -> Plan:
         if isinstance(method, Pass):
             plan.passes.append(method)
     _draft(plan, axes)
-    _apart(plan)
-    if "kv.reuse" in plan.methods:
-        plan.passes[:0] = plan.methods["kv.reuse"].steps()  # before slots are encoded
-    _trees(plan)
-    if eviction := [axis for axis in plan.methods if axis in EVICTION]:
-        if (codec := plan.methods.get("kv.codec")) is not None and codec.block:
-            raise RecipeError(
-                f"recipe '{recipe.name}': kv.codec '{recipe.tables['kv.codec']['use']}' encodes blocks of tokens that "
-                f"follow each other, and {eviction[0]} leaves gaps between them; use a codec of single tokens "
-                "(kv-int8), or leave one of the two out"
-            )
-        plan.passes.insert(0, _compress(plan, axes, eviction))  # before what it keeps is encoded
-        _apart(plan)  # of what it left out, too
+    if "kv.score" in plan.methods:
+        _evict(plan, axes)
+    if found := conflicts(plan.methods):
+        by_default = [sum(a not in recipe.tables for a in (c.relying, c.other)) for c in found]
+        first = found[by_default.index(min(by_default))]  # what the recipe itself names, if any
+        raise _Incompatible(f"recipe '{recipe.name}': {told(first, _uses(plan))}")
+    plan.passes = _passes(plan, axes)
     return plan
+
+
+def check_target(plan: Plan, target: str) -> None:
+    """Raise RecipeError where a method relies on what no artifact of a target keeps."""
+    methods = {**plan.methods, "target": TARGETS.get(target, Method())}
+    for one in conflicts(methods):
+        raise RecipeError(
+            f"recipe '{plan.recipe.name}': {told(one, {**_uses(plan), 'target': target})}; use target='onnx', or "
+            f"leave [{one.relying}] out"
+        )
+
+
+def _uses(plan: Plan) -> dict[str, str]:
+    """Axis -> the name of its method."""
+    return {axis: table["use"] for axis, table in plan.recipe.tables.items()}
 
 
 def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
@@ -126,7 +144,7 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
     if "draft" in asked and "loop" not in plan.methods:
         _default(plan, axes, "loop", "speculative")
     wanted = dict(plan.methods["loop"].asks) if "loop" in plan.methods else {}
-    uses = {axis: table["use"] for axis, table in plan.recipe.tables.items()}
+    uses = _uses(plan)
     if "draft" in wanted and "draft" in asked:
         wanted |= plan.methods["draft"].asks
     for axis in asked:
@@ -157,56 +175,41 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
             plan.passes.append(plan.methods[axis])
 
 
-def _trees(plan: Plan) -> None:
-    """The pass for trees of guesses, where a method asks for them. Raises RecipeError where another takes none."""
-    asking = [axis for axis, said in BRANCHING if getattr(plan.methods.get(axis), said, False)]
-    if not asking:
-        return
-    uses = {axis: f"{axis} = {plan.recipe.tables[axis]['use']}" for axis in plan.methods}
-    for axis in TREELESS.keys() & uses.keys():
-        raise RecipeError(
-            f"recipe '{plan.recipe.name}': {uses[asking[0]]} guesses trees, and {uses[axis]} {TREELESS[axis]}; leave "
-            "one of the two out, or draft a chain (prompt-lookup)"
-        )
-    plan.passes.append(Trees())
-
-
 def _default(plan: Plan, axes: dict[str, Axis], axis: str, use: str) -> None:
     """A method that the recipe leaves out."""
     plan.methods[axis] = axes[axis].build(use)
     plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, axis: {"use": use}})
 
 
-def _apart(plan: Plan) -> None:
-    """Refuse methods of which one says that it cannot go with the other."""
-    uses = {axis: f"{axis} = {plan.recipe.tables[axis]['use']}" for axis in plan.methods}
-    for axis, method in plan.methods.items():
-        for other in plan.methods:
-            if (
-                other != axis
-                and hasattr(method, "apart")
-                and (why := method.apart(other, plan.methods[other]))
-            ):
-                raise RecipeError(
-                    f"recipe '{plan.recipe.name}': {uses[axis]} cannot go with {uses[other]}: {why}; leave one "
-                    "of the two out"
-                )
-
-
-def _compress(plan: Plan, axes: dict[str, Axis], named: list[str]) -> Pass:
-    """The pass that evicts, out of its axes; those that the recipe leaves out get their default, which
-    an artifact's recipe then says.
-    """
-    if "kv.score" not in plan.methods:
-        raise RecipeError(
-            f"recipe '{plan.recipe.name}': {', '.join(named)} says how tokens are dropped, but no kv.score "
-            f"says which; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
-        )
+def _evict(plan: Plan, axes: dict[str, Axis]) -> None:
+    """The axes of eviction that the recipe leaves out get their default, which an artifact's recipe then says."""
     score = plan.methods["kv.score"]
     for axis, use in (("kv.budget", "uniform"), ("kv.keep", "drop"), ("kv.when", score.when)):
         if axis not in plan.methods:
             _default(plan, axes, axis, use)
-    return Compress(score, plan.methods["kv.budget"], plan.methods["kv.keep"])
+
+
+def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
+    """Those that methods need beside the ones that are passes themselves, in their order.
+
+    Raises:
+        RecipeError: tokens are dropped, and no method says which.
+    """
+    methods = plan.methods
+    found = list(plan.passes)
+    if "kv.reuse" in methods:
+        found[:0] = methods["kv.reuse"].steps()  # before slots are encoded
+    if any(Invariant.CHAINS in method.breaks for method in methods.values()):
+        found.append(Trees())
+    if named := [axis for axis in methods if axis in EVICTION]:
+        if "kv.score" not in methods:
+            raise RecipeError(
+                f"recipe '{plan.recipe.name}': {', '.join(named)} says how tokens are dropped, but no kv.score "
+                f"says which; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
+            )
+        compress = Compress(methods["kv.score"], methods["kv.budget"], methods["kv.keep"])
+        found.insert(0, compress)  # before what it keeps is encoded
+    return found
 
 
 def _axis(axes: dict[str, Axis], recipe: Recipe, name: str) -> Axis:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel.compiler.assemble import Plan, assemble, fit
+from accel.compiler.assemble import Plan, assemble, check_target, fit
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.draft_build import Build as BuildDraft
 from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.genai import genai_config
 from accel.compiler.load.checkpoint import load_model, tokenizer_json
-from accel.compiler.quality.bit_exact import check_rows, check_target
+from accel.compiler.quality.bit_exact import check_rows
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
 from accel.ir.capture.capture import capture_inspected

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from abc import ABC
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
+from accel.ir.invariants import Invariant, Method
 from accel.passes import Pass
 from accel.passes.fuse.residual import Residual
 from accel.passes.state.layers import Layers
 
 
 @dataclass(frozen=True)
-class Base(Pass, ABC):
+class Base(Pass, Method, ABC):
     """A method is a pass over the layers: it takes them out, or puts each under a condition
     (`_joint.conditions`) and says in `program.facts.depth` which of them a call runs by default.
     """
@@ -26,13 +26,22 @@ class Base(Pass, ABC):
     after = (Layers, Residual)
     rank = 1  # after what works within layers
     grade = "approximate"
-    leaves_out: ClassVar[bool] = (
-        True  # whether single tokens go through fewer layers than those of longer calls
-    )
-    by_call: ClassVar[bool] = True  # whether a call may say which layers run
 
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "kv.score" and method.reads & {"queries", "mass"}:
-            return "its layers stand under conditions, out of which that score would take what their tokens ask for"
-        return ""
+    relies = frozenset({Invariant.APPEND_ONLY})
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        """By default a call may leave out layers, and single tokens go through fewer than those of longer calls."""
+        return frozenset(
+            {
+                Invariant.ALL_LAYERS_RUN,
+                Invariant.CALL_INDEPENDENT,
+                Invariant.DECODE_WIDTH,
+                Invariant.EXACT_WIDTH,
+            }
+        )
+
+    @property
+    def provides(self) -> frozenset[Invariant]:
+        """By default a call may say which layers run."""
+        return frozenset({Invariant.LAYERS_BY_CALL})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel.ir.depth import NESTED, Depth
+from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.depth import Base
@@ -18,7 +19,7 @@ class ByCall(Base):
     """
 
     grade = "bit-exact"
-    leaves_out = False
+    breaks = frozenset({Invariant.ALL_LAYERS_RUN})
 
     def run(self, program: Program) -> Report:
         calls = conditions(program, NESTED)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError, RecipeError
+from accel.ir.invariants import Invariant
 from accel.ir.program import Program, evaluate
 from accel.ir.region import Region
 from accel.ir.state import output_of, state_of
@@ -35,8 +36,9 @@ class ShortGPT(Base):
     tokens: int = 8192
 
     rank = -1  # before weights are stored otherwise
-    leaves_out = by_call = False
     reads_text = True
+    breaks = frozenset({Invariant.FIXED_LAYERS})
+    provides = frozenset()
     error = 10.0  # other models; that one without the layers is what is left, the laws of this axis hold
     small: ClassVar[Mapping[str, Any]] = {"share": 0.4, "tokens": 5}
 
@@ -47,11 +49,6 @@ class ShortGPT(Base):
             )
         if self.tokens < 1:
             raise RecipeError(f"tokens = {self.tokens}; give how many to measure on, 1 or more")
-
-    def apart(self, axis: str, method: Any) -> str:
-        if axis == "kv.score" or axis == "kv.codec" and method.block:
-            return "it deletes layers whose caches that method already shapes"
-        return ""
 
     def run(self, program: Program) -> Report:
         calls = layers(program)

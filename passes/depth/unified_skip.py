@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from accel.ir.depth import CACHES, NESTED, Depth
 from accel.ir.errors import PassError, RecipeError, unknown
+from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.depth import Base
@@ -27,6 +28,11 @@ class UnifiedSkip(Base):
             raise RecipeError(f"speedup = {self.speedup}; give 1 (all layers) or more")
         if self.cache not in CACHES:
             raise RecipeError(unknown("cache", self.cache, CACHES))
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        """With a speedup of 1 single tokens go through all layers too."""
+        return super().breaks if self.speedup > 1 else frozenset({Invariant.ALL_LAYERS_RUN})
 
     def run(self, program: Program) -> Report:
         count = len(program.facts.layers)

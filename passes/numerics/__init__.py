@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC
 from dataclasses import dataclass
 
+from accel.ir.invariants import Method
 from accel.passes import Pass
 
 
 @dataclass(frozen=True)
-class Base(Pass, ABC):
+class Base(Pass, Method, ABC):
     """Refuses models for which it cannot hold its promise; lowering and runtime keep it."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from accel.ir.errors import PassError
+from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.quantized import quantized_expert_linear
@@ -26,27 +26,10 @@ class BitExact(Base):
     Variants of the step that do not promise equal rows are not written.
     """
 
-    rank = 3  # after methods of depth and prefill, which may break the promise
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "kv.score":
-            return "what is dropped, and when, depends on how tokens share calls"
-        if axis == "kv.codec" and method.block:
-            return "which tokens a query reads in codes depends on how tokens share calls"
-        if axis == "kv.select":
-            return "which pages a token reads is no promise of equal bits, since a long call reads all of them"
-        if axis.startswith("prefill."):
-            return "what is left out of a prompt depends on sums, which differ by how many rows and tokens share a call"
-        return ""
+    rank = 3  # after methods of depth and prefill: it looks at what they leave
+    relies = frozenset({Invariant.APPEND_ONLY, Invariant.EXACT_WIDTH})
 
     def run(self, program: Program) -> Report:
-        depth = program.facts.depth
-        if depth is not None and (not all(depth.plan) or depth.threshold is not None):
-            raise PassError(
-                "bit-exact: the recipe's depth method lets single tokens go through fewer layers than "
-                "several in one call; leave one of the two out, or set depth.speedup = 1 (unified-skip)"
-            )
         if any(s.role == "recurrent" for s in program.state):
             raise PassError(
                 "bit-exact: this model has recurrent state, which is summed in another order when "

@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.invariants import Method
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -71,7 +72,7 @@ class Drafters(ABC):
         """Free what it holds. The target's session is still open."""
 
 
-class Base:
+class Base(Method):
     """A method: a frozen dataclass whose fields are its options. It gives `begin` where each row is drafted for by
     itself on the host, and `open` where one call of a model drafts for all.
     """
@@ -79,9 +80,6 @@ class Base:
     # Other axes whose methods it works with, and the one that is taken where a recipe names none.
     asks: ClassVar[Mapping[str, str]] = {}
     needs: ClassVar[Mapping[str, str]] = {}  # the same of axes that change the graph
-    ranked: ClassVar[bool] = (
-        False  # True: what it gives to grow a tree is tokens in order, without probabilities
-    )
 
     def begin(self, prompt: Ints) -> Drafter:
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
+from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.row import Row
@@ -30,20 +30,14 @@ class LayerSkip(Base):
 
     asks = {"tree": "chain"}
     needs = {"depth": "by-call"}
+    relies = frozenset({Invariant.CHAINS, Invariant.LAYERS_BY_CALL})
+    provides = frozenset({Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:
         if self.exit < 0:
             raise RecipeError(
                 f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: a quarter"
             )
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "depth" and not method.by_call:
-            return "a draft runs some of the layers, and after that method no call can say which"
-        return (
-            "it drafts chains, and that tree branches" if axis == "tree" and method.branches else ""
-        )
 
     def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
         return _Early(self.layers(setting), session, rows, setting)

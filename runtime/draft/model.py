@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.row import Row
@@ -43,6 +44,7 @@ class Model(Base):
     weights: str = "int8"
 
     asks = {"tree": "chain"}
+    provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
 
     def second(self) -> Path | None:
         return Path(self.path or str(files("accel.reference") / OWN)).expanduser()

@@ -35,7 +35,6 @@ class TokenRecycling(Base):
     followers: int = 8
 
     asks = {"tree": "static"}
-    ranked = True
 
     def __post_init__(self) -> None:
         if self.followers < 1:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.invariants import Method
 from accel.runtime.speculation.price import Price
 
 __all__ = ["Base", "Pace"]
@@ -31,10 +32,10 @@ class Pace(ABC):
         """What became of a draft: how many tokens it had, how many of them stand."""
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """A method: a frozen dataclass whose fields are its options, shared by all rows."""
 
-    def fit(self, model: Any) -> None:  # noqa: B027
+    def fit(self, model: Any) -> None:
         """Raises InputError where what it goes by was made for another model than sessions are of (`loop.Model`)."""
 
     @abstractmethod

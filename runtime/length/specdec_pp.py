@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
+from accel.ir.invariants import Invariant
 from accel.ir.trained import Tensors, found, opened
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.price import Price
@@ -41,6 +42,7 @@ class SpecdecPp(Base):
     trained: str = ""
 
     key: ClassVar[str] = "specdec-pp"
+    relies = frozenset({Invariant.DRAFT_MODEL})
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -51,12 +53,6 @@ class SpecdecPp(Base):
             raise RecipeError(
                 f"length.specdec-pp: least is {self.least} and most {self.most}; give 1 or more, and no less as most"
             )
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "draft" and method.second() is None:
-            return "it reads the odds that a draft model gives, which this drafter has none of (draft = model)"
-        return ""
 
     def fit(self, model: Any) -> None:
         """Raises InputError where the head was trained for another model, or another draft of it."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from accel.ir.axis import host_method
+from accel.ir.invariants import Invariant, Method
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.row import Row
 from accel.runtime.session.session import Session
@@ -29,7 +30,7 @@ def chosen(tables: Any) -> tuple[Base, dict[str, Any]]:
     return loop, methods
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """A method is a frozen dataclass whose fields are its options."""
 
     # Other axes whose methods it works with, and the one that is taken where a recipe names none ("": it must).
@@ -39,6 +40,10 @@ class Base(ABC):
     # Whether a greedy request gets other tokens than those that the model finds likeliest one by one.
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        return frozenset({Invariant.CHAINS}) if self.trees else frozenset()
 
     @abstractmethod
     def tokens(
@@ -51,7 +56,3 @@ class Base(ABC):
         alone. At the end, or where the iteration is closed, a row of the session holds what its `Row` has, but
         for the last token; after a search, what is left of that (`session.lengths`).
         """
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        return ""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import RecipeError, unknown
+from accel.ir.invariants import Invariant
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
@@ -31,6 +32,7 @@ class Blocks(Base):
     cache: str = "none"
 
     fills = True
+    breaks = frozenset({Invariant.APPEND_ONLY})
 
     def __post_init__(self) -> None:
         self.validate()
@@ -82,18 +84,6 @@ class Blocks(Base):
         """The places, in a guess, of the tokens that stay, one or more; of a row's block that had `total` masks
         `step` calls before.
         """
-
-    def apart(self, axis: str, method: Any) -> str:
-        """See Base: tokens are written again and again, and see those after them."""
-        if axis == "kv.codec":
-            return (
-                "it encodes blocks of tokens for good, and here tokens are written again"
-                if method.block
-                else ""
-            )
-        if axis.partition(".")[0] in ("kv", "depth", "prefill", "numerics"):
-            return "it is for tokens that come one after the other, and here they are written in any order, and again"
-        return ""
 
     @property
     def _name(self) -> str:

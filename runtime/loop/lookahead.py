@@ -19,7 +19,7 @@ from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base
-from accel.runtime.loop.speculative import FIGURES, apart
+from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import Guard
 from accel.runtime.tree import Tree
@@ -41,6 +41,7 @@ class Lookahead(Base):
 
     grade = "bit-exact"
     trees = True
+    relies = DRAFTS_RELY
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
@@ -56,9 +57,6 @@ class Lookahead(Base):
         return self.guesses * rows + max(
             n * (self.window + rows - n) for n in range(1, rows + 1)
         )  # while it fills
-
-    def apart(self, axis: str, method: object) -> str:
-        return apart(axis, method)
 
     def tokens(
         self, session: Session, rows: list[Row], setting: Setting

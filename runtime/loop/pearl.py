@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from accel.ir.errors import InputError, RecipeError
+from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base
-from accel.runtime.loop.speculative import FIGURES, apart, reach
+from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.guard import Guard, prices
@@ -38,16 +38,12 @@ class Pearl(Base):
     ahead: int = 4
 
     asks = {"draft": ""}
+    relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
     grade = "bit-exact"
 
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise RecipeError(f"loop.pearl: ahead is {self.ahead}; give at least 1")
-
-    def apart(self, axis: str, method: Any) -> str:
-        if axis == "draft" and method.second() is None:
-            return "it drafts while the target runs, in a session of another model"
-        return apart(axis, method)
 
     def tokens(
         self, session: Session, rows: list[Row], setting: Setting

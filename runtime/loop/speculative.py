@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import Setting
 from accel.runtime.decode.prompts import first_tokens
@@ -28,6 +28,8 @@ from accel.runtime.speculation.price import unpriced
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
+# of every loop that drafts: `session.abilities` says the same of what was built
+DRAFTS_RELY = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND})
 FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Meter.stats`
 
 
@@ -38,6 +40,7 @@ class Speculative(Base):
     """
 
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
+    relies = DRAFTS_RELY
 
     def tokens(
         self, session: Session, rows: list[Row], setting: Setting
@@ -46,24 +49,6 @@ class Speculative(Base):
             yield from first_tokens(session, rows)
             while rounds.live:
                 yield from rounds.run()
-
-    def apart(self, axis: str, method: Any) -> str:
-        return apart(axis, method)
-
-
-def apart(axis: str, method: Any) -> str:
-    """What `session.abilities` would say of drafts, before anything is built; see `Base.apart`."""
-    if axis == "kv.codec" and method.block:
-        return (
-            "it encodes blocks of tokens, so that tokens of one call read what single ones do not"
-        )
-    if axis == "kv.when" and method.single:
-        return "it drops tokens while others come, and what a draft made it drop cannot be had back"
-    if axis == "kv.score" and "mass" in method.reads:
-        return "it counts what each token draws, and what a draft drew cannot be taken back"
-    if axis == "depth" and method.leaves_out:
-        return "it leaves out layers for single tokens, and for those of a draft it would not"
-    return ""
 
 
 def reach(abilities: Abilities) -> int:

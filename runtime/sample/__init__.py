@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError
+from accel.ir.invariants import Method
 from accel.runtime.inputs.ints import Ints
 
 __all__ = ["Base", "Distribution", "numbers"]
@@ -69,7 +70,7 @@ def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return logits
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """A method is a frozen dataclass whose fields are its options; wrong values are InputErrors
     when it is made.
     """

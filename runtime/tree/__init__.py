@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant, Method
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.price import Price, unpriced
@@ -254,17 +255,14 @@ class Shape(ABC):
         """What became of a tree: the nodes that stand, from below the root on."""
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """A method: a frozen dataclass whose fields are its options, shared by all rows."""
 
     branches: ClassVar[bool] = True  # False: gives chains only
-    ranked: ClassVar[bool] = True  # False: needs distributions, and takes no tokens in order only
 
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "draft" and method.ranked and not self.ranked:
-            return "it goes by probabilities, and that drafter gives tokens in order only"
-        return ""
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        return frozenset({Invariant.CHAINS}) if self.branches else frozenset()
 
     @abstractmethod
     def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.price import Price, unpriced
 from accel.runtime.tree import LEVEL, ROOT, Base, Draw, Growth, Level, Shape, Tree
@@ -29,7 +30,7 @@ class Dyspec(Base, Shape):
     depth: int = 8
     temperature: float = 0.6
 
-    ranked = False
+    relies = frozenset({Invariant.PROBABILITIES})
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant, Method
 from accel.runtime.inputs.ints import Ints, check_vocabulary
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.sample import Distribution
@@ -87,7 +88,7 @@ class Target:
         return self._laws[node]
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """A rule: a frozen dataclass whose fields are its options; it keeps nothing between rounds."""
 
     # How tokens compare with those that the target alone would give: bit-exact (the same, given the same
@@ -113,11 +114,9 @@ class Base(ABC):
             return match(target, chance)
         return self.judge(target, chance)
 
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "tree" and method.branches and not self.branches:
-            return f"it takes chains, and that tree branches: verify = {self.instead} takes it"
-        return ""
+    @property
+    def relies(self) -> frozenset[Invariant]:
+        return frozenset() if self.branches else frozenset({Invariant.CHAINS})
 
     def drawing(self, sampler: Sampler, chance: Chance) -> Draw | None:
         """What drafted tokens are best drawn with; None: they are best chosen, as the likeliest."""

@@ -278,7 +278,7 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
     [
         (
             {"kv.score": {"use": "knorm"}},
-            "promptdistill cannot go with kv.score = knorm: .*; leave one of the two out",
+            "knorm cannot go with prefill.prune = promptdistill: .*; leave one of the two out .*gemfilter",
         ),
         (
             {"numerics": {"use": "bit-exact"}},

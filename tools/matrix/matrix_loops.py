@@ -28,6 +28,7 @@ from accel.compiler import optimize as building
 from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
 from accel.ir.axis import find_axes
+from accel.ir.invariants import Invariant
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.runtime.decode.costs import Costs
@@ -77,8 +78,8 @@ class Loops(Matrix):
         graph = super()._recipe(Case(case.architecture, case.tables[1:]))
         tables = {axis: {"use": name}}
         if axis in HOST and axis not in ("draft", "loop"):
-            ranked = axis == "tree" and not find_axes()["tree"].method(name).ranked
-            tables["draft"] = {"use": "model" if ranked or axis == "length" else "token-recycling"}
+            odds = Invariant.PROBABILITIES in find_axes()[axis].build(name).relies
+            tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
             if axis == "verify" and not find_axes()["verify"].method(name).branches:
                 tables["draft"] = {"use": "prompt-lookup"}
         if tables.get("draft", {}).get("use") == "model":

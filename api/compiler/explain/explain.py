@@ -8,10 +8,10 @@ from typing import Any
 
 from accel.compiler.assemble import Plan, assemble, fit
 from accel.compiler.explain import costs, layer, words
-from accel.compiler.explain.nearest import Nearest, nearest
 from accel.compiler.explain.rates import Rates, rates
 from accel.compiler.explain.subject import Subject, subject
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
+from accel.compiler.nearest import Nearest, nearest
 from accel.compiler.optimize import pipeline
 from accel.compiler.quality.calibration import make_calibration
 from accel.ir.calibration import Calibration
@@ -142,7 +142,7 @@ def explain(
         reason,
         lambda r: _try(work, r),
         lambda change: tell(f"trying {change}", 0.7),
-        plan is None,
+        "options" if plan is None else "drop",
     )
     told = _methods(plan) if plan is not None else []
     grade = plan.grade if plan is not None else ""

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from accel.compiler.assemble import Plan
-from accel.ir.errors import Miscompiled, RecipeError
+from accel.ir.errors import Miscompiled
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.model.compiled import from_artifact
 from accel.runtime.session.session import Session
 from accel.runtime.tree import Tree
-
-
-def check_target(plan: Plan, target: str) -> None:
-    """Raise RecipeError where a target cannot keep the promise of equal rows, or has no shared blocks."""
-    if "kv.reuse" in plan.methods and target == "triton":
-        raise RecipeError(
-            f"recipe '{plan.recipe.name}' has kv.reuse, whose blocks lie in this process' memory, which target "
-            "'triton' does not read; use target='onnx', or leave kv.reuse out"
-        )
-    if "numerics" in plan.methods and target == "triton":
-        raise RecipeError(
-            f"recipe '{plan.recipe.name}' promises equal bits for equal rows, which target 'triton' does "
-            "not keep; use target='onnx', or leave numerics out"
-        )
 
 
 def check_rows(artifact: Artifact) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
+from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.kv import gather_blocks, kv_append
 from accel.ir.program import DTYPES, Editor, Program, State
 from accel.ir.region import Entry
@@ -30,9 +31,22 @@ STORED = (
     "kept.block.v",
 )  # roles of the state that is
 
+BLOCKS_RELY = frozenset(
+    {
+        Invariant.APPEND_ONLY,
+        Invariant.FIXED_LAYERS,
+        Invariant.ROW_PRIVATE,
+        Invariant.TOKENS_CONTIGUOUS,
+        Invariant.UNIFORM_SLOTS,
+    }
+)
+BLOCKS_BREAK = frozenset(
+    {Invariant.CALL_INDEPENDENT, Invariant.DECODE_WIDTH, Invariant.EXACT_WIDTH}
+)
+
 
 @dataclass(frozen=True)
-class Base(Pass, ABC):
+class Base(Pass, Method, ABC):
     """`kv.<layer>.k/v [B,G,C,D]`, and what eviction kept of them -> the parts that a codec makes of them,
     for each slot by itself, or for blocks of R = `block` tokens. `role` is "k" or "v".
 
@@ -49,6 +63,14 @@ class Base(Pass, ABC):
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
         return 0
+
+    @property
+    def relies(self) -> frozenset[Invariant]:
+        return BLOCKS_RELY if self.block else frozenset()
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        return frozenset({Invariant.PLAIN_KEYS}) | (BLOCKS_BREAK if self.block else frozenset())
 
     @abstractmethod
     def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:

@@ -7,12 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from accel.ir.invariants import Invariant, Method
+
 __all__ = ["Base", "Parts"]
 
 Parts = dict[str, tuple[str, int]]  # name -> (dtype, numbers of a token); the first is named ""
 
 
-class Base:
+class Base(Method):
     """A pure function of tensors, traced into the graph: the values that are kept.
 
     Given `keys`, `values` [B,G,S,D] of all slots, `positions` [B,G,S] (-1: nothing there), and of those
@@ -24,6 +26,8 @@ class Base:
     grade: ClassVar[str] = "approximate"
     merges: ClassVar[bool] = True  # whether values change, so that they must not be keys too
     demotes: ClassVar[bool] = False  # whether tokens that do not stay go on in another form
+
+    breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
 
     parts: Callable[[int], Parts]
     encode: Callable[[Tensor], dict[str, Tensor]]

@@ -8,10 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from accel.ir.invariants import Invariant, Method
+
 __all__ = ["Base"]
 
 
-class Base:
+class Base(Method):
     """A pure function of tensors, traced into the graph; only what its parameters name is computed.
 
     | parameter | |
@@ -40,6 +42,26 @@ class Base:
     def reads(self) -> frozenset[str]:
         """The names of what it goes by."""
         return frozenset(inspect.signature(type(self).__call__).parameters)
+
+    @property
+    def relies(self) -> frozenset[Invariant]:
+        found = {Invariant.APPEND_ONLY, Invariant.FIXED_LAYERS, Invariant.UNIFORM_SLOTS}
+        if self.reads & {"mass", "queries"}:
+            found.add(Invariant.ALL_LAYERS_RUN)
+        if "mass" in self.reads:
+            found.add(Invariant.FULL_ATTENTION)
+        return frozenset(found)
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        """What a draft drew of attention (`mass`) cannot be taken back."""
+        found = {
+            Invariant.ALL_TOKENS_HELD,
+            Invariant.CALL_INDEPENDENT,
+            Invariant.EXACT_WIDTH,
+            Invariant.TOKENS_CONTIGUOUS,
+        }
+        return frozenset(found | {Invariant.REWIND} if "mass" in self.reads else found)
 
     def note(self, hidden: Tensor, **trained: Tensor) -> Tensor:
         """What is noted of each token when it is cached, for scores that name `notes`: hidden

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.attention import Mask, Operands, attention, operands_of
 from accel.ir.ops.choice import best_pages, pages_before
 from accel.ir.ops.kv import kv_append
@@ -37,7 +38,7 @@ _PAGES = 43  # example size while shapes are worked out
 
 
 @dataclass(frozen=True)
-class Base(Pass, ABC):
+class Base(Pass, Method, ABC):
     """attention over the recent slots -> attention over some of their pages, which each token and KV head
     chooses: its own page (the newest, which may not be full) and the best of those before it.
 
@@ -60,6 +61,16 @@ class Base(Pass, ABC):
     grade = "approximate"
     error = 1.0  # where few of the tokens are read
 
+    relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.ROW_PRIVATE})
+    breaks = frozenset(
+        {
+            Invariant.CALL_INDEPENDENT,
+            Invariant.EXACT_WIDTH,
+            Invariant.FULL_ATTENTION,
+            Invariant.PLAIN_KEYS,
+        }
+    )
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         if self.page < 1 or LARGEST % self.page:
@@ -70,12 +81,6 @@ class Base(Pass, ABC):
             raise RecipeError(f"{name}: tokens_read = {self.tokens_read}; give 1 or more")
         if self.dense_layers < 0:
             raise RecipeError(f"{name}: dense_layers = {self.dense_layers}; give 0 or more")
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "kv.score" and "mass" in method.reads:
-            return "that score counts the attention that each token draws, and tokens here read only some others"
-        return ""
 
     @abstractmethod
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:

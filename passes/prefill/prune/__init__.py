@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from accel.ir.invariants import Invariant, Method
 from accel.passes import Pass
 from accel.passes.fuse.residual import Residual
 from accel.passes.state.layers import Layers
@@ -15,7 +16,7 @@ __all__ = ["Base"]
 
 
 @dataclass(frozen=True)
-class Base(Pass, ABC):
+class Base(Pass, Method, ABC):
     """A method is a pass that says what a prompt's tokens are worth (`score`), at which layer, and how many
     stay. `_cut.py` asks that before the model runs, or on the way, where `_stages.py` gives the layers after
     it slots of their own.
@@ -28,6 +29,9 @@ class Base(Pass, ABC):
     rank = 2  # after depth methods, which may delete layers
     must_change = True
     grade = "approximate"
+
+    relies = frozenset({Invariant.APPEND_ONLY})
+    breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.EXACT_WIDTH})
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
         """What queries [B,H,N,D] make of keys [B,G,S,D] at the layer that decides: [B,N,S], higher stays.

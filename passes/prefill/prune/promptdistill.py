@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accel.ir.errors import PassError, RecipeError
+from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
 from accel.passes import Report
@@ -33,6 +34,8 @@ class PromptDistill(Base):
     kernel: int = 5
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
+    breaks = Base.breaks | {Invariant.CALL_INDEPENDENT, Invariant.UNIFORM_SLOTS}
+
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.layer < -1:
             raise RecipeError(
@@ -43,16 +46,6 @@ class PromptDistill(Base):
             raise RecipeError(
                 f"prefill.prune.promptdistill: kernel is {self.kernel}; give an odd number of at least 1"
             )
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "prefill.sparse":
-            return "that reads a prompt in segments, which deeper layers would not have (gemfilter goes with it)"
-        if axis == "kv.score" or axis == "kv.codec" and method.block:
-            return "that takes slots which all layers fill alike, and deeper ones hold fewer (gemfilter goes with it)"
-        if axis == "kv.reuse" and method.pools:
-            return "that shares blocks of tokens in all layers, and deeper ones hold fewer (gemfilter goes with it)"
-        return ""
 
     def run(self, program: Program) -> Report:
         check_state(program, "promptdistill")

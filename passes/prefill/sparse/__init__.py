@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant, Method
 from accel.ir.prefill import Prefill, Segments
 from accel.ir.program import Program
 from accel.passes import Pass, Report
@@ -20,7 +20,7 @@ __all__ = ["Base"]
 
 
 @dataclass(frozen=True)
-class Base(Pass, ABC):
+class Base(Pass, Method, ABC):
     """A session gives a prompt in segments of `segment` tokens, from an empty cache on. One that begins at
     `threshold` or later, and is not a prompt's last, reads its own tokens and `budget` of those before it, in
     blocks of `block` that every KV head chooses for itself in each layer from `first` on, where these see all
@@ -39,6 +39,11 @@ class Base(Pass, ABC):
     rank = 2
     grade = "approximate"
 
+    relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.UNIFORM_SLOTS})
+    breaks = frozenset(
+        {Invariant.CALL_INDEPENDENT, Invariant.EXACT_WIDTH, Invariant.FULL_ATTENTION}
+    )
+
     def __post_init__(self) -> None:
         name = f"prefill.sparse.{type(self).__name__.lower()}"
         if min(self.segment, self.block, self.budget) < 1 or min(self.threshold, self.first) < 0:
@@ -51,12 +56,6 @@ class Base(Pass, ABC):
                 f"{name}: segment = {self.segment} and budget = {self.budget} must be whole blocks of "
                 f"{self.block} tokens"
             )
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        if axis == "kv.score" and "mass" in method.reads:
-            return "that score counts the attention of every query to every key, and here only some are read"
-        return ""
 
     @abstractmethod
     def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:

@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from accel.ir.invariants import Invariant, Method
+
 __all__ = ["EMPTY", "Base"]
 
 EMPTY = -float(np.finfo(np.float32).max)  # the score of a slot that holds nothing
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """`tokens` is asked by a session before each compression; `heads` is traced into the graph."""
+
+    breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
 
     @abstractmethod
     def tokens(self, seen: int, layer: int, layers: int) -> int:

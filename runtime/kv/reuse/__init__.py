@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any
+
+from accel.ir.invariants import Invariant, Method
 
 __all__ = ["Base"]
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """A method is a frozen dataclass. `steps` are its passes; a session does the rest."""
 
     grade: str
-    pools: ClassVar[bool] = False  # whether sessions share blocks of tokens
+    relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.HOST_MEMORY})
 
     @abstractmethod
     def steps(self) -> list[Any]:
         """The passes that it puts into a recipe. Only a build asks, which has torch."""
-
-    def apart(self, axis: str, method: Any) -> str:
-        """Why it cannot go with another method of a recipe; empty where it can."""
-        return ""

@@ -9,18 +9,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
 from accel.runtime.kv.reuse import Base
-
-_SCORES = "dropped tokens leave holes in blocks that other sessions go on from"
-_APART = {
-    "kv.score": _SCORES,
-    "kv.budget": _SCORES,
-    "kv.keep": _SCORES,
-    "kv.when": _SCORES,
-    "kv.select": "what is known of pages of a row's own slots says nothing of shared blocks",
-    "prefill.sparse": "which keys a prompt's queries read depends on where the prompt begins",
-    "numerics": "how attention's sums are cut depends on which tokens lie in blocks",
-}
 
 
 @dataclass(frozen=True)
@@ -32,7 +22,13 @@ class PagedPrefix(Base):
     block: int = 16
     blocks: int = 2048
 
-    pools = True
+    relies = Base.relies | {
+        Invariant.ALL_LAYERS_RUN,
+        Invariant.CALL_INDEPENDENT,
+        Invariant.TOKENS_CONTIGUOUS,
+        Invariant.UNIFORM_SLOTS,
+    }
+    breaks = frozenset({Invariant.EXACT_WIDTH, Invariant.ROW_PRIVATE})
     grade = "distribution-exact"  # calls of other lengths differ by rounding
     small: ClassVar[Mapping[str, Any]] = {"block": 4}
 
@@ -45,11 +41,3 @@ class PagedPrefix(Base):
         from accel.passes.kv._shared.paged import Paged
 
         return [Paged(self.block)]
-
-    def apart(self, axis: str, method: Any) -> str:
-        if axis == "kv.codec" and method is not None and method.block:
-            return "blocks of codes are of one row, and what sessions share has to be read by any"
-        if axis == "depth" and method is not None and method.by_call:
-            return "a layer that a call leaves out makes no keys, which blocks of other sessions would lack"
-        found = (why for other, why in _APART.items() if f"{axis}.".startswith(f"{other}."))
-        return next(found, "")

@@ -5,33 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from accel.ir.invariants import Invariant
 from accel.runtime.kv.reuse import Base
-
-_GONE = "an edit moves every token that follows it, and dropped ones are not there"
-_APART = {
-    "kv.score": _GONE,
-    "kv.budget": _GONE,
-    "kv.keep": _GONE,
-    "kv.when": _GONE,
-    "kv.codec": "keys are rotated as numbers, and codes are none",
-    "kv.select": "what is known of pages of keys does not move with them",
-    "prefill": "what a session holds of a pruned prompt is not the text that an edit speaks of",
-    "depth": "layers that calls left out lack tokens that an edit would move",
-    "numerics": "values that follow an edit are those from before it",
-}
 
 
 @dataclass(frozen=True)
 class Pie(Base):
     """`session.edit` replaces tokens: keys after them are rotated to their new positions, values stay."""
 
+    relies = Base.relies | {
+        Invariant.ALL_LAYERS_RUN,
+        Invariant.ALL_TOKENS_HELD,
+        Invariant.CALL_INDEPENDENT,
+        Invariant.FIXED_LAYERS,
+        Invariant.PLAIN_KEYS,
+        Invariant.TOKENS_CONTIGUOUS,
+    }
+    breaks = frozenset({Invariant.EXACT_WIDTH})
     grade = "approximate"
 
     def steps(self) -> list[Any]:
         from accel.passes.kv._shared.shift import Shift
 
         return [Shift()]
-
-    def apart(self, axis: str, method: Any) -> str:
-        found = (why for other, why in _APART.items() if f"{axis}.".startswith(f"{other}."))
-        return next(found, "")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from accel.ir.invariants import Invariant, Method
+
 __all__ = ["MOMENTS", "Base"]
 
 MOMENTS = (
@@ -13,7 +15,7 @@ MOMENTS = (
 )  # between the parts of a long call; after a call; a prompt is whole
 
 
-class Base(ABC):
+class Base(Method, ABC):
     """Asked at each moment; a budget that keeps everything makes it a no-op."""
 
     @abstractmethod
@@ -24,3 +26,9 @@ class Base(ABC):
     def single(self) -> bool:
         """Whether it may be due after a call of one token."""
         return self.due("call", 1 << 40)
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        """What a token made a session drop, while others come, cannot be had back."""
+        found = frozenset({Invariant.TOKENS_CONTIGUOUS})
+        return found | {Invariant.DECODE_WIDTH, Invariant.REWIND} if self.single else found
