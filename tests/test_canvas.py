@@ -64,7 +64,7 @@ def test_what_a_session_holds_is_what_was_written(filler, target):
         assert np.abs(got - want[i][columns]).max() < 1e-4 * np.abs(want[i]).max()
 
     with made[target].session(2) as session:
-        assert isinstance(session, CanvasSession) and session.abilities.width == 1
+        assert isinstance(session, CanvasSession) and session.capabilities.width == 1
         session.run(rng.integers(0, MASK, (2, 30)))  # longer, and then forgotten
         session.rewind([9, 4])
         whole = session.write(tokens, 0, lengths)

@@ -18,7 +18,7 @@ from accel.runtime.decode.row import STAGES
 from accel.runtime.loop import lookahead
 from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 
 from .draft_case import plain, rows_of
 from .kv_case import table
@@ -245,7 +245,7 @@ def test_only_what_guesses_takes_trees():
 
 
 def test_calls_wider_than_a_session_allows_are_refused():
-    session = SimpleNamespace(abilities=Abilities(width=32))
+    session = SimpleNamespace(capabilities=Capabilities(width=32))
     with pytest.raises(InputError, match="lookahead: window = 12, ngram = 4 .* up to 32 give"):
         next(Lookahead(12, 4).tokens(session, rows_of(texts()), Setting()))
 

@@ -257,7 +257,7 @@ def test_a_fork_goes_its_own_way(built):
 def test_a_rewind_says_what_it_costs(built):
     ids, _, compiled = built("mamba")
     with compiled.session(3) as live:
-        assert not live.abilities.free_rewind
+        assert not live.capabilities.free_rewind
         live.run(ids[:, :10])
         live.run(ids[:, 10:20])
         before = live.stats["tokens"]

@@ -15,7 +15,7 @@ from accel.runtime.session.rows import Kin
 
 from .kv_case import evicting
 from .prefill_case import built, far
-from .test_abilities import CASES
+from .test_session_capabilities import CASES
 
 LENGTHS = [24, 17, 9]
 TURNS = [[2, 0, 0, 1], [1, 3, 2, 0], [0, 0, 1, 3], [3, 1, 0]]  # each then decodes NEW tokens

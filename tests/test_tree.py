@@ -188,7 +188,7 @@ def test_models_without_trees_say_so(stateful):
         CompiledModel(EagerEngine(program), model_facts(program)) as model,
         model.session() as session,
     ):
-        assert not session.abilities.trees
+        assert not session.capabilities.trees
         with pytest.raises(InputError, match="takes no trees"):
             session.guess([[1, 2]], np.tri(2, dtype=bool)[None])
 
@@ -223,7 +223,7 @@ def test_every_variant_takes_a_tree(build):
         np.testing.assert_allclose(a, b, atol=5e-5)
     exact, _ = build("bit-exact")
     with from_artifact(exact.artifact, kernels="grouped") as one, one.session() as session:
-        assert not session.abilities.trees
+        assert not session.capabilities.trees
 
 
 def test_a_tree_without_its_slots_is_refused():

@@ -98,7 +98,7 @@ def test_what_cannot_keep_a_path_is_refused(name):
 def test_a_chain_asks_for_no_trees():
     tables = RECYCLING | {"tree": {"use": "chain"}}
     model = built("llama", tables=tables)
-    assert not model.session().abilities.trees
+    assert not model.session().capabilities.trees
     prompts = texts(50, 2, 2, 30)
     rows, _ = recycled(model, prompts, assemble(Recipe(tables=tables)).methods["tree"])
     assert [row.tokens for row in rows] == plain(model.session(2), rows_of(prompts, max_context=64))

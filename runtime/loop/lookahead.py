@@ -61,12 +61,12 @@ class Lookahead(Base):
     def tokens(
         self, session: Session, rows: list[Row], setting: Setting
     ) -> Iterator[tuple[int, int]]:
-        wide = session.abilities.width
+        wide = session.capabilities.width
         if wide is not None and wide < self.widest:
             raise InputError(
                 f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} take calls "
                 f"of up to {self.widest} tokens, and of this model those of up to {wide} give what single ones do "
-                "(session.abilities); build with smaller ones"
+                "(session.capabilities); build with smaller ones"
             )
         yield from first_tokens(session, rows)
         rounds = _Rounds(session, rows, self, setting)

@@ -75,7 +75,7 @@ class _Rounds:
         self._follower, self._thread = follower, thread
         self._chances = [Chance(row.rng) for row in rows]
         self._pending = [np.zeros(0, np.int64) for _ in rows]
-        self._reach = reach(session.abilities)
+        self._reach = reach(session.capabilities)
         self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
         self._price = prices(setting.costs, session.batch)
         self._plain: list[float] = []  # seconds of the first steps, without a draft beside them

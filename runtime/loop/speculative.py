@@ -21,14 +21,14 @@ from accel.runtime.draft import Drafters
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Pace
 from accel.runtime.loop import Base
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import CHUNK, Session
 from accel.runtime.speculation.guard import Guard
 from accel.runtime.speculation.price import unpriced
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
-# of every loop that drafts: `session.abilities` says the same of what was built
+# of every loop that drafts: `session.capabilities` says the same of what was built
 DRAFTS_RELY = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND})
 FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Meter.stats`
 
@@ -51,18 +51,19 @@ class Speculative(Base):
                 yield from rounds.run()
 
 
-def reach(abilities: Abilities) -> int:
+def reach(capabilities: Capabilities) -> int:
     """Most tokens of a draft that one graph call checks as single calls would, and that can be taken back.
 
     Raises InputError where that is none.
     """
-    wide = CHUNK if abilities.width is None else min(abilities.width, CHUNK)
-    found = wide - 1 if abilities.back is None else min(wide - 1, abilities.back)
+    wide = CHUNK if capabilities.width is None else min(capabilities.width, CHUNK)
+    found = wide - 1 if capabilities.back is None else min(wide - 1, capabilities.back)
     if found < 1:
+        back = "any number" if capabilities.back is None else capabilities.back
         raise InputError(
             "loop = speculative checks several tokens in one call and takes back those that fall; sessions of this "
-            f"model can take back {abilities.back if abilities.back is not None else 'any number'}, and calls of up to "
-            f"{wide} give what single ones do (session.abilities); build with loop = autoregressive"
+            f"model can take back {back}, and calls of up to {wide} give what single ones do (session.capabilities); "
+            "build with loop = autoregressive"
         )
     return found
 
@@ -72,7 +73,7 @@ class _Rounds:
 
     def __init__(self, session: Session, rows: list[Row], setting: Setting):
         self._session, self._rows = session, rows
-        self._reach = reach(session.abilities)
+        self._reach = reach(session.capabilities)
         self._draft, self._rule = setting.methods["draft"], setting.methods["verify"]
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
@@ -192,10 +193,10 @@ class _Rounds:
             raise InputError(
                 f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer"
             )
-        if tree.branch is not None and not self._session.abilities.trees:
+        if tree.branch is not None and not self._session.capabilities.trees:
             raise InputError(
-                f"{name} drafted a tree that branches, and this model takes chains only (session.abilities); build it "
-                "with a recipe whose tree branches, or draft chains (Tree.chain)"
+                f"{name} drafted a tree that branches, and this model takes chains only (session.capabilities); build "
+                "it with a recipe whose tree branches, or draft chains (Tree.chain)"
             )
         if len(tree) and (wrong := int(tree.tokens.max())) >= self._session.vocab_size:
             raise InputError(
@@ -253,5 +254,5 @@ class _Rounds:
         if self._guard is None:
             return
         taken = [len(columns) for columns in kept.values()]
-        again = max(taken) if back and not self._session.abilities.free_rewind else 0
+        again = max(taken) if back and not self._session.capabilities.free_rewind else 0
         self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting, seconds)

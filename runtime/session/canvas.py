@@ -13,7 +13,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Logits, Stepper
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.session.edits import EditableSession
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.rows import Kin, wanted_rows
 from accel.runtime.session.session import Session
 from accel.runtime.session.validate import call_tokens, check_no_plan
@@ -42,9 +42,9 @@ class CanvasSession(Session):
         )  # slots of each row that may be in sight: tokens, and those forgotten since
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """Rows of a call see each other, so that none is what a call of its own would give."""
-        return super().abilities & Abilities(width=1)
+        return super().capabilities & Capabilities(width=1)
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
         """Let each row hold tokens [B,T] from position `start` on, an int or [B], and return the logits [B,N,V] of

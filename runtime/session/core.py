@@ -10,7 +10,7 @@ from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import Arrays, Bools, Logits, Stepper, whole_tiles
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, Companion
 from accel.runtime.session.rows import Kin
 
 LOST = (
@@ -42,12 +42,12 @@ class Held:
             self._stepper = None
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What can be relied on before anything runs."""
         stepper = self._open()
-        found = Abilities(width=stepper.alike, trees=stepper.trees)
+        found = Capabilities(width=stepper.alike, trees=stepper.trees)
         for one in self._companions:
-            found &= one.abilities
+            found &= one.capabilities
         return found
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Arrays, Logits, Stepper
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
-from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, Companion
 from accel.runtime.session.observers.token_log import Log
 from accel.runtime.session.session import Session
 
@@ -17,7 +17,7 @@ from accel.runtime.session.session import Session
 class _Written(Companion):
     """Which tokens the rows hold."""
 
-    abilities = Abilities(trees=False)
+    capabilities = Capabilities(trees=False)
 
     def __init__(self, log: Log):
         self.log = log

@@ -49,7 +49,7 @@ class _Guessed:
 class Session(Held):
     """A cache of B rows. `run` appends tokens, `rewind` forgets them, `fork` copies the whole.
 
-    What a recipe makes of the cache, observers of the session know (`runtime/session/observers`), and `abilities`
+    What a recipe makes of the cache, observers of the session know (`runtime/session/observers`), and `capabilities`
     says what follows for a caller: whether rewinding is free, how far back it goes, how wide a call may be.
     A session of an encoder-decoder model begins with `encode`.
 
@@ -221,11 +221,11 @@ class Session(Held):
         [B,N]: after which of them logits are wanted, [B,N,V]; others are not computed.
 
         Nothing of it is held until `keep` says which path stands; any other call drops it. `lengths` as in `run`.
-        One graph call, so T is at most `CHUNK` and `abilities.width`. Raises InputError, and where the model was built
-        without trees (`abilities.trees`).
+        One graph call, so T is at most `CHUNK` and `capabilities.width`. Raises InputError, and where the model was
+        built without trees (`capabilities.trees`).
         """
         stepper = self._open()
-        if not self.abilities.trees:
+        if not self.capabilities.trees:
             raise InputError(
                 "this model takes no trees of guesses; build it with a recipe that drafts them (as token-recycling)"
             )

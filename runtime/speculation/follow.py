@@ -30,14 +30,14 @@ class Follower:
         self._log = Log(batch)  # what it holds
         self._sure = np.zeros(batch, np.int64)  # tokens of it that will not change
         self.cut = np.zeros(batch, np.int64)  # tokens at a row's beginning that it leaves out
-        back = self._session.abilities.back
+        back = self._session.capabilities.back
         if back is not None and back < 1:
             self._session.close()
             raise InputError(
-                "draft.model: sessions of the draft model take no token back (session.abilities), and drafts fall; "
+                "draft.model: sessions of the draft model take no token back (session.capabilities), and drafts fall; "
                 "build it without what drops tokens while others come"
             )
-        if trees and not self._session.abilities.trees:
+        if trees and not self._session.capabilities.trees:
             self._session.close()
             raise InputError(
                 "draft.model: calls of the draft model take no trees of guesses, which this recipe's tree asks for; "

@@ -8,7 +8,7 @@ from accel.ir.prefill import Pick, Prefill
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.kv.when.prompt import Prompt
 from accel.runtime.session.observers.eviction import KvPlan
-from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, Companion
 from accel.runtime.session.observers.pruning import Pruner
 from accel.runtime.session.observers.recurrent import Past
 from accel.runtime.session.session import Session
@@ -232,5 +232,7 @@ def test_one_that_refuses_too_late_is_caught(monkeypatch):
 
 
 def test_what_two_can_do_is_the_least_of_both():
-    both = Abilities(back=3) & Abilities(free_rewind=False, back=5, width=2)
-    assert both == Abilities(free_rewind=False, back=3, width=2) and Abilities() & both == both
+    both = Capabilities(back=3) & Capabilities(free_rewind=False, back=5, width=2)
+    assert (
+        both == Capabilities(free_rewind=False, back=3, width=2) and Capabilities() & both == both
+    )

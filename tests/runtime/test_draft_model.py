@@ -12,7 +12,7 @@ from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import _by_logits
 from accel.runtime.draft.model import Model
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.guard import FIRST
@@ -235,7 +235,7 @@ def test_a_short_context_of_the_draft_model_ends_its_drafts(toy, groups):
 def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch):
     beside, sizes = Beside(toy, 2.0), []
     opened = beside.session(1)
-    kind = type("Poor", (Session,), {"abilities": Abilities(back=2)})
+    kind = type("Poor", (Session,), {"capabilities": Capabilities(back=2)})
     monkeypatch.setattr(
         beside,
         "session",
@@ -244,7 +244,7 @@ def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch
     rows, _ = decoded(toy, groups[0][:1], beside)
     sizes = rows[0].drafting["drafted"] / rows[0].drafting["rounds"]
     assert rows[0].tokens == plain(toy.session(), rows_of(groups[0][:1]))[0] and 1 < sizes <= 2
-    kind.abilities = Abilities(back=0)
+    kind.capabilities = Capabilities(back=0)
     with pytest.raises(
         InputError, match="draft.model: sessions of the draft model take no token back"
     ):

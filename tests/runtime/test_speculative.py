@@ -16,7 +16,7 @@ from accel.runtime.loop import speculative
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import TRIAL
 from accel.runtime.tree import Tree
@@ -260,10 +260,10 @@ def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
 
 
 def test_what_a_session_can_do_bounds_the_draft():
-    assert reach(Abilities()) == 511
-    assert reach(Abilities(width=32)) == 31
-    assert reach(Abilities(back=8)) == 8
-    for poor in (Abilities(width=1), Abilities(back=0)):
+    assert reach(Capabilities()) == 511
+    assert reach(Capabilities(width=32)) == 31
+    assert reach(Capabilities(back=8)) == 8
+    for poor in (Capabilities(width=1), Capabilities(back=0)):
         with pytest.raises(
             InputError,
             match="loop = speculative .* sessions of this model .* loop = autoregressive",
@@ -272,7 +272,7 @@ def test_what_a_session_can_do_bounds_the_draft():
 
 
 def test_a_draft_is_no_longer_than_a_session_can_take_back(toy, monkeypatch):
-    monkeypatch.setattr(Session, "abilities", Abilities(back=2))
+    monkeypatch.setattr(Session, "capabilities", Capabilities(back=2))
     longest = []
     drafter = Says(lambda seen, limit: longest.append(limit) or Tree.chain([]))
     with toy.session() as session:

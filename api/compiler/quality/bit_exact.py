@@ -22,7 +22,7 @@ def check_rows(artifact: Artifact) -> None:
                 if held + width > session.max_context:
                     continue
                 kinds = [("call", difference)] + (
-                    [("tree", tree_difference)] if session.abilities.trees else []
+                    [("tree", tree_difference)] if session.capabilities.trees else []
                 )
                 for kind, differs in kinds:
                     if off := differs(session, held, width):

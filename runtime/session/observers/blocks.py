@@ -9,7 +9,7 @@ import numpy as np
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.eviction import Keeper, KvPlan
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 
 
 class Blocks(Keeper):
@@ -20,9 +20,9 @@ class Blocks(Keeper):
     """
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """The newest block stays as it is; within a call of several tokens, more than that does."""
-        return Abilities(back=self.plan.flush, width=1, trees=False)
+        return Capabilities(back=self.plan.flush, width=1, trees=False)
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether any row has a block to give; `moment` does not matter."""

@@ -16,7 +16,7 @@ from accel.runtime.backends.protocol import Arrays, Stepper
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
-from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, Companion
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Keeper(Companion):
         self._memo: Keeper | None = None  # as it was before the call
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """Where it may be due after a token, no call of several is the same, and none can be taken back."""
         single = self.plan.when.single
         lost = single or self.plan.counts
-        return Abilities(back=0 if lost else None, width=1 if single else None, trees=not lost)
+        return Capabilities(back=0 if lost else None, width=1 if single else None, trees=not lost)
 
     @property
     def held_from(self) -> Ints:

@@ -12,7 +12,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.layer_inputs import NEVER, Controls
 from accel.runtime.backends.protocol import Stepper
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, Companion
 
 _FAR = np.iinfo(np.int64).max
 
@@ -39,10 +39,10 @@ class Plans(Companion):
         self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """Single tokens go another way than several at once, unless the recipe's plan is all layers."""
         same = all(self.depth.plan) and self.depth.threshold is None
-        return Abilities(width=None if same else 1)
+        return Capabilities(width=None if same else 1)
 
     def begin(
         self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any

@@ -11,7 +11,7 @@ from accel.runtime.inputs.ints import Ints
 
 
 @dataclass(frozen=True)
-class Abilities:
+class Capabilities:
     """What a loop may rely on before anything runs: of calls of one graph call each, after a prompt (`end_prompt`).
 
     free_rewind: whether a rewind costs nothing; else the next call first runs some tokens again. back: how
@@ -25,9 +25,9 @@ class Abilities:
     width: int | None = None
     trees: bool = True
 
-    def __and__(self, other: Abilities) -> Abilities:
+    def __and__(self, other: Capabilities) -> Capabilities:
         """What both have."""
-        return Abilities(
+        return Capabilities(
             self.free_rewind and other.free_rewind,
             _least(self.back, other.back),
             _least(self.width, other.width),
@@ -52,9 +52,9 @@ class Companion:
     )
 
     @property
-    def abilities(self) -> Abilities:
+    def capabilities(self) -> Capabilities:
         """What a loop may rely on, as far as this one goes."""
-        return Abilities()
+        return Capabilities()
 
     @property
     def held_from(self) -> Ints | int:

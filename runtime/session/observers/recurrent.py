@@ -11,7 +11,7 @@ import numpy as np
 
 from accel.runtime.backends.protocol import Arrays, Stepper
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Abilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, Companion
 from accel.runtime.session.observers.token_log import Log
 
 SNAPSHOTS = 8  # copies of the state that are kept
@@ -45,7 +45,7 @@ class Past(Companion):
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
 
-    abilities = Abilities(free_rewind=False, trees=False)
+    capabilities = Capabilities(free_rewind=False, trees=False)
 
     def __init__(self, batch: int):
         self._log = Log(batch)

@@ -11,7 +11,7 @@ from accel.ir.recipe import Recipe
 from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers.observer import Abilities
+from accel.runtime.session.observers.observer import Capabilities
 
 from .kv_case import evicting, table
 from .prefill_case import built, far
@@ -32,7 +32,7 @@ def evicts(score, when, **axes):
 
 def can(**more):
     """Of a model that was built without trees."""
-    return Abilities(trees=False, **more)
+    return Capabilities(trees=False, **more)
 
 
 AT_PROMPT, EVERY = {"use": "prompt"}, {"use": "every", "tokens": 5}
@@ -179,9 +179,9 @@ LAWS = [law_of_width, law_of_back, law_of_free_rewind]
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_does_what_it_says(prompted, name):
     session = prompted(name)
-    assert session.abilities == CASES[name][1]
+    assert session.capabilities == CASES[name][1]
     for law in LAWS:
-        law(session, session.abilities)
+        law(session, session.capabilities)
 
 
 @pytest.mark.parametrize("name", CASES)
