@@ -48,10 +48,8 @@ class Axis:
         return found[0]
 
     def small(self, name: str) -> dict[str, Any]:
-        """Options with which a tiny model and a few dozen tokens feel the method: what it declares as `small`, none
-        where its sizes are no obstacle. Laws, matrices and started tests take them.
-        """
-        return dict(getattr(self.method(name), "small", {}))
+        """What the method declares as `small`: laws, matrices and started tests take these options."""
+        return dict(self.method(name).small)
 
     def build(self, name: str, **options: Any) -> Any:
         """The method with its options; unknown options and wrong types are errors."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
+from typing import Any, ClassVar
 
 __all__ = ["PROVIDED", "Invariant", "Method"]
 
@@ -40,7 +42,10 @@ PROVIDED = frozenset({Invariant.PROBABILITIES, Invariant.DRAFT_MODEL, Invariant.
 class Method:
     """What a method declares, as class attributes, or as properties where an option decides. A recipe is refused
     exactly where one method relies on what another breaks, or on what is to be provided and no method provides.
+    `small`: options with which a tiny model and a few dozen tokens feel the method, where its defaults are too large.
     """
+
+    small: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def relies(self) -> frozenset[Invariant]:

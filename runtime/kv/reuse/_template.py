@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from accel.ir.invariants import Invariant
 from accel.runtime.kv.reuse import Base
 
 
@@ -12,6 +13,15 @@ from accel.runtime.kv.reuse import Base
 class Template(Base):
     """What a session reuses: here, the keys after an edit, which move to their new positions."""
 
+    relies = Base.relies | {
+        Invariant.ALL_LAYERS_RUN,
+        Invariant.ALL_TOKENS_HELD,
+        Invariant.CALL_INDEPENDENT,
+        Invariant.FIXED_LAYERS,
+        Invariant.PLAIN_KEYS,
+        Invariant.TOKENS_CONTIGUOUS,
+    }
+    breaks = frozenset({Invariant.EXACT_WIDTH})
     grade = "approximate"
 
     def steps(self) -> list[Any]:
