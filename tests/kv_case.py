@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from accel.compiler.assemble import EVICTION, assemble
-from accel.ir.axis import Axis, find_axes
+from accel.ir.axis import find_axes
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.session.observers.eviction import KvPlan, kv_plan
 from accel.runtime.session.session import Session
+
+from .session_case import session_of
 
 EVICTING = [axis for name, axis in find_axes().items() if name in EVICTION]
 FOREVER = {"use": "uniform", "tokens_kept": 1 << 20}
@@ -48,7 +50,13 @@ class Case:
     """A program that evicts; sessions over it may follow other budgets and moments than it was built for."""
 
     program: Program
-    plan: KvPlan
+    tables: dict[str, Any]
+
+    @property
+    def plan(self) -> KvPlan:
+        found = kv_plan(self.tables, self.program.facts.kv, self.program.state)
+        assert found is not None
+        return found
 
     @property
     def engine(self) -> EagerEngine:
@@ -56,25 +64,10 @@ class Case:
 
     def session(self, batch: int = 1, wrap: Any = None, **axes: dict[str, Any]) -> Session:
         """`axes`: tables of budget and when instead of the recipe's."""
-        stepper = self.engine.stepper(batch)
-        facts = self.program.facts
-        return Session(
-            wrap(stepper) if wrap else stepper,
-            batch,
-            vocab_size=facts.vocab_size,
-            max_context=facts.max_context,
-            encoder=facts.encoder,
-            kv=self.other(**axes),
-        )
+        return session_of(self.program, batch, tables=self.other(**axes).tables, wrap=wrap)
 
-    def other(self, **axes: dict[str, Any]) -> KvPlan:
-        built = {
-            axis: Axis(f"kv.{axis}", f"accel.runtime.kv.{axis}").build(
-                **{"name": t["use"]}, **rest(t)
-            )
-            for axis, t in axes.items()
-        }
-        return KvPlan(**{**vars(self.plan), **built})
+    def other(self, **axes: dict[str, Any]) -> Case:
+        return Case(self.program, {**self.tables, **{f"kv.{a}": t for a, t in axes.items()}})
 
     def tokens(self, *shape: int, seed: int = 0) -> np.ndarray:
         """Each token once in a row, where the vocabulary has so many."""
@@ -95,14 +88,12 @@ def evicting(program: Program, tables: dict[str, Any]) -> Case:
         report = step.run(program)
         assert report.changed, report.refused
         verify(program, type(step).__name__)
-    found = kv_plan(plan.recipe.tables, program.facts.kv, program.state)
-    assert found is not None
-    return Case(program, found)
+    return Case(program, plan.recipe.tables)
 
 
 def state(session: Session) -> dict[str, Any]:
     """Name -> array, of an eager session."""
-    return {n: t.numpy() for n, t in session._stepper._state.items()}
+    return {n: t.numpy() for n, t in session._core.stepper._state.items()}
 
 
 def kept(session: Session) -> dict[int, np.ndarray]:

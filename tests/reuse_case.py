@@ -12,9 +12,11 @@ from accel.ir.program import Program
 from accel.ir.spec import verify
 from accel.passes.kv._shared.paged import Paged
 from accel.runtime.backends.eager import EagerEngine
-from accel.runtime.session.observers.pool import Pool
+from accel.runtime.session.observers._pool import Pool
 from accel.runtime.session.observers.prefix_cache import Pages, pool_of
 from accel.runtime.session.session import Session
+
+from .session_case import session_of
 
 BLOCK = 4
 
@@ -42,16 +44,17 @@ class Shared:
 
     def session(self, batch: int = 1, wrap: Any = None) -> Session:
         stepper: Any = EagerEngine(self.program).stepper(batch)
-        return self._session(wrap(stepper) if wrap else stepper, batch, Pages(self.pool, batch))
-
-    def dense(self, batch: int = 1) -> Session:
-        return self._session(EagerEngine(self.plain).stepper(batch), batch, None)
-
-    def _session(self, stepper: Any, batch: int, pages: Pages | None) -> Session:
         facts = self.program.facts
         return Session(
-            stepper, batch, vocab_size=facts.vocab_size, max_context=facts.max_context, pages=pages
+            wrap(stepper) if wrap else stepper,
+            batch,
+            [Pages(self.pool, batch)],
+            vocab_size=facts.vocab_size,
+            max_context=facts.max_context,
         )
+
+    def dense(self, batch: int = 1) -> Session:
+        return session_of(self.plain, batch)
 
     def tokens(self, *shape: int, seed: int = 0) -> Any:
         return np.random.default_rng(seed).integers(3, self.program.facts.vocab_size, shape)

@@ -10,8 +10,9 @@ import numpy as np
 from accel.ir.axis import Axis
 from accel.ir.program import Program
 from accel.ir.spec import verify
-from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.session.session import Session
+
+from .session_case import session_of
 
 AXIS = Axis("kv.select", "accel.passes.kv.select")
 
@@ -34,14 +35,7 @@ class Selecting:
             verify(self.program, type(self.method).__name__)
 
     def session(self, batch: int = 1, wrap: Any = None) -> Session:
-        stepper = EagerEngine(self.program).stepper(batch)
-        facts = self.program.facts
-        return Session(
-            wrap(stepper) if wrap else stepper,
-            batch,
-            vocab_size=facts.vocab_size,
-            max_context=facts.max_context,
-        )
+        return session_of(self.program, batch, wrap=wrap)
 
     def tokens(self, *shape: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng(seed).integers(3, self.program.facts.vocab_size, shape)

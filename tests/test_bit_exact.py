@@ -59,14 +59,25 @@ def exactly():
         model.close()
 
 
+class Tiled:
+    """A stepper whose calls have tiles of another size."""
+
+    def __init__(self, inner, tile):
+        self.inner, self.tile = inner, tile
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
 def session(artifact, variant, threads, tile=None) -> Session:
     facts, engine = artifact.facts, OrtEngine(artifact, threads=threads, kernels=variant)
+    stepper = engine.stepper(1)
+    stepper = stepper if tile is None else Tiled(stepper, tile)
     return Session(
-        engine.stepper(1),
+        stepper,
         1,
         vocab_size=facts.vocab_size,
         max_context=facts.max_context,
-        tile=artifact.manifest.tile if tile is None else tile,
     )
 
 

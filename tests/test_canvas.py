@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import accel
-from accel.runtime.session.canvas import CanvasSession
+from accel.runtime.session.observers.canvas import CanvasState
 
 from .diffusion_case import LONGEST, MASK, Filler, prompts, with_loop
 
@@ -64,7 +64,7 @@ def test_what_a_session_holds_is_what_was_written(filler, target):
         assert np.abs(got - want[i][columns]).max() < 1e-4 * np.abs(want[i]).max()
 
     with made[target].session(2) as session:
-        assert isinstance(session, CanvasSession) and session.capabilities.width == 1
+        assert session.observer(CanvasState) and session.capabilities.width == 1
         session.run(rng.integers(0, MASK, (2, 30)))  # longer, and then forgotten
         session.rewind([9, 4])
         whole = session.write(tokens, 0, lengths)
@@ -97,7 +97,7 @@ def test_what_is_forgotten_is_out_of_sight(filler):
         assert session.stats["calls"] == calls + 2 and session.length == 12
         session.run(tokens[:, 12:])
         session.rewind(12)
-        session._filled = session._lengths  # as if nothing had been forgotten
+        session.observer(CanvasState).filled = session.lengths  # as if nothing had been forgotten
         assert np.abs(session.write(tokens[:, :12], 0)[0] - want).max() > 1e-2
 
 
@@ -126,10 +126,10 @@ def test_a_block_leaves_the_others_as_they_were(filler):
     tokens = np.random.default_rng(3).integers(0, MASK, (1, 24))
     with made["eager"].session() as session:
         session.run(tokens)
-        before = {n: a.copy() for n, a in session._stepper.held().items()}
+        before = {n: a.copy() for n, a in session._core.stepper.held().items()}
         session.write(tokens[:, 8:12] * 0, 8)
         apart = [i for i in range(24) if not 8 <= i < 12]
-        for name, now in session._stepper.held().items():
+        for name, now in session._core.stepper.held().items():
             axis = -2 if now.ndim == 4 else 1
             assert np.array_equal(before[name].take(apart, axis), now.take(apart, axis))
             assert name == "kv.pos" or not np.array_equal(before[name][:, :, 8:12], now[:, :, 8:12])

@@ -24,9 +24,8 @@ from accel.compiler.explain.subject import subject
 from accel.compiler.facts_json import model_facts
 from accel.ir.errors import CaptureError, RecipeError
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.backends.eager import EagerEngine
-from accel.runtime.session.observers.eviction import kv_plan
-from accel.runtime.session.session import Session
+
+from .session_case import session_of
 
 CONTEXT = 2048
 REFUSED = {  # no rope; no gates for this model; no masks to fill
@@ -106,15 +105,7 @@ def test_base_changes_nothing_and_others_do(captured):
 def held(program, plan, prompt):
     """What a session of the recipe holds after a prompt and a token."""
     facts = model_facts(program)
-    kept = kv_plan(plan.recipe.tables, facts.kv, program.state)
-    session = Session(
-        EagerEngine(program).stepper(1),
-        1,
-        vocab_size=facts.vocab_size,
-        max_context=CONTEXT,
-        kv=kept,
-    )
-    with session:
+    with session_of(program, tables=plan.recipe.tables) as session:
         session.prompt(np.random.default_rng(0).permutation(prompt)[None] % facts.vocab_size)
         session.run([[1]])
         return session.stats["kv_bytes"]

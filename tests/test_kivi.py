@@ -18,9 +18,9 @@ from accel.passes.kv.codec.kivi import Kivi
 from accel.passes.state.head import Head
 from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session.observers import blocks
-from accel.runtime.session.observers.eviction import kv_plan
-from accel.runtime.session.session import Session
+from accel.runtime.session.observers import block_codec as blocks
+
+from .session_case import session_of
 
 R, GROUP = 8, 4
 OPTIONS = {"bits": 2, "group": GROUP, "residual": R}
@@ -98,16 +98,11 @@ def shared():
 
 
 def session(program, batch=1):
-    plan = kv_plan({}, program.facts.kv, program.state)
-    facts = program.facts
-    return Session(
-        EagerEngine(program).stepper(batch), batch, vocab_size=facts.vocab_size,
-        max_context=facts.max_context, kv=plan,
-    )  # fmt: skip
+    return session_of(program, batch)
 
 
 def state(session):
-    return {n: t.clone() for n, t in session._stepper._state.items()}
+    return {n: t.clone() for n, t in session._core.stepper._state.items()}
 
 
 def close(a, b, tolerance=2e-4):
@@ -117,11 +112,10 @@ def close(a, b, tolerance=2e-4):
 def by_hand(plain, held):
     """A session over floats that holds, in their places, what is read of the other's codes; by the formula."""
     other = session(plain, held.batch)
-    other._lengths = held.lengths
+    other._core.lengths = held.lengths
     width = int(held.lengths.max())
-    other._stepper.resize(-(-(width + 16) // 256) * 256)
-    other._capacity = other._stepper._state["kv.pos"].shape[1]
-    found, into = state(held), other._stepper._state
+    other._core.stepper.resize(-(-(width + 16) // 256) * 256)
+    found, into = state(held), other._core.stepper._state
     for row, n in enumerate(held.lengths):
         base = int(held.held_from[row])
         into["kv.pos"][row, :n] = torch.arange(n)

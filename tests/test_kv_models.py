@@ -77,8 +77,8 @@ def test_only_the_tokens_that_stay_are_seen(made, kind):
         encoded(case, s)
         s.run(tokens[:, :20])
         s.end_prompt()
-    held = sessions[1]._stepper._state["kv.pos"]
-    sessions[1]._stepper._state["kv.pos"] = held.masked_fill((held >= 2) & (held < 14), -1)
+    held = sessions[1]._core.stepper._state["kv.pos"]
+    sessions[1]._core.stepper._state["kv.pos"] = held.masked_fill((held >= 2) & (held < 14), -1)
     some, full = (decoded(s, tokens[:, 20:24]) for s in sessions)
     close(some, full)
     some, full = (s.run(tokens[:, 24:]) for s in sessions)

@@ -6,11 +6,11 @@ import pytest
 from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.session import session as session_module
+from accel.runtime.session import core as session_module
+from accel.runtime.session.observers.eviction import Keeper
 
 from .kv_case import (
     RECIPES,
-    Case,
     close,
     decoded,
     evicted,
@@ -37,8 +37,11 @@ def test_the_held_tokens_stay_bounded(case, monkeypatch):
     for when, most in (({"use": "every", "tokens": 5}, 12 + 5 - 1), ({"use": "chunk"}, 12)):
         session = one.session(2, when=when)
         widest = []
-        step = session._step
-        session._step = lambda *a, s=session, w=widest, f=step: (w.append(held(s)), f(*a))[1]
+        step = session._core.step
+        session._core.step = lambda *a, s=session, w=widest, f=step, **k: (
+            w.append(held(s)),
+            f(*a, **k),
+        )[1]
         session.run(tokens, [100, 47])
         session.end_prompt()
         assert max(widest) <= most + (0 if when["use"] == "chunk" else 16) and len(widest) == 7
@@ -57,7 +60,7 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
     session, asked = one.session(2, when={"use": "every", "tokens": 5}), []
     tokens = one.tokens(2, 40)
     session.run(tokens[:, :6])
-    kind = type(session._companions[0])
+    kind = type(session.observer(Keeper))
     whole = kind._tokens
     monkeypatch.setattr(
         kind, "_tokens", lambda keeper, lengths: asked.append(lengths) or whole(keeper, lengths)
@@ -77,7 +80,7 @@ def test_rows_are_alone_at_every_moment(case, monkeypatch, name, when):
     """What is due for the longest row is due for all, which changes none but those that are due."""
     monkeypatch.setattr(session_module, "CHUNK", 16)
     one = case(name)
-    ragged_is_alone(Case(one.program, one.other(when=when)), [40, 40, 40])
+    ragged_is_alone(one.other(when=when), [40, 40, 40])
 
 
 def test_a_prompt_given_one_by_one_shows_its_queries(case):
@@ -94,7 +97,7 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
         for a, b in zip(kept(single).values(), kept(whole).values(), strict=True)
     )
     single.run(tokens[:, :1])
-    (keeper,) = single._companions
+    keeper = single.observer(Keeper)
     assert not keeper.observes(1) and keeper.observes(2)
 
 

@@ -124,9 +124,9 @@ def streaming(case: Case, length: int, hide=None, kept=12):
         encoded(case, s)
         s.run(tokens[:, :length])
         s.end_prompt()
-    held = plain._stepper._state["kv.pos"]
+    held = plain._core.stepper._state["kv.pos"]
     hide = hide or (lambda p: (p >= 2) & (p < length - (kept - 2)))
-    plain._stepper._state["kv.pos"] = held.masked_fill(hide(held), -1)
+    plain._core.stepper._state["kv.pos"] = held.masked_fill(hide(held), -1)
     close(
         decoded(session, tokens[:, length : length + 4]),
         decoded(plain, tokens[:, length : length + 4]),

@@ -18,6 +18,7 @@ from accel.passes.check import NumericCheck
 from accel.passes.kv._shared.paged import Paged
 from accel.passes.state.head import Head
 from accel.runtime.kv.reuse.paged_prefix import PagedPrefix
+from accel.runtime.session.observers.prefix_cache import Pages
 
 from .reuse_case import BLOCK, close, named, shared
 
@@ -88,8 +89,8 @@ def test_blocks_are_stored_once(case):
         session.run(given, last_only=True)
         session.end_prompt()
         assert (
-            session._companions[0].base.tolist() == [36]
-            and session._stepper.held()["kv.pos"].shape[1] == 3
+            session.observer(Pages).base.tolist() == [36]
+            and session._core.stepper.held()["kv.pos"].shape[1] == 3
         )
     rows, common = 4 * (39 // BLOCK), 30 // BLOCK
     assert case.pool.stats["used"] == rows - 3 * common
@@ -107,7 +108,9 @@ def test_a_full_pool_falls_back_to_slots(stateful):
         dense.run(tokens[:, :30])
         session.run(tokens[:, :30] if session is first else tokens[:, 3:33])
         session.end_prompt()
-    assert first._companions[0].base.tolist() == [12] and second._companions[0].base.tolist() == [0]
+    assert first.observer(Pages).base.tolist() == [12] and second.observer(Pages).base.tolist() == [
+        0
+    ]
     close(first.run(tokens[:, 30:]), dense.run(tokens[:, 30:]))
     first.close()
     second.close()
@@ -120,7 +123,7 @@ def test_nobody_writes_a_block_that_others_use(case):
         one.run(tokens, last_only=True)
         one.end_prompt()
         before = {n: a.copy() for n, a in case.pool.arrays.items()}
-        used = list(one._companions[0]._rows[0])
+        used = list(one.observer(Pages)._rows[0])
         with one.fork() as other, case.session() as third:
             third.run(tokens, last_only=True)
             for session, at in ((other, 10), (third, 9)):
@@ -149,9 +152,9 @@ def test_a_wrong_table_is_caught(case):
     with case.session() as one:
         one.run(tokens, last_only=True)
         one.end_prompt()
-        table = one._stepper.held()["table"].copy()
+        table = one._core.stepper.held()["table"].copy()
         table[0, 0] = table[0, 1]
-        one._stepper.put({"table": table})
+        one._core.stepper.put({"table": table})
         one._capacity = 0
         dense = case.dense()
         dense.run(tokens)
@@ -180,7 +183,7 @@ def test_a_call_that_fails_leaves_all_as_it_was(case):
     with pytest.raises(RuntimeError, match="luck"):
         session.run(tokens, last_only=True)
     assert session.length == 0 and case.pool.stats["used"] == 0
-    session._stepper.broken = False
+    session._core.stepper.broken = False
     close(session.run(tokens, last_only=True), case.dense().run(tokens, last_only=True))
     session.close()
 
@@ -304,7 +307,7 @@ def test_steppers_share_blocks_and_nothing_else(case):
         one.run(case.tokens(1, 26), last_only=True)
         one.end_prompt()
         with one.fork() as other:
-            mine, theirs = one._stepper._state, other._stepper._state
+            mine, theirs = one._core.stepper._state, other._core.stepper._state
             for name in mine:
                 same = mine[name].data_ptr() == theirs[name].data_ptr()
                 assert same == name.startswith(("pool.", "table")), name

@@ -12,9 +12,10 @@ from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.shift import Shift
 from accel.runtime.backends.eager import EagerEngine
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.session import edits
+from accel.runtime.session.observers import edits
 
 from .reuse_case import close
+from .session_case import session_of
 
 ROPES = [
     "llama",
@@ -40,12 +41,16 @@ def test_forth_and_back_is_nothing_and_forth_is_the_later_position(stateful, nam
     with model.session() as session:
         session.run(tokens_of(model, 1, 20))
         keys = {
-            n: t[:, :, :20].numpy() for n, t in session._stepper._state.items() if n.endswith(".k")
+            n: t[:, :, :20].numpy()
+            for n, t in session._core.stepper._state.items()
+            if n.endswith(".k")
         }
         given = {n.replace("kv.", "keys.").removesuffix(".k"): a for n, a in keys.items()}
 
         def shifted(delta, arrays):
-            found = session._stepper.part("shift", {**arrays, "delta": np.full((1, 20), delta)})
+            found = session._core.stepper.part(
+                "shift", {**arrays, "delta": np.full((1, 20), delta)}
+            )
             return {n.replace("turned", "keys"): a for n, a in found.items()}
 
         for delta in (0, 7, -5):
@@ -66,7 +71,7 @@ def one_layer(program, delta, monkeypatch=None):
         whole = np.concatenate([old[:, :8], new, old[:, 14:]], axis=1)
         again.run(whole)
         assert session.length == whole.shape[1]
-        got, want = session._stepper.held(), again._stepper.held()
+        got, want = session._core.stepper.held(), again._core.stepper.held()
         end = whole.shape[1] - 1  # the last token is run again
         assert np.array_equal(got["kv.pos"][:, : end + 1], want["kv.pos"][:, : end + 1])
         return max(float(np.abs(got[n] - want[n])[:, :, :end].max()) for n in ("kv.0.k", "kv.0.v"))
@@ -79,10 +84,8 @@ def test_the_first_layer_behind_an_edit_is_recomputing(stateful, name, delta):
 
 
 def test_a_rotation_the_wrong_way_is_caught(stateful, monkeypatch):
-    right = edits.EditableSession._moved
-    monkeypatch.setattr(
-        edits.EditableSession, "_moved", lambda self, s, after, delta: right(self, s, after, -delta)
-    )
+    right = edits._moved
+    monkeypatch.setattr(edits, "_moved", lambda s, after, delta: right(s, after, -delta))
     assert one_layer(stateful("llama"), 5) > 0.01
 
 
@@ -118,7 +121,7 @@ def test_several_edits_forks_rewinds_and_other_rows(stateful):
             held[row][start:stop] = new
             assert session.lengths.tolist() == [len(h) for h in held] and np.isfinite(got).all()
             assert not got[1 - row].any()
-        assert np.array_equal(session._log.ids[0, : len(held[0])], held[0])
+        assert np.array_equal(session.observer(edits.Edits).log.ids[0, : len(held[0])], held[0])
         with session.fork() as other:
             other.edit(0, 1, [5, 6])
             assert other.lengths[0] == session.lengths[0] + 1
@@ -135,14 +138,14 @@ def test_an_edit_that_fails_leaves_all_as_it_was(stateful, monkeypatch):
     with model.session() as session, model.session() as again:
         session.run(old)
         again.run(old)
-        step = session._stepper.step
+        step = session._core.stepper.step
 
         def fails(tokens, *rest):
             if tokens.shape[1] == 1:
                 raise RuntimeError("out of luck")
             return step(tokens, *rest)
 
-        monkeypatch.setattr(session._stepper, "step", fails)
+        monkeypatch.setattr(session._core.stepper, "step", fails)
         with pytest.raises(RuntimeError, match="luck"):
             session.edit(4, 6, [7, 8, 9])
         monkeypatch.undo()
@@ -167,7 +170,7 @@ def test_what_makes_no_sense_is_named(stateful):
                 session.edit(*args)
         assert session.length == 10
     with pytest.raises(InputError, match="kv.reuse = pie"):
-        CompiledModel(EagerEngine(model.program), model.facts).session().edit(0, 1, [5])
+        session_of(stateful("llama")).edit(0, 1, [5])
 
 
 @pytest.mark.parametrize(

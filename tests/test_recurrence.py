@@ -16,8 +16,7 @@ from accel.ir.errors import CaptureError, PassError
 from accel.ir.ops import recurrence
 from accel.passes.check import NumericCheck
 from accel.passes.state.cache import Cache, mixes_tokens
-from accel.runtime.session import core as held
-from accel.runtime.session import session
+from accel.runtime.session import core
 from accel.runtime.session.observers import recurrent as past
 from accel.runtime.session.session import Session
 
@@ -231,8 +230,8 @@ def test_a_session_gives_transformers_logits(built, name):
 
 
 def test_long_prompts_carry_their_state_over_chunks(built, monkeypatch):
-    monkeypatch.setattr(session, "CHUNK", 7)
-    monkeypatch.setattr(held, "STEP", 5)
+    monkeypatch.setattr(core, "CHUNK", 7)
+    monkeypatch.setattr(core, "STEP", 5)
     ids, want, compiled = built("falcon_h1")
     with compiled.session(3) as live:
         converse(live, ids, want)
@@ -267,11 +266,11 @@ def test_a_rewind_says_what_it_costs(built):
 
 
 def test_a_failed_call_leaves_the_state_as_it_was(built, monkeypatch):
-    monkeypatch.setattr(session, "CHUNK", 4)
+    monkeypatch.setattr(core, "CHUNK", 4)
     ids, want, compiled = built("mamba")
     with compiled.session(3) as live:
         live.run(ids[:, :6])
-        step, calls = live._stepper.step, []
+        step, calls = live._core.stepper.step, []
 
         def fails(*given):
             calls.append(1)
@@ -279,7 +278,7 @@ def test_a_failed_call_leaves_the_state_as_it_was(built, monkeypatch):
                 raise MemoryError
             return step(*given)
 
-        monkeypatch.setattr(live._stepper, "step", fails)
+        monkeypatch.setattr(live._core.stepper, "step", fails)
         with pytest.raises(MemoryError):
             live.run(ids[:, 20:32])
         assert len(calls) == 2 and live.length == 6
@@ -317,7 +316,7 @@ class TakesNoTurns(Broken):
 def test_a_broken_stepper_is_caught(built, spoilt):
     ids, want, compiled = built("mamba")
     stepper = spoilt(compiled._engine.stepper(3))
-    with Session(stepper, 3, vocab_size=VOCAB, max_context=64) as live:
+    with Session(stepper, 3, [past.Past(3)], vocab_size=VOCAB, max_context=64) as live:
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             converse(live, ids, want)
 
@@ -328,7 +327,7 @@ def test_copies_of_the_state_are_few(built, monkeypatch):
     with compiled.session(3) as live:
         for i in range(0, 40, 2):
             close(live.run(ids[:, i : i + 2]), want[:, i : i + 2])
-        assert len(live._companions[0]._saved) == 3
+        assert len(live.observer(past.Past)._saved) == 3
         live.rewind(5)
         close(live.run(ids[:, 5:9]), want[:, 5:9])
 

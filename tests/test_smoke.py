@@ -18,7 +18,7 @@ from accel.compiler.smoke.clone import clone, depth, shrunk
 from accel.compiler.smoke.source import small_model
 from accel.passes.check import NumericCheck
 from accel.passes.weights.float16 import Float16
-from accel.runtime.session.canvas import CanvasSession
+from accel.runtime.session.observers.canvas import CanvasState
 
 
 def call(*arguments):
@@ -171,9 +171,11 @@ def test_a_model_that_fills_masks_is_written_over(monkeypatch):
     """And where a session leaves in sight what was forgotten, that is seen."""
     found = accel.smoke(models.FILLERS["dream"](), ["base", "dllm-threshold"], ["eager"])
     assert [c.status for c in found.cells] == ["refused", "approximate"], found.cells
-    own = CanvasSession.write
+    own = CanvasState.write
     monkeypatch.setattr(
-        CanvasSession, "write", lambda s, tokens, start, *more: own(s, tokens, start)
+        CanvasState,
+        "write",
+        lambda s, calls, tokens, start, *_: own(s, calls, tokens, start, None, None),
     )
     (cell,) = accel.smoke(models.FILLERS["dream"](), ["dllm-lowconf"], ["eager"]).cells
     assert cell.status == "wrong" and "shorter" in cell.reason

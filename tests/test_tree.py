@@ -134,7 +134,7 @@ def test_guesses_leave_no_trace(build, name, monkeypatch):
             session.rewind(9)
         session.guess(*call_of([tree], [5]))
         with monkeypatch.context() as broken:
-            broken.setattr(type(session._stepper), "part", lambda *_: {})
+            broken.setattr(type(session._core.stepper), "part", lambda *_: {})
             session.keep([[0]])
         session.run([[6]])
         wrong = session.run([[7]])[0, 0]

@@ -36,6 +36,7 @@ class EagerEngine:
 
     def __init__(self, program: Steppable):
         self.program = program
+        self.state, self.entries = program.state, program.entries
 
     def stepper(self, batch: int) -> EagerStepper:
         """A stepper for `batch` rows with an empty cache."""
@@ -52,6 +53,7 @@ class EagerStepper:
         self._program = program
         self._batch = batch
         self.alike = alike(program.state)
+        self.tile = 1
         self._device = device
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.sizes import FEW
+from accel.ir.state import StateValue
 from accel.runtime.inputs.ints import Ints
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -25,6 +26,10 @@ class Compression(Protocol):
 
 class Stepper(Protocol):
     """What a target supplies for one session: the step entry with its state buffers, for B rows."""
+
+    @property
+    def tile(self) -> int:
+        """A step has a multiple of so many tokens, and of logits: padding is added (`whole_tiles`)."""
 
     def resize(self, capacity: int, *later: int) -> None:
         """Give every state buffer `capacity` slots, keeping what it holds; never fewer. `later`: those of
@@ -107,6 +112,14 @@ class Stepper(Protocol):
 
 class Engine(Protocol):
     """What a target supplies for one model: steppers, each for one session of `batch` rows."""
+
+    @property
+    def state(self) -> Sequence[StateValue]:
+        """The layout of the state."""
+
+    @property
+    def entries(self) -> Collection[str]:
+        """The names of the graphs."""
 
     def stepper(self, batch: int) -> Stepper:
         """A stepper with an empty cache."""

@@ -26,6 +26,7 @@ class TritonEngine:
 
     def __init__(self, program: Lowered):
         self.program = program
+        self.state, self.entries = program.state, program.entries
 
     def stepper(self, batch: int) -> TritonStepper:
         """A stepper for `batch` rows with an empty cache."""

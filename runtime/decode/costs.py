@@ -67,14 +67,12 @@ def known(key: dict[str, Any] | None) -> Costs | None:
     return found if whole else None
 
 
-def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, tile: int = 1) -> Costs:
+def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Costs:
     """Measure with a fresh stepper of one row, which is closed after; keep it under the key, together with what was
     measured before.
-
-    `tile`: as of `Session`.
     """
     try:
-        costs = _measure(stepper, facts, tile)
+        costs = _measure(stepper, facts)
     finally:
         stepper.close()
     before = known(key)
@@ -86,7 +84,8 @@ def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None, tile: i
     return costs
 
 
-def _measure(stepper: Stepper, facts: Facts, tile: int) -> Costs:
+def _measure(stepper: Stepper, facts: Facts) -> Costs:
+    tile = stepper.tile
     if facts.encoder is not None:
         stepper.encode(entry_inputs(shortest(facts.encoder), None, 1, facts.encoder))
     held = min(SLOTS, facts.max_context)

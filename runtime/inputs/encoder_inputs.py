@@ -16,12 +16,10 @@ from accel.runtime.inputs.text import Tokenizer
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def entry_inputs(inputs: Any, lengths: Any, batch: int, facts: EncoderFacts | None) -> Arrays:
+def entry_inputs(inputs: Any, lengths: Any, batch: int, facts: EncoderFacts) -> Arrays:
     """Inputs of the encode entry for `batch` rows: token ids [B,X] of `lengths` [B], each 1..X, or
     features [B, ...]. Raises InputError.
     """
-    if facts is None:
-        raise InputError("this model has no encoder; give its prompt alone")
     if facts.features:
         if lengths is not None:
             raise InputError("lengths go with token ids; this model's encoder takes features")

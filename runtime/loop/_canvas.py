@@ -14,7 +14,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.canvas import CanvasSession
+from accel.runtime.session.observers.canvas import CanvasState
 from accel.runtime.session.session import Session
 
 CACHES = ("none", "prefix", "dual")
@@ -55,12 +55,13 @@ class Canvas:
     def __init__(
         self, session: Session, rows: list[Row], block: int, cache: str, branches: int = 1
     ):
-        if not isinstance(session, CanvasSession):
+        canvas = session.observer(CanvasState)
+        if canvas is None:
             raise InputError(
                 "this loop fills masks, and the model decodes token by token; build it with loop = autoregressive"
             )
         self.session, self.rows, self._block, self._cache = session, rows, block, cache
-        self._mask, self._shift = session.diffusion.mask, int(session.diffusion.shift)
+        self._mask, self._shift = canvas.diffusion.mask, int(canvas.diffusion.shift)
         self.branches = branches
         if branches > 1:
             session.select(np.repeat(np.arange(len(rows)), branches))

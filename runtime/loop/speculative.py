@@ -21,8 +21,9 @@ from accel.runtime.draft import Drafters
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Pace
 from accel.runtime.loop import Base
+from accel.runtime.session.core import CHUNK
 from accel.runtime.session.observers.observer import Capabilities
-from accel.runtime.session.session import CHUNK, Session
+from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import Guard
 from accel.runtime.speculation.price import unpriced
 from accel.runtime.tree import NONE, Tree

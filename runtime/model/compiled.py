@@ -29,10 +29,9 @@ from accel.runtime.inputs.prompts import as_count, as_prompts, as_stops, is_text
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST, chosen
 from accel.runtime.model.output import Meter, Output, Stream, Transcript, pieces
-from accel.runtime.session.canvas import session_kind
-from accel.runtime.session.observers.eviction import kv_plan
-from accel.runtime.session.observers.prefix_cache import Pages, pool_of
-from accel.runtime.session.observers.pruning import unseen
+from accel.runtime.session.observers import observer_factories
+from accel.runtime.session.observers.observer import ModelParts
+from accel.runtime.session.observers.prompt_filter import unseen
 from accel.runtime.session.session import Session
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
@@ -73,10 +72,9 @@ class CompiledModel:
         self._on_close = on_close
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
-        state = artifact.state if artifact is not None else getattr(program, "state", ())
-        self._kv = kv_plan(tables, facts.kv, state)
-        self._pool = pool_of(tables, state)
-        self._sessions = session_kind(getattr(artifact or program, "entries", ()), facts.diffusion)
+        self._observers = observer_factories(
+            ModelParts(facts, tables, engine.state, engine.entries, engine.stepper)
+        )
         self._costs: Costs | None = None
 
     def generate(
@@ -189,24 +187,13 @@ class CompiledModel:
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
-        return self._sessions(
+        return Session(
             self._engine.stepper(int(batch)),
             int(batch),
+            [factory.open(int(batch)) for factory in self._observers],
             vocab_size=self.facts.vocab_size,
             max_context=self.facts.max_context,
-            encoder=self.facts.encoder,
-            depth=self.facts.depth,
-            tile=self._tile,
-            kv=self._kv,
-            prefill=None
-            if self.facts.prefill is None
-            else (self.facts.prefill, self._engine.stepper),
-            pages=None if self._pool is None else Pages(self._pool, int(batch)),
         )
-
-    @property
-    def _tile(self) -> int:
-        return 1 if self.artifact is None else self.artifact.manifest.tile
 
     def _encoded(self, sources: Sources, start: int, batch: int) -> Session:
         """A session whose encoder, where there is one, was given the sources of rows from `start` on."""
@@ -239,7 +226,7 @@ class CompiledModel:
     @property
     def pool(self) -> dict[str, int] | None:
         """Blocks of tokens that the model's sessions share (`Pool.stats`); None: they share none."""
-        return None if self._pool is None else self._pool.stats
+        return next((one.shared() for one in self._observers if one.shared is not None), None)
 
     @property
     def tuning(self) -> Tuning | None:
@@ -259,7 +246,7 @@ class CompiledModel:
                 raise InputError("this model is closed; load or optimize it again")
             before = self._costs_before
             if before is None or not before.sure:
-                before = measured(self._engine.stepper(1), self.facts, self._cost_key, self._tile)
+                before = measured(self._engine.stepper(1), self.facts, self._cost_key)
             self._costs = before
         return self._costs
 

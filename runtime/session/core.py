@@ -1,8 +1,10 @@
-"""What a session holds between its graph calls, and how it makes one."""
+"""What a session holds between its graph calls, and how it makes them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +12,11 @@ from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import Arrays, Bools, Logits, Stepper, whole_tiles
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Capabilities, Companion
-from accel.runtime.session.rows import Kin
+from accel.runtime.session.observers.observer import Companion
+from accel.runtime.session.rows import Kin, wanted_rows
+from accel.runtime.session.validate import call_tokens, check_no_plan
 
+CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
 LOST = (
     "a call failed ({}) after some of its tokens were compressed or counted, which cannot be taken back; "
     "this session is closed, open another with model.session()"
@@ -21,160 +25,310 @@ _NO_QUERIES: Arrays = {}
 
 
 class Held:
-    """What `Session` is built on: the stepper, how many tokens each row holds, and companions that follow."""
+    """A backend session, how many tokens each row holds, and the observers that follow its calls."""
 
-    def __init__(self, stepper: Stepper, batch: int, companions: tuple[Companion, ...], tile: int):
+    def __init__(
+        self,
+        stepper: Stepper,
+        batch: int,
+        observers: Sequence[Companion],
+        vocab_size: int,
+        max_context: int,
+    ):
         self.batch = batch
+        self.vocab_size = vocab_size
+        self.max_context = max_context
+        self.observers = tuple(observers)
+        self.lengths: Ints = np.zeros(
+            batch, np.int64
+        )  # tokens of each row; replaced, never written
+        self.kin = Kin(np.arange(batch), self.lengths)
+        self.calls = 0
+        self.tokens = 0
+        self.seconds = 0.0
         self._stepper: Stepper | None = stepper
-        self._tile = tile
-        self._companions = companions
+        self._tile = stepper.tile
         self._room: list[int] = []  # slots of the buffers; none where they are new
-        self._lengths: Ints = np.zeros(batch, np.int64)
-        self._kin = Kin(np.arange(batch), self._lengths)
-        self._start_figures()
-
-    def close(self) -> None:
-        """Free the cache. Closing twice is harmless."""
-        if self._stepper is not None:
-            for one in self._companions:
-                one.close(self._stepper, self._lengths)
-            self._stepper.close()
-            self._stepper = None
+        self._most = 0  # bytes of state that there were before rows were let go
+        self._steered = any(one.steers for one in self.observers)
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What can be relied on before anything runs."""
-        stepper = self._open()
-        found = Capabilities(width=stepper.alike, trees=stepper.trees)
-        for one in self._companions:
-            found &= one.capabilities
-        return found
-
-    @property
-    def held_from(self) -> Ints:
-        """The position of each row [B] up to which it can be rewound; 0 where nothing was dropped."""
-        found = np.zeros_like(self._lengths)
-        for one in self._companions:
-            found = np.maximum(found, one.held_from)
-        return found
-
-    @property
-    def stats(self) -> dict[str, float]:
-        """calls: graph calls; tokens: real ones run; reused: those that others had run; seconds in the
-        graph; kv_bytes: state buffers now, without blocks that sessions share.
-        """
-        found: dict[str, float] = {
-            "calls": self._calls,
-            "tokens": self._tokens,
-            "reused": 0,
-            "seconds": self._seconds,
-            "kv_bytes": self._stepper.kv_bytes if self._stepper else 0,
-        }
-        for one in self._companions:
-            found |= one.stats
-        return found
-
-    @property
-    def kv_most(self) -> int:
-        """Most bytes of state buffers: now, or when rows were let go (`select`)."""
-        return max(self._kv_most, self._stepper.kv_bytes if self._stepper else 0)
-
-    def _start_figures(self) -> None:
-        self._kv_most = 0
-        self._calls = 0
-        self._tokens = 0
-        self._seconds = 0.0
-
-    def _count(self, calls: int, tokens: int, start: float) -> None:
-        self._calls += calls
-        self._tokens += tokens
-        self._seconds += time.perf_counter() - start
-
-    def _open(self) -> Stepper:
+    def stepper(self) -> Stepper:
+        """Raises InputError where the session is closed."""
         if self._stepper is None:
             raise InputError("this session is closed; open another with model.session()")
         return self._stepper
 
     @property
-    def _base(self) -> Ints | int:
+    def chunk(self) -> int:
+        """Most columns of one graph call."""
+        return CHUNK
+
+    @property
+    def base(self) -> Ints | int:
         """The position of slot 0 of each row [B]."""
-        for one in self._companions:
+        for one in self.observers:
             if one.base is not None:
                 return one.base
         return 0
 
-    def _step(
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the state buffers now."""
+        return self._stepper.kv_bytes if self._stepper else 0
+
+    @property
+    def kv_most(self) -> int:
+        """Most bytes of state buffers: now, or when rows were let go (`select`)."""
+        return max(self._most, self.kv_bytes)
+
+    def close(self) -> None:
+        """Free the cache. Closing twice is harmless."""
+        if self._stepper is not None:
+            for one in self.observers:
+                one.close(self._stepper, self.lengths)
+            self._stepper.close()
+            self._stepper = None
+
+    def fork(self) -> Held:
+        """An independent one that holds the same tokens; its figures start at 0."""
+        copies = tuple(one.copy() for one in self.observers)
+        other = Held(self.stepper.copy(), self.batch, copies, self.vocab_size, self.max_context)
+        other.lengths, other.kin, other._room = self.lengths.copy(), self.kin, list(self._room)
+        return other
+
+    def run(
         self,
-        stepper: Stepper,
+        tokens: Any,
+        lengths: Any,
+        last_only: bool,
+        run_layers: Any = None,
+        threshold: float | None = None,
+        prompt: bool = False,
+    ) -> Logits:
+        """See `Session.run`; `prompt`: these are whole prompts of an empty session."""
+        stepper, held = self.stepper, self.lengths
+        ids, counts = call_tokens(tokens, lengths, held, self.vocab_size, self.max_context)
+        after = held + (ids.shape[1] if counts is None else counts)
+        if not self._steered:
+            check_no_plan(run_layers, threshold)
+        for one in self.observers:
+            one.begin(stepper, held, after, run_layers, threshold)
+        try:
+            self.catch_up()
+            if last_only:
+                for one in self.observers:
+                    if (left := one.admit(stepper, ids, counts, held)) is not None:
+                        ids, counts, found = left
+                        self.lengths, self._room = held + found, []
+            logits = self._ran(ids, counts, last_only, prompt)
+            self._settle("call", after, self.observers)
+        except BaseException as error:
+            self.undo(held, error)
+            raise
+        self.lengths = after
+        return logits
+
+    def end_prompt(self) -> None:
+        """See `Session.end_prompt`."""
+        if any(one.base is not None for one in self.observers):
+            self.catch_up()  # what is compressed cannot be run again later
+        self._settle("prompt", self.lengths, self.observers)
+
+    def rewind(self, wanted: Ints) -> None:
+        """Let rows hold no more than `wanted` [B] tokens."""
+        stepper = self.stepper
+        for one in self.observers:
+            one.check(wanted, self.lengths)
+        for one in self.observers:
+            if one.rewind(stepper, wanted, self.lengths):
+                self._room = []
+        self.lengths, self.kin = wanted, self.kin.rewound(wanted)
+
+    def select(self, rows: Any) -> None:
+        """See `Session.select`."""
+        stepper, chosen = self.stepper, wanted_rows(rows, self.batch)
+        if np.array_equal(chosen, np.arange(self.batch)):
+            return
+        if any(one.rewrites for one in self.observers):
+            self.kin = Kin.copies(np.arange(self.batch), self.lengths)
+        if chosen.size != self.batch:
+            self._most = self.kv_most
+            slots, self._stepper = None, stepper.copy(chosen)
+            stepper.close()
+        else:
+            slots = self.kin.slots(chosen, self.lengths, self.base)
+            stepper.move(chosen, slots)
+        for one in self.observers:
+            one.select(chosen)
+        self.batch, self.lengths = chosen.size, self.lengths[chosen]
+        if slots is None:
+            self.kin = Kin.copies(chosen, self.lengths)
+
+    def set_length(self, row: int, length: int) -> None:
+        """Let a row hold so many tokens, whose slots the caller has written."""
+        self.lengths = self.lengths.copy()
+        self.lengths[row] = length
+        self.kin = self.kin.rewound(self.lengths)
+
+    def begin_tree(self, after: Ints) -> None:
+        """A call comes that may be given up again, in which rows would grow to `after` tokens."""
+        for one in self.observers:
+            one.begin(self.stepper, self.lengths, after, None, None)
+
+    def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
+        """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""
+        for one in self.observers:
+            one.after(tokens, positions, _NO_QUERIES)
+        self.lengths = after
+        self._settle("call", after, self.observers)
+
+    def catch_up(self) -> None:
+        """Run again what an observer lacks after a rewind. The others saw those tokens, whose slots the cache
+        still holds.
+        """
+        stepper = self.stepper
+        for one in self.observers:
+            if again := one.catch_up(stepper, self.lengths):
+                self._chunks(*again, True, (one,))
+
+    def step(
+        self,
         tokens: Ints,
         positions: Ints,
         slots: Ints,
         rows: Ints,
         real: int,
         tree: Bools | None = None,
+        observers: tuple[Companion, ...] | None = None,
     ) -> Logits:
-        """One graph call, after making room for every slot that it writes, padding included. Companions hear of the
-        tokens of a `tree` when a path of it is kept.
+        """One graph call, after making room for every slot that it writes, padding included. `observers` (None: all)
+        hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
-        wanted = rows.shape[1]
+        stepper, wanted = self.stepper, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         ends, observe = slots + tokens.shape[1], False
         room = [int(ends.max())]
-        for one in self._companions:
+        for one in self.observers:
             room += one.slots(ends)
-        self._need(stepper, room)
+        self.need(room)
+        told = (self.observers if observers is None else observers) if tree is None else ()
         start = time.perf_counter()
-        for one in self._companions if tree is None else ():
+        for one in told:
             observe |= one.before(stepper, tokens.shape[1])
         logits = stepper.step(tokens, positions, slots, rows, observe, tree)
-        for one in self._companions if tree is None else ():
+        for one in told:
             one.after(tokens, positions, stepper.observed if observe else _NO_QUERIES)
-        self._count(1, real, start)
+        self.count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
 
-    def _sparse(
-        self, stepper: Stepper, tokens: Ints, positions: Ints, slots: Ints, real: int
-    ) -> None:
+    def sparse(self, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """A segment of a prompt that reads some of the keys before it."""
-        self._need(stepper, [int(slots.max()) + tokens.shape[1]])
+        self.need([int(slots.max()) + tokens.shape[1]])
         start = time.perf_counter()
         rows = np.zeros((self.batch, 1), np.int64)
-        given = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        queries = stepper.part("sparse", given)
-        for one in self._companions:
+        inputs = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
+        queries = self.stepper.part("sparse", inputs)
+        for one in self.observers:
             one.after(tokens, positions, queries)
-        self._count(1, real, start)
+        self.count(1, real, start)
 
-    def _need(self, stepper: Stepper, slots: list[int]) -> None:
+    def need(self, slots: list[int]) -> None:
         """Make room for so many slots, and in layers that see prompts pruned."""
         if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):
             had = self._room or [0] * len(slots)
             room = [max(have, -(-n // STEP) * STEP) for n, have in zip(slots, had, strict=True)]
-            stepper.resize(*room)
+            self.stepper.resize(*room)
             self._room = room
 
-    def _settle(self, stepper: Stepper, moment: str, lengths: Ints) -> None:
-        """Let companions do what is due; rows hold `lengths` [B] tokens."""
-        for one in self._companions:
+    def count(self, calls: int, tokens: int, start: float) -> None:
+        """Add graph calls and real tokens to the figures, and the seconds since `start`."""
+        self.calls += calls
+        self.tokens += tokens
+        self.seconds += time.perf_counter() - start
+
+    def undo(self, held: Ints, error: BaseException) -> None:
+        """After a call that failed: rows hold `held` [B] tokens as before, or the session closes."""
+        self.lengths = held
+        if any(one.lost() for one in self.observers):
+            self.close()
+            if isinstance(error, Exception):
+                raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
+            return
+        stepper = self.stepper
+        for one in self.observers:
+            if one.undo(stepper, held):
+                self._room = []
+
+    def _ran(self, ids: Ints, counts: Ints | None, last_only: bool, prompt: bool) -> Logits:
+        """The graph calls of a call."""
+        for one in self.observers:
+            if (found := one.run(self, ids, counts, last_only, prompt)) is not None:
+                return found
+        if counts is None and ids.shape[1] <= CHUNK:
+            return self._whole(ids, last_only)
+        full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
+        return self._chunks(ids, full, self.lengths, last_only, self.observers)
+
+    def _whole(self, ids: Ints, last_only: bool) -> Logits:
+        """One graph call without padding."""
+        width, slots = ids.shape[1], self.lengths - self.base
+        if width == 1:  # a token: little else should be done besides the graph
+            first = np.zeros((self.batch, 1), np.int64)
+            return self.step(ids, self.lengths[:, None], slots, first, ids.size)
+        positions = self.lengths[:, None] + np.arange(width)
+        rows = np.arange(width - 1 if last_only else 0, width)
+        rows = np.broadcast_to(rows, (self.batch, rows.size))
+        return self.step(ids, positions, slots, rows, ids.size)
+
+    def _chunks(
+        self,
+        ids: Ints,
+        counts: Ints,
+        first: Ints,
+        last_only: bool,
+        observers: tuple[Companion, ...],
+    ) -> Logits:
+        """Graph calls of at most CHUNK columns, from position `first` [B] on, of which `observers` hear; a row's
+        padding gets position -1 and writes no KV that is seen.
+        """
+        shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
+        out = np.zeros(shape, np.float32)
+        for start in range(0, int(counts.max()), CHUNK):
+            part = ids[:, start : min(start + CHUNK, int(counts.max()))]
+            columns = np.arange(part.shape[1])
+            left = counts - start
+            held = first + np.minimum(counts, start)
+            if start:
+                self._settle("part", held, observers)
+            real = columns < left[:, None]
+            positions = np.where(real, held[:, None] + columns, -1)
+            ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
+            rows = (
+                np.where(ends, left - 1, 0)[:, None]
+                if last_only
+                else np.broadcast_to(columns, part.shape)
+            )
+            logits = self.step(
+                part, positions, held - self.base, rows, int(real.sum()), observers=observers
+            )
+            if last_only:
+                out[ends] = logits[ends]
+            else:
+                np.copyto(out[:, start : start + part.shape[1]], logits, where=real[:, :, None])
+        return out
+
+    def _settle(self, moment: str, lengths: Ints, observers: tuple[Companion, ...]) -> None:
+        """Let observers do what is due; rows hold `lengths` [B] tokens."""
+        stepper = self.stepper
+        for one in observers:
             start = time.perf_counter()
             calls = one.settle(stepper, moment, lengths)
             if calls is None:
                 continue
             self._room = []
-            for other in self._companions:
+            for other in self.observers:
                 other.pin(stepper)
             if calls:
-                self._count(calls, 0, start)
-
-    def _undo(self, stepper: Stepper, held: Ints, error: BaseException) -> None:
-        """After a call that failed: rows hold `held` [B] tokens as before, or the session closes."""
-        self._lengths = held
-        if any(one.lost() for one in self._companions):
-            self.close()
-            if isinstance(error, Exception):
-                raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
-            return
-        for one in self._companions:
-            if one.undo(stepper, held):
-                self._room = []
+                self.count(calls, 0, start)

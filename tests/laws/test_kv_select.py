@@ -150,7 +150,7 @@ def lists(case, session, at=-1):
     """What the tokens of a call would choose [B,G,T,K], of each layer, given the session's state now."""
     found = []
     graph = case.program.step.graph
-    state = session._stepper._state
+    state = session._core.stepper._state
     for node in graph.find_nodes(op="call_function", target=attention.default):
         wanted = operands_of(node).pages
         tokens = np.full((session.batch, 1), 5)
@@ -221,7 +221,7 @@ def law_unwritten(case, tokens):
     with case.session(2) as clean, case.session(2) as dirty:
         for session in (clean, dirty):
             session.run(tokens[:, :33])
-        state = dirty._stepper._state
+        state = dirty._core.stepper._state
         for name in state:
             if name.endswith(".k"):
                 state[name][:, :, 33:] = math.nan

@@ -14,7 +14,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.prefill import Pick
 from accel.passes.prefill.prune._layer import deciding
-from accel.runtime.session.observers import pruning as prefill
+from accel.runtime.session.observers import _prompt_parts as prefill
 
 from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
 
@@ -59,7 +59,7 @@ def test_run_sees_every_token(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [512, 8])
 def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
-    monkeypatch.setattr("accel.runtime.session.session.CHUNK", chunk)
+    monkeypatch.setattr("accel.runtime.session.core.CHUNK", chunk)
     model = pruned(name)
     together, held = prompted(model, after=3)
     for row, n in enumerate(LENGTHS):
@@ -216,7 +216,7 @@ def test_deeper_layers_see_what_promptdistill_picks(arch):
 
 
 def state(session):
-    return {n: v.numpy() for n, v in session._stepper._state.items()}
+    return {n: v.numpy() for n, v in session._core.stepper._state.items()}
 
 
 def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monkeypatch):

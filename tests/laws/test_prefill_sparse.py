@@ -32,7 +32,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=3):
 
 
 def state(session):
-    return {n: v.numpy() for n, v in session._stepper._state.items()}
+    return {n: v.numpy() for n, v in session._core.stepper._state.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

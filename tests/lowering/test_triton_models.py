@@ -103,7 +103,7 @@ def test_buffers_stay_where_they_are(both):
     model = both[1]
     with model.session(1) as session:
         session.run(np.array([[3, 4, 5]]))
-        stepper = session._stepper
+        stepper = session._core.stepper
         before = {n: t.data_ptr() for n, t in stepper._state.items()}
         session.run(np.array([[6]]))
         session.rewind(2)
@@ -222,8 +222,8 @@ def test_layers_under_conditions_are_as_on_the_eager_target(table):
 
 
 def bound(session, name: str) -> dict[str, torch.Tensor]:
-    session._stepper.resize(256)
-    return {name: session._stepper._state[name]}
+    session._core.stepper.resize(256)
+    return {name: session._core.stepper._state[name]}
 
 
 @of_a_llama
@@ -278,6 +278,6 @@ def test_decoding_is_captured(both):
         session.run(np.array([[3, 4, 5]]))
         for token in (6, 7, 8, 9):
             session.run(np.array([[token]]))
-        decode = session._stepper._decode
+        decode = session._core.stepper._decode
         assert decode._graph is not None and not decode.refused
     close(model.logits([[3, 4, 5, 6, 7]]), eager.logits([[3, 4, 5, 6, 7]]))

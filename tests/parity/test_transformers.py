@@ -6,7 +6,7 @@ import parity
 import pytest
 import torch
 
-from accel.runtime.session import session as runtime_session
+from accel.runtime.session import core as runtime_session
 
 
 @pytest.fixture(scope="module", params=models.ARCHITECTURES)

@@ -1,14 +1,20 @@
 """What a session promises its companions: who is asked when, and that what is refused or fails changes none of them."""
 
+from inspect import getsource
+
 import numpy as np
 import pytest
 
 from accel.ir.errors import AccelError, InputError
-from accel.ir.prefill import Pick, Prefill
+from accel.ir.facts import Facts
+from accel.ir.prefill import Pick
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.kv.when.prompt import Prompt
-from accel.runtime.session.observers.eviction import KvPlan
-from accel.runtime.session.observers.observer import Capabilities, Companion
+from accel.runtime.session import core, observers
+from accel.runtime.session import session as session_module
+from accel.runtime.session.observers import observer_classes, observer_factories
+from accel.runtime.session.observers.eviction import Keeper, KvPlan
+from accel.runtime.session.observers.observer import Capabilities, Companion, ModelParts
 from accel.runtime.session.observers.pruning import Pruner
 from accel.runtime.session.observers.recurrent import Past
 from accel.runtime.session.session import Session
@@ -17,12 +23,8 @@ from accel.runtime.session.session import Session
 class Counts:
     """A stepper whose state is how many tokens came; `fails`: at which step."""
 
-    alike, recurrent, kv_bytes, observed = (
-        None,
-        False,
-        0,
-        {"queries.0": np.zeros((2, 1, 1, 4), np.float32)},
-    )
+    tile, alike, kv_bytes = 1, None, 0
+    observed = {"queries.0": np.zeros((2, 1, 1, 4), np.float32)}
 
     def __init__(self, fails=0):
         self.fails, self.steps, self.sizes, self.asked, self.forgot = fails, 0, [], [], []
@@ -90,10 +92,8 @@ class Diary(Companion):
 IDS = np.ones((2, 3), np.int64)
 
 
-def session(stepper, *companions, **options):
-    made = Session(stepper, 2, vocab_size=8, max_context=4000, **options)
-    made._companions += companions
-    return made
+def session(stepper, *observers):
+    return Session(stepper, 2, observers, vocab_size=8, max_context=4000)
 
 
 def diaries(stepper, *names):
@@ -118,7 +118,7 @@ def test_queries_are_taken_where_someone_asks():
     live.run(IDS)
     second.watches = True
     live.run(IDS)
-    assert live._stepper.asked == [False, True]
+    assert live._core.stepper.asked == [False, True]
     assert [entry.split("]] ")[1] for entry in book if " after " in entry] == ["[]"] * 2 + [
         "['queries.0']"
     ] * 2
@@ -168,7 +168,7 @@ def test_tokens_that_run_again_are_news_to_one_alone():
 
     seen, book = [], []
     live = session(Counts(), Lacks(), Diary("a", book))
-    live._lengths = np.array([7, 7])
+    live._core.lengths = np.array([7, 7])
     live.run(IDS[:, :1])
     assert seen == [[4, 5, 6], [7]]
     assert [entry for entry in book if "after" in entry] == ["a after [[7], [7]] []"]
@@ -176,13 +176,12 @@ def test_tokens_that_run_again_are_news_to_one_alone():
 
 def test_a_state_that_went_forward_knows_it_whatever_fails_behind_it():
     stepper = Counts()
-    stepper.recurrent, stepper.snapshot, stepper.restore = True, lambda: None, lambda *_: None
-    other = Diary("a", [])
-    live = session(stepper, other)
+    stepper.snapshot, stepper.restore = lambda: None, lambda *_: None
+    past, other = Past(2), Diary("a", [])
+    live = session(stepper, past, other)
     other.stops = "after [[0, 1, 2], [0, 1, 2]] []"
     with pytest.raises(MemoryError):
         live.run(IDS)
-    (past,) = (one for one in live._companions if isinstance(one, Past))
     assert past._held.tolist() == [3, 3] and live.length == 0
 
 
@@ -191,12 +190,11 @@ def compressed_and_pruned():
     and the first 4 were pruned.
     """
     plan = KvPlan(Uniform(tokens_kept=4), Prompt(), {0: 1}, 2, False)
-    prune = Prefill(stages=(Pick(2, 0, 1),))
-    live = session(Counts(), kv=plan, prefill=(prune, lambda batch: Counts()))
-    keeper, pruner = live._companions
+    keeper, pruner = Keeper(plan, 2), Pruner((Pick(2, 0, 1),), 2)
+    live = session(Counts(), keeper, pruner)
     keeper.base, keeper._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
     pruner.ends, pruner.dropped = np.array([4, 4]), np.array([[2, 2]])
-    live._lengths = np.array([9, 9])
+    live._core.lengths = np.array([9, 9])
     known = {
         one: {n: v.copy() for n, v in vars(one).items() if isinstance(v, np.ndarray)}
         for one in (keeper, pruner)
@@ -209,12 +207,15 @@ def law_a_refused_rewind_changes_nothing():
     for wanted in ([0, 3], [3, 0], [0, 1], [8, 3]):
         with pytest.raises(InputError, match="cannot rewind row"):
             live.rewind(wanted)
-        assert live.length == 9 and not live._stepper.forgot
+        assert live.length == 9 and not live._core.stepper.forgot
         for one, known in before.items():
             assert all(np.array_equal(getattr(one, name), value) for name, value in known.items())
     assert live.held_from.tolist() == [4, 4]
     live.rewind([0, 5])
-    assert live.held_from.tolist() == [0, 4] and live._stepper.forgot[0].tolist() == [True, False]
+    assert live.held_from.tolist() == [0, 4] and live._core.stepper.forgot[0].tolist() == [
+        True,
+        False,
+    ]
 
 
 def test_a_refused_rewind_changes_nothing():
@@ -236,3 +237,45 @@ def test_what_two_can_do_is_the_least_of_both():
     assert (
         both == Capabilities(free_rewind=False, back=3, width=2) and Capabilities() & both == both
     )
+
+
+NEW = '''
+"""An observer that nobody has heard of."""
+
+from accel.runtime.session.observers.observer import Companion, ObserverFactory
+
+
+class Newcomer(Companion):
+    order = 15
+
+    @classmethod
+    def for_model(cls, model):
+        return ObserverFactory(lambda batch: cls()) if "newcomer" in model.tables else None
+'''
+
+
+def test_a_file_is_an_observer(tmp_path, monkeypatch):
+    """It stands in its place by its order, and in the sessions of a model that asks for it."""
+    (tmp_path / "newcomer.py").write_text(NEW)
+    (tmp_path / "_helper.py").write_text("raise ImportError")
+    monkeypatch.setattr(observers, "__path__", [*observers.__path__, str(tmp_path)])
+    observer_classes.cache_clear()
+    try:
+        names = [kind.__name__ for kind in observer_classes()]
+        assert names.index("Past") < names.index("Newcomer") < names.index("Keeper")
+        facts = Facts("toy", 8, 64)
+        for tables in ({}, {"newcomer": {}}):
+            found = observer_factories(ModelParts(facts, tables, (), ("step",), None))
+            assert [type(f.open(2)).__name__ for f in found] == ["Newcomer"] * len(tables)
+    finally:
+        observer_classes.cache_clear()
+
+
+def test_every_observer_says_when_it_is_needed():
+    assert all("for_model" in vars(kind) for kind in observer_classes())
+    assert len({kind.order for kind in observer_classes()}) > 5
+
+
+def test_a_session_knows_no_observer_by_name():
+    sources = getsource(core) + getsource(session_module)
+    assert not [kind for kind in observer_classes() if kind.__name__ in sources]

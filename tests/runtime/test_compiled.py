@@ -14,6 +14,7 @@ from accel.ir.facts import Facts
 from accel.runtime.model import compiled as module
 from accel.runtime.model.compiled import CompiledModel, load
 from accel.runtime.sample.standard import Standard
+from accel.runtime.session.core import Held
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,10 @@ def test_each_prompt_gets_what_it_would_get_alone(toy, target, options, request)
 
 def test_the_law_catches_rows_that_see_one_another(toy, model, monkeypatch):
     """The control: a loop that gives padding to the model as if it were text."""
-    plain_run = module.Session._run
+    plain_run = Held.run
     monkeypatch.setattr(
-        module.Session,
-        "_run",
+        Held,
+        "run",
         lambda self, tokens, lengths, *o, **more: plain_run(self, tokens, None, *o, **more),
     )
     assert model.generate(PROMPTS[0], 9).tokens == [plain(toy, PROMPTS[0], 9)], "right alone"

@@ -107,7 +107,8 @@ def test_it_saves_calls_and_catches_up_in_one(toy, groups):
     assert calls == 1 + 5 and beside.opened.stats["calls"] == 4 * 4 + 2, (
         "the last draft has two tokens"
     )
-    assert beside.opened._stepper is None, "it is closed"
+    with pytest.raises(InputError, match="closed"):
+        beside.opened.run([[1]])
 
 
 def test_rows_that_sleep_are_caught_up_in_one_call(toy):
@@ -153,8 +154,8 @@ def test_looking_back_says_what_the_model_would_have_said(toy):
 
 def test_a_long_look_leaves_out_logits_that_nobody_asked_for(toy):
     follower, seen, ends = Follower(Beside(toy), 1), toy.tokens(1, 100), []
-    end = follower._session.end_prompt
-    follower._session.end_prompt = lambda: ends.append(end())
+    end = follower._session._core.end_prompt
+    follower._session._core.end_prompt = lambda: ends.append(end())
     first, logits = follower.look({0: seen[0]}, {0: 20})[0]
     assert len(ends) == 1, "what came since is no part of the prompt"
     assert first == 84 and logits.shape == (16, 320) and follower._session.stats["calls"] == 2
@@ -239,7 +240,7 @@ def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch
     monkeypatch.setattr(
         beside,
         "session",
-        lambda batch=1: kind(opened._stepper, 1, vocab_size=320, max_context=1300),
+        lambda batch=1: kind(opened._core.stepper, 1, vocab_size=320, max_context=1300),
     )
     rows, _ = decoded(toy, groups[0][:1], beside)
     sizes = rows[0].drafting["drafted"] / rows[0].drafting["rounds"]

@@ -179,13 +179,13 @@ def test_a_failed_call_changes_nothing(toy):
     session = toy.session(wrap=Fails)
     tokens = toy.tokens(1, 700)
     session.run(tokens[:, :5])
-    session._stepper.bad = True
+    session._core.stepper.bad = True
     with pytest.raises(RuntimeError):
         session.run(toy.tokens(1, 700, seed=4))
     with pytest.raises(InputError):
         session.run([[toy.vocab]])
     assert session.length == 5
-    session._stepper.bad = False
+    session._core.stepper.bad = False
     close(session.run(tokens[:, 5:])[0], toy.oracle(tokens[0])[5:])
 
 

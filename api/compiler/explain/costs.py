@@ -20,7 +20,7 @@ from accel.ir.program import Program, State
 from accel.ir.region import Conditional, Region, graphs_of
 from accel.ir.sizes import grows, per_slot
 from accel.runtime.backends.buffers import STEP
-from accel.runtime.session.observers.pruning import unseen
+from accel.runtime.session.observers.prompt_filter import unseen
 
 aten = torch.ops.aten
 _EXPERTS = {expert_linear.default, quantized_expert_linear.default}

@@ -102,7 +102,7 @@ def _key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """The processor's model and abilities, as far as the system tells."""
+    """The processor's model and capabilities, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -9,7 +9,7 @@ each call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,16 @@ class OrtEngine:
         """The variant of the step that is used, and why; measured when first asked for."""
         with self._lock:
             return self._tuned()
+
+    @property
+    def state(self) -> tuple[StateValue, ...]:
+        """The layout of the state."""
+        return self.artifact.state
+
+    @property
+    def entries(self) -> Collection[str]:
+        """The names of the graphs."""
+        return self.artifact.entries
 
     @property
     def cost_key(self) -> dict[str, Any]:
@@ -169,7 +179,7 @@ class OrtStepper:
             _value(np.ones((1, 1, 1), np.bool_)) if trees else None
         )  # the tree of a plain call
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
-        self._tile = tile
+        self.tile = tile
         self._encoder = encoder
         self._state = state
         self.alike = alike(state)
@@ -226,7 +236,7 @@ class OrtStepper:
         tree: Bools | None = None,
     ) -> Logits:
         """See stepper.Stepper; `resize` comes first."""
-        if tokens.shape[1] == self._tile == rows.shape[1] and not observe and tree is None:
+        if tokens.shape[1] == self.tile == rows.shape[1] and not observe and tree is None:
             small = self._small
             small["tokens"][:] = tokens
             small["positions"][:] = positions
@@ -321,7 +331,7 @@ class OrtStepper:
         """See stepper.Stepper."""
         other = OrtStepper(
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
-            self._tile, self._other_entry, self._controls, self.trees,
+            self.tile, self._other_entry, self._controls, self.trees,
         )  # fmt: skip
         copies = copied(self._state, self._buffers, rows)
         if copies and len(copies) == len(self._state):

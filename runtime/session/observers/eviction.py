@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +15,12 @@ from accel.runtime.backends.protocol import Arrays, Stepper
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
-from accel.runtime.session.observers.observer import Capabilities, Companion
+from accel.runtime.session.observers.observer import (
+    Capabilities,
+    Companion,
+    ModelParts,
+    ObserverFactory,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class KvPlan:
 
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
     queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
-    (`runtime/session/observers/blocks.py`).
+    (`runtime/session/observers/block_codec.py`).
     """
 
     budget: Budget
@@ -56,6 +60,8 @@ class Keeper(Companion):
     `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
     """
 
+    order = 20  # it may compress the slots that others know of
+
     def __init__(self, plan: KvPlan, batch: int):
         self.plan = plan
         self.base: Ints = np.zeros(batch, np.int64)
@@ -64,7 +70,25 @@ class Keeper(Companion):
         self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
         self._query_positions: Ints = np.zeros((batch, 0), np.int64)
-        self._memo: Keeper | None = None  # as it was before the call
+        self._before = self._numbers  # the call
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the recipe drops tokens."""
+        plan = kv_plan(model.tables, model.facts.kv, model.state)
+        return None if plan is None or plan.flush else ObserverFactory(lambda n: cls(plan, n))
+
+    @property
+    def _numbers(self) -> tuple[Any, ...]:
+        """All that changes; nothing of it is written in place."""
+        return (
+            *(self.base, self._kept, self._calm, self._first),
+            *(self._queries, self._query_positions),
+        )
+
+    def _restore(self, numbers: tuple[Any, ...]) -> None:
+        self.base, self._kept, self._calm, self._first = numbers[:4]
+        self._queries, self._query_positions = numbers[4:]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -80,8 +104,8 @@ class Keeper(Companion):
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
-        other = copy(self)
-        other._memo = None
+        other = type(self)(self.plan, len(self.base))
+        other._restore(self._numbers)
         return other
 
     def select(self, rows: Ints) -> None:
@@ -94,17 +118,15 @@ class Keeper(Companion):
         self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
         """See Companion."""
-        self._memo = self.copy()
+        self._before = self._numbers
 
     def lost(self) -> bool:
         """See Companion."""
-        memo = self._memo
-        return memo is not None and bool(self.plan.counts or (self.base != memo.base).any())
+        return bool(self.plan.counts or (self.base != self._before[0]).any())
 
     def undo(self, stepper: Stepper, lengths: Ints) -> bool:
         """See Companion."""
-        if self._memo is not None:
-            vars(self).update(vars(self._memo))
+        self._restore(self._before)
         return False
 
     def before(self, stepper: Stepper, width: int) -> bool:

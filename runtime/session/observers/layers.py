@@ -12,7 +12,12 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.layer_inputs import NEVER, Controls
 from accel.runtime.backends.protocol import Stepper
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Capabilities, Companion
+from accel.runtime.session.observers.observer import (
+    Capabilities,
+    Companion,
+    ModelParts,
+    ObserverFactory,
+)
 
 _FAR = np.iinfo(np.int64).max
 
@@ -24,6 +29,7 @@ class Plans(Companion):
     is forgotten: by default it stays off, and a plan that switches it on is refused.
     """
 
+    order = 90  # what a call ran counts only when all else about it went well
     steers = True
 
     def __init__(self, depth: Depth, batch: int):
@@ -37,6 +43,12 @@ class Plans(Companion):
         self._noted: Controls | None = None
         self._told: Controls | None = None
         self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where a depth method was built in."""
+        depth = model.facts.depth
+        return None if depth is None else ObserverFactory(lambda batch: cls(depth, batch))
 
     @property
     def capabilities(self) -> Capabilities:

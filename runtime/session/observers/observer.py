@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Protocol, Self
 
+from accel.ir.facts import Facts
+from accel.ir.state import StateValue
 from accel.runtime.backends.protocol import Arrays, Logits, Stepper
 from accel.runtime.inputs.ints import Ints
 
@@ -39,17 +41,82 @@ def _least(*limits: int | None) -> int | None:
     return min((n for n in limits if n is not None), default=None)
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """What a model brings; observers say by it whether its sessions need them.
+
+    tables: those of the recipe, as JSON. state: its layout. entries: names of the graphs. stepper: opens one of so
+    many rows, with an empty cache.
+    """
+
+    facts: Facts
+    tables: Mapping[str, Any]
+    state: Sequence[StateValue]
+    entries: Collection[str]
+    stepper: Callable[[int], Stepper]
+
+
+@dataclass(frozen=True)
+class ObserverFactory:
+    """Makes an observer for each session of a model, of so many rows. `shared`: figures of what they share."""
+
+    open: Callable[[int], Companion]
+    shared: Callable[[], dict[str, int]] | None = None
+
+
+class Calls(Protocol):
+    """What an observer that makes graph calls of its own asks of its session (`session/core.py`)."""
+
+    vocab_size: int
+    max_context: int
+    batch: int
+    lengths: Ints  # tokens of each row [B]; replaced, never written
+
+    @property
+    def stepper(self) -> Stepper:
+        """Raises InputError where the session is closed."""
+
+    @property
+    def chunk(self) -> int:
+        """Most columns of one graph call."""
+
+    def need(self, slots: list[int]) -> None:
+        """Make room for so many slots in each part of the state."""
+
+    def count(self, calls: int, tokens: int, start: float) -> None:
+        """Add graph calls and real tokens to the figures, and the seconds since `start`."""
+
+    def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int) -> Logits:
+        """One graph call, of which `real` tokens are no padding; all observers hear of it."""
+
+    def sparse(self, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
+        """One call of the entry `sparse`; all observers hear of it."""
+
+    def run(self, tokens: Any, lengths: Any, last_only: bool) -> Logits:
+        """See `Session.run`."""
+
+    def set_length(self, row: int, length: int) -> None:
+        """Let a row hold so many tokens, whose slots the caller has written."""
+
+
 class Companion:
     """By default nothing is done. Numbers of tokens are per row, [B].
 
-    A session asks its companions one after the other (`runtime/session/observers/all.py` says in which order). What a
-    companion knows, it replaces and never writes in place where a copy shares it.
+    A session asks its companions one after the other, by their `order`. What a companion knows, it replaces and never
+    writes in place where a copy shares it.
     """
 
-    steers = False  # whether a call may say which layers run
+    order: ClassVar[int] = 50  # lower ones are asked first
+    rewrites: ClassVar[bool] = False  # whether tokens are written over, so that rows share nothing
+    steers: ClassVar[bool] = False  # whether a call may say which layers run
     base: Ints | None = (
         None  # the position of slot 0 of each row, by the first companion that has one; else 0
     )
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """None where sessions of the model do without. Raises RecipeError."""
+        return None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -85,16 +152,11 @@ class Companion:
         """
         return None
 
-    def prompt(
-        self,
-        stepper: Stepper,
-        tokens: Ints,
-        counts: Ints,
-        chunk: int,
-        need: Callable[[Stepper, list[int]], None],
-    ) -> tuple[Logits, int] | None:
-        """Run a prompt of an empty session in a way of its own, in graph calls of at most `chunk` columns, after
-        `need` made room in each part: the logits [B,1,V], and how many calls. None: it is run as any tokens.
+    def run(
+        self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
+    ) -> Logits | None:
+        """Run the tokens [B,T] of a call in graph calls of one's own, `counts` of them real (None: all): the logits
+        that `Session.run` gives. `prompt`: they are whole prompts of an empty session. None: it is run as usual.
         """
         return None
 
@@ -105,6 +167,34 @@ class Companion:
     def undo(self, stepper: Stepper, lengths: Ints) -> bool:
         """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""
         return False
+
+    # Other calls
+
+    def encode(self, calls: Calls, inputs: Any, lengths: Any) -> bool:
+        """See `Session.encode`. Whether it was done."""
+        return False
+
+    def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
+        """Of prompts [B,T] of an empty session, `counts` of them real: what is left to run, and how many of that
+        are real. None: all.
+        """
+        return None
+
+    def prompt(self, calls: Calls, tokens: Ints, counts: Ints) -> Logits | None:
+        """Run prompts of an empty session, which then holds `counts` tokens: the logits [B,1,V]. None: they are run
+        as any tokens.
+        """
+        return None
+
+    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits | None:
+        """See `Session.edit`. None: this one cannot."""
+        return None
+
+    def write(
+        self, calls: Calls, tokens: Any, start: Any, lengths: Any, rows: Any
+    ) -> Logits | None:
+        """See `Session.write`. None: this one cannot."""
+        return None
 
     # A graph call
 

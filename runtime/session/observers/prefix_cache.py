@@ -11,9 +11,9 @@ import numpy as np
 from accel.ir.axis import host_method
 from accel.runtime.backends.protocol import Stepper
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Companion
-from accel.runtime.session.observers.pool import ROOT, Arrays, Pool
-from accel.runtime.session.observers.token_log import Log
+from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
+from accel.runtime.session.observers.observer import Companion, ModelParts, ObserverFactory
+from accel.runtime.session.token_log import Log
 
 
 class Pages(Companion):
@@ -22,6 +22,8 @@ class Pages(Companion):
     Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
     its slots. `reused`: tokens that were not run again.
     """
+
+    order = 40
 
     def __init__(self, pool: Pool, batch: int):
         self.pool = pool
@@ -32,6 +34,14 @@ class Pages(Companion):
         weakref.finalize(
             self, _release, pool, self._rows
         ).atexit = False  # of sessions never closed
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the step reads blocks; all sessions of the model share one pool of them."""
+        pool = pool_of(model.tables, model.state)
+        if pool is None:
+            return None
+        return ObserverFactory(lambda batch: cls(pool, batch), shared=lambda: pool.stats)
 
     @property
     def stats(self) -> dict[str, float]:

@@ -11,8 +11,13 @@ import numpy as np
 
 from accel.runtime.backends.protocol import Arrays, Stepper
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Capabilities, Companion
-from accel.runtime.session.observers.token_log import Log
+from accel.runtime.session.observers.observer import (
+    Capabilities,
+    Companion,
+    ModelParts,
+    ObserverFactory,
+)
+from accel.runtime.session.token_log import Log
 
 SNAPSHOTS = 8  # copies of the state that are kept
 EVERY = 256  # most single-token calls from one copy to the next
@@ -45,6 +50,7 @@ class Past(Companion):
     tokens, so that plain decoding pays nothing; of many copies those that lie closest go first.
     """
 
+    order = 10  # a state that went forward has gone, whatever another does after the step
     capabilities = Capabilities(free_rewind=False, trees=False)
 
     def __init__(self, batch: int):
@@ -53,6 +59,12 @@ class Past(Companion):
         self._saved: list[_Saved] = []
         self._single = 0  # calls of one token since the last copy
         self._wide = False  # whether the last call was one of several tokens
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where part of the state only goes forward."""
+        recurrent = any(value.role == "recurrent" for value in model.state)
+        return ObserverFactory(cls) if recurrent else None
 
     def catch_up(self, stepper: Stepper, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Take rows that hold more than `lengths` tokens back to a copy of the state.

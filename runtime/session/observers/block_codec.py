@@ -8,8 +8,8 @@ import numpy as np
 
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.eviction import Keeper, KvPlan
-from accel.runtime.session.observers.observer import Capabilities
+from accel.runtime.session.observers.eviction import Keeper, kv_plan
+from accel.runtime.session.observers.observer import Capabilities, ModelParts, ObserverFactory
 
 
 class Blocks(Keeper):
@@ -18,6 +18,12 @@ class Blocks(Keeper):
     A row that has 2 R recent tokens or more gives up whole blocks of its oldest until fewer are left: so
     what is stored goes by the number of its tokens alone, and the newest R can always be rewound.
     """
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the recipe encodes whole blocks, and drops nothing."""
+        plan = kv_plan(model.tables, model.facts.kv, model.state)
+        return ObserverFactory(lambda n: cls(plan, n)) if plan is not None and plan.flush else None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -53,8 +59,3 @@ class Blocks(Keeper):
         """Blocks that each row gives up [B]."""
         found: Ints = np.maximum((lengths - self.base) // self.plan.flush - 1, 0)
         return found
-
-
-def keeper(plan: KvPlan, batch: int) -> Keeper:
-    """What decides about the cache of one session."""
-    return Blocks(plan, batch) if plan.flush else Keeper(plan, batch)

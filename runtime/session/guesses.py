@@ -1,0 +1,82 @@
+"""Trees of guesses: a call of which a path may be kept."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Bools, Logits
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.core import Held
+from accel.runtime.session.validate import call_tokens, columns_of, path_of, tree_of
+
+
+@dataclass(frozen=True, eq=False)
+class _Tree:
+    """Tokens [B,T] that may be kept, what each sees of them, and how many of a row are real [B]."""
+
+    tokens: Ints
+    seen: Bools
+    counts: Ints
+
+
+class Guesses:
+    """The last tree of a session, until a path of it is kept or it is dropped."""
+
+    def __init__(self, core: Held):
+        self._core = core
+        self._tree: _Tree | None = None
+
+    def run(self, tokens: Any, tree: Any, lengths: Any, columns: Any) -> Logits:
+        """See `Session.guess`."""
+        core, held = self._core, self._core.lengths
+        ids, counts = call_tokens(tokens, lengths, held, core.vocab_size, core.max_context)
+        seen, rows = tree_of(tree, ids.shape), columns_of(columns, ids.shape)
+        if ids.shape[1] > core.chunk:
+            raise InputError(
+                f"a tree of {ids.shape[1]} tokens is too large; give at most {core.chunk}"
+            )
+        full = np.full(core.batch, ids.shape[1], np.int64) if counts is None else counts
+        real = np.arange(ids.shape[1]) < full[:, None]
+        positions = np.where(real, held[:, None] + seen.sum(2) - 1, -1)
+        core.begin_tree(held + full)
+        try:
+            core.catch_up()
+            self._tree = _Tree(ids, seen, full)
+            return core.step(ids, positions, held - core.base, rows, int(full.sum()), seen)
+        except BaseException as error:
+            core.undo(held, error)
+            raise
+
+    def keep(self, paths: Any) -> None:
+        """See `Session.keep`."""
+        core, stepper, tree = self._core, self._core.stepper, self._tree
+        if tree is None:
+            raise InputError("there are no guesses to keep; call session.guess first")
+        if len(paths) != core.batch:
+            raise InputError(f"there are {len(paths)} paths; give one for each row, {core.batch}")
+        chosen = [path_of(p, tree.seen, b, int(tree.counts[b])) for b, p in enumerate(paths)]
+        width, held = tree.tokens.shape[1], core.lengths
+        path = np.tile(np.arange(width), (core.batch, 1))
+        positions = np.full((core.batch, width), -1, np.int64)
+        tokens = np.zeros((core.batch, max(1, *(c.size for c in chosen))), np.int64)
+        for b, columns in enumerate(chosen):
+            path[b, : columns.size] = columns
+            positions[b, : columns.size] = held[b] + np.arange(columns.size)
+            tokens[b, : columns.size] = tree.tokens[b, columns]
+        start = time.perf_counter()
+        slots = held - core.base
+        stepper.part("commit", {"slots": slots, "path": path, "positions": positions})
+        core.count(0, 0, start)
+        self._tree = None
+        kept = np.array([c.size for c in chosen], np.int64)
+        core.end_tree(tokens, positions[:, : tokens.shape[1]], held + kept)
+
+    def drop(self) -> None:
+        """Forget a tree of which nothing was kept."""
+        if self._tree is not None:
+            self.keep([()] * self._core.batch)

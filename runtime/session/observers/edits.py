@@ -1,0 +1,136 @@
+"""Tokens that can be edited: what follows is moved to its new positions, not computed again."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Arrays, Logits, Stepper
+from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.session.observers.observer import (
+    Calls,
+    Capabilities,
+    Companion,
+    ModelParts,
+    ObserverFactory,
+)
+from accel.runtime.session.token_log import Log
+
+
+class Edits(Companion):
+    """Which tokens the rows hold, and how some of them become others. The i-th slot of a row holds token i."""
+
+    capabilities = Capabilities(trees=False)
+
+    def __init__(self, batch: int):
+        self.log = Log(batch)
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where keys can be rotated to other positions (`kv.reuse = pie`)."""
+        return ObserverFactory(cls) if "shift" in model.entries else None
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See Companion."""
+        self.log.note(tokens, positions)
+
+    def select(self, rows: Ints) -> None:
+        """See Companion."""
+        self.log.select(rows)
+
+    def copy(self) -> Self:
+        """See Companion."""
+        other = type(self)(0)
+        other.log = self.log.copy()
+        return other
+
+    def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
+        """See `Session.edit`."""
+        stepper, held = calls.stepper, calls.lengths.copy()
+        ids = _checked(calls, start, stop, tokens, row)
+        length, delta = int(held[row]), start + len(ids) - stop
+        if length + delta == 0:
+            raise InputError(f"the edit would leave nothing of row {row}; use rewind(0)")
+        before = _slots_of(stepper, row, start, length)
+        after = {
+            n: a[..., stop - start :] if a.ndim == 1 else a[:, stop - start :]
+            for n, a in before.items()
+        }
+        last = self.log.ids[row, length - 1 if stop < length else start - 1]
+        behind = self.log.ids[row, stop:length].copy()
+        moved = _moved(stepper, after, delta)
+        try:
+            calls.set_length(row, start)
+            logits = _append(calls, row, ids) if len(ids) else None
+            if logits is None or stop < length:
+                calls.need([length + delta])
+                _put(stepper, row, start + len(ids), moved)
+                self.log.put(row, start + len(ids), behind)
+                calls.set_length(row, length + delta - 1)
+                logits = _append(calls, row, np.array([last]))
+        except BaseException:
+            _put(calls.stepper, row, start, before)
+            calls.lengths = held
+            raise
+        return logits
+
+
+def _checked(calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Ints:
+    """The new tokens [n], checked like the rest."""
+    if not 0 <= row < calls.batch:
+        raise InputError(f"row is {row}; this session has rows 0..{calls.batch - 1}")
+    length = int(calls.lengths[row])
+    if not 0 <= start <= stop <= length:
+        raise InputError(
+            f"start = {start} and stop = {stop} are no span of row {row}, which holds {length} tokens; give "
+            f"0 <= start <= stop <= {length}"
+        )
+    ids = as_ints(tokens, "tokens") if np.size(tokens) else np.zeros(0, np.int64)
+    if ids.ndim != 1:
+        raise InputError(f"tokens have shape {list(ids.shape)}; an edit of one row takes [n]")
+    check_vocabulary(ids, calls.vocab_size, "tokens")
+    if (after := length + start + len(ids) - stop) > calls.max_context:
+        raise InputError(
+            f"row {row} would hold {after} tokens; max_context is {calls.max_context}. Give fewer tokens"
+        )
+    return ids
+
+
+def _append(calls: Calls, row: int, ids: Ints) -> Logits:
+    """Run tokens [n] of one row."""
+    tokens, counts = np.zeros((calls.batch, len(ids)), np.int64), np.zeros(calls.batch, np.int64)
+    tokens[row], counts[row] = ids, len(ids)
+    return calls.run(tokens, counts, last_only=True)
+
+
+def _moved(stepper: Stepper, after: Arrays, delta: int) -> Arrays:
+    """Keys [G,S,D] rotated by `delta` positions; values as they are."""
+    count = len(after.get("kv.pos", ()))
+    if not delta or not count:
+        return after
+    layers = [n.split(".")[1] for n in after if n.endswith(".k")]
+    given: Arrays = {f"keys.{i}": after[f"kv.{i}.k"][None] for i in layers}
+    given["delta"] = np.full((1, count), delta)
+    turned = stepper.part("shift", given)
+    return {**after, **{f"kv.{i}.k": turned[f"turned.{i}"][0] for i in layers}}
+
+
+def _slots_of(stepper: Stepper, row: int, start: int, stop: int) -> Arrays:
+    """A copy of what a row's slots hold, without axis B."""
+    held = stepper.held()
+    return {
+        n: (a[row][start:stop] if a.ndim == 2 else a[row][:, start:stop]).copy()
+        for n, a in held.items()
+    }
+
+
+def _put(stepper: Stepper, row: int, start: int, arrays: Arrays) -> None:
+    """Let a row's slots from `start` on hold these, at the positions that they now have."""
+    held = stepper.held()
+    for name, array in arrays.items():
+        if array.ndim == 1:
+            held[name][row, start : start + len(array)] = np.arange(start, start + len(array))
+        else:
+            held[name][row, :, start : start + array.shape[1]] = array

@@ -1,0 +1,56 @@
+"""What a session knows of the encoder's input: nothing runs before it was given."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Self
+
+from accel.ir.errors import InputError
+from accel.ir.facts import EncoderFacts
+from accel.runtime.backends.protocol import Stepper
+from accel.runtime.inputs.encoder_inputs import entry_inputs
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import (
+    Calls,
+    Companion,
+    ModelParts,
+    ObserverFactory,
+)
+
+
+class EncoderInput(Companion):
+    """Whether the encoder was given its input; the cross state is the backend's."""
+
+    order = 0  # it refuses before others prepare a call
+
+    def __init__(self, encoder: EncoderFacts):
+        self.encoder = encoder
+        self.encoded = False
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Of encoder-decoders."""
+        encoder = model.facts.encoder
+        return None if encoder is None else ObserverFactory(lambda batch: cls(encoder))
+
+    def encode(self, calls: Calls, inputs: Any, lengths: Any) -> bool:
+        """See Companion."""
+        arrays = entry_inputs(inputs, lengths, calls.batch, self.encoder)
+        start = time.perf_counter()
+        calls.stepper.encode(arrays)
+        calls.count(1, 0, start)
+        self.encoded = True
+        return True
+
+    def begin(
+        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+    ) -> None:
+        """See Companion."""
+        if not self.encoded:
+            raise InputError("this model has an encoder: call session.encode(inputs) before run")
+
+    def copy(self) -> Self:
+        """See Companion."""
+        other = type(self)(self.encoder)
+        other.encoded = self.encoded
+        return other

@@ -1,0 +1,54 @@
+"""What a session does to a prompt that a recipe filters: the model sees the tokens that are worth most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import numpy as np
+
+from accel.ir.prefill import Pick, Prefill
+from accel.runtime.backends.protocol import Stepper
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers._prompt_parts import Part, picks, taken
+from accel.runtime.session.observers.observer import Calls, Companion, ModelParts, ObserverFactory
+
+
+def unseen(plan: Prefill | None, count: int) -> int:
+    """How many of a prompt's `count` tokens no layer sees as the model's own."""
+    return 0 if plan is None or plan.filter is None else max(0, count - plan.filter.tokens)
+
+
+class PromptFilter(Companion):
+    """Scores a prompt with the entry `filter`, over an empty cache that is closed after."""
+
+    order = 30
+
+    def __init__(self, plan: Pick, empty: Callable[[int], Stepper]):
+        self.plan = plan
+        self._empty = empty
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the recipe filters prompts."""
+        plan = None if model.facts.prefill is None else model.facts.prefill.filter
+        return None if plan is None else ObserverFactory(lambda batch: cls(plan, model.stepper))
+
+    def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
+        """See Companion."""
+        longest, chunk = int(counts.max()), calls.chunk
+        if longest <= self.plan.tokens:
+            return None
+        start = time.perf_counter()
+        with closing(self._empty(calls.batch)) as stepper:
+            stepper.resize(-(-longest // chunk) * chunk)
+            every = np.arange(tokens.shape[1])
+            positions = np.where(every < counts[:, None], every, -1)
+            part = Part("filter", stepper, positions, counts, chunk)
+            worth = part.run({"tokens": tokens})["scores"]
+        calls.count(part.calls, 0, start)
+        return taken(
+            tokens,
+            [picks(self.plan, row[0, :n]) for row, n in zip(worth, counts, strict=True)],
+        )

@@ -1,0 +1,59 @@
+"""What a session does with a prompt whose stretches read some of the keys before them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from accel.ir.prefill import Segments
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import Calls, Companion, ModelParts, ObserverFactory
+
+
+class PromptSegments(Companion):
+    """Runs a long prompt segment by segment: the last of each row by the step, those before it by `sparse`."""
+
+    order = 30
+
+    def __init__(self, plan: Segments):
+        self.plan = plan
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the recipe has prompts attend sparsely."""
+        plan = None if model.facts.prefill is None else model.facts.prefill.segments
+        return None if plan is None else ObserverFactory(lambda batch: cls(plan))
+
+    def run(
+        self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
+    ) -> Logits | None:
+        """See Companion. To the call that a row does not go by it is padding, which is written behind its segment."""
+        plan = self.plan
+        if not prompt:
+            return None
+        if counts is None:
+            counts = np.full(len(tokens), tokens.shape[1], np.int64)
+        longest = int(counts.max())
+        if longest <= plan.threshold:
+            return None
+        out: Logits | None = None
+        for start in range(0, longest, plan.tokens):
+            part = tokens[:, start : min(start + plan.tokens, longest)]
+            end, columns = start + part.shape[1], np.arange(part.shape[1])
+            between = (counts > end) & (start >= plan.threshold)
+            for rows, sparse in ((~between & (counts > start), False), (between, True)):
+                if not rows.any():
+                    continue
+                real = rows[:, None] & (start + columns < counts[:, None])
+                positions = np.where(real, start + columns, -1)
+                slots = np.where(rows, start, np.minimum(counts, end))
+                if sparse:
+                    calls.sparse(part, positions, slots, int(real.sum()))
+                    continue
+                ends = rows & (counts <= end)
+                last = np.where(ends, counts - start - 1, 0)[:, None]
+                logits = calls.step(part, positions, slots, last, int(real.sum()))
+                out = np.zeros_like(logits) if out is None else out
+                out[ends] = logits[ends]
+        assert out is not None  # the last segment goes by the step
+        return out
