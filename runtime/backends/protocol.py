@@ -1,4 +1,4 @@
-"""What a session asks of a target: engines for a model, a stepper for each session."""
+"""What a session asks of a target: an `Engine` for each model, a `Stepper` for each session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Compression(Protocol):
-    """What says which tokens stay: a `Keeper`."""
+    """What says which tokens stay (`session/observers/eviction.py`)."""
 
     def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
         """Inputs of the compress entry beside the state, which has `recent` slots, and `kept` of each layer."""

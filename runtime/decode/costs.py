@@ -68,8 +68,8 @@ def known(key: dict[str, Any] | None) -> Costs | None:
 
 
 def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Costs:
-    """Measure with a fresh stepper of one row, which is closed after; keep it under the key, together with what was
-    measured before.
+    """Measure with a fresh stepper of one row, which is closed after; keep it under the key, together
+    with what was measured before.
     """
     try:
         costs = _measure(stepper, facts)

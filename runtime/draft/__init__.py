@@ -86,7 +86,7 @@ class Base(Method):
         raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once: use open")
 
     def second(self) -> Path | None:
-        """The folder of a smaller model that a build puts into the artifact (`setting.model.second`); None: none."""
+        """The folder of a smaller model that a build puts into the artifact (`setting.model.second`), or None."""
         return None
 
     def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:

@@ -361,8 +361,8 @@ def from_artifact(
     in_turns: bool = False,
     plain: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`; `plain`: it decodes one
-    token per call, whatever its recipe says of that. Raises ArtifactError.
+    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`; `plain`: it decodes
+    one token per call, whatever its recipe says of that. Raises ArtifactError.
 
     A small draft model gets one thread, so that those of the target need not rest while it computes.
     """

@@ -56,6 +56,6 @@ class Blocks(Keeper):
         self.base = self.base + self._given_up(lengths) * self.plan.flush
 
     def _given_up(self, lengths: Ints) -> Ints:
-        """Blocks that each row gives up [B]."""
+        """How many blocks each row gives up [B]."""
         found: Ints = np.maximum((lengths - self.base) // self.plan.flush - 1, 0)
         return found

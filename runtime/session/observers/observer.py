@@ -45,15 +45,15 @@ def _least(*limits: int | None) -> int | None:
 class ModelParts:
     """What a model brings; observers say by it whether its sessions need them.
 
-    tables: those of the recipe, as JSON. state: its layout. entries: names of the graphs. stepper: opens one of so
-    many rows, with an empty cache.
+    tables: those of the recipe, as JSON. state: its layout. entries: names of the graphs. open_session: a
+    backend session of so many rows, with an empty cache.
     """
 
     facts: Facts
     tables: Mapping[str, Any]
     state: Sequence[StateValue]
     entries: Collection[str]
-    stepper: Callable[[int], Stepper]
+    open_session: Callable[[int], Stepper]
 
 
 @dataclass(frozen=True)

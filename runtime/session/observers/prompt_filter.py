@@ -33,7 +33,9 @@ class PromptFilter(Companion):
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where the recipe filters prompts."""
         plan = None if model.facts.prefill is None else model.facts.prefill.filter
-        return None if plan is None else ObserverFactory(lambda batch: cls(plan, model.stepper))
+        return (
+            None if plan is None else ObserverFactory(lambda batch: cls(plan, model.open_session))
+        )
 
     def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
         """See Companion."""

@@ -27,7 +27,7 @@ class PromptSegments(Companion):
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
     ) -> Logits | None:
-        """See Companion. To the call that a row does not go by it is padding, which is written behind its segment."""
+        """See Companion. To the call that a row does not go by it is padding, written behind its segment."""
         plan = self.plan
         if not prompt:
             return None
