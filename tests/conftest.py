@@ -23,7 +23,7 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.lowering.onnx import native
-from accel.runtime.backends.onnx import engine as ort
+from accel.runtime.backends.onnx import backend as ort
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
 torch.set_num_threads(1)

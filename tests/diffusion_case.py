@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from accel.compiler.facts_json import model_facts
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
 VOCABULARY, MASK, LONGEST = 41, 40, 96
@@ -127,7 +127,7 @@ def with_loop(compiled: CompiledModel, use: str, **options: Any) -> CompiledMode
     program = compiled.program
     program.facts.max_batch = 2
     return CompiledModel(
-        EagerEngine(program), model_facts(program), tokenizer=compiled.tokenizer, recipe=recipe
+        EagerBackend(program), model_facts(program), tokenizer=compiled.tokenizer, recipe=recipe
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.axis import Axis
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.length.fixed import Fixed
@@ -76,7 +76,7 @@ def rows_of(prompts: Sequence[Any], sampler: Any = GREEDY, seed: int = 0, **ends
 def plain(session: Any, rows: list[Row]) -> list[list[int]]:
     """The rows' tokens, decoded one at a time; the session is then closed."""
     with session:
-        for _ in Autoregressive().tokens(session, rows, Setting()):
+        for _ in Autoregressive().tokens(session, rows, DecodeContext()):
             pass
     return [row.tokens for row in rows]
 
@@ -100,7 +100,7 @@ def speculated(
         "length": length or Fixed(tokens),
         "tree": tree or Chain(),
     }
-    return Speculative().tokens(session, rows, Setting(methods, costs, model))
+    return Speculative().tokens(session, rows, DecodeContext(methods, costs, model))
 
 
 def surprise(

@@ -12,7 +12,7 @@ from accel.ir.axis import find_axes
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.session.observers.eviction import KvPlan, kv_plan
 from accel.runtime.session.session import Session
 
@@ -59,8 +59,8 @@ class Case:
         return found
 
     @property
-    def engine(self) -> EagerEngine:
-        return EagerEngine(self.program)
+    def engine(self) -> EagerBackend:
+        return EagerBackend(self.program)
 
     def session(self, batch: int = 1, wrap: Any = None, **axes: dict[str, Any]) -> Session:
         """`axes`: tables of budget and when instead of the recipe's."""
@@ -93,7 +93,7 @@ def evicting(program: Program, tables: dict[str, Any]) -> Case:
 
 def state(session: Session) -> dict[str, Any]:
     """Name -> array, of an eager session."""
-    return {n: t.numpy() for n, t in session._core.stepper._state.items()}
+    return {n: t.numpy() for n, t in session._core.backend._state.items()}
 
 
 def kept(session: Session) -> dict[int, np.ndarray]:

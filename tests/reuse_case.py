@@ -11,9 +11,9 @@ import numpy as np
 from accel.ir.program import Program
 from accel.ir.spec import verify
 from accel.passes.kv._shared.paged import Paged
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.session.observers._pool import Pool
-from accel.runtime.session.observers.prefix_cache import Pages, pool_of
+from accel.runtime.session.observers.prefix_cache import PrefixCache, pool_of
 from accel.runtime.session.session import Session
 
 from .session_case import session_of
@@ -43,12 +43,12 @@ class Shared:
         self.pool = found
 
     def session(self, batch: int = 1, wrap: Any = None) -> Session:
-        stepper: Any = EagerEngine(self.program).stepper(batch)
+        backend: Any = EagerBackend(self.program).open_session(batch)
         facts = self.program.facts
         return Session(
-            wrap(stepper) if wrap else stepper,
+            wrap(backend) if wrap else backend,
             batch,
-            [Pages(self.pool, batch)],
+            [PrefixCache(self.pool, batch)],
             vocab_size=facts.vocab_size,
             max_context=facts.max_context,
         )

@@ -12,7 +12,7 @@ from accel.ir.errors import Miscompiled, PassError
 from accel.ir.facts import EncoderFacts
 from accel.ir.program import State
 from accel.passes.numerics import bit_exact
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
 CONTEXT = 704
@@ -60,7 +60,7 @@ def exactly():
 
 
 class Tiled:
-    """A stepper whose calls have tiles of another size."""
+    """A backend session whose calls have tiles of another size."""
 
     def __init__(self, inner, tile):
         self.inner, self.tile = inner, tile
@@ -70,11 +70,11 @@ class Tiled:
 
 
 def session(artifact, variant, threads, tile=None) -> Session:
-    facts, engine = artifact.facts, OrtEngine(artifact, threads=threads, kernels=variant)
-    stepper = engine.stepper(1)
-    stepper = stepper if tile is None else Tiled(stepper, tile)
+    facts, engine = artifact.facts, OrtBackend(artifact, threads=threads, kernels=variant)
+    backend = engine.open_session(1)
+    backend = backend if tile is None else Tiled(backend, tile)
     return Session(
-        stepper,
+        backend,
         1,
         vocab_size=facts.vocab_size,
         max_context=facts.max_context,

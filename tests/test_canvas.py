@@ -126,10 +126,10 @@ def test_a_block_leaves_the_others_as_they_were(filler):
     tokens = np.random.default_rng(3).integers(0, MASK, (1, 24))
     with made["eager"].session() as session:
         session.run(tokens)
-        before = {n: a.copy() for n, a in session._core.stepper.held().items()}
+        before = {n: a.copy() for n, a in session._core.backend.buffers().items()}
         session.write(tokens[:, 8:12] * 0, 8)
         apart = [i for i in range(24) if not 8 <= i < 12]
-        for name, now in session._core.stepper.held().items():
+        for name, now in session._core.backend.buffers().items():
             axis = -2 if now.ndim == 4 else 1
             assert np.array_equal(before[name].take(apart, axis), now.take(apart, axis))
             assert name == "kv.pos" or not np.array_equal(before[name][:, :, 8:12], now[:, :, 8:12])
@@ -196,7 +196,7 @@ def test_a_stream_that_is_left_leaves_a_model_to_go_on_with(filler):
 
 
 def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
-    from accel.runtime.decode.context import Setting
+    from accel.runtime.decode.context import DecodeContext
     from accel.runtime.decode.row import Row
     from accel.runtime.loop.dllm_lowconf import DllmLowconf
     from accel.runtime.sample.standard import Standard
@@ -207,7 +207,7 @@ def test_a_loop_that_ends_early_leaves_the_session_with_its_rows(filler):
             Row(np.array(p), Standard(), np.random.default_rng(0), limit=9, max_context=LONGEST)
             for p in prompts()
         ]
-        came = DllmLowconf(block=4).tokens(session, rows, Setting())
+        came = DllmLowconf(block=4).tokens(session, rows, DecodeContext())
         for _ in range(5):
             next(came)
         came.close()

@@ -100,7 +100,7 @@ def test_declarations_mean_something(axis, use):
     assert method.provides <= PROVIDED and not method.breaks & PROVIDED
     assert not method.relies & method.breaks
     if axis == "draft":
-        assert (Invariant.DRAFT_MODEL in method.provides) == (method.second() is not None)
+        assert (Invariant.DRAFT_MODEL in method.provides) == (method.draft_folder() is not None)
 
 
 def test_what_is_to_be_provided_is():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 from accel.reference import tasks
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.dllm_threshold import DllmThreshold
@@ -46,7 +46,7 @@ def decoded(model, loop, prompt):
             max_context=256,
             eos=model.facts.eos,
         )
-        list(loop.tokens(session, [row], Setting()))
+        list(loop.tokens(session, [row], DecodeContext()))
         return row.tokens, int(session.stats["calls"])
 
 

@@ -79,7 +79,7 @@ def built(modules, small):
 
 def unmeasured(model):
     """Whose calls cost what it is told."""
-    for one in (model, model.second):
+    for one in (model, model.draft_model):
         if one is not None:
             one._costs = Costs((1, 32), (1.0, 1.0))
     return model
@@ -115,7 +115,7 @@ def test_an_artifact_holds_its_draft_model(built, tmp_path, monkeypatch):
     os.rename(tmp_path / "first", tmp_path / "second")
     monkeypatch.chdir(tmp_path)
     with accel.load("second") as model:
-        assert model.second.artifact.path == tmp_path / "second" / "draft"
+        assert model.draft_model.artifact.path == tmp_path / "second" / "draft"
         got = model.generate(texts(), 30, eos=[])
         assert got.tokens == built().generate(texts(), 30, eos=[]).tokens
         assert got.stats["speculation"]["accepted"] > 0
@@ -126,7 +126,7 @@ def test_an_artifact_holds_its_draft_model(built, tmp_path, monkeypatch):
             "what was interrupted leaves no trace"
         )
     with pytest.raises(InputError, match="closed"):
-        model.second.session()
+        model.draft_model.session()
     weights = tmp_path / "second" / "draft" / "weights.bin"
     weights.unlink()  # a hard link of what is in use
     weights.write_bytes(b"")
@@ -140,7 +140,7 @@ def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
     with unmeasured(
         accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)
     ) as model:
-        assert model.second.artifact is None and model.second.facts.max_batch == 3
+        assert model.draft_model.artifact is None and model.draft_model.facts.max_batch == 3
         prompts = texts()
         got = model.generate(prompts, 20, eos=[])
         assert got.tokens == built().generate(prompts, 20, eos=[]).tokens
@@ -179,8 +179,8 @@ def test_a_directory_is_stored_as_its_weights_say(modules, folder, tmp_path):
         with accel.optimize(
             modules[0], recipe, out=tmp_path / f"a{weights}", verify=False, **SIZES
         ) as model:
-            assert model.second.recipe["tables"].get("weights", {"use": ""})["use"] == weights
-            sizes[weights] = (model.second.artifact.path / "weights.bin").stat().st_size
+            assert model.draft_model.recipe["tables"].get("weights", {"use": ""})["use"] == weights
+            sizes[weights] = (model.draft_model.artifact.path / "weights.bin").stat().st_size
     assert sizes["int8"] < sizes[""]
     with pytest.raises(RecipeError, match="a: draft.*int9.*int8"):
         accel.optimize(
@@ -249,7 +249,7 @@ def test_an_exit_that_is_none_is_refused(built):
         ):
             model.generate([5, 6], 9)
         model._methods["draft"] = kept
-    assert LayerSkip().layers(model._setting).tolist() == [
+    assert LayerSkip().layers(model._context).tolist() == [
         i < max(1, count // 4) for i in range(count)
     ]
 
@@ -260,9 +260,9 @@ def test_a_draft_model_grows_trees(modules, folder, small):
     with unmeasured(
         accel.optimize(modules[0], recipe, target="eager", verify=False, **SIZES)
     ) as model:
-        rows, model.second._costs = rows_of(texts()), Costs((1, 32), (0.01, 0.01))
+        rows, model.draft_model._costs = rows_of(texts()), Costs((1, 32), (0.01, 0.01))
         with model.session(3) as session:
-            drafters = model._methods["draft"].open(session, rows, model._setting)
+            drafters = model._methods["draft"].open(session, rows, model._context)
             for turn in range(3):
                 trees = drafters.draft({0: 9, 1: 6, 2: 12} if turn else {2: 9}, None)
                 for i, tree in trees.items():
@@ -271,19 +271,19 @@ def test_a_draft_model_grows_trees(modules, folder, small):
                         if not (children := list(tree.children(node))):
                             continue
                         path = [*rows[i].seen, *tree.tokens[list(tree.path(node))]]
-                        best = np.argsort(-model.second.logits([path])[0, -1], kind="stable")
+                        best = np.argsort(-model.draft_model.logits([path])[0, -1], kind="stable")
                         assert tree.tokens[children].tolist() == best[: len(children)].tolist()
                     for token in (*tree.tokens[list(tree.path(len(tree) - 1))], 7):
                         rows[i].accept(int(token))
             drafters.close()
-        model.second, kept = accel.load(small), model.second
-        model.second._costs = kept._costs
+        model.draft_model, kept = accel.load(small), model.draft_model
+        model.draft_model._costs = kept._costs
         with (
             model.session(1) as session,
             pytest.raises(InputError, match="draft model take no trees of guesses"),
         ):
-            model._methods["draft"].open(session, rows[:1], model._setting)
-        model.second.close()
+            model._methods["draft"].open(session, rows[:1], model._context)
+        model.draft_model.close()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.encoder import encoder_facts
 from accel.ir.errors import InputError
 from accel.passes.recognise.mask import classify
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.inputs.encoder_inputs import padded
 from accel.runtime.model.compiled import CompiledModel
 
@@ -44,7 +44,7 @@ def built(request, tmp_path_factory):
     model.save_pretrained(folder / "model")
     model = type(model).from_pretrained(folder / "model")  # sinusoids are not saved, but made again
     onnx = accel.optimize(folder / "model", max_context=64, max_batch=3, out=folder / "artifact")
-    eager = CompiledModel(EagerEngine(onnx.program), onnx.facts)
+    eager = CompiledModel(EagerBackend(onnx.program), onnx.facts)
     yield SimpleNamespace(
         kind=request.param, model=model, targets=(onnx, eager), folder=folder / "artifact"
     )

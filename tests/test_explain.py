@@ -62,7 +62,7 @@ def kinds():
     found = {
         tuple(Recipe.load(name).tables): name
         for name in bundled()
-        if not getattr(assemble(Recipe.load(name)).methods.get("loop"), "fills", False)
+        if not getattr(assemble(Recipe.load(name)).methods.get("loop"), "masked_diffusion", False)
     }
     return sorted({*found.values(), *REFUSED})
 

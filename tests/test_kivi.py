@@ -16,7 +16,7 @@ from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.passes.kv.codec.kivi import Kivi
 from accel.passes.state.head import Head
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers import block_codec as blocks
 
@@ -102,7 +102,7 @@ def session(program, batch=1):
 
 
 def state(session):
-    return {n: t.clone() for n, t in session._core.stepper._state.items()}
+    return {n: t.clone() for n, t in session._core.backend._state.items()}
 
 
 def close(a, b, tolerance=2e-4):
@@ -114,8 +114,8 @@ def by_hand(plain, held):
     other = session(plain, held.batch)
     other._core.lengths = held.lengths
     width = int(held.lengths.max())
-    other._core.stepper.resize(-(-(width + 16) // 256) * 256)
-    found, into = state(held), other._core.stepper._state
+    other._core.backend.resize(-(-(width + 16) // 256) * 256)
+    found, into = state(held), other._core.backend._state
     for row, n in enumerate(held.lengths):
         base = int(held.held_from[row])
         into["kv.pos"][row, :n] = torch.arange(n)
@@ -196,13 +196,13 @@ def test_what_is_stored_is_what_is_read(program, name):
 
 @pytest.mark.parametrize("broken", ["places", "tail"])
 def test_a_block_in_another_place_is_caught(program, monkeypatch, broken):
-    given = blocks.Blocks.given
+    given = blocks.BlockCodecState.compress_inputs
 
     def other(self, *args):
         found = given(self, *args)
         return found | {broken: np.maximum(found[broken] - 1, -1)}
 
-    monkeypatch.setattr(blocks.Blocks, "given", other)
+    monkeypatch.setattr(blocks.BlockCodecState, "compress_inputs", other)
     with pytest.raises(AssertionError, match="Not equal to tolerance|half a step"):
         reads_what_it_holds(*program("llama"))
 
@@ -324,7 +324,7 @@ def test_every_graph_gives_what_the_oracle_does(name):
     recipe = {"kv": {"codec": {"use": "kivi", **OPTIONS}}}
     with accel.optimize(model, recipe, max_context=128, max_batch=2) as compiled:
         oracle = CompiledModel(
-            EagerEngine(compiled.program), compiled.facts, recipe=compiled.recipe
+            EagerBackend(compiled.program), compiled.facts, recipe=compiled.recipe
         )
         want = drive(oracle)
         for kernels in compiled.artifact.entries["step"].graphs:

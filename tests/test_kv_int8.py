@@ -13,7 +13,7 @@ from accel.compiler.smoke.tiny_models import randomise, small_config, small_mode
 from accel.ir.errors import PassError
 from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
@@ -127,7 +127,7 @@ def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipe):
     tolerance = (
         0.1 if recipe else 2e-3
     )  # products that round their inputs turn a last place into a step
-    oracle = CompiledModel(EagerEngine(compiled.program), compiled.facts)
+    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
     got, want = drive(compiled.session(batch=2)), drive(oracle.session(batch=2))
     for a, b in zip(got[:-1], want[:-1], strict=True):
         close(a, b, tolerance)

@@ -14,7 +14,7 @@ from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.score.knorm import KNorm
 from accel.runtime.kv.budget.uniform import Uniform
 from accel.runtime.model.compiled import from_artifact
-from accel.runtime.session.observers import recurrent as past
+from accel.runtime.session.observers import recurrent_history as past
 
 from .kv_case import (
     FOREVER,
@@ -77,8 +77,8 @@ def test_only_the_tokens_that_stay_are_seen(made, kind):
         encoded(case, s)
         s.run(tokens[:, :20])
         s.end_prompt()
-    held = sessions[1]._core.stepper._state["kv.pos"]
-    sessions[1]._core.stepper._state["kv.pos"] = held.masked_fill((held >= 2) & (held < 14), -1)
+    held = sessions[1]._core.backend._state["kv.pos"]
+    sessions[1]._core.backend._state["kv.pos"] = held.masked_fill((held >= 2) & (held < 14), -1)
     some, full = (decoded(s, tokens[:, 20:24]) for s in sessions)
     close(some, full)
     some, full = (s.run(tokens[:, 24:]) for s in sessions)
@@ -130,7 +130,7 @@ def test_recurrent_state_goes_back_to_where_tokens_were_compressed(made, when):
 
 
 def test_a_copy_that_may_be_thrown_away_is_caught(made, monkeypatch):
-    monkeypatch.setattr(past.Past, "pin", lambda self, holder: None)
+    monkeypatch.setattr(past.RecurrentHistory, "pin", lambda self, holder: None)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         test_recurrent_state_goes_back_to_where_tokens_were_compressed(made, {"use": "prompt"})
 

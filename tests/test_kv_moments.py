@@ -7,7 +7,7 @@ from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.session import core as session_module
-from accel.runtime.session.observers.eviction import Keeper
+from accel.runtime.session.observers.eviction import EvictionState
 
 from .kv_case import (
     RECIPES,
@@ -60,10 +60,10 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
     session, asked = one.session(2, when={"use": "every", "tokens": 5}), []
     tokens = one.tokens(2, 40)
     session.run(tokens[:, :6])
-    kind = type(session.observer(Keeper))
+    kind = type(session.observer(EvictionState))
     whole = kind._tokens
     monkeypatch.setattr(
-        kind, "_tokens", lambda keeper, lengths: asked.append(lengths) or whole(keeper, lengths)
+        kind, "_tokens", lambda eviction, lengths: asked.append(lengths) or whole(eviction, lengths)
     )
     for i in range(6, 12):
         session.run(tokens[:, [i]])
@@ -97,8 +97,8 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
         for a, b in zip(kept(single).values(), kept(whole).values(), strict=True)
     )
     single.run(tokens[:, :1])
-    keeper = single.observer(Keeper)
-    assert not keeper.observes(1) and keeper.observes(2)
+    eviction = single.observer(EvictionState)
+    assert not eviction.observes(1) and eviction.observes(2)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -162,7 +162,7 @@ def test_options_that_cannot_be_are_refused(table, says):
 
 
 class Fails:
-    """A stepper whose `name` fails at its nth call."""
+    """A backend session whose `name` fails at its nth call."""
 
     def __init__(self, inner, name, at):
         self.inner, self.name, self.at = inner, name, at

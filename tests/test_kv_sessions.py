@@ -124,9 +124,9 @@ def streaming(case: Case, length: int, hide=None, kept=12):
         encoded(case, s)
         s.run(tokens[:, :length])
         s.end_prompt()
-    held = plain._core.stepper._state["kv.pos"]
+    held = plain._core.backend._state["kv.pos"]
     hide = hide or (lambda p: (p >= 2) & (p < length - (kept - 2)))
-    plain._core.stepper._state["kv.pos"] = held.masked_fill(hide(held), -1)
+    plain._core.backend._state["kv.pos"] = held.masked_fill(hide(held), -1)
     close(
         decoded(session, tokens[:, length : length + 4]),
         decoded(plain, tokens[:, length : length + 4]),
@@ -178,9 +178,9 @@ def forks_are_apart(case: Case):
 
 def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
     """Negative control."""
-    from accel.runtime.session.observers.eviction import Keeper
+    from accel.runtime.session.observers.eviction import EvictionState
 
-    right = Keeper.observe
+    right = EvictionState.observe
 
     def shared(self, queries, positions):
         old = self._queries
@@ -188,7 +188,7 @@ def test_a_shared_memory_of_queries_is_caught(case, monkeypatch):
         old.update(self._queries)
         self._queries = old
 
-    monkeypatch.setattr(Keeper, "observe", shared)
+    monkeypatch.setattr(EvictionState, "observe", shared)
     with pytest.raises(AssertionError):
         forks_are_apart(case("snapkv"))
 

@@ -14,7 +14,7 @@ import accel
 from accel.ir.ops.quantized import dequantize, pack, round_activations
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import join
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
 pytestmark = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
@@ -190,10 +190,10 @@ def test_sizes_that_do_not_fit_are_an_error_not_a_crash(tmp_path):
 
 
 def logits(compiled):
-    engine = OrtEngine(compiled.artifact, threads=1, kernels="native")
+    engine = OrtBackend(compiled.artifact, threads=1, kernels="native")
     facts = compiled.facts
     with Session(
-        engine.stepper(2), 2, vocab_size=facts.vocab_size, max_context=facts.max_context
+        engine.open_session(2), 2, vocab_size=facts.vocab_size, max_context=facts.max_context
     ) as session:
         rng = np.random.default_rng(0)
         parts = [

@@ -12,7 +12,7 @@ from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe, bundled
 from accel.passes.state.trees import Trees
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs
 from accel.runtime.decode.row import STAGES
 from accel.runtime.loop import lookahead
@@ -38,7 +38,7 @@ def texts(seed=0):
 def run(model, rows, shape=(2, 4, 3), costs=None):
     """The rows' tokens; the session holds them, but for the last."""
     with model.session(len(rows)) as session:
-        for _ in Lookahead(*shape).tokens(session, rows, Setting(costs=costs)):
+        for _ in Lookahead(*shape).tokens(session, rows, DecodeContext(costs=costs)):
             pass
         assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
         return [row.tokens for row in rows], session.stats["calls"]
@@ -162,7 +162,7 @@ def test_rows_end_where_they_would(ends):
     want, got = rows_of(texts(), **ends), rows_of(texts(), **ends)
     plain(model.session(3), want)
     with model.session(3) as session:
-        list(Lookahead().tokens(session, got, Setting()))
+        list(Lookahead().tokens(session, got, DecodeContext()))
     assert [(r.tokens, r.finish) for r in got] == [(r.tokens, r.finish) for r in want]
 
 
@@ -172,7 +172,7 @@ def test_an_iteration_that_is_closed_leaves_a_session_to_go_on_with():
     for stop in (1, 4, 9, 20):
         rows = rows_of(texts())
         with model.session(3) as session:
-            tokens = Lookahead().tokens(session, rows, Setting())
+            tokens = Lookahead().tokens(session, rows, DecodeContext())
             list(itertools.islice(tokens, stop))
             tokens.close()
             assert session.lengths.tolist() == [
@@ -247,7 +247,7 @@ def test_only_what_guesses_takes_trees():
 def test_calls_wider_than_a_session_allows_are_refused():
     session = SimpleNamespace(capabilities=Capabilities(width=32))
     with pytest.raises(InputError, match="lookahead: window = 12, ngram = 4 .* up to 32 give"):
-        next(Lookahead(12, 4).tokens(session, rows_of(texts()), Setting()))
+        next(Lookahead(12, 4).tokens(session, rows_of(texts()), DecodeContext()))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1), (1, 9, 1), (4, 5, 2), (2, 6, 1)])

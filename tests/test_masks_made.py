@@ -42,13 +42,13 @@ def config(window=None, chunk=None, form="sdpa"):
 def created(name, form="sdpa", given=True, window=None, chunk=None, **more):
     """masking_utils.create_<name>_mask, as models call it; `given`: with position ids."""
     create = getattr(masking_utils, f"create_{name}_mask")
-    setting = config(window, chunk, form)
+    context = config(window, chunk, form)
 
     def make(x, index, positions):
         if "bidirectional" in name:
-            return create(setting, x, None, **more)
+            return create(context, x, None, **more)
         ids = positions if given else None
-        return create(setting, x, None, index, None, position_ids=ids, **more)
+        return create(context, x, None, index, None, position_ids=ids, **more)
 
     return make
 

@@ -9,7 +9,7 @@ import accel
 from accel.ir.errors import RecipeError
 from accel.passes.kv._shared import low
 from accel.passes.kv.keep.mikv import MiKV
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
 from .kv_case import (
@@ -173,7 +173,7 @@ def test_graphs_give_what_the_oracle_does():
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
         oracle = CompiledModel(
-            EagerEngine(compiled.program),
+            EagerBackend(compiled.program),
             compiled.facts,
             recipe=compiled.recipe,
             program=compiled.program,

@@ -18,7 +18,7 @@ from accel.passes.check import NumericCheck
 from accel.passes.kv._shared.paged import Paged
 from accel.passes.state.head import Head
 from accel.runtime.kv.reuse.paged_prefix import PagedPrefix
-from accel.runtime.session.observers.prefix_cache import Pages
+from accel.runtime.session.observers.prefix_cache import PrefixCache
 
 from .reuse_case import BLOCK, close, named, shared
 
@@ -89,8 +89,8 @@ def test_blocks_are_stored_once(case):
         session.run(given, last_only=True)
         session.end_prompt()
         assert (
-            session.observer(Pages).base.tolist() == [36]
-            and session._core.stepper.held()["kv.pos"].shape[1] == 3
+            session.observer(PrefixCache).base.tolist() == [36]
+            and session._core.backend.buffers()["kv.pos"].shape[1] == 3
         )
     rows, common = 4 * (39 // BLOCK), 30 // BLOCK
     assert case.pool.stats["used"] == rows - 3 * common
@@ -108,9 +108,9 @@ def test_a_full_pool_falls_back_to_slots(stateful):
         dense.run(tokens[:, :30])
         session.run(tokens[:, :30] if session is first else tokens[:, 3:33])
         session.end_prompt()
-    assert first.observer(Pages).base.tolist() == [12] and second.observer(Pages).base.tolist() == [
-        0
-    ]
+    assert first.observer(PrefixCache).base.tolist() == [12] and second.observer(
+        PrefixCache
+    ).base.tolist() == [0]
     close(first.run(tokens[:, 30:]), dense.run(tokens[:, 30:]))
     first.close()
     second.close()
@@ -123,7 +123,7 @@ def test_nobody_writes_a_block_that_others_use(case):
         one.run(tokens, last_only=True)
         one.end_prompt()
         before = {n: a.copy() for n, a in case.pool.arrays.items()}
-        used = list(one.observer(Pages)._rows[0])
+        used = list(one.observer(PrefixCache)._rows[0])
         with one.fork() as other, case.session() as third:
             third.run(tokens, last_only=True)
             for session, at in ((other, 10), (third, 9)):
@@ -152,9 +152,9 @@ def test_a_wrong_table_is_caught(case):
     with case.session() as one:
         one.run(tokens, last_only=True)
         one.end_prompt()
-        table = one._core.stepper.held()["table"].copy()
+        table = one._core.backend.buffers()["table"].copy()
         table[0, 0] = table[0, 1]
-        one._core.stepper.put({"table": table})
+        one._core.backend.put({"table": table})
         one._capacity = 0
         dense = case.dense()
         dense.run(tokens)
@@ -168,22 +168,22 @@ def test_a_call_that_fails_leaves_all_as_it_was(case):
         one.run(tokens, last_only=True)
 
     class Fails:
-        def __init__(self, stepper):
-            self.stepper, self.broken = stepper, True
+        def __init__(self, backend):
+            self.backend, self.broken = backend, True
 
         def __getattr__(self, name):
-            return getattr(self.stepper, name)
+            return getattr(self.backend, name)
 
         def step(self, *args):
             if self.broken:
                 raise RuntimeError("out of luck")
-            return self.stepper.step(*args)
+            return self.backend.step(*args)
 
     session = case.session(wrap=Fails)
     with pytest.raises(RuntimeError, match="luck"):
         session.run(tokens, last_only=True)
     assert session.length == 0 and case.pool.stats["used"] == 0
-    session._core.stepper.broken = False
+    session._core.backend.broken = False
     close(session.run(tokens, last_only=True), case.dense().run(tokens, last_only=True))
     session.close()
 
@@ -307,7 +307,7 @@ def test_steppers_share_blocks_and_nothing_else(case):
         one.run(case.tokens(1, 26), last_only=True)
         one.end_prompt()
         with one.fork() as other:
-            mine, theirs = one._core.stepper._state, other._core.stepper._state
+            mine, theirs = one._core.backend._state, other._core.backend._state
             for name in mine:
                 same = mine[name].data_ptr() == theirs[name].data_ptr()
                 assert same == name.startswith(("pool.", "table")), name

@@ -10,7 +10,7 @@ from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.shift import Shift
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers import edits
 
@@ -28,7 +28,7 @@ ROPES = [
 def made(program):
     """A model over a program with the entry, on the eager target."""
     Shift().run(program)
-    return CompiledModel(EagerEngine(program), program.facts, program=program)
+    return CompiledModel(EagerBackend(program), program.facts, program=program)
 
 
 def tokens_of(model, *shape, seed=0):
@@ -42,13 +42,13 @@ def test_forth_and_back_is_nothing_and_forth_is_the_later_position(stateful, nam
         session.run(tokens_of(model, 1, 20))
         keys = {
             n: t[:, :, :20].numpy()
-            for n, t in session._core.stepper._state.items()
+            for n, t in session._core.backend._state.items()
             if n.endswith(".k")
         }
         given = {n.replace("kv.", "keys.").removesuffix(".k"): a for n, a in keys.items()}
 
         def shifted(delta, arrays):
-            found = session._core.stepper.part(
+            found = session._core.backend.part(
                 "shift", {**arrays, "delta": np.full((1, 20), delta)}
             )
             return {n.replace("turned", "keys"): a for n, a in found.items()}
@@ -71,7 +71,7 @@ def one_layer(program, delta, monkeypatch=None):
         whole = np.concatenate([old[:, :8], new, old[:, 14:]], axis=1)
         again.run(whole)
         assert session.length == whole.shape[1]
-        got, want = session._core.stepper.held(), again._core.stepper.held()
+        got, want = session._core.backend.buffers(), again._core.backend.buffers()
         end = whole.shape[1] - 1  # the last token is run again
         assert np.array_equal(got["kv.pos"][:, : end + 1], want["kv.pos"][:, : end + 1])
         return max(float(np.abs(got[n] - want[n])[:, :, :end].max()) for n in ("kv.0.k", "kv.0.v"))
@@ -138,14 +138,14 @@ def test_an_edit_that_fails_leaves_all_as_it_was(stateful, monkeypatch):
     with model.session() as session, model.session() as again:
         session.run(old)
         again.run(old)
-        step = session._core.stepper.step
+        step = session._core.backend.step
 
         def fails(tokens, *rest):
             if tokens.shape[1] == 1:
                 raise RuntimeError("out of luck")
             return step(tokens, *rest)
 
-        monkeypatch.setattr(session._core.stepper, "step", fails)
+        monkeypatch.setattr(session._core.backend, "step", fails)
         with pytest.raises(RuntimeError, match="luck"):
             session.edit(4, 6, [7, 8, 9])
         monkeypatch.undo()

@@ -14,7 +14,7 @@ from accel.ir.ops.attention import Mask, attention
 from accel.ir.ops.choice import page_bounds
 from accel.ir.recipe import Recipe
 from accel.passes.kv.select.quest import Quest
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
 from .select_case import built, singles
@@ -134,7 +134,7 @@ def drive(session, tokens):
 def test_every_way_through_a_session_is_that_of_the_oracle(made, name, recipes, options):
     compiled = made(name, *recipes, **options)
     tokens = np.random.default_rng(3).integers(0, 50, (2, 60))
-    oracle = CompiledModel(EagerEngine(compiled.program), compiled.facts)
+    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
     want = drive(oracle.session(batch=2), tokens)
     for kernels in compiled.artifact.entries["step"].graphs:
         with accel.load(compiled.artifact.path, kernels=kernels, threads=1) as model:

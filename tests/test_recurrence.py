@@ -17,7 +17,7 @@ from accel.ir.ops import recurrence
 from accel.passes.check import NumericCheck
 from accel.passes.state.cache import Cache, mixes_tokens
 from accel.runtime.session import core
-from accel.runtime.session.observers import recurrent as past
+from accel.runtime.session.observers import recurrent_history as past
 from accel.runtime.session.session import Session
 
 from .op_cases import CASES, randn
@@ -270,7 +270,7 @@ def test_a_failed_call_leaves_the_state_as_it_was(built, monkeypatch):
     ids, want, compiled = built("mamba")
     with compiled.session(3) as live:
         live.run(ids[:, :6])
-        step, calls = live._core.stepper.step, []
+        step, calls = live._core.backend.step, []
 
         def fails(*given):
             calls.append(1)
@@ -278,7 +278,7 @@ def test_a_failed_call_leaves_the_state_as_it_was(built, monkeypatch):
                 raise MemoryError
             return step(*given)
 
-        monkeypatch.setattr(live._core.stepper, "step", fails)
+        monkeypatch.setattr(live._core.backend, "step", fails)
         with pytest.raises(MemoryError):
             live.run(ids[:, 20:32])
         assert len(calls) == 2 and live.length == 6
@@ -286,7 +286,7 @@ def test_a_failed_call_leaves_the_state_as_it_was(built, monkeypatch):
 
 
 class Broken:
-    """A stepper that passes everything on; subclasses spoil one thing."""
+    """A backend session that passes everything on; subclasses spoil one thing."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -315,8 +315,8 @@ class TakesNoTurns(Broken):
 @pytest.mark.parametrize("spoilt", [NeverGoesBack, PaddingIsReal, TakesNoTurns])
 def test_a_broken_stepper_is_caught(built, spoilt):
     ids, want, compiled = built("mamba")
-    stepper = spoilt(compiled._engine.stepper(3))
-    with Session(stepper, 3, [past.Past(3)], vocab_size=VOCAB, max_context=64) as live:
+    backend = spoilt(compiled._backend.open_session(3))
+    with Session(backend, 3, [past.RecurrentHistory(3)], vocab_size=VOCAB, max_context=64) as live:
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             converse(live, ids, want)
 
@@ -327,7 +327,7 @@ def test_copies_of_the_state_are_few(built, monkeypatch):
     with compiled.session(3) as live:
         for i in range(0, 40, 2):
             close(live.run(ids[:, i : i + 2]), want[:, i : i + 2])
-        assert len(live.observer(past.Past)._saved) == 3
+        assert len(live.observer(past.RecurrentHistory)._saved) == 3
         live.rewind(5)
         close(live.run(ids[:, 5:9]), want[:, 5:9])
 

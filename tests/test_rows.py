@@ -9,10 +9,10 @@ import pytest
 import accel
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.errors import AccelError, InputError
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers import observer_classes
-from accel.runtime.session.observers.observer import Companion
+from accel.runtime.session.observers.observer import SessionObserver
 from accel.runtime.session.rows import Kin
 
 from .kv_case import evicting
@@ -37,7 +37,7 @@ def opened(stateful):
                 made[name] = accel.optimize(small_model(case), max_context=64, max_batch=4).session
             else:
                 program = stateful(case)
-                made[name] = CompiledModel(EagerEngine(program), program.facts).session
+                made[name] = CompiledModel(EagerBackend(program), program.facts).session
         elif name not in made and case == "falcon_h1":
             made[name] = evicting(stateful(case), tables).session
         elif name not in made:
@@ -90,31 +90,31 @@ def test_rows_go_on_after_a_rewind(opened, name):
     law(opened(name), back=2)
 
 
-STAY = {  # what a companion must take along, and a recipe in which it does
-    "Past": "mamba",
-    "Keeper": "h2o",
-    "Blocks": "kivi-4",
-    "Pages": "paged-prefix",
-    "Pruner": "promptdistill",
+STAY = {  # what a observer must take along, and a recipe in which it does
+    "RecurrentHistory": "mamba",
+    "EvictionState": "h2o",
+    "BlockCodecState": "kivi-4",
+    "PrefixCache": "paged-prefix",
+    "PromptPruning": "promptdistill",
 }
 
 
 def knowing():
-    """The classes of companions that know something of each row."""
+    """The classes of observers that know something of each row."""
     return [c for c in observer_classes() if "batch" in signature(c).parameters]
 
 
-def test_every_companion_takes_its_rows_along():
+def test_every_observer_takes_its_rows_along():
     assert {c.__name__ for c in knowing()} > set(STAY)
-    assert all(c.select is not Companion.select for c in knowing())
+    assert all(c.select is not SessionObserver.select for c in knowing())
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_the_law_catches_a_companion_that_does_not(opened, name, monkeypatch):
+def test_the_law_catches_a_observer_that_does_not(opened, name, monkeypatch):
     (cls,) = (c for c in knowing() if c.__name__ == name)
     monkeypatch.setattr(cls, "select", lambda self, rows: None)
     with pytest.raises((AssertionError, IndexError, ValueError, AccelError)):
-        law(opened(STAY[name]), back=2 if name == "Past" else 0)
+        law(opened(STAY[name]), back=2 if name == "RecurrentHistory" else 0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from accel.compiler.assemble import assemble
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.first_finish import FirstFinish
 from accel.runtime.sample.standard import Standard
@@ -50,7 +50,7 @@ def test_beams_are_those_of_transformers(mine, options):
         eos = [*EOS, free[6]]
         (row,) = rows_of([prompt], limit=14, eos=eos)
         with model.session() as session:
-            list(BeamPatience(**mine).tokens(session, [row], Setting()))
+            list(BeamPatience(**mine).tokens(session, [row], DecodeContext()))
         assert row.tokens == theirs(prompt, eos, **{"num_beams": 4, **options})
         finishes[row.finish] += 1
     assert finishes["eos"], "none ended: nothing is compared but the length"
@@ -76,14 +76,14 @@ def test_each_prompt_finds_what_it_finds_alone_whatever_the_cache(name):
     ):
         together = rows_of(prompts, sampler, limit=16, eos=EOS)
         with model.session(3) as session:
-            list(loop.tokens(session, together, Setting()))
+            list(loop.tokens(session, together, DecodeContext()))
             assert session.batch == 3
             for row, held in zip(together, session.lengths, strict=True):
                 assert held == 0 or row.prompt.size <= held < row.seen.size
         for row, prompt in zip(together, prompts, strict=True):
             (alone,) = rows_of([prompt], sampler, limit=16, eos=EOS)
             with model.session() as session:
-                list(loop.tokens(session, [alone], Setting()))
+                list(loop.tokens(session, [alone], DecodeContext()))
             assert alone.tokens == row.tokens
 
 

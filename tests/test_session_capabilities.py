@@ -8,7 +8,7 @@ import pytest
 from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers.observer import Capabilities
@@ -86,7 +86,7 @@ def prompted(stateful):
             tables, _ = CASES[name]
             if name == "mamba":
                 program = stateful(name)
-                made[name] = CompiledModel(EagerEngine(program), program.facts).session()
+                made[name] = CompiledModel(EagerBackend(program), program.facts).session()
             elif name == "falcon_h1":
                 made[name] = evicting(stateful(name), tables).session()
             else:

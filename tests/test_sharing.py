@@ -20,7 +20,7 @@ from accel.ir.errors import PassError
 from accel.passes import run
 from accel.passes.fuse.residual import Residual
 from accel.passes.state.cache import Cache
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
 TOKENS = np.random.default_rng(5).integers(0, 90, (2, 21))
@@ -58,11 +58,11 @@ def test_every_variant_and_every_way_gives_the_models_logits(built):
     with torch.no_grad():
         want = built.module(torch.from_numpy(TOKENS)).numpy()
     bound = (0.3 if built.named == "kv-int8" else 1e-4) * np.abs(want).max()
-    steppers = {"eager": CompiledModel(EagerEngine(built.program), built.facts)}
+    models = {"eager": CompiledModel(EagerBackend(built.program), built.facts)}
     for kernels in built.artifact.entries["step"].graphs:
-        steppers[kernels] = accel.load(built.artifact.path, kernels=kernels)
-    oracle = drive(steppers["eager"].session(batch=2))
-    for model in steppers.values():
+        models[kernels] = accel.load(built.artifact.path, kernels=kernels)
+    oracle = drive(models["eager"].session(batch=2))
+    for model in models.values():
         got = drive(model.session(batch=2))
         for logits, part in zip(
             got, (slice(21), slice(5, 6), slice(6, 14), slice(6, 10)), strict=False

@@ -17,11 +17,11 @@ from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.length import specdec_pp
 from accel.runtime.length.specdec_pp import SpecdecPp, chances, features, sizes
 from accel.runtime.loop.speculative import Speculative
-from accel.runtime.speculation.price import unpriced
+from accel.runtime.speculation.round_cost import unmeasured_cost
 
 from .draft_case import plain, rows_of
 
@@ -161,7 +161,7 @@ class Other:
     """A draft model that a model drafts for."""
 
     def __init__(self, one, second):
-        self.session, self.second = one.session, second
+        self.session, self.draft_model = one.session, second
 
 
 @pytest.mark.long
@@ -181,13 +181,13 @@ def test_the_recipe_gives_the_tokens_of_plain_decoding():
         for prompt, tokens in zip(prompts, want, strict=True):
             rows = rows_of([prompt], limit=40, max_context=160)
             with model.session() as session:
-                list(Speculative().tokens(session, rows, Setting(methods, None, model)))
+                list(Speculative().tokens(session, rows, DecodeContext(methods, None, model)))
             assert rows[0].tokens == tokens
             accepted += rows[0].drafting["accepted"]
             lengths |= {drafted for drafted, _ in rows[0].drafts}
         assert accepted > 20 and len(lengths) > 2
         with pytest.raises(InputError, match="another model"):
-            SpecdecPp().fit(Other(model.second, model))
+            SpecdecPp().fit(Other(model.draft_model, model))
 
 
 # What is refused
@@ -212,8 +212,11 @@ class Session:
 
 
 class Model:
-    def __init__(self, seed, second=None):
-        self.logits, self.second = np.random.default_rng(seed).standard_normal(100), second
+    def __init__(self, seed, draft_model=None):
+        self.logits, self.draft_model = (
+            np.random.default_rng(seed).standard_normal(100),
+            draft_model,
+        )
         self.asked = 0
 
     def session(self):
@@ -244,7 +247,7 @@ def test_a_head_of_other_models_is_refused(written):
     method.fit(model)
     assert model.asked == 1, "a model that is known is not asked again"
     model = Model(0, Model(1))
-    for one in (model, model.second):
+    for one in (model, model.draft_model):
         one.logits = (
             one.logits + np.random.default_rng(5).standard_normal(100) * 0.2
         )  # as weights of few bits do
@@ -276,7 +279,7 @@ def test_files_that_hold_no_head_are_refused(written, tmp_path):
         with pytest.raises(
             InputError, match=f"specdec-pp: .*{words}.*train it: python tools/train/train.py"
         ):
-            SpecdecPp(trained=str(file)).begin(unpriced)
+            SpecdecPp(trained=str(file)).begin(unmeasured_cost)
 
 
 def test_options_that_cannot_be():

@@ -9,7 +9,7 @@ import accel
 from accel.compiler.assemble import assemble
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.backends.eager import EagerEngine
+from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.draft.iad import Iad
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.model.compiled import CompiledModel
@@ -126,7 +126,7 @@ def test_it_goes_with_what_keeps_calls_alike(name):
 
 def test_a_state_that_only_goes_forward_runs_again(stateful):
     program = stateful("mamba")
-    model = CompiledModel(EagerEngine(program), program.facts)
+    model = CompiledModel(EagerBackend(program), program.facts)
     prompts = texts(program.facts.vocab_size, 1)
     want = plain(model.session(), rows_of(prompts))
     with model.session() as session:

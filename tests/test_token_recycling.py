@@ -9,7 +9,7 @@ from accel.compiler.assemble import assemble
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft.token_recycling import TokenRecycling, follow, recycle
 from accel.runtime.sample.standard import Standard
 from accel.runtime.verify import Chance, Target
@@ -56,7 +56,7 @@ def test_a_vocabulary_smaller_than_the_followers():
 def opened(rows, tree="static", followers=8, **options):
     method = Axis("tree", "accel.runtime.tree").build(tree, **options)
     session = SimpleNamespace(vocab_size=SIZE, batch=len(rows))
-    return TokenRecycling(followers).open(session, rows, Setting({"tree": method}))
+    return TokenRecycling(followers).open(session, rows, DecodeContext({"tree": method}))
 
 
 def test_a_tree_is_read_from_the_matrix():

@@ -134,7 +134,7 @@ def test_guesses_leave_no_trace(build, name, monkeypatch):
             session.rewind(9)
         session.guess(*call_of([tree], [5]))
         with monkeypatch.context() as broken:
-            broken.setattr(type(session._core.stepper), "part", lambda *_: {})
+            broken.setattr(type(session._core.backend), "part", lambda *_: {})
             session.keep([[0]])
         session.run([[6]])
         wrong = session.run([[7]])[0, 0]
@@ -180,12 +180,12 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
 
 def test_models_without_trees_say_so(stateful):
     from accel.compiler.facts_json import model_facts
-    from accel.runtime.backends.eager import EagerEngine
+    from accel.runtime.backends.eager import EagerBackend
     from accel.runtime.model.compiled import CompiledModel
 
     program = stateful("llama")
     with (
-        CompiledModel(EagerEngine(program), model_facts(program)) as model,
+        CompiledModel(EagerBackend(program), model_facts(program)) as model,
         model.session() as session,
     ):
         assert not session.capabilities.trees

@@ -13,9 +13,9 @@ from accel import cli
 from accel.ir.errors import ArtifactError, InputError
 from accel.lowering.onnx import native
 from accel.runtime.artifact.artifact import open_artifact
-from accel.runtime.backends.onnx import engine as ort
+from accel.runtime.backends.onnx import backend as ort
 from accel.runtime.backends.onnx import machine, tune
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import AUTO, WORK, choose
 from accel.runtime.decode.costs import TOKENS, Costs, known
 from accel.runtime.model.compiled import from_artifact
@@ -183,9 +183,9 @@ def test_costs_are_measured_on_the_step_and_remembered(artifact, monkeypatch, tm
         found = model.costs
     assert found.tokens == TOKENS and all(0 < s < 1 for s in found.seconds)
     assert found.ratio(1) == 1 and found.ratio(32) > 1.2  # 32 tokens are more work than one
-    engine = OrtEngine(artifact, threads=1, kernels="grouped")
+    engine = OrtBackend(artifact, threads=1, kernels="grouped")
     assert known(engine.cost_key) == found
-    assert known(OrtEngine(artifact, threads=1, kernels="fused").cost_key) is None
+    assert known(OrtBackend(artifact, threads=1, kernels="fused").cost_key) is None
     slow = dict(tokens=list(TOKENS), seconds=[9.0, *found.seconds[1:-1], 1e-9], runs=1)
     rewrite(
         kept(tmp_path, "costs"), lambda value: value.update(value=slow)

@@ -14,7 +14,7 @@ from accel.lowering.onnx.export import export
 from accel.lowering.onnx.variants import PORTABLE, variants
 from accel.runtime.artifact.artifact import open_artifact, write_manifest
 from accel.runtime.artifact.manifest import parse
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.open import open_session
 from accel.runtime.session.session import Session
 
@@ -78,9 +78,9 @@ def test_only_what_keeps_the_promise_of_equal_rows(tmp_path):
     assert "fused" not in exact
 
 
-def engines(compiled) -> dict[str, OrtEngine]:
+def engines(compiled) -> dict[str, OrtBackend]:
     names = compiled.artifact.entries["step"].graphs
-    return {n: OrtEngine(compiled.artifact, threads=1, kernels=n) for n in names}
+    return {n: OrtBackend(compiled.artifact, threads=1, kernels=n) for n in names}
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -93,7 +93,7 @@ def test_sessions_of_all_variants_give_the_same_logits(build, name):
     for variant, engine in engines(compiled).items():
         rng = np.random.default_rng(3)
         with Session(
-            engine.stepper(3), 3, vocab_size=facts.vocab_size, max_context=facts.max_context
+            engine.open_session(3), 3, vocab_size=facts.vocab_size, max_context=facts.max_context
         ) as session:
             parts = []
             for width, lengths in [(9, [9, 4, 0]), (1, None), (200, [200, 1, 77]), (3, None)]:
@@ -132,7 +132,7 @@ def test_probes_hold_attention_only_and_say_their_share(build):
 
 def test_an_unknown_variant_is_refused_with_the_near_name(build):
     with pytest.raises(ArtifactError, match="did you mean 'fused'"):
-        OrtEngine(build("llama").compiled.artifact, kernels="fuse")
+        OrtBackend(build("llama").compiled.artifact, kernels="fuse")
 
 
 @pytest.mark.parametrize("part", ["variants", "probes"])

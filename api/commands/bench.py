@@ -17,7 +17,7 @@ from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
     from accel.ir.facts import EncoderFacts
-    from accel.runtime.backends.onnx.engine import OrtEngine
+    from accel.runtime.backends.onnx.backend import OrtBackend
     from accel.runtime.model.compiled import CompiledModel
 
 EXAMPLES = """\b
@@ -115,13 +115,13 @@ def bench(
         _show(result)
 
 
-def _open(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, Timed, OrtEngine]:
+def _open(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, Timed, OrtBackend]:
     """The model over a session that is timed, opened and ready."""
     from accel.runtime.artifact.artifact import open_artifact
-    from accel.runtime.backends.onnx.engine import OrtEngine
+    from accel.runtime.backends.onnx.backend import OrtBackend
     from accel.runtime.model.compiled import CompiledModel
 
-    class Engine(OrtEngine):
+    class Engine(OrtBackend):
         def _open(self, entry: str) -> Any:
             opened = super()._open(entry)
             return Timed(opened) if entry == "step" else opened

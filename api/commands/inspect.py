@@ -73,7 +73,7 @@ def _measured(
     artifact: Artifact, threads: int | None, measure: bool
 ) -> tuple[Tuning | None, Costs | None]:
     """What is known of its speed on this machine."""
-    from accel.runtime.backends.onnx.engine import OrtEngine
+    from accel.runtime.backends.onnx.backend import OrtBackend
     from accel.runtime.backends.onnx.tune import AUTO, choose
     from accel.runtime.decode.costs import known
     from accel.runtime.model.compiled import from_artifact
@@ -81,7 +81,7 @@ def _measured(
     if measure:
         with from_artifact(artifact, threads=threads) as model:
             return model.tuning, model.costs
-    engine = OrtEngine(artifact, threads=threads)
+    engine = OrtBackend(artifact, threads=threads)
     tuning = choose(artifact, AUTO, engine.threads, measure=False)
     return tuning, None if tuning is None else known(engine.cost_key)
 

@@ -115,16 +115,18 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
     use = plan.recipe.tables.get("loop", {}).get("use", "autoregressive")
     loop = plan.methods.get("loop") or axis.build(use)
     ways = {
-        fills: ", ".join(n for n in axis.names() if axis.method(n).fills is fills)
-        for fills in (True, False)
+        diffusion: ", ".join(
+            n for n in axis.names() if axis.method(n).masked_diffusion is diffusion
+        )
+        for diffusion in (True, False)
     }
-    if loop.fills and facts.diffusion is None:
+    if loop.masked_diffusion and facts.diffusion is None:
         why = "sees no later tokens" if captured else "names no mask (config.mask_token_id)"
         raise RecipeError(
             f"recipe '{plan.recipe.name}': loop = {use} fills masks, and {facts.name} {why}; give a masked-diffusion "
             f"model, or a recipe with one of {ways[False]}"
         )
-    if captured and facts.diffusion is not None and not loop.fills:
+    if captured and facts.diffusion is not None and not loop.masked_diffusion:
         raise RecipeError(
             f"recipe '{plan.recipe.name}': loop = {use} takes tokens one after the other, and {facts.name} sees both "
             f"ways and fills masks; give a recipe with [loop], one of {ways[True]}"

@@ -35,7 +35,7 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
     RecipeError before any work.
     """
     draft = plan.methods.get("draft")
-    path: Path | None = None if draft is None else draft.second()
+    path: Path | None = None if draft is None else draft.draft_folder()
     if path is None:
         return None
     if not path.is_dir():

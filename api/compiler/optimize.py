@@ -62,10 +62,10 @@ from accel.passes.state.layers import Layers
 from accel.passes.weights import Base as WeightsPass
 from accel.passes.weights._calibrated import Calibrated
 from accel.runtime.artifact.artifact import open_artifact, write_manifest
-from accel.runtime.artifact.atomic import Stage, writable
+from accel.runtime.artifact.atomic import AtomicOutputDir, writable
 from accel.runtime.artifact.manifest import BIT_EXACT, DRAFT_FOLDER
-from accel.runtime.backends.eager import EagerEngine
-from accel.runtime.backends.triton import TritonEngine
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import peak_memory
 
@@ -99,7 +99,7 @@ class _Job:
     steps: list[Step] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
-    second: BuildDraft | None = None  # makes the model that drafts
+    build_draft: BuildDraft | None = None  # makes the model that drafts
 
     @property
     def target(self) -> str:
@@ -192,10 +192,10 @@ def build(
     if target == "triton":
         triton.need()
     if out is not None:
-        Stage(out).check()
+        AtomicOutputDir(out).check()
     dump = writable(options.dump) if options.dump is not None else None
     job = _Job(assemble(Recipe.load(recipe)), options, progress or (lambda *_: None))
-    job.second = draft_builder(job.plan, build, options)
+    job.build_draft = draft_builder(job.plan, build, options)
     check_target(job.plan, target)
     passes = _passes(job)
     check_order(passes)
@@ -305,13 +305,15 @@ def _in_process(
             with job.part("verify", 0.9):
                 job.errors["triton"] = triton_error(program, check.cases)
     return CompiledModel(
-        TritonEngine(program) if isinstance(program, Lowered) else EagerEngine(program),
+        TritonBackend(program) if isinstance(program, Lowered) else EagerBackend(program),
         model_facts(program),
         tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,
         recipe=job.plan.recipe.to_json(),
         report=_report(job, program, {}),
         program=program,
-        second=None if job.second is None else job.second(model_facts(program), tokenizer, None),
+        draft_model=None
+        if job.build_draft is None
+        else job.build_draft(model_facts(program), tokenizer, None),
     )
 
 
@@ -328,10 +330,10 @@ def _artifact(
         out = Path(tempfile.mkdtemp(prefix="accel-"))
         remove = weakref.finalize(program, shutil.rmtree, out, ignore_errors=True)
     try:
-        with Stage(out, needs=program.params.nbytes) as folder:
-            if job.second is not None:
+        with AtomicOutputDir(out, needs=program.params.nbytes) as folder:
+            if job.build_draft is not None:
                 with job.part("draft model", 0.8):
-                    job.second(model_facts(program), tokenizer, folder / DRAFT_FOLDER).close()
+                    job.build_draft(model_facts(program), tokenizer, folder / DRAFT_FOLDER).close()
             _write(job, program, check, tokenizer, folder)
     except BaseException:
         if remove:

@@ -18,10 +18,10 @@ from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
 from accel.ir.state import StateValue
-from accel.runtime.artifact.atomic import Stage
+from accel.runtime.artifact.atomic import AtomicOutputDir
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
 
-__all__ = ["Artifact", "Entry", "Facts", "File", "Stage", "StateValue"]
+__all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
 __all__ += ["FORMAT", "MANIFEST", "copy_artifact", "open_artifact", "write_manifest"]
 
 
@@ -106,7 +106,7 @@ def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:
     """
     names = [MANIFEST, *source.files]
     size = sum(f.bytes for f in source.files.values())
-    with Stage(out) as folder:
+    with AtomicOutputDir(out) as folder:
         for name in names:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -39,8 +39,8 @@ if not os.path.lexists(target):
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Stage:
-    """`with Stage(out) as folder:` write into `folder`; afterwards it is `out`. Raises
+class AtomicOutputDir:
+    """`with AtomicOutputDir(out) as folder:` write into `folder`; afterwards it is `out`. Raises
     ArtifactError.
 
     `out` may exist if it is empty or an artifact, which is replaced. `needs`: bytes to be written,

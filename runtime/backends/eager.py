@@ -20,7 +20,7 @@ from accel.runtime.inputs.ints import Ints
 
 
 class Steppable(Protocol):
-    """What the stepper needs of a `Program`: its state layout and `run(entry, inputs) -> outputs by
+    """What the backend session needs of a `Program`: its state layout and `run(entry, inputs) -> outputs by
     name`.
     """
 
@@ -31,23 +31,23 @@ class Steppable(Protocol):
     def run(self, entry: str, inputs: dict[str, Any]) -> dict[str, Any]: ...
 
 
-class EagerEngine:
-    """Steppers over one program; they share its parameters."""
+class EagerBackend:
+    """Sessions over one program; they share its parameters."""
 
     def __init__(self, program: Steppable):
         self.program = program
         self.state, self.entries = program.state, program.entries
 
-    def stepper(self, batch: int) -> EagerStepper:
-        """A stepper for `batch` rows with an empty cache."""
-        return EagerStepper(self.program, batch)
+    def open_session(self, batch: int) -> EagerSession:
+        """A backend session for `batch` rows with an empty cache."""
+        return EagerSession(self.program, batch)
 
     def close(self) -> None:
         """Nothing to free: the program belongs to the caller."""
 
 
-class EagerStepper:
-    """See stepper.Stepper. State values are torch tensors, replaced by what each call gives of them."""
+class EagerSession:
+    """See protocol.BackendSession. State values are torch tensors, replaced by what each call gives of them."""
 
     def __init__(self, program: Steppable, batch: int, device: str = "cpu"):
         self._program = program
@@ -60,7 +60,7 @@ class EagerStepper:
         self._controls: dict[str, Tensor] = {}
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See session.Stepper."""
+        """See protocol.BackendSession."""
         self._controls = {n: self._tensor(a) for n, a in values.items()}
 
     def resize(self, capacity: int, *later: int) -> None:
@@ -120,12 +120,14 @@ class EagerStepper:
             out = self._program.run("encode", given)
         self._state = {**self._state, **{state_of(n): v for n, v in out.items()}}
 
-    def compress(self, keeper: Compression, seen: Ints) -> None:
+    def compress(self, eviction: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
         recent = int(self._state["kv.pos"].shape[1])
         kept = {v.layer or 0: v.name for v in self._program.state if v.role == "kept.pos"}
         slots = {layer: int(self._state[name].shape[2]) for layer, name in kept.items()}
-        given = {n: self._tensor(a) for n, a in keeper.given(seen, recent, slots).items()}
+        given = {
+            n: self._tensor(a) for n, a in eviction.compress_inputs(seen, recent, slots).items()
+        }
         with torch.no_grad():
             out = self._program.run("compress", {**given, **self._state})
         found = trimmed({state_of(n): v.cpu().numpy() for n, v in out.items()})
@@ -134,7 +136,7 @@ class EagerStepper:
         self._state = state | {n: self._tensor(a) for n, a in found.items()}
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         mask = self._tensor(rows)
         for value in self._program.state:
             if forgettable(value) and value.name in self._state:
@@ -142,16 +144,16 @@ class EagerStepper:
                 now[mask] = value.fill
                 self._state[value.name] = now
 
-    def held(self) -> dict[str, npt.NDArray[Any]]:
-        """See stepper.Stepper."""
+    def buffers(self) -> dict[str, npt.NDArray[Any]]:
+        """See protocol.BackendSession."""
         return {name: tensor.numpy() for name, tensor in self._state.items()}
 
     def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         self._state = {**self._state, **{n: torch.from_numpy(a) for n, a in arrays.items()}}
 
-    def copy(self, rows: Ints | None = None) -> EagerStepper:
-        """See stepper.Stepper."""
+    def copy(self, rows: Ints | None = None) -> EagerSession:
+        """See protocol.BackendSession."""
         count = self._batch if rows is None else rows.size
         other = type(self)(self._program, count, self._device)
         if rows is None:
@@ -163,7 +165,7 @@ class EagerStepper:
         return other
 
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         self._state = self._of(rows)
 
     def _of(self, rows: Ints) -> dict[str, Tensor]:
@@ -173,7 +175,7 @@ class EagerStepper:
 
     @property
     def trees(self) -> bool:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         return "commit" in self._program.entries
 
     @property
@@ -186,7 +188,7 @@ class EagerStepper:
         return {v.name: self._state[v.name] for v in self._program.state if v.role == "recurrent"}
 
     def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         for value in self._program.state:
             if value.role == "recurrent":
                 now = self._state[value.name].clone()

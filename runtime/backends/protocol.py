@@ -1,4 +1,4 @@
-"""What a session asks of a target: an `Engine` for each model, a `Stepper` for each session."""
+"""What a session asks of a target: an `Backend` for each model, a `BackendSession` for each session."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Bools = npt.NDArray[np.bool_]
 class Compression(Protocol):
     """What says which tokens stay (`session/observers/eviction.py`)."""
 
-    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+    def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
         """Inputs of the compress entry beside the state, which has `recent` slots, and `kept` of each layer."""
 
 
-class Stepper(Protocol):
+class BackendSession(Protocol):
     """What a target supplies for one session: the step entry with its state buffers, for B rows."""
 
     @property
@@ -58,7 +58,7 @@ class Stepper(Protocol):
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One call of the encode entry; every later step reads the cross state that it gives."""
 
-    def compress(self, keeper: Compression, seen: Ints) -> None:
+    def compress(self, eviction: Compression, seen: Ints) -> None:
         """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
         what it gives; the recent part too, or it is gone until `resize`.
         """
@@ -68,7 +68,7 @@ class Stepper(Protocol):
         see a prompt pruned.
         """
 
-    def held(self) -> dict[str, npt.NDArray[Any]]:
+    def buffers(self) -> dict[str, npt.NDArray[Any]]:
         """The state by name, to be read until the next call; empty before the first."""
 
     def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -78,8 +78,8 @@ class Stepper(Protocol):
     def observed(self) -> dict[str, npt.NDArray[np.float32]]:
         """Queries [B,T,H,D] of the last step, where it was told to `observe`."""
 
-    def copy(self, rows: Ints | None = None) -> Stepper:
-        """An independent stepper with a copy of the state: of all rows, or of these [n]."""
+    def copy(self, rows: Ints | None = None) -> BackendSession:
+        """An independent backend session with a copy of the state: of all rows, or of these [n]."""
 
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
         """Let each row i hold what row rows[i] does, [B]; they differ in these slots alone (None: anywhere)."""
@@ -110,8 +110,8 @@ class Stepper(Protocol):
         """Free the buffers."""
 
 
-class Engine(Protocol):
-    """What a target supplies for one model: steppers, each for one session of `batch` rows."""
+class Backend(Protocol):
+    """What a target supplies for one model: sessions, each of `batch` rows."""
 
     @property
     def state(self) -> Sequence[StateValue]:
@@ -121,8 +121,8 @@ class Engine(Protocol):
     def entries(self) -> Collection[str]:
         """The names of the graphs."""
 
-    def stepper(self, batch: int) -> Stepper:
-        """A stepper with an empty cache."""
+    def open_session(self, batch: int) -> BackendSession:
+        """A backend session with an empty cache."""
 
     def close(self) -> None:
         """Free the weights."""

@@ -16,29 +16,29 @@ import torch
 from torch import Tensor
 
 from accel.lowering.triton.lowered import Compiled, Lowered
-from accel.runtime.backends.eager import EagerStepper
+from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.protocol import Bools, Compression, Logits, call_inputs
 from accel.runtime.inputs.ints import Ints
 
 
-class TritonEngine:
-    """Steppers over one lowered program; they share its parameters on the device."""
+class TritonBackend:
+    """Sessions over one lowered program; they share its parameters on the device."""
 
     def __init__(self, program: Lowered):
         self.program = program
         self.state, self.entries = program.state, program.entries
 
-    def stepper(self, batch: int) -> TritonStepper:
-        """A stepper for `batch` rows with an empty cache."""
-        return TritonStepper(self.program, batch, self.program.device)
+    def open_session(self, batch: int) -> TritonSession:
+        """A backend session for `batch` rows with an empty cache."""
+        return TritonSession(self.program, batch, self.program.device)
 
     def close(self) -> None:
         """Let go of the parameters on the device; they are freed when the last session closes."""
         self.program.compiled = {}
 
 
-class TritonStepper(EagerStepper):
-    """See stepper.Stepper. State values are buffers on the device, which a step writes in place."""
+class TritonSession(EagerSession):
+    """See protocol.BackendSession. State values are buffers on the device, which a step writes in place."""
 
     def __init__(self, program: Lowered, batch: int, device: str):
         super().__init__(program, batch, device)
@@ -84,18 +84,18 @@ class TritonStepper(EagerStepper):
         super().encode(inputs)
         self._bind()
 
-    def compress(self, keeper: Compression, seen: Ints) -> None:
+    def compress(self, eviction: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
-        super().compress(keeper, seen)
+        super().compress(eviction, seen)
         self._bind()
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         super().forget(rows)
         self._bind()
 
     def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
-        """See stepper.Stepper. In place: the buffers stay where they are."""
+        """See protocol.BackendSession. In place: the buffers stay where they are."""
         mask = self._tensor(rows)
         for value in self._program.state:
             if value.role == "recurrent":
@@ -103,18 +103,18 @@ class TritonStepper(EagerStepper):
                 self._state[value.name][mask] = old
 
     def snapshot(self) -> dict[str, Tensor]:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         return {name: tensor.clone() for name, tensor in super().snapshot().items()}
 
-    def copy(self, rows: Ints | None = None) -> EagerStepper:
-        """See stepper.Stepper."""
+    def copy(self, rows: Ints | None = None) -> EagerSession:
+        """See protocol.BackendSession."""
         other = super().copy(rows)
-        assert isinstance(other, TritonStepper)
+        assert isinstance(other, TritonSession)
         other._bind()
         return other
 
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
-        """See stepper.Stepper. In place: the buffers stay where they are."""
+        """See protocol.BackendSession. In place: the buffers stay where they are."""
         for name, tensor in self._of(rows).items():
             if tensor is not self._state[name]:
                 self._state[name].copy_(tensor)

@@ -20,7 +20,7 @@ class Model(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None: ...
     @property
-    def second(self) -> Model | None:
+    def draft_model(self) -> Model | None:
         """The smaller model that drafts, where the recipe has one."""
 
     @property
@@ -29,7 +29,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Setting:
+class DecodeContext:
     """What a loop is given beside sessions: a method of each axis that it asks for, what calls cost here
     (None: not known), and what the sessions are of.
     """

@@ -12,7 +12,7 @@ from accel.ir.errors import InputError
 from accel.ir.facts import Facts
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.onnx.machine import recall, remember
-from accel.runtime.backends.protocol import Stepper, whole_tiles
+from accel.runtime.backends.protocol import BackendSession, whole_tiles
 from accel.runtime.inputs.encoder_inputs import entry_inputs, shortest
 
 TOKENS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -67,14 +67,14 @@ def known(key: dict[str, Any] | None) -> Costs | None:
     return found if whole else None
 
 
-def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Costs:
-    """Measure with a fresh stepper of one row, which is closed after; keep it under the key, together
+def measured(backend: BackendSession, facts: Facts, key: dict[str, Any] | None) -> Costs:
+    """Measure with a fresh backend session of one row, which is closed after; keep it under the key, together
     with what was measured before.
     """
     try:
-        costs = _measure(stepper, facts)
+        costs = _measure(backend, facts)
     finally:
-        stepper.close()
+        backend.close()
     before = known(key)
     if before is not None and before.tokens == costs.tokens:
         least = tuple(map(min, before.seconds, costs.seconds))
@@ -84,12 +84,12 @@ def measured(stepper: Stepper, facts: Facts, key: dict[str, Any] | None) -> Cost
     return costs
 
 
-def _measure(stepper: Stepper, facts: Facts) -> Costs:
-    tile = stepper.tile
+def _measure(backend: BackendSession, facts: Facts) -> Costs:
+    tile = backend.tile
     if facts.encoder is not None:
-        stepper.encode(entry_inputs(shortest(facts.encoder), None, 1, facts.encoder))
+        backend.encode(entry_inputs(shortest(facts.encoder), None, 1, facts.encoder))
     held = min(SLOTS, facts.max_context)
-    stepper.resize(-(-(held + tile) // STEP) * STEP)
+    backend.resize(-(-(held + tile) // STEP) * STEP)
     widths = [t for t in TOKENS if t <= held]
     taken: dict[int, list[float]] = {t: [] for t in widths}
     limit = float("inf")
@@ -103,7 +103,7 @@ def _measure(stepper: Stepper, facts: Facts) -> Costs:
             slots = at[:, 0]
             tokens, at, rows, _ = whole_tiles(tile, tokens, at, rows, None)
             start = time.perf_counter()
-            stepper.step(tokens, at, slots, rows)
+            backend.step(tokens, at, slots, rows)
             taken[width].append(time.perf_counter() - start)
         if not done:
             limit = time.perf_counter() + SECONDS

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.invariants import Method
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.session import Session
@@ -45,17 +45,17 @@ class Drafter(ABC):
 class Drafters(ABC):
     """What drafts for all rows of a session, from their prompts to their ends."""
 
-    effort: float = (
+    draft_cost: float = (
         0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
     )
-    looks: bool = False  # whether it can `look`
+    probes: bool = False  # whether it can `probe`
 
-    def look(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
+    def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
         without a draft: how many tokens each, and how many of them stand, the newest last. For less than drafts cost.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} says that it looks back (looks), and has no look"
+            f"{type(self).__name__} says that it can probe (probes), and has no probe"
         )
 
     @abstractmethod
@@ -85,11 +85,11 @@ class Base(Method):
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""
         raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once: use open")
 
-    def second(self) -> Path | None:
-        """The folder of a smaller model that a build puts into the artifact (`setting.model.second`), or None."""
+    def draft_folder(self) -> Path | None:
+        """The folder of a smaller model that a build puts into the artifact (`context.model.draft_model`), or None."""
         return None
 
-    def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
+    def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         """For the rows of the target's session, before it has run anything. A drafter may run the session itself,
         and then takes back what it added. Raises InputError where it cannot draft for this model.
         """

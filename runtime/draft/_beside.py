@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByModel
 from accel.runtime.speculation.follow import Follower
@@ -27,24 +27,29 @@ class Beside(ByModel):
         self,
         follower: Follower,
         rows: Sequence[Row],
-        setting: Setting,
+        context: DecodeContext,
         vocab_size: int,
-        effort: float,
+        draft_cost: float,
     ):
-        super().__init__(rows, setting, vocab_size, effort)
+        super().__init__(rows, context, vocab_size, draft_cost)
         self._follower = follower
-        self.looks = all(row.sampler.greedy for row in rows)
-        second, known = None if setting.model is None else setting.model.second, setting.costs
+        self.probes = all(row.sampler.greedy for row in rows)
+        draft_model, known = (
+            None if context.model is None else context.model.draft_model,
+            context.costs,
+        )
         self._reading = 0.0  # plain steps that a token of a prompt takes
-        if second is not None and known is not None:
-            self._reading = second.costs.seconds[-1] / second.costs.tokens[-1] / known.seconds[0]
+        if draft_model is not None and known is not None:
+            self._reading = (
+                draft_model.costs.seconds[-1] / draft_model.costs.tokens[-1] / known.seconds[0]
+            )
 
-    def look(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
+    def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         known = {i: self.rows[i].prompt.size for i in rows}
         for i, count in known.items():
             self._follower.ending(i, count)
         seen = {i: self.rows[i].seen for i in rows if self.most(i, 1) > 0}
-        found = self._follower.look(seen, known) if seen else {}
+        found = self._follower.probe(seen, known) if seen else {}
         return [
             draft for i, (first, logits) in found.items() for draft in self._would(i, first, logits)
         ]

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters, More
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.speculation.guard import prices
+from accel.runtime.speculation.guard import round_costs
 from accel.runtime.tree import Guesses, Level, Shape, Tree, grown
 from accel.runtime.verify import Base as Rule
 from accel.runtime.verify import Chance, Verdict
@@ -23,13 +23,15 @@ class ByModel(Drafters):
     (`verify.Base.drawing`), as the tree's shape asks for them.
     """
 
-    def __init__(self, rows: Sequence[Row], setting: Setting, vocab_size: int, effort: float):
+    def __init__(
+        self, rows: Sequence[Row], context: DecodeContext, vocab_size: int, draft_cost: float
+    ):
         """`vocab_size`: the target's tokens, of which drafts are made."""
-        rule: Rule = setting.methods["verify"]
-        price = prices(setting.costs, len(rows))
-        self.rows, self.effort = rows, effort
+        rule: Rule = context.methods["verify"]
+        cost = round_costs(context.costs, len(rows))
+        self.rows, self.draft_cost = rows, draft_cost
         self.draws = [rule.drawing(row.sampler, Chance(row.rng)) for row in rows]
-        self.shapes: list[Shape] = [setting.methods["tree"].begin(price, effort) for _ in rows]
+        self.shapes: list[Shape] = [context.methods["tree"].begin(cost, draft_cost) for _ in rows]
         self._vocab = vocab_size
         self._trees: Mapping[int, Tree] = {}
 

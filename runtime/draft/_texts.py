@@ -26,13 +26,18 @@ class ByText(Drafters):
     """
 
     def __init__(
-        self, second: Model, rows: Sequence[Row], here: Tokenizer, there: Tokenizer, effort: float
+        self,
+        draft_model: Model,
+        rows: Sequence[Row],
+        here: Tokenizer,
+        there: Tokenizer,
+        draft_cost: float,
     ):
         """`here`: the target's tokenizer; `there`: the draft model's."""
-        self.effort = effort
+        self.draft_cost = draft_cost
         self._rows = rows
-        self._follower = Follower(second, len(rows))
-        self._ends = there.special | set(second.facts.eos)
+        self._follower = Follower(draft_model, len(rows))
+        self._ends = there.special | set(draft_model.facts.eos)
         self._there = there
         self._texts = [_Text(here, there) for _ in rows]
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
 from accel.runtime.draft._by_logits import ByLogits
@@ -39,12 +39,12 @@ class LayerSkip(Base):
                 f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: a quarter"
             )
 
-    def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
-        return _Early(self.layers(setting), session, rows, setting)
+    def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
+        return _Early(self.layers(context), session, rows, context)
 
-    def layers(self, setting: Setting) -> Layers:
+    def layers(self, context: DecodeContext) -> Layers:
         """Which layers draft [L]."""
-        depth = None if setting.model is None else setting.model.facts.depth
+        depth = None if context.model is None else context.model.facts.depth
         if depth is None:
             raise InputError(
                 "draft.layerskip needs layers that a call may leave out; build with depth = by-call"
@@ -60,8 +60,10 @@ class LayerSkip(Base):
 
 
 class _Early(ByLogits):
-    def __init__(self, layers: Layers, session: Session, rows: Sequence[Row], setting: Setting):
-        super().__init__(rows, setting, session.vocab_size, float(layers.mean()))  # and the head
+    def __init__(
+        self, layers: Layers, session: Session, rows: Sequence[Row], context: DecodeContext
+    ):
+        super().__init__(rows, context, session.vocab_size, float(layers.mean()))  # and the head
         self._layers, self._session = layers, session
         self._held = session.lengths
 

@@ -13,7 +13,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
 from accel.runtime.draft._beside import Beside
@@ -46,29 +46,29 @@ class Model(Base):
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
 
-    def second(self) -> Path | None:
+    def draft_folder(self) -> Path | None:
         return Path(self.path or str(files("accel.reference") / OWN)).expanduser()
 
-    def open(self, session: Any, rows: Sequence[Row], setting: Setting) -> Drafters:
-        second = None if setting.model is None else setting.model.second
-        if setting.model is None or second is None:
+    def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
+        draft_model = None if context.model is None else context.model.draft_model
+        if context.model is None or draft_model is None:
             raise InputError(
                 "draft.model: this model was built without its draft model; build it again"
             )
-        branches = setting.methods["tree"].branches
-        known, here, there = setting.costs, setting.model.tokenizer, second.tokenizer
+        branches = context.methods["tree"].branches
+        known, here, there = context.costs, context.model.tokenizer, draft_model.tokenizer
         host = LEVEL if branches else TOKEN
-        effort = (second.costs.seconds[0] + host) / known.seconds[0] if known else 0.0
+        draft_cost = (draft_model.costs.seconds[0] + host) / known.seconds[0] if known else 0.0
         if here is not None and there is not None and not same_tokens(here, there):
             if branches:
                 raise InputError(
                     "draft.model: the draft model has another tokenizer, and texts go over as chains; build with "
                     "tree = chain"
                 )
-            return ByText(second, rows, here, there, effort)
-        follower = Follower(second, len(rows), branches)
+            return ByText(draft_model, rows, here, there, draft_cost)
+        follower = Follower(draft_model, len(rows), branches)
         return (ByLevels if branches else _Chains)(
-            follower, rows, setting, session.vocab_size, effort
+            follower, rows, context, session.vocab_size, draft_cost
         )
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import RecipeError
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.guard import prices
+from accel.runtime.speculation.guard import round_costs
 from accel.runtime.tree import NONE, ROOT, Guesses, Level, Shape, Tree, grown
 from accel.runtime.tree._nodes import top
 from accel.runtime.verify import Verdict
@@ -42,10 +42,10 @@ class TokenRecycling(Base):
                 f"draft.token-recycling: followers is {self.followers}; give at least 1"
             )
 
-    def open(self, session: Session, rows: Sequence[Row], setting: Setting) -> Drafters:
+    def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
         matrices = [follow(row.prompt, session.vocab_size, self.followers) for row in rows]
-        price = prices(setting.costs, session.batch)
-        return _Recycled(rows, matrices, [setting.methods["tree"].begin(price) for _ in rows])
+        cost = round_costs(context.costs, session.batch)
+        return _Recycled(rows, matrices, [context.methods["tree"].begin(cost) for _ in rows])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.invariants import Method
-from accel.runtime.speculation.price import Price
+from accel.runtime.speculation.round_cost import RoundCost
 
 __all__ = ["Base", "Pace"]
 
@@ -39,5 +39,5 @@ class Base(Method, ABC):
         """Raises InputError where what it goes by was made for another model than sessions are of (`loop.Model`)."""
 
     @abstractmethod
-    def begin(self, price: Price) -> Pace:
+    def begin(self, cost: RoundCost) -> Pace:
         """For a new row; a method that remembers nothing is its own."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel.ir.errors import RecipeError
 from accel.runtime.length import Base, Pace
-from accel.runtime.speculation.price import Price
+from accel.runtime.speculation.round_cost import RoundCost
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Template(Base, Pace):
         if self.tokens < 1:
             raise RecipeError(f"length.template: tokens is {self.tokens}; give 1 or more")
 
-    def begin(self, price: Price) -> Pace:
+    def begin(self, cost: RoundCost) -> Pace:
         return self
 
     def limit(self) -> int:

@@ -10,7 +10,7 @@ from accel.ir.errors import RecipeError
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.guard import LONGEST
 from accel.runtime.speculation.odds import Odds
-from accel.runtime.speculation.price import Price
+from accel.runtime.speculation.round_cost import RoundCost
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class CostOptimal(Base):
                 f"length.cost-optimal: fade is {self.fade}; give more than 0, and 1 at most"
             )
 
-    def begin(self, price: Price) -> Pace:
-        return _Pace(self, price)
+    def begin(self, cost: RoundCost) -> Pace:
+        return _Pace(self, cost)
 
 
 class _Pace(Pace):
-    def __init__(self, of: CostOptimal, price: Price):
-        self._most, self._price = of.most, price
+    def __init__(self, of: CostOptimal, cost: RoundCost):
+        self._most, self._round_cost = of.most, cost
         self._odds = Odds(of.fade)
         self._pause = self._left = 1  # rounds without a draft: in a row, and to come
 
     def limit(self) -> int:
-        if best := self._odds.best(self._price, 0, self._most):
+        if best := self._odds.best(self._round_cost, 0, self._most):
             return best
         self._left -= 1
         return 0 if self._left else 1

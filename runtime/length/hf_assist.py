@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from accel.ir.errors import RecipeError, unknown
 from accel.runtime.length import Base, Pace
-from accel.runtime.speculation.price import Price
+from accel.runtime.speculation.round_cost import RoundCost
 
 SCHEDULES = ("constant", "heuristic")
 ENOUGH, KEPT = 5, 1000  # tokens that a threshold is found by: more than, and the newest of
@@ -39,7 +39,7 @@ class HfAssist(Base):
                 f"length.hf-assist: threshold is {self.threshold}; give a probability, 0 to 1"
             )
 
-    def begin(self, price: Price) -> Pace:
+    def begin(self, cost: RoundCost) -> Pace:
         return _Pace(self)
 
 

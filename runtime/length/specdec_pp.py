@@ -20,7 +20,7 @@ from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.trained import Tensors, found, opened
 from accel.runtime.length import Base, Pace
-from accel.runtime.speculation.price import Price
+from accel.runtime.speculation.round_cost import RoundCost
 
 TOP, BLOCKS = 16, 3  # likeliest tokens that the head reads, and residual blocks that it has
 LEAST = -20.0  # the logarithm of a chance, at least
@@ -60,7 +60,7 @@ class SpecdecPp(Base):
         if self.trained in checked:
             return
         told = json.loads(_head(self.trained)[1])
-        for name, one in (("model", model), ("draft", model.second)):
+        for name, one in (("model", model), ("draft", model.draft_model)):
             if one is None or not alike(told[name], sample(one.session)):
                 whose = self.trained or "what comes with accel"
                 what = "model" if name == "model" else "draft model"
@@ -69,7 +69,7 @@ class SpecdecPp(Base):
                 )
         checked.add(self.trained)
 
-    def begin(self, price: Price) -> Pace:
+    def begin(self, cost: RoundCost) -> Pace:
         return _Pace(self, _head(self.trained)[0])
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from accel.ir.axis import host_method
 from accel.ir.invariants import Invariant, Method
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.session.session import Session
 
@@ -36,7 +36,7 @@ class Base(Method, ABC):
     # Other axes whose methods it works with, and the one that is taken where a recipe names none ("": it must).
     asks: ClassVar[Mapping[str, str]] = {}
     # Whether it fills masks, of a model that sees both ways; else it takes tokens one after the other, of a causal one.
-    fills: ClassVar[bool] = False
+    masked_diffusion: ClassVar[bool] = False
     # Whether a greedy request gets other tokens than those that the model finds likeliest one by one.
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
@@ -47,7 +47,7 @@ class Base(Method, ABC):
 
     @abstractmethod
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         """Decode until every row has a `finish`; give (row, token) for each token that a row
         accepted, as they come.

@@ -11,7 +11,7 @@ import numpy as np
 
 from accel.ir.errors import RecipeError, unknown
 from accel.ir.invariants import Invariant
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
 from accel.runtime.loop._canvas import CACHES, Canvas, Guess
@@ -31,7 +31,7 @@ class Blocks(Base):
     block: int = 32
     cache: str = "none"
 
-    fills = True
+    masked_diffusion = True
     breaks = frozenset({Invariant.APPEND_ONLY})
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Blocks(Base):
         return False
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         if all(row.finish for row in rows):
             return

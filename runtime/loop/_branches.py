@@ -16,7 +16,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.session import Session
 
 
-class Crowd(ABC):
+class BeamGroup(ABC):
     """The ways of one prompt. `branches`: those that go on, each with a last token that the session has not seen;
     at first one without any. `best`: the one that is the answer, once that is known.
     """
@@ -33,54 +33,54 @@ class Crowd(ABC):
 
 
 def branched(
-    session: Session, rows: list[Row], begin: Callable[[Row], Crowd]
+    session: Session, rows: list[Row], begin: Callable[[Row], BeamGroup]
 ) -> Iterator[tuple[int, int]]:
     """What `loop.Base.tokens` gives, of rows whose tokens are known when their search is over.
 
-    A prompt runs once and becomes as many rows as its crowd has branches; of one that is done a row is left, which
+    A prompt runs once and becomes as many rows as its group has branches; of one that is done a row is left, which
     holds as much of the answer as any did.
     """
-    crowds = {i: begin(row) for i, row in enumerate(rows) if not row.finish}
-    if not crowds:
+    groups = {i: begin(row) for i, row in enumerate(rows) if not row.finish}
+    if not groups:
         return
     logits = prompted(session, rows)[:, 0]
     start, sizes = session.lengths, np.ones(len(rows), np.int64)
     held = start.copy()  # what is known to hold of each row's tokens
     try:
-        while crowds:
+        while groups:
             chosen = [np.zeros(1, np.int64) for _ in rows]
             for i, part in enumerate(np.split(logits, sizes.cumsum()[:-1])):
-                if i in crowds:
-                    before = crowds[i].branches
-                    chosen[i] = np.array(crowds[i].step(part))
-                    if (best := crowds[i].best) is not None:
+                if i in groups:
+                    before = groups[i].branches
+                    chosen[i] = np.array(groups[i].step(part))
+                    if (best := groups[i].best) is not None:
                         chosen[i], common = _nearest(before, best)
                         held[i] = start[i] + common
             session.select(
                 np.concatenate([a + b for a, b in zip(chosen, sizes.cumsum() - sizes, strict=True)])
             )
             sizes = np.array([rows_of.size for rows_of in chosen])
-            done = {i: crowd.best for i, crowd in crowds.items() if crowd.best is not None}
+            done = {i: group.best for i, group in groups.items() if group.best is not None}
             for i, best in done.items():
-                del crowds[i]
+                del groups[i]
                 for token in best.tokens:
                     rows[i].accept(token)
             for i, best in done.items():
                 yield from ((i, token) for token in best.tokens)
-            if crowds:
-                logits = _run(session, crowds, sizes)
+            if groups:
+                logits = _run(session, groups, sizes)
     finally:
         with suppress(InputError):  # of a session that a failed call closed
             _leave(session, sizes, held)
 
 
-def _run(session: Session, crowds: dict[int, Crowd], sizes: Ints) -> Logits:
+def _run(session: Session, groups: dict[int, BeamGroup], sizes: Ints) -> Logits:
     """The logits [R,V] after the last token of each branch, in one call."""
     column, counts = np.zeros((int(sizes.sum()), 1), np.int64), np.zeros(int(sizes.sum()), np.int64)
     first = sizes.cumsum() - sizes
-    for i, crowd in crowds.items():
+    for i, group in groups.items():
         there = slice(int(first[i]), int(first[i] + sizes[i]))
-        column[there, 0] = [branch.tokens[-1] for branch in crowd.branches]
+        column[there, 0] = [branch.tokens[-1] for branch in group.branches]
         counts[there] = 1
     return session.run(column, None if counts.all() else counts)[:, 0]
 

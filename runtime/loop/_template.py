@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import prompted
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
@@ -19,7 +19,7 @@ class Template(Base):
     """How calls become tokens: here, one token per row and call."""
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         live = np.array([not row.finish for row in rows])
         if not live.any():

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
-from accel.runtime.loop._branches import Crowd, branched
+from accel.runtime.loop._branches import BeamGroup, branched
 from accel.runtime.session.session import Session
 
 
@@ -46,7 +46,7 @@ class BeamPatience(Base):
             )
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         if any(not row.sampler.greedy for row in rows):
             raise InputError(
@@ -56,7 +56,7 @@ class BeamPatience(Base):
         return branched(session, rows, lambda row: _Beams(row, self))
 
 
-class _Beams(Crowd):
+class _Beams(BeamGroup):
     """Those of one prompt, the best first."""
 
     def __init__(self, row: Row, method: BeamPatience):

@@ -9,10 +9,10 @@ import numpy as np
 
 from accel.ir.errors import RecipeError
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
-from accel.runtime.loop._branches import Crowd, branched
+from accel.runtime.loop._branches import BeamGroup, branched
 from accel.runtime.session.session import Session
 
 
@@ -32,12 +32,12 @@ class FirstFinish(Base):
             raise RecipeError(f"loop.first-finish: samples is {self.samples}; give at least 1")
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         return branched(session, rows, lambda row: _Samples(row, self.samples))
 
 
-class _Samples(Crowd):
+class _Samples(BeamGroup):
     """Those of one prompt."""
 
     def __init__(self, row: Row, samples: int):

@@ -14,7 +14,7 @@ import numpy as np
 
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Bools, Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -59,7 +59,7 @@ class Lookahead(Base):
         )  # while it fills
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
         wide = session.capabilities.width
         if wide is not None and wide < self.widest:
@@ -69,7 +69,7 @@ class Lookahead(Base):
                 "(session.capabilities); build with smaller ones"
             )
         yield from first_tokens(session, rows)
-        rounds = _Rounds(session, rows, self, setting)
+        rounds = _Rounds(session, rows, self, context)
         while rounds.live:
             yield from rounds.run()
 
@@ -77,11 +77,13 @@ class Lookahead(Base):
 class _Rounds:
     """The rounds of one group of rows."""
 
-    def __init__(self, session: Session, rows: list[Row], method: Lookahead, setting: Setting):
+    def __init__(
+        self, session: Session, rows: list[Row], method: Lookahead, context: DecodeContext
+    ):
         self._session, self._rows = session, rows
         self._windows = [_Window(row, method) for row in rows]
         self._chances = [Chance(row.rng) for row in rows]
-        self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
+        self._guard = None if context.costs is None else Guard(context.costs, session.batch)
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
 

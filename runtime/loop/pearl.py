@@ -13,7 +13,7 @@ import numpy as np
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -21,7 +21,7 @@ from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
-from accel.runtime.speculation.guard import Guard, prices
+from accel.runtime.speculation.guard import Guard, round_costs
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
 
@@ -46,20 +46,20 @@ class Pearl(Base):
             raise RecipeError(f"loop.pearl: ahead is {self.ahead}; give at least 1")
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
-        second = None if setting.model is None else setting.model.second
-        if second is None:
+        draft_model = None if context.model is None else context.model.draft_model
+        if draft_model is None:
             raise InputError(
                 "loop.pearl: this model was built without its draft model; build it again"
             )
         yield from first_tokens(session, rows)
         with ExitStack() as stack:
-            follower = stack.enter_context(closing(Follower(second, len(rows))))
+            follower = stack.enter_context(closing(Follower(draft_model, len(rows))))
             thread = stack.enter_context(
                 ThreadPoolExecutor(1)
             )  # ends before the draft's session closes
-            rounds = _Rounds(session, rows, self.ahead, setting, follower, thread)
+            rounds = _Rounds(session, rows, self.ahead, context, follower, thread)
             while rounds.live:
                 yield from rounds.run()
 
@@ -68,7 +68,7 @@ class _Rounds:
     """The rounds of one group of rows; `_pending`: tokens of each that were drafted and are not checked."""
 
     def __init__(
-        self, session: Session, rows: list[Row], ahead: int, setting: Setting,
+        self, session: Session, rows: list[Row], ahead: int, context: DecodeContext,
         follower: Follower, thread: ThreadPoolExecutor,
     ):  # fmt: skip
         self._session, self._rows, self._ahead = session, rows, ahead
@@ -76,8 +76,8 @@ class _Rounds:
         self._chances = [Chance(row.rng) for row in rows]
         self._pending = [np.zeros(0, np.int64) for _ in rows]
         self._reach = reach(session.capabilities)
-        self._guard = None if setting.costs is None else Guard(setting.costs, session.batch)
-        self._price = prices(setting.costs, session.batch)
+        self._guard = None if context.costs is None else Guard(context.costs, session.batch)
+        self._round_cost = round_costs(context.costs, session.batch)
         self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
@@ -113,7 +113,7 @@ class _Rounds:
         elif self._guard is not None and rests:
             self._guard.rest()
         elif self._guard is not None:
-            usual = min(self._plain) * self._price(max(drafted for drafted, _ in stood))
+            usual = min(self._plain) * self._round_cost(max(drafted for drafted, _ in stood))
             self._guard.observe(
                 float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1)
             )

@@ -14,7 +14,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
@@ -25,7 +25,7 @@ from accel.runtime.session.core import CHUNK
 from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import Guard
-from accel.runtime.speculation.price import unpriced
+from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
@@ -44,9 +44,9 @@ class Speculative(Base):
     relies = DRAFTS_RELY
 
     def tokens(
-        self, session: Session, rows: list[Row], setting: Setting
+        self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
-        with closing(_Rounds(session, rows, setting)) as rounds:
+        with closing(_Rounds(session, rows, context)) as rounds:
             yield from first_tokens(session, rows)
             while rounds.live:
                 yield from rounds.run()
@@ -72,22 +72,24 @@ def reach(capabilities: Capabilities) -> int:
 class _Rounds:
     """The rounds of one group of rows."""
 
-    def __init__(self, session: Session, rows: list[Row], setting: Setting):
+    def __init__(self, session: Session, rows: list[Row], context: DecodeContext):
         self._session, self._rows = session, rows
         self._reach = reach(session.capabilities)
-        self._draft, self._rule = setting.methods["draft"], setting.methods["verify"]
+        self._draft, self._rule = context.methods["draft"], context.methods["verify"]
         self._chances = [Chance(row.rng) for row in rows]
         for row in rows:
             row.drafting.update(dict.fromkeys(FIGURES, 0))
-        if setting.model is not None:
-            setting.methods["length"].fit(setting.model)
-        self._drafters: Drafters = self._draft.open(session, rows, setting)
-        effort, costs = self._drafters.effort, setting.costs
-        looks = self._drafters.looks
-        shaped = not looks and "tree" in setting.methods and setting.methods["tree"].branches
-        self._guard = None if costs is None else Guard(costs, session.batch, effort, shaped, looks)
-        price = unpriced if self._guard is None else self._guard.cost
-        self._paces: list[Pace] = [setting.methods["length"].begin(price) for _ in rows]
+        if context.model is not None:
+            context.methods["length"].fit(context.model)
+        self._drafters: Drafters = self._draft.open(session, rows, context)
+        draft_cost, costs = self._drafters.draft_cost, context.costs
+        probes = self._drafters.probes
+        shaped = not probes and "tree" in context.methods and context.methods["tree"].branches
+        self._guard = (
+            None if costs is None else Guard(costs, session.batch, draft_cost, shaped, probes)
+        )
+        cost = unmeasured_cost if self._guard is None else self._guard.cost
+        self._paces: list[Pace] = [context.methods["length"].begin(cost) for _ in rows]
         self._drafting = 0.0  # the drafters' time of this round, in seconds
         self._drafts: list[
             tuple[int, int]
@@ -131,8 +133,8 @@ class _Rounds:
             return self._reach
         if self._guard.due:
             start = perf_counter()
-            drafts = self._drafters.look(self.live)
-            self._guard.look(drafts, perf_counter() - start)
+            drafts = self._drafters.probe(self.live)
+            self._guard.probe(drafts, perf_counter() - start)
         return min(self._reach, self._guard.limit)
 
     def _plain(self, live: list[int], start: float, told: bool) -> list[tuple[int, int]]:

@@ -15,10 +15,10 @@ from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
 from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import AUTO, Tuning
-from accel.runtime.backends.protocol import Engine, Logits
-from accel.runtime.decode.context import Setting
+from accel.runtime.backends.protocol import Backend, Logits
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
@@ -47,7 +47,7 @@ class CompiledModel:
 
     def __init__(
         self,
-        engine: Engine,
+        backend: Backend,
         facts: Facts,
         *,
         tokenizer: Tokenizer | None = None,
@@ -55,11 +55,11 @@ class CompiledModel:
         report: dict[str, Any] | None = None,
         program: Any = None,
         artifact: Artifact | None = None,
-        second: CompiledModel | None = None,
+        draft_model: CompiledModel | None = None,
         on_close: Callable[[], None] | None = None,
     ):
         """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
-        `second`: the model that drafts, closed with this one; `on_close`: clean up after.
+        `draft_model`: the model that drafts, closed with this one; `on_close`: clean up after.
         """
         self.facts = facts
         self.tokenizer = tokenizer
@@ -67,13 +67,13 @@ class CompiledModel:
         self.report = report if report is not None else {}
         self.program = program
         self.artifact = artifact
-        self.second = second
-        self._engine: Engine | None = engine
+        self.draft_model = draft_model
+        self._backend: Backend | None = backend
         self._on_close = on_close
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
         self._observers = observer_factories(
-            ModelParts(facts, tables, engine.state, engine.entries, engine.stepper)
+            ModelParts(facts, tables, backend.state, backend.entries, backend.open_session)
         )
         self._costs: Costs | None = None
 
@@ -111,7 +111,7 @@ class CompiledModel:
         )  # fmt: skip
         sources, prompts = self._sources(encoder_input, prompts)
         rows = self._rows(prompts, params)
-        meter = Meter(self.tuning, self._setting.costs)
+        meter = Meter(self.tuning, self._context.costs)
         for _ in self._decode(rows, sources, meter):
             pass
         return Output(
@@ -155,7 +155,7 @@ class CompiledModel:
         if len(rows) != 1:
             raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
         row, script = rows[0]
-        meter = Meter(self.tuning, self._setting.costs)
+        meter = Meter(self.tuning, self._context.costs)
         tokens = self._decode(rows, sources, meter)
         return Stream(pieces(tokens, script if text else None), meter, row)
 
@@ -179,7 +179,7 @@ class CompiledModel:
 
     def session(self, batch: int = 1) -> Session:
         """An empty session of `batch` rows, at most max_batch. Close it, or use it in a `with`."""
-        if self._engine is None:
+        if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
         if isinstance(batch, int) and batch > self.facts.max_batch:
             raise InputError(
@@ -188,7 +188,7 @@ class CompiledModel:
             )
         as_count(batch, "batch", 1)
         return Session(
-            self._engine.stepper(int(batch)),
+            self._backend.open_session(int(batch)),
             int(batch),
             [factory.open(int(batch)) for factory in self._observers],
             vocab_size=self.facts.vocab_size,
@@ -233,7 +233,7 @@ class CompiledModel:
         """The variant of the step that is used, and why, with what each costs here; measured when
         first asked for, under two seconds. None where there is no artifact.
         """
-        return self._engine.tuning if isinstance(self._engine, OrtEngine) else None
+        return self._backend.tuning if isinstance(self._backend, OrtBackend) else None
 
     @property
     def costs(self) -> Costs:
@@ -242,23 +242,23 @@ class CompiledModel:
         where the model is closed.
         """
         if self._costs is None:
-            if self._engine is None:
+            if self._backend is None:
                 raise InputError("this model is closed; load or optimize it again")
             before = self._costs_before
             if before is None or not before.sure:
-                before = measured(self._engine.stepper(1), self.facts, self._cost_key)
+                before = measured(self._backend.open_session(1), self.facts, self._cost_key)
             self._costs = before
         return self._costs
 
     @property
     def _cost_key(self) -> dict[str, Any] | None:
-        return self._engine.cost_key if isinstance(self._engine, OrtEngine) else None
+        return self._backend.cost_key if isinstance(self._backend, OrtBackend) else None
 
     @property
-    def _setting(self) -> Setting:
+    def _context(self) -> DecodeContext:
         """What the loop is given; costs are measured where it goes by them."""
         measured = self._methods or self._loop.trees
-        return Setting(
+        return DecodeContext(
             self._methods, self.costs if measured else self._costs or self._costs_before, self
         )
 
@@ -277,11 +277,11 @@ class CompiledModel:
 
     def close(self) -> None:
         """Free the weights and temporary files. Closing twice is harmless."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-            if self.second is not None:
-                self.second.close()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.close()
+            if self.draft_model is not None:
+                self.draft_model.close()
             if self._on_close is not None:
                 self._on_close()
 
@@ -302,7 +302,7 @@ class CompiledModel:
         """Everything checked, before any work: a row per prompt, each with its own generator from
         the seed.
         """
-        if self._engine is None:
+        if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
         stops = as_stops(params.stop, self.tokenizer)
         ends = params.ends(self.facts)
@@ -330,7 +330,7 @@ class CompiledModel:
             group = [row for row, _ in rows[start : start + self.facts.max_batch]]
             with self._encoded(sources, start, len(group)) as session:
                 for _, token in meter.watch(
-                    self._loop.tokens(session, group, self._setting), session, group
+                    self._loop.tokens(session, group, self._context), session, group
                 ):
                     yield token
 
@@ -361,7 +361,7 @@ def from_artifact(
     in_turns: bool = False,
     plain: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtEngine`; `plain`: it decodes
+    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtBackend`; `plain`: it decodes
     one token per call, whatever its recipe says of that. Raises ArtifactError.
 
     A small draft model gets one thread, so that those of the target need not rest while it computes.
@@ -372,7 +372,7 @@ def from_artifact(
             "upgrade accel"
         )
     named, inner = "tokenizer.json" in artifact.files, artifact.path / DRAFT_FOLDER
-    second, recipe = None, artifact.recipe
+    draft_model, recipe = None, artifact.recipe
     if plain:
         recipe = {
             **recipe,
@@ -382,16 +382,16 @@ def from_artifact(
         draft = open_artifact(inner, hashes=False)
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
-        second = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
+        draft_model = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
     return CompiledModel(
-        OrtEngine(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
+        OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
         artifact.facts,
         tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
         recipe=recipe,
         report=artifact.report,
         program=program,
         artifact=artifact,
-        second=second,
+        draft_model=draft_model,
         on_close=on_close,
     )
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
-from accel.runtime.backends.protocol import Arrays, Bools, Logits, Stepper, whole_tiles
+from accel.runtime.backends.protocol import Arrays, BackendSession, Bools, Logits, whole_tiles
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Companion
+from accel.runtime.session.observers.observer import SessionObserver
 from accel.runtime.session.rows import Kin, wanted_rows
 from accel.runtime.session.validate import call_tokens, check_no_plan
 
@@ -24,14 +24,14 @@ LOST = (
 _NO_QUERIES: Arrays = {}
 
 
-class Held:
+class SessionCore:
     """A backend session, how many tokens each row holds, and the observers that follow its calls."""
 
     def __init__(
         self,
-        stepper: Stepper,
+        backend: BackendSession,
         batch: int,
-        observers: Sequence[Companion],
+        observers: Sequence[SessionObserver],
         vocab_size: int,
         max_context: int,
     ):
@@ -46,18 +46,18 @@ class Held:
         self.calls = 0
         self.tokens = 0
         self.seconds = 0.0
-        self._stepper: Stepper | None = stepper
-        self._tile = stepper.tile
+        self._backend: BackendSession | None = backend
+        self._tile = backend.tile
         self._room: list[int] = []  # slots of the buffers; none where they are new
         self._most = 0  # bytes of state that there were before rows were let go
         self._steered = any(one.steers for one in self.observers)
 
     @property
-    def stepper(self) -> Stepper:
+    def backend(self) -> BackendSession:
         """Raises InputError where the session is closed."""
-        if self._stepper is None:
+        if self._backend is None:
             raise InputError("this session is closed; open another with model.session()")
-        return self._stepper
+        return self._backend
 
     @property
     def chunk(self) -> int:
@@ -75,7 +75,7 @@ class Held:
     @property
     def kv_bytes(self) -> int:
         """Bytes of the state buffers now."""
-        return self._stepper.kv_bytes if self._stepper else 0
+        return self._backend.kv_bytes if self._backend else 0
 
     @property
     def kv_most(self) -> int:
@@ -84,16 +84,18 @@ class Held:
 
     def close(self) -> None:
         """Free the cache. Closing twice is harmless."""
-        if self._stepper is not None:
+        if self._backend is not None:
             for one in self.observers:
-                one.close(self._stepper, self.lengths)
-            self._stepper.close()
-            self._stepper = None
+                one.close(self._backend, self.lengths)
+            self._backend.close()
+            self._backend = None
 
-    def fork(self) -> Held:
+    def fork(self) -> SessionCore:
         """An independent one that holds the same tokens; its figures start at 0."""
         copies = tuple(one.copy() for one in self.observers)
-        other = Held(self.stepper.copy(), self.batch, copies, self.vocab_size, self.max_context)
+        other = SessionCore(
+            self.backend.copy(), self.batch, copies, self.vocab_size, self.max_context
+        )
         other.lengths, other.kin, other._room = self.lengths.copy(), self.kin, list(self._room)
         return other
 
@@ -107,18 +109,18 @@ class Held:
         prompt: bool = False,
     ) -> Logits:
         """See `Session.run`; `prompt`: these are whole prompts of an empty session."""
-        stepper, held = self.stepper, self.lengths
+        backend, held = self.backend, self.lengths
         ids, counts = call_tokens(tokens, lengths, held, self.vocab_size, self.max_context)
         after = held + (ids.shape[1] if counts is None else counts)
         if not self._steered:
             check_no_plan(run_layers, threshold)
         for one in self.observers:
-            one.begin(stepper, held, after, run_layers, threshold)
+            one.begin(backend, held, after, run_layers, threshold)
         try:
             self.catch_up()
             if last_only:
                 for one in self.observers:
-                    if (left := one.admit(stepper, ids, counts, held)) is not None:
+                    if (left := one.admit(backend, ids, counts, held)) is not None:
                         ids, counts, found = left
                         self.lengths, self._room = held + found, []
             logits = self._ran(ids, counts, last_only, prompt)
@@ -137,28 +139,28 @@ class Held:
 
     def rewind(self, wanted: Ints) -> None:
         """Let rows hold no more than `wanted` [B] tokens."""
-        stepper = self.stepper
+        backend = self.backend
         for one in self.observers:
             one.check(wanted, self.lengths)
         for one in self.observers:
-            if one.rewind(stepper, wanted, self.lengths):
+            if one.rewind(backend, wanted, self.lengths):
                 self._room = []
         self.lengths, self.kin = wanted, self.kin.rewound(wanted)
 
     def select(self, rows: Any) -> None:
         """See `Session.select`."""
-        stepper, chosen = self.stepper, wanted_rows(rows, self.batch)
+        backend, chosen = self.backend, wanted_rows(rows, self.batch)
         if np.array_equal(chosen, np.arange(self.batch)):
             return
         if any(one.rewrites for one in self.observers):
             self.kin = Kin.copies(np.arange(self.batch), self.lengths)
         if chosen.size != self.batch:
             self._most = self.kv_most
-            slots, self._stepper = None, stepper.copy(chosen)
-            stepper.close()
+            slots, self._backend = None, backend.copy(chosen)
+            backend.close()
         else:
             slots = self.kin.slots(chosen, self.lengths, self.base)
-            stepper.move(chosen, slots)
+            backend.move(chosen, slots)
         for one in self.observers:
             one.select(chosen)
         self.batch, self.lengths = chosen.size, self.lengths[chosen]
@@ -174,7 +176,7 @@ class Held:
     def begin_tree(self, after: Ints) -> None:
         """A call comes that may be given up again, in which rows would grow to `after` tokens."""
         for one in self.observers:
-            one.begin(self.stepper, self.lengths, after, None, None)
+            one.begin(self.backend, self.lengths, after, None, None)
 
     def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
         """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""
@@ -187,9 +189,9 @@ class Held:
         """Run again what an observer lacks after a rewind. The others saw those tokens, whose slots the cache
         still holds.
         """
-        stepper = self.stepper
+        backend = self.backend
         for one in self.observers:
-            if again := one.catch_up(stepper, self.lengths):
+            if again := one.catch_up(backend, self.lengths):
                 self._chunks(*again, True, (one,))
 
     def step(
@@ -200,12 +202,12 @@ class Held:
         rows: Ints,
         real: int,
         tree: Bools | None = None,
-        observers: tuple[Companion, ...] | None = None,
+        observers: tuple[SessionObserver, ...] | None = None,
     ) -> Logits:
         """One graph call, after making room for every slot that it writes, padding included. `observers` (None: all)
         hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
-        stepper, wanted = self.stepper, rows.shape[1]
+        backend, wanted = self.backend, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
         ends, observe = slots + tokens.shape[1], False
@@ -216,10 +218,10 @@ class Held:
         told = (self.observers if observers is None else observers) if tree is None else ()
         start = time.perf_counter()
         for one in told:
-            observe |= one.before(stepper, tokens.shape[1])
-        logits = stepper.step(tokens, positions, slots, rows, observe, tree)
+            observe |= one.before(backend, tokens.shape[1])
+        logits = backend.step(tokens, positions, slots, rows, observe, tree)
         for one in told:
-            one.after(tokens, positions, stepper.observed if observe else _NO_QUERIES)
+            one.after(tokens, positions, backend.observed if observe else _NO_QUERIES)
         self.count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
 
@@ -229,7 +231,7 @@ class Held:
         start = time.perf_counter()
         rows = np.zeros((self.batch, 1), np.int64)
         inputs = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        queries = self.stepper.part("sparse", inputs)
+        queries = self.backend.part("sparse", inputs)
         for one in self.observers:
             one.after(tokens, positions, queries)
         self.count(1, real, start)
@@ -239,7 +241,7 @@ class Held:
         if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):
             had = self._room or [0] * len(slots)
             room = [max(have, -(-n // STEP) * STEP) for n, have in zip(slots, had, strict=True)]
-            self.stepper.resize(*room)
+            self.backend.resize(*room)
             self._room = room
 
     def count(self, calls: int, tokens: int, start: float) -> None:
@@ -256,9 +258,9 @@ class Held:
             if isinstance(error, Exception):
                 raise AccelError(LOST.format(f"{type(error).__name__}: {error}")) from error
             return
-        stepper = self.stepper
+        backend = self.backend
         for one in self.observers:
-            if one.undo(stepper, held):
+            if one.undo(backend, held):
                 self._room = []
 
     def _ran(self, ids: Ints, counts: Ints | None, last_only: bool, prompt: bool) -> Logits:
@@ -288,7 +290,7 @@ class Held:
         counts: Ints,
         first: Ints,
         last_only: bool,
-        observers: tuple[Companion, ...],
+        observers: tuple[SessionObserver, ...],
     ) -> Logits:
         """Graph calls of at most CHUNK columns, from position `first` [B] on, of which `observers` hear; a row's
         padding gets position -1 and writes no KV that is seen.
@@ -319,16 +321,16 @@ class Held:
                 np.copyto(out[:, start : start + part.shape[1]], logits, where=real[:, :, None])
         return out
 
-    def _settle(self, moment: str, lengths: Ints, observers: tuple[Companion, ...]) -> None:
+    def _settle(self, moment: str, lengths: Ints, observers: tuple[SessionObserver, ...]) -> None:
         """Let observers do what is due; rows hold `lengths` [B] tokens."""
-        stepper = self.stepper
+        backend = self.backend
         for one in observers:
             start = time.perf_counter()
-            calls = one.settle(stepper, moment, lengths)
+            calls = one.settle(backend, moment, lengths)
             if calls is None:
                 continue
             self._room = []
             for other in self.observers:
-                other.pin(stepper)
+                other.pin(backend)
             if calls:
                 self.count(calls, 0, start)

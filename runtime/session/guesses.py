@@ -11,7 +11,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Bools, Logits
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.core import Held
+from accel.runtime.session.core import SessionCore
 from accel.runtime.session.validate import call_tokens, columns_of, path_of, tree_of
 
 
@@ -27,7 +27,7 @@ class _Tree:
 class Guesses:
     """The last tree of a session, until a path of it is kept or it is dropped."""
 
-    def __init__(self, core: Held):
+    def __init__(self, core: SessionCore):
         self._core = core
         self._tree: _Tree | None = None
 
@@ -54,7 +54,7 @@ class Guesses:
 
     def keep(self, paths: Any) -> None:
         """See `Session.keep`."""
-        core, stepper, tree = self._core, self._core.stepper, self._tree
+        core, backend, tree = self._core, self._core.backend, self._tree
         if tree is None:
             raise InputError("there are no guesses to keep; call session.guess first")
         if len(paths) != core.batch:
@@ -70,7 +70,7 @@ class Guesses:
             tokens[b, : columns.size] = tree.tokens[b, columns]
         start = time.perf_counter()
         slots = held - core.base
-        stepper.part("commit", {"slots": slots, "path": path, "positions": positions})
+        backend.part("commit", {"slots": slots, "path": path, "positions": positions})
         core.count(0, 0, start)
         self._tree = None
         kept = np.array([c.size for c in chosen], np.int64)

@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Logits, Stepper
+from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.core import Held
+from accel.runtime.session.core import SessionCore
 from accel.runtime.session.guesses import Guesses
-from accel.runtime.session.observers.observer import Capabilities, Companion
+from accel.runtime.session.observers.observer import Capabilities, SessionObserver
 from accel.runtime.session.validate import call_tokens, rewind_target
 
-Observer = TypeVar("Observer", bound=Companion)
+Observer = TypeVar("Observer", bound=SessionObserver)
 
 
 class Session:
@@ -31,17 +31,17 @@ class Session:
 
     def __init__(
         self,
-        stepper: Stepper,
+        backend: BackendSession,
         batch: int,
-        observers: Sequence[Companion] = (),
+        observers: Sequence[SessionObserver] = (),
         *,
         vocab_size: int,
         max_context: int,
     ):
         """`observers`: in the order in which they are asked (`observer_factories`)."""
-        self._parts(Held(stepper, batch, observers, vocab_size, max_context))
+        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context))
 
-    def _parts(self, core: Held) -> None:
+    def _parts(self, core: SessionCore) -> None:
         self._core = core
         self._guesses = Guesses(core)
 
@@ -74,8 +74,8 @@ class Session:
     @property
     def capabilities(self) -> Capabilities:
         """What can be relied on before anything runs."""
-        stepper = self._core.stepper
-        found = Capabilities(width=stepper.alike, trees=stepper.trees)
+        backend = self._core.backend
+        found = Capabilities(width=backend.alike, trees=backend.trees)
         for one in self._core.observers:
             found &= one.capabilities
         return found
@@ -265,8 +265,8 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> Held:
+    def _open(self) -> SessionCore:
         """The core of a session that is open, without guesses of which nothing was kept. Raises InputError."""
-        _ = self._core.stepper
+        _ = self._core.backend
         self._guesses.drop()
         return self._core

@@ -62,7 +62,7 @@ class Follower:
             self._sure[i] = ids.size if sure is None else sure[i]
         return logits
 
-    def look(
+    def probe(
         self, rows: Mapping[int, Ints], known: Mapping[int, int]
     ) -> dict[int, tuple[int, Logits]]:
         """Run tokens [n] of rows but for the last, n >= 2, and say of the newest that it had not yet read what it would

@@ -9,7 +9,7 @@ from statistics import median
 
 from accel.runtime.decode.costs import Costs
 from accel.runtime.speculation.odds import Odds
-from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 
 MOST = 31  # tokens of a draft whose call the costs are known for
 TRIAL = 4  # rounds that are tried before they are judged
@@ -34,41 +34,44 @@ class Guard:
 
     A round pays where its rows got more tokens, on average, than as many plain steps would have given in its
     time: that of the call by the measured curve, c(T)/c(1) (`model.costs`; of B rows, a call of T tokens is taken
-    for one of B T), that of the drafter by how it compares with the call. `effort`: what a drafted token costs, in
-    plain steps, as far as is known before. `shaped`: drafts are trees, whose shape says how large they are. `looks`:
-    the drafter can say what it would have drafted of tokens that came without (`look`), which costs less than a trial.
+    for one of B T), that of the drafter by how it compares with the call. `draft_cost`: what a drafted token costs, in
+    plain steps, as far as is known before. `shaped`: drafts are trees, whose shape says how large they are. `probes`:
+    the drafter can say what it would have drafted of tokens that came without (`probe`), which costs less than a trial.
     """
 
     def __init__(
-        self, costs: Costs, batch: int, effort: float = 0.0, shaped: bool = False, looks: bool = False
+        self, costs: Costs, batch: int, draft_cost: float = 0.0, shaped: bool = False, probes: bool = False
     ):  # fmt: skip
-        self._costs = list(map(prices(costs, batch), range(MOST + 1)))
+        self._costs = list(map(round_costs(costs, batch), range(MOST + 1)))
         self._step = costs.seconds[0] * _cost(costs, batch)  # seconds of a plain one
         self._odds, self._shaped = Odds(FADE), shaped
-        self._drafted, self._drafting = 1.0, effort  # tokens, and the plain steps that they took
+        self._drafted, self._drafting = (
+            1.0,
+            draft_cost,
+        )  # tokens, and the plain steps that they took
         self._pause = REST
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
         self._best: int | None = None  # `limit`, where nothing was observed since
-        self._can_look = self._looks = looks  # at all; before the next trial
-        self._host = HOST / self._step if looks else 0.0  # plain steps of a round with a draft
+        self._can_probe = self._probes = probes  # at all; before the next trial
+        self._host = HOST / self._step if probes else 0.0  # plain steps of a round with a draft
         self._plain = deque[float](maxlen=FIRST)  # seconds of steps without drafts
-        if looks:
+        if probes:
             self._resting = FIRST
-        elif effort and not self._odds.best(self.cost, 0, MOST):
+        elif draft_cost and not self._odds.best(self.cost, 0, MOST):
             self._resting = self._pause = LONGEST
 
     @property
     def due(self) -> bool:
-        """Whether the drafter has to `look` before anything is drafted."""
-        return self._looks and not self._resting
+        """Whether the drafter has to `probe` before anything is drafted."""
+        return self._probes and not self._resting
 
-    def look(self, drafts: Sequence[tuple[int, int]], seconds: float) -> None:
+    def probe(self, drafts: Sequence[tuple[int, int]], seconds: float) -> None:
         """Of tokens that came without drafts, what drafts would have been: how many tokens, how many of them stand; and
         the time that it took to find out. There is a trial where such drafts pay.
         """
-        self._looks, self._best = False, None
+        self._probes, self._best = False, None
         self._step = median(self._plain)
         self._won -= seconds / self._step
         for draft in drafts:  # the newest count for most
@@ -93,7 +96,7 @@ class Guard:
         """
         return (
             self._costs[min(drafted, MOST)]
-            + self._effort * drafted
+            + self._draft_cost * drafted
             + (self._host if drafted else 0.0)
         )
 
@@ -105,7 +108,7 @@ class Guard:
             self._won += SHARE
             if not self._resting:
                 self._rounds, self._given, self._spent = 0, 0.0, 0.0
-                self._looks = self._can_look
+                self._probes = self._can_probe
 
     def observe(
         self,
@@ -125,12 +128,12 @@ class Guard:
         cost = self._costs[width - 1]
         if self._rounds:  # in a trial's first, a drafter catches up
             most = max(
-                DEARER * self._effort * (width - 1), HARMLESS
+                DEARER * self._draft_cost * (width - 1), HARMLESS
             )  # more is the machine's doing, or comes again
             self._drafted = FADE * self._drafted + width - 1
             self._drafting = FADE * self._drafting + min(drafting * cost, most)
-        cost += self._effort * (width - 1) + (self._costs[again - 1] if again else 0.0)
-        if self._can_look:
+        cost += self._draft_cost * (width - 1) + (self._costs[again - 1] if again else 0.0)
+        if self._can_probe:
             if self._rounds:
                 beside = min(max(0.0, seconds / self._step - cost), BESIDE)
                 self._host = FADE * self._host + (1 - FADE) * beside
@@ -151,15 +154,15 @@ class Guard:
         self._pause = min(2 * self._pause, LONGEST)
 
     @property
-    def _effort(self) -> float:
+    def _draft_cost(self) -> float:
         """Of a drafted token, in plain steps."""
         return self._drafting / self._drafted
 
 
-def prices(costs: Costs | None, batch: int) -> Price:
+def round_costs(costs: Costs | None, batch: int) -> RoundCost:
     """Of a call that checks so many drafted tokens for each of `batch` rows, in plain steps, without the drafter."""
     if costs is None:
-        return unpriced
+        return unmeasured_cost
     return lambda drafted: _cost(costs, batch * (1 + drafted)) / _cost(costs, batch)
 
 

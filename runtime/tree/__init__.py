@@ -17,7 +17,7 @@ from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.sample import Distribution
-from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 
 __all__ = [
     "NONE",
@@ -265,8 +265,8 @@ class Base(Method, ABC):
         return frozenset({Invariant.CHAINS}) if self.branches else frozenset()
 
     @abstractmethod
-    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
-        """For a new row; a method that remembers nothing is its own. `price`: of the call that checks a tree of so
+    def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
+        """For a new row; a method that remembers nothing is its own. `cost`: of the call that checks a tree of so
         many nodes; `level`: of a level of the drafter, in plain steps too.
         """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import Base, Draw, Growth, Shape
 from accel.runtime.tree._shaped import shaped
 
@@ -15,7 +15,7 @@ class Template(Base, Shape):
 
     branches = False
 
-    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+    def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:

@@ -11,7 +11,7 @@ import numpy as np
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
-from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import LEVEL, ROOT, Base, Draw, Growth, Level, Shape, Tree
 from accel.runtime.tree._nodes import Nodes, drawn, likeliest
 
@@ -44,7 +44,7 @@ class Dyspec(Base, Shape):
                 f"tree.dyspec: temperature is {self.temperature}; give more than 0, and 1 at most"
             )
 
-    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+    def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import RecipeError
-from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import ROOT, Base, Draw, Growth, Shape, Tree
 from accel.runtime.tree._optimal import Optimal
 from accel.runtime.tree._shaped import Path, formed, shaped
@@ -51,9 +51,9 @@ class Sequoia(Base):
             )
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))
 
-    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+    def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return _Measured(
-            self.depth, self.rates, tuple(price(nodes) for nodes in range(NODES + 1)), level
+            self.depth, self.rates, tuple(cost(nodes) for nodes in range(NODES + 1)), level
         )
 
 
@@ -61,15 +61,15 @@ class _Measured(Shape):
     """Of one row."""
 
     def __init__(
-        self, depth: int, rates: tuple[float, ...] | None, prices: tuple[float, ...], level: float
+        self, depth: int, rates: tuple[float, ...] | None, costs: tuple[float, ...], level: float
     ):
-        self._depth, self._fixed, self._prices, self._level = depth, rates, prices, level
+        self._depth, self._fixed, self._costs, self._level = depth, rates, costs, level
         self._stood, self._tried = BELIEF * np.array(RATES), np.full(len(RATES), BELIEF)
         self._rates = RATES if rates is None else rates
         self._wait = self._pause = FIRST
 
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
-        paths = _paths(self._rates, min(limit, NODES), self._depth, self._prices, self._level)
+        paths = _paths(self._rates, min(limit, NODES), self._depth, self._costs, self._level)
         return shaped(formed(paths), draw)
 
     def observe(self, tree: Tree, path: Sequence[int]) -> None:
@@ -95,13 +95,13 @@ def _optimal(rates: tuple[float, ...], depth: int) -> Optimal:
 
 @lru_cache(maxsize=1024)
 def _paths(
-    rates: tuple[float, ...], limit: int, depth: int, prices: tuple[float, ...], level: float
+    rates: tuple[float, ...], limit: int, depth: int, costs: tuple[float, ...], level: float
 ) -> list[Path]:
     """Of the tree of 1 to `limit` nodes that gives most tokens for its time."""
     if not limit:
         return []
     optimal = _optimal(rates, depth)
-    taken = np.array(prices[: limit + 1]) + level * np.arange(depth + 1)[:, None]
+    taken = np.array(costs[: limit + 1]) + level * np.arange(depth + 1)[:, None]
     gained = optimal.expected[:, 1 : limit + 2] / taken
     gained[:, 0] = -np.inf  # whether to draft at all is not asked here
     levels, nodes = np.unravel_index(int(gained.argmax()), gained.shape)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from accel.ir.errors import RecipeError
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.speculation.price import Price, unpriced
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import Base, Draw, Growth, Shape
 from accel.runtime.tree._shaped import Form, Path, chances, formed, likely, shaped
 
@@ -35,11 +35,11 @@ class Static(Base):
         if self.paths is not None:
             object.__setattr__(self, "paths", _checked(self.paths))
 
-    def begin(self, price: Price = unpriced, level: float = 0.0) -> Shape:
+    def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         if self.paths is not None:
             return _Formed(self.paths)
         paths, tokens, levels = _default()
-        taken = np.array([price(count) for count in range(1, len(paths) + 1)]) + level * levels
+        taken = np.array([cost(count) for count in range(1, len(paths) + 1)]) + level * levels
         return _Formed(paths[: 1 + int((tokens / taken).argmax())])
 
 

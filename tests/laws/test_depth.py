@@ -143,7 +143,7 @@ def test_a_nested_cache_is_left_alone_and_a_propagated_one_is_written(deep):
         _, compiled = deep(name, use="unified-skip", cache=cache)
         with compiled.session() as session:
             session.run(TOKENS[:1, :9])
-            held = session._core.stepper._buffers
+            held = session._core.backend._buffers
             before = {name: held[name].copy() for name in ("kv.1.k", "kv.2.k")}
             session.run(TOKENS[:1, 9:12], run_layers=plan(0, 2, 3))
             assert np.array_equal(held["kv.1.k"], before["kv.1.k"]) is not changes

@@ -150,7 +150,7 @@ def lists(case, session, at=-1):
     """What the tokens of a call would choose [B,G,T,K], of each layer, given the session's state now."""
     found = []
     graph = case.program.step.graph
-    state = session._core.stepper._state
+    state = session._core.backend._state
     for node in graph.find_nodes(op="call_function", target=attention.default):
         wanted = operands_of(node).pages
         tokens = np.full((session.batch, 1), 5)
@@ -221,7 +221,7 @@ def law_unwritten(case, tokens):
     with case.session(2) as clean, case.session(2) as dirty:
         for session in (clean, dirty):
             session.run(tokens[:, :33])
-        state = dirty._core.stepper._state
+        state = dirty._core.backend._state
         for name in state:
             if name.endswith(".k"):
                 state[name][:, :, 33:] = math.nan
@@ -301,17 +301,17 @@ def test_pages_that_are_not_kept_up_to_date_are_caught(made, name):
     """After the first call."""
     case = made(name)
 
-    def frozen(stepper):
-        step, held = stepper.step, {}
+    def frozen(backend):
+        step, held = backend.step, {}
 
         def once(*args):
             logits = step(*args)
-            now = {n: t for n, t in stepper._state.items() if n.startswith("pages.")}
-            stepper._state |= {n: held.setdefault(n, t) for n, t in now.items()}
+            now = {n: t for n, t in backend._state.items() if n.startswith("pages.")}
+            backend._state |= {n: held.setdefault(n, t) for n, t in now.items()}
             return logits
 
-        stepper.step = once
-        return stepper
+        backend.step = once
+        return backend
 
     with pytest.raises(AssertionError):
         law_rewind(case, case.tokens(2, 56), frozen)

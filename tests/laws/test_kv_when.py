@@ -5,7 +5,7 @@ import pytest
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.when import MOMENTS, Base
-from accel.runtime.session.observers.eviction import Keeper, KvPlan
+from accel.runtime.session.observers.eviction import EvictionState, KvPlan
 
 from ..kv_slots import AXES, build
 
@@ -48,38 +48,38 @@ def test_a_keeper_holds_no_more_than_it_says(name, budget):
     plan = KvPlan(
         build("budget", budget, tokens_kept=20), build("when", name), {0: 2, 3: 2}, 0, False
     )
-    keeper, lengths = Keeper(plan, 2), np.zeros(2, np.int64)
+    eviction, lengths = EvictionState(plan, 2), np.zeros(2, np.int64)
     for new in (100, 1, 1, 40, *[1] * 60):
         for part in range(0, new, 32):
             held = lengths + min(part, new)
             if part:
-                step(keeper, "part", held)
+                step(eviction, "part", held)
         lengths = lengths + [new, max(1, new // 3)]
-        step(keeper, "call", lengths)
+        step(eviction, "call", lengths)
         if new > 1:
-            step(keeper, "prompt", lengths)
+            step(eviction, "prompt", lengths)
             if name != "every":
-                assert (keeper.base == lengths).all(), "a prompt's end looks at all of it"
-        recent = int((lengths - keeper.base).max())
+                assert (eviction.base == lengths).all(), "a prompt's end looks at all of it"
+        recent = int((lengths - eviction.base).max())
         if name == "every":
-            assert recent < build("when", name).tokens or not keeper.due("call", lengths)
+            assert recent < build("when", name).tokens or not eviction.due("call", lengths)
 
 
-def step(keeper, moment, lengths):
-    if keeper.due(moment, lengths):
-        keeper.compressed(lengths)
-        assert not keeper.due(moment, lengths), "what is left is within the budget"
+def step(eviction, moment, lengths):
+    if eviction.due(moment, lengths):
+        eviction.compressed(lengths)
+        assert not eviction.due(moment, lengths), "what is left is within the budget"
 
 
 def test_a_row_that_starts_anew_owes_nothing():
     plan = KvPlan(
         build("budget", "uniform", tokens_kept=4), build("when", "prompt"), {0: 2}, 0, False
     )
-    keeper = Keeper(plan, 2)
-    step(keeper, "prompt", np.array([9, 3]))
-    keeper.forget(np.array([True, False]))
-    assert keeper.base.tolist() == [0, 3]
-    assert not keeper.due("prompt", np.array([4, 4])) and keeper.due("prompt", np.array([5, 4]))
+    eviction = EvictionState(plan, 2)
+    step(eviction, "prompt", np.array([9, 3]))
+    eviction.forget(np.array([True, False]))
+    assert eviction.base.tolist() == [0, 3]
+    assert not eviction.due("prompt", np.array([4, 4])) and eviction.due("prompt", np.array([5, 4]))
 
 
 @pytest.mark.parametrize("tokens", [0, -1])

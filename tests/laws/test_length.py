@@ -14,7 +14,7 @@ from accel.runtime.length.cost_optimal import CostOptimal
 from accel.runtime.length.hf_assist import HfAssist
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.odds import PRIOR, WEIGHT
-from accel.runtime.speculation.price import unpriced
+from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.verify import Target
 
 from ..verify_case import World, alone, distance, generated, sampled
@@ -50,7 +50,7 @@ def drive(pace, rng, rounds, chance, most=REACH):
 def law(method):
     """Rows that take turns get what each gets alone; a limit is never negative; none is not for ever."""
     for chance in (0.05, 0.97):
-        for cost in (unpriced, price(0.1), price(0.5, 0.5)):
+        for cost in (unmeasured_cost, price(0.1), price(0.5, 0.5)):
             alone = [
                 drive(method.begin(cost), np.random.default_rng(i), 20, chance) for i in (0, 1)
             ]
@@ -78,7 +78,7 @@ class Says(Base):
     kind: type
     one: bool = False
 
-    def begin(self, price):
+    def begin(self, cost):
         if not self.one:
             return self.kind()
         if self not in SHARED:
@@ -132,7 +132,7 @@ def stopping_gap(method, rule, draft, drops=False):
     rule = Axis("verify", "accel.runtime.verify").build(rule)
 
     def step(seen, chance):
-        pace, tokens, more = method.begin(unpriced), (), True
+        pace, tokens, more = method.begin(unmeasured_cost), (), True
         while more and len(tokens) < min(3, pace.limit()):
             q = world.q((*seen, *tokens))
             token = chance.draw(Distribution(np.arange(world.size), q))
@@ -249,7 +249,7 @@ def theirs(monkeypatch):
 def test_hf_assist_follows_transformers(theirs, schedule, tokens):
     """Tokens and threshold after each of many rounds, in which likelier tokens stand more often."""
     method, rng, moved = HfAssist(tokens, schedule), np.random.default_rng(tokens), set()
-    pace, other = method.begin(unpriced), theirs(method)
+    pace, other = method.begin(unmeasured_cost), theirs(method)
     for _ in range(80):
         assert pace.limit() == int(other.num_assistant_tokens)
         drafted = accepted = 0
@@ -278,12 +278,12 @@ def test_hf_assist_counts_what_each_end_of_a_draft_costs(theirs, monkeypatch):
 
 
 def test_hf_assist_stops_where_the_drafter_is_unsure():
-    pace = HfAssist(threshold=0.4).begin(unpriced)
+    pace = HfAssist(threshold=0.4).begin(unmeasured_cost)
     assert pace.more(np.log(np.float32([0.5, 0.5])), 1) and not pace.more(
         np.log(np.float32([0.7, 0.3])), 1
     )
     assert not pace.more(np.float32([1e30, 0]), 1)
-    assert HfAssist(threshold=0).begin(unpriced).more(np.float32([9, 0]), 1)
+    assert HfAssist(threshold=0).begin(unmeasured_cost).more(np.float32([9, 0]), 1)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_deeper_layers_see_what_promptdistill_picks(arch):
 
 
 def state(session):
-    return {n: v.numpy() for n, v in session._core.stepper._state.items()}
+    return {n: v.numpy() for n, v in session._core.backend._state.items()}
 
 
 def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monkeypatch):

@@ -32,7 +32,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=3):
 
 
 def state(session):
-    return {n: v.numpy() for n, v in session._core.stepper._state.items()}
+    return {n: v.numpy() for n, v in session._core.backend._state.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,9 +55,9 @@ def test_short_prompts_and_calls_read_all_keys(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
     model, calls = sparse(name, budget=16, threshold=16), []
-    part = accel.runtime.backends.eager.EagerStepper.part
+    part = accel.runtime.backends.eager.EagerSession.part
     monkeypatch.setattr(
-        accel.runtime.backends.eager.EagerStepper,
+        accel.runtime.backends.eager.EagerSession,
         "part",
         lambda self, entry, given: calls.append(entry) or part(self, entry, given),
     )

@@ -110,7 +110,7 @@ def test_every_shape_that_takes_ranks(name):
 class Twos(Base, Shape):
     wrong: str = ""
 
-    def begin(self, price=None, level=0.0):
+    def begin(self, cost=None, level=0.0):
         return self
 
     def grow(self, limit, draw=None):

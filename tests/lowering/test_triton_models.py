@@ -20,7 +20,7 @@ from accel.lowering.triton.rules import accel_attention
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.state.trees import Trees
-from accel.runtime.backends.triton import TritonEngine
+from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.model.compiled import CompiledModel
 
 from ..tree_case import PARENTS, ancestors
@@ -41,7 +41,7 @@ def module(kind: str, count: int = 2) -> torch.nn.Module:
 def beside(eager: CompiledModel) -> CompiledModel:
     """The same program on the Triton target."""
     lowered = lower_program(eager.program)
-    return CompiledModel(TritonEngine(lowered), eager.facts, recipe=eager.recipe, program=lowered)
+    return CompiledModel(TritonBackend(lowered), eager.facts, recipe=eager.recipe, program=lowered)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -103,14 +103,14 @@ def test_buffers_stay_where_they_are(both):
     model = both[1]
     with model.session(1) as session:
         session.run(np.array([[3, 4, 5]]))
-        stepper = session._core.stepper
-        before = {n: t.data_ptr() for n, t in stepper._state.items()}
+        backend = session._core.backend
+        before = {n: t.data_ptr() for n, t in backend._state.items()}
         session.run(np.array([[6]]))
         session.rewind(2)
         session.run(np.array([[6]]))
-        assert {n: t.data_ptr() for n, t in stepper._state.items()} == before
+        assert {n: t.data_ptr() for n, t in backend._state.items()} == before
         assert session.stats["kv_bytes"] == sum(
-            t.numel() * t.element_size() for t in stepper._state.values()
+            t.numel() * t.element_size() for t in backend._state.values()
         )
 
 
@@ -222,8 +222,8 @@ def test_layers_under_conditions_are_as_on_the_eager_target(table):
 
 
 def bound(session, name: str) -> dict[str, torch.Tensor]:
-    session._core.stepper.resize(256)
-    return {name: session._core.stepper._state[name]}
+    session._core.backend.resize(256)
+    return {name: session._core.backend._state[name]}
 
 
 @of_a_llama
@@ -278,6 +278,6 @@ def test_decoding_is_captured(both):
         session.run(np.array([[3, 4, 5]]))
         for token in (6, 7, 8, 9):
             session.run(np.array([[token]]))
-        decode = session._core.stepper._decode
+        decode = session._core.backend._decode
         assert decode._graph is not None and not decode.refused
     close(model.logits([[3, 4, 5, 6, 7]]), eager.logits([[3, 4, 5, 6, 7]]))

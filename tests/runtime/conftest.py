@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from accel.ir.state import StateValue
 from accel.runtime.artifact.artifact import open_artifact, write_manifest
-from accel.runtime.backends.eager import EagerEngine
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
 VOCAB, WIDTH, HEADS, SIZE, CONTEXT, BATCH = 320, 16, 2, 8, 1300, 3
@@ -57,7 +57,7 @@ def oracle(tokens: np.ndarray) -> np.ndarray:
 
 
 class Program:
-    """The toy as an eager program: what `EagerEngine` needs."""
+    """The toy as an eager program: what `EagerBackend` needs."""
 
     state, entries = STATE, ("step",)
 
@@ -219,9 +219,9 @@ class Toy:
     vocab, context, batch, state = VOCAB, CONTEXT, BATCH, STATE
 
     def session(self, engine="ort", batch=1, wrap=None) -> Session:
-        stepper = self.engines[engine].stepper(batch)
-        stepper = wrap(stepper) if wrap else stepper
-        return Session(stepper, batch, vocab_size=VOCAB, max_context=CONTEXT)
+        backend = self.engines[engine].open_session(batch)
+        backend = wrap(backend) if wrap else backend
+        return Session(backend, batch, vocab_size=VOCAB, max_context=CONTEXT)
 
     def tokens(self, *shape, seed=0) -> np.ndarray:
         return np.random.default_rng(seed).integers(0, VOCAB, shape)
@@ -230,7 +230,7 @@ class Toy:
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory) -> Toy:
     path = write_artifact(tmp_path_factory.mktemp("toy") / "artifact")
-    engines = {"ort": OrtEngine(open_artifact(path), threads=1), "eager": EagerEngine(Program())}
+    engines = {"ort": OrtBackend(open_artifact(path), threads=1), "eager": EagerBackend(Program())}
     return Toy(path, engines)
 
 

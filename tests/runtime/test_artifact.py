@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from accel.ir.errors import ArtifactError
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact, write_manifest
-from accel.runtime.backends.onnx.engine import OrtEngine
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.open import physical_cores
 from accel.runtime.model.compiled import load
 
@@ -285,6 +285,6 @@ def test_decode_steps_bind_nothing(toy, monkeypatch):
 
 def test_threads_and_cores(toy):
     assert 1 <= physical_cores() <= (os.cpu_count() or 1)
-    engine = OrtEngine(open_artifact(toy.path), threads=1)
+    engine = OrtBackend(open_artifact(toy.path), threads=1)
     assert engine.session is engine.session and engine.threads == 1
     assert engine.session.get_session_options().intra_op_num_threads == 1

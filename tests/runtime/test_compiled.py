@@ -14,7 +14,7 @@ from accel.ir.facts import Facts
 from accel.runtime.model import compiled as module
 from accel.runtime.model.compiled import CompiledModel, load
 from accel.runtime.sample.standard import Standard
-from accel.runtime.session.core import Held
+from accel.runtime.session.core import SessionCore
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_each_prompt_gets_what_it_would_get_alone(toy, target, options, request)
 
 def test_the_law_catches_rows_that_see_one_another(toy, model, monkeypatch):
     """The control: a loop that gives padding to the model as if it were text."""
-    plain_run = Held.run
+    plain_run = SessionCore.run
     monkeypatch.setattr(
-        Held,
+        SessionCore,
         "run",
         lambda self, tokens, lengths, *o, **more: plain_run(self, tokens, None, *o, **more),
     )

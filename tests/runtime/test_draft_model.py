@@ -24,7 +24,7 @@ COSTS = Costs((1, 32), (1.0, 1.0))
 
 
 class Biased:
-    """A stepper whose logits lean: a draft model that agrees at times."""
+    """A backend session whose logits lean: a draft model that agrees at times."""
 
     def __init__(self, inner: Any, strength: float):
         self.inner, self.strength = inner, strength
@@ -51,19 +51,19 @@ class Beside:
     opened: Any = None
 
     def session(self, batch=1):
-        stepper = Biased(self.toy.engines["ort"].stepper(batch), self.strength)
+        backend = Biased(self.toy.engines["ort"].open_session(batch), self.strength)
         if self.vocabulary != self.toy.vocab:
-            inner, size = stepper.step, self.vocabulary
-            stepper.step = lambda *args: np.pad(
+            inner, size = backend.step, self.vocabulary
+            backend.step = lambda *args: np.pad(
                 inner(*args), ((0, 0), (0, 0), (0, max(0, size - 320)))
             )[..., :size]
-        self.opened = Session(stepper, batch, vocab_size=self.vocabulary, max_context=self.context)
+        self.opened = Session(backend, batch, vocab_size=self.vocabulary, max_context=self.context)
         return self.opened
 
     @property
     def target(self):
         facts = SimpleNamespace(vocab_size=320)
-        return SimpleNamespace(second=self, tokenizer=self.tokenizer, facts=facts, costs=COSTS)
+        return SimpleNamespace(draft_model=self, tokenizer=self.tokenizer, facts=facts, costs=COSTS)
 
     @property
     def facts(self):
@@ -134,7 +134,7 @@ def test_looking_back_says_what_the_model_would_have_said(toy):
     follower.ending(1, 25)
     for sizes, first in (((120, 30), (105, 25)), ((125, 41), (120, 30)), ((149, 42), (133, 41))):
         calls = session.stats["calls"]
-        found = follower.look({i: seen[i, :n] for i, n in enumerate(sizes)}, {0: 105, 1: 25})
+        found = follower.probe({i: seen[i, :n] for i, n in enumerate(sizes)}, {0: 105, 1: 25})
         assert session.stats["calls"] == calls + 1 and session.lengths.tolist() == [
             sizes[0] - 1 - 89,
             sizes[1] - 1,
@@ -156,7 +156,7 @@ def test_a_long_look_leaves_out_logits_that_nobody_asked_for(toy):
     follower, seen, ends = Follower(Beside(toy), 1), toy.tokens(1, 100), []
     end = follower._session._core.end_prompt
     follower._session._core.end_prompt = lambda: ends.append(end())
-    first, logits = follower.look({0: seen[0]}, {0: 20})[0]
+    first, logits = follower.probe({0: seen[0]}, {0: 20})[0]
     assert len(ends) == 1, "what came since is no part of the prompt"
     assert first == 84 and logits.shape == (16, 320) and follower._session.stats["calls"] == 2
     np.testing.assert_allclose(logits, toy.oracle(seen[0, :99])[83:], atol=1e-3, rtol=1e-3)
@@ -240,7 +240,7 @@ def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch
     monkeypatch.setattr(
         beside,
         "session",
-        lambda batch=1: kind(opened._core.stepper, 1, vocab_size=320, max_context=1300),
+        lambda batch=1: kind(opened._core.backend, 1, vocab_size=320, max_context=1300),
     )
     rows, _ = decoded(toy, groups[0][:1], beside)
     sizes = rows[0].drafting["drafted"] / rows[0].drafting["rounds"]
@@ -266,7 +266,7 @@ def test_a_length_hears_of_every_token_and_may_end_the_draft(toy, groups):
     told = []
 
     class Short(Base, Pace):
-        def begin(self, price=None):
+        def begin(self, cost=None):
             return self
 
         def limit(self):
@@ -287,4 +287,6 @@ def test_without_its_model_it_says_so(toy):
         toy.session() as session,
         pytest.raises(InputError, match="draft.model: this model was built without"),
     ):
-        list(speculated(session, rows_of([[1, 2]]), Model(), model=SimpleNamespace(second=None)))
+        list(
+            speculated(session, rows_of([[1, 2]]), Model(), model=SimpleNamespace(draft_model=None))
+        )

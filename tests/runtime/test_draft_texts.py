@@ -79,7 +79,7 @@ def test_what_goes_over_is_the_text(pair, spaces):
 
 
 class Knows:
-    """A stepper that says how given texts go on."""
+    """A backend session that says how given texts go on."""
 
     def __init__(self, inner, texts, size):
         self.inner, self.texts, self.size = inner, texts, size
@@ -97,7 +97,7 @@ class Knows:
 
 
 class Printable:
-    """A stepper that says nothing but ASCII."""
+    """A backend session that says nothing but ASCII."""
 
     def __init__(self, inner, tokenizer):
         self.inner = inner
@@ -123,14 +123,14 @@ def test_tokens_are_the_targets(pair, toy, rule, temperature):
     sampler = Standard(temperature=temperature)
 
     def target():
-        return toy.session(batch=3, wrap=lambda stepper: Printable(stepper, here))
+        return toy.session(batch=3, wrap=lambda backend: Printable(backend, here))
 
     want = plain(target(), rows_of(group, sampler, limit=40))
     texts = [there.encode(here.decode(p + t)) for p, t in zip(group, want, strict=True)]
 
     def session(batch):
-        stepper = Knows(toy.engines["ort"].stepper(batch), texts, 320)
-        return Session(stepper, batch, vocab_size=320, max_context=1300)
+        backend = Knows(toy.engines["ort"].open_session(batch), texts, 320)
+        return Session(backend, batch, vocab_size=320, max_context=1300)
 
     costs = Costs((1, 32), (1.0, 1.0))
     second = SimpleNamespace(
@@ -141,7 +141,7 @@ def test_tokens_are_the_targets(pair, toy, rule, temperature):
     )
     with target() as opened:
         rows = rows_of(group, sampler, limit=40)
-        model = SimpleNamespace(second=second, tokenizer=here)
+        model = SimpleNamespace(draft_model=second, tokenizer=here)
         list(speculated(opened, rows, Model(), rule, tokens=6, model=model))
     drafted, stood = (sum(row.drafting[name] for row in rows) for name in ("drafted", "accepted"))
     if not temperature or rule == "sample-match":

@@ -65,7 +65,7 @@ def test_a_drafter_that_does_not_pay_costs_little(steps, told):
         assert trials(efforts, 0.1, steps, told * efforts) > 0.95
     assert trials(0.3, 0.9, steps) > 1.3, "one that pays is not given up"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Guard, "_effort", 0.0)
+        patch.setattr(Guard, "_draft_cost", 0.0)
         assert trials(1.0, 0.1, steps) < 0.9, "one whose time is not counted"
 
 
@@ -80,12 +80,12 @@ def looked(stands, steps, hears=True, beside=0.0, reading=8):
     it reads a prompt, for 8. `beside`: plain steps that each round takes and nobody foresees.
     """
     costs = Costs((1, 2, 32), (1.0, 1.2, 4.0))
-    guard, time, given = Guard(costs, 1, 0.3, looks=True), 0.0, 0
+    guard, time, given = Guard(costs, 1, 0.3, probes=True), 0.0, 0
     rng = np.random.default_rng(0)
     while given < steps:
         if guard.due:
             right = (rng.random(16) < stands).tolist()
-            guard.look([(1, int(r)) for r in right] if hears else [], 2.0)
+            guard.probe([(1, int(r)) for r in right] if hears else [], 2.0)
             time += 2
         if limit := min(10, guard.limit):
             stood = min(limit, int(rng.geometric(1 - stands)) - 1)

@@ -22,7 +22,7 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
     found = {tuple(p): row.tokens for p, row in zip(group, rows, strict=True)}
 
     class Stops(Fixed):
-        def begin(self, price):
+        def begin(self, cost):
             return Stops()
 
         def more(self, logits, token):
@@ -47,7 +47,7 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
             return trees
 
     class Method(Says):
-        def open(self, session, rows, setting):
+        def open(self, session, rows, context):
             return Stepwise(rows)
 
     with toy.session(batch=3) as session:

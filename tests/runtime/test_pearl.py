@@ -11,7 +11,7 @@ import pytest
 from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs
 from accel.runtime.loop import pearl
 from accel.runtime.loop.pearl import Pearl
@@ -24,7 +24,7 @@ WARM = Standard(temperature=0.6, top_k=20)
 
 
 class Errs:
-    """A stepper whose logits say another token at every `every`-th position; `fails`: at which step."""
+    """A backend session whose logits say another token at every `every`-th position; `fails`: at which step."""
 
     def __init__(self, inner, every, fails):
         self.inner, self.every, self.fails = inner, every, fails
@@ -42,18 +42,20 @@ class Errs:
         return logits
 
 
-def setting(toy, every=3, costs=None, fails=0):
+def context(toy, every=3, costs=None, fails=0):
     """With a draft model that errs."""
 
     def session(batch):
-        return toy.session(batch=batch, wrap=lambda stepper: Errs(stepper, every, fails))
+        return toy.session(batch=batch, wrap=lambda backend: Errs(backend, every, fails))
 
-    return Setting(costs=costs, model=SimpleNamespace(second=SimpleNamespace(session=session)))
+    return DecodeContext(
+        costs=costs, model=SimpleNamespace(draft_model=SimpleNamespace(session=session))
+    )
 
 
 def run(toy, rows, every=3, ahead=4, **more):
     with toy.session(batch=len(rows)) as session:
-        list(Pearl(ahead).tokens(session, rows, setting(toy, every, **more)))
+        list(Pearl(ahead).tokens(session, rows, context(toy, every, **more)))
         assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
         return [row.tokens for row in rows], session.stats["calls"]
 
@@ -155,7 +157,7 @@ def test_an_iteration_that_is_closed_leaves_a_session_to_go_on_with(toy):
     for stop in (1, 5, 20):
         with toy.session(batch=3) as session:
             rows = rows_of(PROMPTS)
-            tokens = Pearl().tokens(session, rows, setting(toy))
+            tokens = Pearl().tokens(session, rows, context(toy))
             list(itertools.islice(tokens, stop))
             tokens.close()
             assert session.lengths.tolist() == [
@@ -168,7 +170,7 @@ def test_a_draft_model_that_fails_is_told_of(toy):
     with toy.session(batch=3) as session:
         rows = rows_of(PROMPTS)
         with pytest.raises(MemoryError, match="no room"):
-            list(Pearl().tokens(session, rows, setting(toy, fails=6)))
+            list(Pearl().tokens(session, rows, context(toy, fails=6)))
         assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
 
 
@@ -194,4 +196,4 @@ def test_what_it_cannot_do_without_is_said(toy):
     with pytest.raises(RecipeError, match="loop.pearl: ahead is 0"):
         Pearl(0)
     with toy.session() as session, pytest.raises(InputError, match="built without its draft model"):
-        next(Pearl().tokens(session, rows_of(PROMPTS[:1]), Setting()))
+        next(Pearl().tokens(session, rows_of(PROMPTS[:1]), DecodeContext()))

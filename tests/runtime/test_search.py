@@ -8,8 +8,8 @@ import pytest
 
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.artifact.artifact import open_artifact
-from accel.runtime.backends.onnx.engine import OrtEngine
-from accel.runtime.decode.context import Setting
+from accel.runtime.backends.onnx.backend import OrtBackend
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.first_finish import FirstFinish
@@ -54,7 +54,7 @@ def searched(toy, prompt, eos, limit, beams=4, patience=1.0, length_penalty=1.0,
 def run(loop, session, rows):
     """What comes, row by row."""
     came = [[] for _ in rows]
-    for i, token in loop.tokens(session, rows, Setting()):
+    for i, token in loop.tokens(session, rows, DecodeContext()):
         came[i].append(token)
     assert came == [row.tokens for row in rows]
     return came
@@ -282,7 +282,7 @@ def test_a_search_that_is_closed_leaves_its_session(toy, often):
     for loop, sampler in ((BeamPatience(beams=2), Standard()), (FirstFinish(2), WARM)):
         with toy.session(batch=3) as session:
             rows = rows_of(PROMPTS, sampler, eos=often, limit=60)
-            tokens = loop.tokens(session, rows, Setting())
+            tokens = loop.tokens(session, rows, DecodeContext())
             next(tokens)
             tokens.close()
             assert sum(not row.tokens for row in rows) > 0, "all ended at once: nothing is tested"
@@ -303,7 +303,7 @@ def test_a_request_that_samples_is_refused(toy):
         with pytest.raises(
             InputError, match="beam-patience searches for the likeliest text and draws nothing"
         ):
-            next(BeamPatience().tokens(session, rows_of(PROMPTS[:1], WARM), Setting()))
+            next(BeamPatience().tokens(session, rows_of(PROMPTS[:1], WARM), DecodeContext()))
         assert session.length == 0
 
 
@@ -326,7 +326,7 @@ def model(toy):
     artifact = open_artifact(toy.path)
     made = {
         use: CompiledModel(
-            OrtEngine(artifact), artifact.facts, tokenizer=Tokenizer(toy.path / "tokenizer.json"), artifact=artifact,
+            OrtBackend(artifact), artifact.facts, tokenizer=Tokenizer(toy.path / "tokenizer.json"), artifact=artifact,
             recipe={"tables": {"loop": {"use": use}}},
         )
         for use in ("beam-patience", "first-finish", "autoregressive")

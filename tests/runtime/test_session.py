@@ -15,7 +15,7 @@ def close(a, b):
 
 
 class Broken:
-    """A stepper that passes everything on; subclasses spoil one thing."""
+    """A backend session that passes everything on; subclasses spoil one thing."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -179,13 +179,13 @@ def test_a_failed_call_changes_nothing(toy):
     session = toy.session(wrap=Fails)
     tokens = toy.tokens(1, 700)
     session.run(tokens[:, :5])
-    session._core.stepper.bad = True
+    session._core.backend.bad = True
     with pytest.raises(RuntimeError):
         session.run(toy.tokens(1, 700, seed=4))
     with pytest.raises(InputError):
         session.run([[toy.vocab]])
     assert session.length == 5
-    session._core.stepper.bad = False
+    session._core.backend.bad = False
     close(session.run(tokens[:, 5:])[0], toy.oracle(tokens[0])[5:])
 
 

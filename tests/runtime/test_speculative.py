@@ -239,8 +239,8 @@ def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
             closed.append(True)
 
     class Method(Says):
-        def open(self, session, rows, setting):
-            assert session.length == 0 and setting.methods["draft"] is self
+        def open(self, session, rows, context):
+            assert session.length == 0 and context.methods["draft"] is self
             return Together(rows)
 
     with toy.session(batch=3) as session:

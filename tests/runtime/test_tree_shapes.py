@@ -9,7 +9,7 @@ import pytest
 from accel.ir.errors import RecipeError
 from accel.runtime.decode.costs import Costs
 from accel.runtime.sample import Distribution
-from accel.runtime.speculation.guard import prices
+from accel.runtime.speculation.guard import round_costs
 from accel.runtime.tree import ROOT, Tree, grown
 from accel.runtime.tree._nodes import likeliest, top
 from accel.runtime.tree._optimal import Optimal
@@ -142,7 +142,7 @@ def test_more_is_not_worse_and_one_rank_makes_a_chain():
 
 def test_sequoia_goes_by_what_calls_cost():
     """As large as it may where calls cost alike; none too many where each token costs."""
-    flat, steep = prices(None, 1), prices(Costs((1, 32), (1.0, 8.0)), 1)
+    flat, steep = round_costs(None, 1), round_costs(Costs((1, 32), (1.0, 8.0)), 1)
     assert len(full(Sequoia().begin(flat), 20)) == len(full(Static().begin(flat), 20)) == 20
     small = full(Sequoia().begin(steep), 20)
     assert 1 <= len(small) < 10

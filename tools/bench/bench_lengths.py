@@ -18,7 +18,7 @@ import typer
 import accel
 from accel.ir.axis import find_axes
 from accel.reference.kinds import KINDS, prompts
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
@@ -54,7 +54,7 @@ def run(
         print("|---|---|---|---|")
         for name, table in LENGTHS.items():
             options = {k: v for k, v in table.items() if k != "use"}
-            setting = Setting(
+            context = DecodeContext(
                 {**methods, "length": axes["length"].build(table["use"], **options)}, None, model
             )
             figures, drafts, given = Counter[str](), Counter[tuple[int, int]](), 0
@@ -68,7 +68,7 @@ def run(
                     max_context=model.facts.max_context,
                 )
                 with model.session() as session:
-                    given += sum(1 for _ in Speculative().tokens(session, [row], setting))
+                    given += sum(1 for _ in Speculative().tokens(session, [row], context))
                 figures += row.drafting
                 drafts += row.drafts
             calls = given - figures["accepted"]

@@ -107,7 +107,7 @@ class Loops(Matrix):
 
     def _compare(self, case: Case) -> tuple[str, str]:
         job = building._Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
-        job.second = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
+        job.build_draft = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
         program = self._program(case.architecture)
         program.facts.max_batch = 8
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)

@@ -84,7 +84,7 @@ def suited() -> list[str]:
     return [
         n
         for n in bundled()
-        if not getattr(assemble(Recipe.load(n)).methods.get("loop"), "fills", False)
+        if not getattr(assemble(Recipe.load(n)).methods.get("loop"), "masked_diffusion", False)
     ]
 
 
@@ -116,7 +116,7 @@ class Builder:
         job = building._Job(
             assemble(Recipe(case.recipe, tables=case.tables)), BuildOptions(), lambda *_: None
         )
-        job.second = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
+        job.build_draft = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
         program = self.program.copy()
         program.calibration = building.make_calibration(
             None, self.text, program.facts, job.progress

@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from accel.runtime.session.observers.observer import Companion, ModelParts, ObserverFactory
+from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
 
 
 def observer_factories(model: ModelParts) -> tuple[ObserverFactory, ...]:
@@ -16,7 +16,7 @@ def observer_factories(model: ModelParts) -> tuple[ObserverFactory, ...]:
 
 
 @cache
-def observer_classes() -> tuple[type[Companion], ...]:
+def observer_classes() -> tuple[type[SessionObserver], ...]:
     """All of this folder, by their `order`; a file that starts with an underscore has none."""
     names = sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
     found = [
@@ -24,8 +24,8 @@ def observer_classes() -> tuple[type[Companion], ...]:
         for module in (importlib.import_module(f"{__name__}.{name}") for name in names)
         for kind in vars(module).values()
         if isinstance(kind, type)
-        and issubclass(kind, Companion)
-        and kind is not Companion
+        and issubclass(kind, SessionObserver)
+        and kind is not SessionObserver
         and kind.__module__ == module.__name__
     ]
     return tuple(sorted(found, key=lambda kind: kind.order))

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.prefill import Pick
-from accel.runtime.backends.protocol import Stepper
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 
 Scores = npt.NDArray[np.float32]
@@ -32,9 +32,11 @@ def picks(plan: Pick, scores: Scores) -> Ints:
 class Part:
     """One entry over prompts, whose tokens have these positions [B,K] (-1: padding) of `counts` [B]."""
 
-    def __init__(self, entry: str, stepper: Stepper, positions: Ints, counts: Ints, chunk: int):
+    def __init__(
+        self, entry: str, backend: BackendSession, positions: Ints, counts: Ints, chunk: int
+    ):
         self.calls = 0
-        self._entry, self._stepper, self._chunk = entry, stepper, chunk
+        self._entry, self._backend, self._chunk = entry, backend, chunk
         self._positions, self._counts = positions, counts
 
     def run(self, given: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
@@ -62,7 +64,7 @@ class Part:
         slots = np.where(positions[:, 0] >= 0, positions[:, 0], self._counts)
         self.calls += 1
         told = {"positions": positions, "slots": slots, "rows": rows}
-        return self._stepper.part(self._entry, {**given, **told})
+        return self._backend.part(self._entry, {**given, **told})
 
 
 def taken(

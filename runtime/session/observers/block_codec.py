@@ -8,11 +8,11 @@ import numpy as np
 
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.eviction import Keeper, kv_plan
+from accel.runtime.session.observers.eviction import EvictionState, kv_plan
 from accel.runtime.session.observers.observer import Capabilities, ModelParts, ObserverFactory
 
 
-class Blocks(Keeper):
+class BlockCodecState(EvictionState):
     """Every token is kept; those before `base` lie in blocks of R = `plan.flush`.
 
     A row that has 2 R recent tokens or more gives up whole blocks of its oldest until fewer are left: so
@@ -34,7 +34,7 @@ class Blocks(Keeper):
         """Whether any row has a block to give; `moment` does not matter."""
         return bool((self._given_up(lengths) > 0).any())
 
-    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+    def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
         """Inputs of the entry, beside the state (passes/kv/codec/_blocks.py); `kept`: blocks that there is
         room for.
         """

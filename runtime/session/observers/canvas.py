@@ -13,14 +13,14 @@ from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
-    Companion,
     ModelParts,
     ObserverFactory,
+    SessionObserver,
 )
 from accel.runtime.session.validate import call_tokens
 
 
-class CanvasState(Companion):
+class CanvasState(SessionObserver):
     """Slots that may be in sight. The i-th slot of a row holds token i, and its tokens see those after them too.
 
     What a token is to others, its keys and values, is of when it was last written: `write` tells those of a call
@@ -68,7 +68,7 @@ class CanvasState(Companion):
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
     ) -> Logits:
-        """See Companion: tokens behind those that each row holds; padding gets logits 0."""
+        """See SessionObserver: tokens behind those that each row holds; padding gets logits 0."""
         width, held = tokens.shape[1], calls.lengths
         full = np.full(calls.batch, width, np.int64) if counts is None else counts
         rows = np.maximum(full - 1, 0)[:, None] if last_only else None
@@ -79,11 +79,11 @@ class CanvasState(Companion):
         return logits
 
     def select(self, rows: Ints) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self.filled = self.filled[rows]
 
     def copy(self) -> Self:
-        """See Companion."""
+        """See SessionObserver."""
         other = type(self)(self.diffusion, 0)
         other.filled = self.filled
         return other

@@ -7,19 +7,19 @@ from typing import Any, Self
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays, Logits, Stepper
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
-    Companion,
     ModelParts,
     ObserverFactory,
+    SessionObserver,
 )
 from accel.runtime.session.token_log import Log
 
 
-class Edits(Companion):
+class Edits(SessionObserver):
     """Which tokens the rows hold, and how some of them become others. The i-th slot of a row holds token i."""
 
     capabilities = Capabilities(trees=False)
@@ -33,45 +33,45 @@ class Edits(Companion):
         return ObserverFactory(cls) if "shift" in model.entries else None
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self.log.note(tokens, positions)
 
     def select(self, rows: Ints) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self.log.select(rows)
 
     def copy(self) -> Self:
-        """See Companion."""
+        """See SessionObserver."""
         other = type(self)(0)
         other.log = self.log.copy()
         return other
 
     def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
         """See `Session.edit`."""
-        stepper, held = calls.stepper, calls.lengths.copy()
+        backend, held = calls.backend, calls.lengths.copy()
         ids = _checked(calls, start, stop, tokens, row)
         length, delta = int(held[row]), start + len(ids) - stop
         if length + delta == 0:
             raise InputError(f"the edit would leave nothing of row {row}; use rewind(0)")
-        before = _slots_of(stepper, row, start, length)
+        before = _slots_of(backend, row, start, length)
         after = {
             n: a[..., stop - start :] if a.ndim == 1 else a[:, stop - start :]
             for n, a in before.items()
         }
         last = self.log.ids[row, length - 1 if stop < length else start - 1]
         behind = self.log.ids[row, stop:length].copy()
-        moved = _moved(stepper, after, delta)
+        moved = _moved(backend, after, delta)
         try:
             calls.set_length(row, start)
             logits = _append(calls, row, ids) if len(ids) else None
             if logits is None or stop < length:
                 calls.need([length + delta])
-                _put(stepper, row, start + len(ids), moved)
+                _put(backend, row, start + len(ids), moved)
                 self.log.put(row, start + len(ids), behind)
                 calls.set_length(row, length + delta - 1)
                 logits = _append(calls, row, np.array([last]))
         except BaseException:
-            _put(calls.stepper, row, start, before)
+            _put(calls.backend, row, start, before)
             calls.lengths = held
             raise
         return logits
@@ -105,7 +105,7 @@ def _append(calls: Calls, row: int, ids: Ints) -> Logits:
     return calls.run(tokens, counts, last_only=True)
 
 
-def _moved(stepper: Stepper, after: Arrays, delta: int) -> Arrays:
+def _moved(backend: BackendSession, after: Arrays, delta: int) -> Arrays:
     """Keys [G,S,D] rotated by `delta` positions; values as they are."""
     count = len(after.get("kv.pos", ()))
     if not delta or not count:
@@ -113,22 +113,22 @@ def _moved(stepper: Stepper, after: Arrays, delta: int) -> Arrays:
     layers = [n.split(".")[1] for n in after if n.endswith(".k")]
     given: Arrays = {f"keys.{i}": after[f"kv.{i}.k"][None] for i in layers}
     given["delta"] = np.full((1, count), delta)
-    turned = stepper.part("shift", given)
+    turned = backend.part("shift", given)
     return {**after, **{f"kv.{i}.k": turned[f"turned.{i}"][0] for i in layers}}
 
 
-def _slots_of(stepper: Stepper, row: int, start: int, stop: int) -> Arrays:
+def _slots_of(backend: BackendSession, row: int, start: int, stop: int) -> Arrays:
     """A copy of what a row's slots hold, without axis B."""
-    held = stepper.held()
+    held = backend.buffers()
     return {
         n: (a[row][start:stop] if a.ndim == 2 else a[row][:, start:stop]).copy()
         for n, a in held.items()
     }
 
 
-def _put(stepper: Stepper, row: int, start: int, arrays: Arrays) -> None:
+def _put(backend: BackendSession, row: int, start: int, arrays: Arrays) -> None:
     """Let a row's slots from `start` on hold these, at the positions that they now have."""
-    held = stepper.held()
+    held = backend.buffers()
     for name, array in arrays.items():
         if array.ndim == 1:
             held[name][row, start : start + len(array)] = np.arange(start, start + len(array))

@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from accel.ir.axis import host_method
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays, Stepper
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
 from accel.runtime.session.observers.observer import (
     Capabilities,
-    Companion,
     ModelParts,
     ObserverFactory,
+    SessionObserver,
 )
 
 
@@ -54,7 +54,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
     )
 
 
-class Keeper(Companion):
+class EvictionState(SessionObserver):
     """The compressed part of one session's cache, in numbers.
 
     `base` [B]: tokens before it were compressed, those from it on lie in the recent slots.
@@ -99,7 +99,7 @@ class Keeper(Companion):
 
     @property
     def held_from(self) -> Ints:
-        """See Companion."""
+        """See SessionObserver."""
         return self.base.copy()
 
     def copy(self) -> Self:
@@ -109,40 +109,40 @@ class Keeper(Companion):
         return other
 
     def select(self, rows: Ints) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self.base, self._calm, self._kept = self.base[rows], self._calm[rows], self._kept[:, rows]
         self._queries = {name: queries[rows] for name, queries in self._queries.items()}
         self._query_positions = self._query_positions[rows]
 
     def begin(
-        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self._before = self._numbers
 
     def lost(self) -> bool:
-        """See Companion."""
+        """See SessionObserver."""
         return bool(self.plan.counts or (self.base != self._before[0]).any())
 
-    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
-        """See Companion."""
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
+        """See SessionObserver."""
         self._restore(self._before)
         return False
 
-    def before(self, stepper: Stepper, width: int) -> bool:
-        """See Companion."""
+    def before(self, backend: BackendSession, width: int) -> bool:
+        """See SessionObserver."""
         return self.observes(width)
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         if queries and self.observes(tokens.shape[1]):
             self.observe(queries, positions)
 
-    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
-        """See Companion."""
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+        """See SessionObserver."""
         due = self.due(moment, lengths)
         if due:
-            stepper.compress(self, lengths)
+            backend.compress(self, lengths)
             self.compressed(lengths)
         if moment == "prompt":
             self.end_prompt()
@@ -165,7 +165,7 @@ class Keeper(Companion):
         self._calm = lengths + room + 1  # budgets do not shrink before
         return bool((room < 0).any())
 
-    def given(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+    def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
         """Inputs of the entry, beside the state; of so many slots: `recent` ones, `kept` ones of each layer."""
         given: Arrays = {"seen": lengths.copy()}
         tokens = self._tokens(lengths)
@@ -208,10 +208,10 @@ class Keeper(Companion):
                 f"cannot rewind row {row} to {wanted[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"
             )
 
-    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
-        """See Companion."""
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+        """See SessionObserver."""
         anew = np.asarray(wanted == 0)
-        stepper.forget(anew)
+        backend.forget(anew)
         self.forget(anew)
         self.rewound(wanted)
         return False

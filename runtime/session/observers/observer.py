@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 from accel.ir.facts import Facts
 from accel.ir.state import StateValue
-from accel.runtime.backends.protocol import Arrays, Logits, Stepper
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 
 
@@ -53,14 +53,14 @@ class ModelParts:
     tables: Mapping[str, Any]
     state: Sequence[StateValue]
     entries: Collection[str]
-    open_session: Callable[[int], Stepper]
+    open_session: Callable[[int], BackendSession]
 
 
 @dataclass(frozen=True)
 class ObserverFactory:
     """Makes an observer for each session of a model, of so many rows. `shared`: figures of what they share."""
 
-    open: Callable[[int], Companion]
+    open: Callable[[int], SessionObserver]
     shared: Callable[[], dict[str, int]] | None = None
 
 
@@ -73,7 +73,7 @@ class Calls(Protocol):
     lengths: Ints  # tokens of each row [B]; replaced, never written
 
     @property
-    def stepper(self) -> Stepper:
+    def backend(self) -> BackendSession:
         """Raises InputError where the session is closed."""
 
     @property
@@ -99,10 +99,10 @@ class Calls(Protocol):
         """Let a row hold so many tokens, whose slots the caller has written."""
 
 
-class Companion:
+class SessionObserver:
     """By default nothing is done. Numbers of tokens are per row, [B].
 
-    A session asks its companions one after the other, by their `order`. What a companion knows, it replaces and never
+    A session asks its observers one after the other, by their `order`. What a observer knows, it replaces and never
     writes in place where a copy shares it.
     """
 
@@ -110,7 +110,7 @@ class Companion:
     rewrites: ClassVar[bool] = False  # whether tokens are written over, so that rows share nothing
     steers: ClassVar[bool] = False  # whether a call may say which layers run
     base: Ints | None = (
-        None  # the position of slot 0 of each row, by the first companion that has one; else 0
+        None  # the position of slot 0 of each row, by the first observer that has one; else 0
     )
 
     @classmethod
@@ -136,16 +136,16 @@ class Companion:
     # A call
 
     def begin(
-        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
         """Rows shall grow from `before` to `after` tokens. Raises InputError, and then knows what it knew."""
 
-    def catch_up(self, stepper: Stepper, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+    def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Tokens to run again before anything else: ids [B,T], how many of each row, where they start."""
         return None
 
     def admit(
-        self, stepper: Stepper, tokens: Ints, counts: Ints | None, lengths: Ints
+        self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
     ) -> tuple[Ints, Ints | None, Ints] | None:
         """Of tokens [B,T] whose last logits are asked for, `counts` of them real (None: all): what is left to
         run, how many are real, how many each row holds without; the buffers are then new. None: all are run.
@@ -164,7 +164,7 @@ class Companion:
         """Whether what was done since `begin` cannot be taken back."""
         return False
 
-    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """The call failed, rows hold `lengths` tokens as before. Whether the buffers are new."""
         return False
 
@@ -202,7 +202,7 @@ class Companion:
         """Slots that buffers of other sizes need where those of the cache need `ends` [B]."""
         return ()
 
-    def before(self, stepper: Stepper, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> bool:
         """A step of so many columns comes. Whether it shall give its queries."""
         return False
 
@@ -211,19 +211,19 @@ class Companion:
 
     # Between calls
 
-    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
         """Do what is due at a moment (`runtime.kv.when`), where rows hold `lengths` tokens: the graph calls that
         it took. The buffers are then new. None: nothing was done.
         """
         return None
 
-    def pin(self, stepper: Stepper) -> None:
-        """Another companion changed what the cache holds, so that no token before can be run again."""
+    def pin(self, backend: BackendSession) -> None:
+        """Another observer changed what the cache holds, so that no token before can be run again."""
 
     def check(self, wanted: Ints, lengths: Ints) -> None:
         """Raise InputError where rows of `lengths` tokens cannot go back to `wanted`. Changes nothing."""
 
-    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
         """Rows of `lengths` tokens go back to `wanted`, to which all agreed. Whether the buffers are new."""
         return False
 
@@ -234,5 +234,5 @@ class Companion:
         """One for a fork, independent of this; its figures start at 0."""
         return self
 
-    def close(self, stepper: Stepper, lengths: Ints) -> None:
-        """The session ends; the stepper is still open."""
+    def close(self, backend: BackendSession, lengths: Ints) -> None:
+        """The session ends; the backend session is still open."""

@@ -9,14 +9,14 @@ from typing import Any, Self
 import numpy as np
 
 from accel.ir.axis import host_method
-from accel.runtime.backends.protocol import Stepper
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
-from accel.runtime.session.observers.observer import Companion, ModelParts, ObserverFactory
+from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
 from accel.runtime.session.token_log import Log
 
 
-class Pages(Companion):
+class PrefixCache(SessionObserver):
     """The blocks that each row's first tokens lie in; the tokens from `base` [B] on lie in its own slots.
 
     Blocks are full and nobody writes them: a row that is rewound into one takes the tokens before into
@@ -45,7 +45,7 @@ class Pages(Companion):
 
     @property
     def stats(self) -> dict[str, float]:
-        """See Companion."""
+        """See SessionObserver."""
         return {"reused": self.reused}
 
     def copy(self) -> Self:
@@ -58,7 +58,7 @@ class Pages(Companion):
         return other
 
     def select(self, rows: Ints) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         found = [list(self._rows[row]) for row in rows]
         for blocks in found:
             self.pool.share(blocks)
@@ -68,9 +68,9 @@ class Pages(Companion):
         self.log.select(rows)
 
     def admit(
-        self, stepper: Stepper, tokens: Ints, counts: Ints | None, lengths: Ints
+        self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints
     ) -> tuple[Ints, Ints | None, Ints] | None:
-        """See Companion. What need not run are full blocks that are known, of rows that held nothing; the last
+        """See SessionObserver. What need not run are full blocks that are known, of rows that held nothing; the last
         token is always left.
         """
         found = np.zeros_like(lengths)
@@ -81,7 +81,7 @@ class Pages(Companion):
             found[row] = len(blocks[row]) * self.pool.block
         if not found.any():
             return None
-        self._lay(stepper, blocks, lengths)
+        self._lay(backend, blocks, lengths)
         columns = np.arange(int(found.max()))
         self.log.note(tokens[:, : columns.size], np.where(columns < found[:, None], columns, -1))
         self.reused += int(found.sum())
@@ -90,27 +90,27 @@ class Pages(Companion):
         return np.take_along_axis(tokens, places, 1), left, found
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self.log.note(tokens, positions)
 
-    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
         """When a prompt is whole, leave full blocks in the pool, as far as it has room."""
-        if moment != "prompt" or (blocks := self._filed(stepper, lengths)) == self._rows:
+        if moment != "prompt" or (blocks := self._filed(backend, lengths)) == self._rows:
             return None
-        self._lay(stepper, blocks, lengths)
+        self._lay(backend, blocks, lengths)
         return 0
 
-    def undo(self, stepper: Stepper, lengths: Ints) -> bool:
-        """See Companion."""
-        return self._cut(stepper, lengths)
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        return self._cut(backend, lengths)
 
-    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
-        """See Companion."""
-        return self._cut(stepper, wanted)
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        return self._cut(backend, wanted)
 
-    def _filed(self, stepper: Stepper, lengths: Ints) -> list[list[int]]:
+    def _filed(self, backend: BackendSession, lengths: Ints) -> list[list[int]]:
         """The blocks of each row, with those that were filled now; all are in use."""
-        size, held = self.pool.block, stepper.held()
+        size, held = self.pool.block, backend.buffers()
         blocks = [list(row) for row in self._rows]
         for row, mine in enumerate(blocks):
             for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
@@ -123,25 +123,25 @@ class Pages(Companion):
                 mine.append(block)
         return blocks
 
-    def _cut(self, stepper: Stepper, lengths: Ints) -> bool:
+    def _cut(self, backend: BackendSession, lengths: Ints) -> bool:
         """Rows go back to `lengths` [B]; whether one of them ends within its blocks."""
         if not (lengths < self.base).any():
             return False
         keep = [int(n) // self.pool.block for n in np.minimum(lengths, self.base)]
         gone = [row[n:] for row, n in zip(self._rows, keep, strict=True)]
-        self._lay(stepper, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
+        self._lay(backend, [row[:n] for row, n in zip(self._rows, keep, strict=True)], lengths)
         for blocks in gone:
             self.pool.release(blocks)
         return True
 
-    def close(self, stepper: Stepper, lengths: Ints) -> None:
+    def close(self, backend: BackendSession, lengths: Ints) -> None:
         """Leave what is whole to others, and let go of all blocks."""
-        self._rows[:] = self._filed(stepper, lengths)
+        self._rows[:] = self._filed(backend, lengths)
         _release(self.pool, self._rows)
 
-    def _lay(self, stepper: Stepper, blocks: Sequence[list[int]], lengths: Ints) -> None:
+    def _lay(self, backend: BackendSession, blocks: Sequence[list[int]], lengths: Ints) -> None:
         """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
-        held, size = stepper.held(), self.pool.block
+        held, size = backend.buffers(), self.pool.block
         base = np.array([len(row) * size for row in blocks], np.int64)
         own = np.maximum(lengths - base, 0)
         columns = np.arange(int(own.max(initial=0)))
@@ -157,7 +157,7 @@ class Pages(Companion):
         table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
         for row, ids in enumerate(blocks):
             table[row, : len(ids)] = ids
-        stepper.put({**self.pool.arrays, **new, "table": table})
+        backend.put({**self.pool.arrays, **new, "table": table})
         for mine, ids in zip(self._rows, blocks, strict=True):
             mine[:] = ids
         self.base = base

@@ -9,10 +9,15 @@ from contextlib import closing
 import numpy as np
 
 from accel.ir.prefill import Pick, Prefill
-from accel.runtime.backends.protocol import Stepper
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._prompt_parts import Part, picks, taken
-from accel.runtime.session.observers.observer import Calls, Companion, ModelParts, ObserverFactory
+from accel.runtime.session.observers.observer import (
+    Calls,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
 
 
 def unseen(plan: Prefill | None, count: int) -> int:
@@ -20,12 +25,12 @@ def unseen(plan: Prefill | None, count: int) -> int:
     return 0 if plan is None or plan.filter is None else max(0, count - plan.filter.tokens)
 
 
-class PromptFilter(Companion):
+class PromptFilter(SessionObserver):
     """Scores a prompt with the entry `filter`, over an empty cache that is closed after."""
 
     order = 30
 
-    def __init__(self, plan: Pick, empty: Callable[[int], Stepper]):
+    def __init__(self, plan: Pick, empty: Callable[[int], BackendSession]):
         self.plan = plan
         self._empty = empty
 
@@ -38,16 +43,16 @@ class PromptFilter(Companion):
         )
 
     def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
-        """See Companion."""
+        """See SessionObserver."""
         longest, chunk = int(counts.max()), calls.chunk
         if longest <= self.plan.tokens:
             return None
         start = time.perf_counter()
-        with closing(self._empty(calls.batch)) as stepper:
-            stepper.resize(-(-longest // chunk) * chunk)
+        with closing(self._empty(calls.batch)) as backend:
+            backend.resize(-(-longest // chunk) * chunk)
             every = np.arange(tokens.shape[1])
             positions = np.where(every < counts[:, None], every, -1)
-            part = Part("filter", stepper, positions, counts, chunk)
+            part = Part("filter", backend, positions, counts, chunk)
             worth = part.run({"tokens": tokens})["scores"]
         calls.count(part.calls, 0, start)
         return taken(

@@ -7,10 +7,15 @@ import numpy as np
 from accel.ir.prefill import Segments
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Calls, Companion, ModelParts, ObserverFactory
+from accel.runtime.session.observers.observer import (
+    Calls,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
 
 
-class PromptSegments(Companion):
+class PromptSegments(SessionObserver):
     """Runs a long prompt segment by segment: the last of each row by the step, those before it by `sparse`."""
 
     order = 30
@@ -27,7 +32,7 @@ class PromptSegments(Companion):
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
     ) -> Logits | None:
-        """See Companion. To the call that a row does not go by it is padding, written behind its segment."""
+        """See SessionObserver. To the call that a row does not go by it is padding, written behind its segment."""
         plan = self.plan
         if not prompt:
             return None

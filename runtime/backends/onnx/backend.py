@@ -42,7 +42,7 @@ from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, 
 from accel.runtime.inputs.ints import Ints
 
 
-class OrtEngine:
+class OrtBackend:
     """The step entry of an artifact. Opened at first use; safe to share between threads."""
 
     def __init__(
@@ -55,7 +55,7 @@ class OrtEngine:
         kernels: str = AUTO,
     ):
         """`threads`: compute threads of one call, default the physical cores it may use.
-        `in_turns`: another engine computes between two calls of this one, whose threads make room for it at once.
+        `in_turns`: another backend computes between two calls of this one, whose threads make room for it at once.
         `kernels`: the variant of the step, or "auto": the fastest here.
         Raises ArtifactError where there is none of that name.
         """
@@ -114,11 +114,11 @@ class OrtEngine:
                 self._others[entry] = self._open(entry)
             return self._others[entry]
 
-    def stepper(self, batch: int) -> OrtStepper:
-        """A stepper for `batch` rows with an empty cache."""
+    def open_session(self, batch: int) -> OrtSession:
+        """A backend session for `batch` rows with an empty cache."""
         vocab_size = self.artifact.facts.vocab_size
         tile = self.artifact.manifest.tile
-        return OrtStepper(
+        return OrtSession(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
             self.other, everything(self.artifact.facts.depth), self.artifact.manifest.keeps_trees(self.tuning.kernels),
         )  # fmt: skip
@@ -151,7 +151,7 @@ class OrtEngine:
         return session
 
 
-class OrtStepper:
+class OrtSession:
     """State buffers of one session and the bindings over them: decode (T = N = `tile`) and every
     other shape; where there is recurrent state, each for both directions.
     """
@@ -209,7 +209,7 @@ class OrtStepper:
         self._logits_value = _value(self._logits)
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See session.Stepper: written into memory that is bound already."""
+        """See protocol.BackendSession: written into memory that is bound already."""
         for name, array in values.items():
             self._controls[name][...] = array
 
@@ -235,7 +235,7 @@ class OrtStepper:
         observe: bool = False,
         tree: Bools | None = None,
     ) -> Logits:
-        """See stepper.Stepper; `resize` comes first."""
+        """See protocol.BackendSession; `resize` comes first."""
         if tokens.shape[1] == self.tile == rows.shape[1] and not observe and tree is None:
             small = self._small
             small["tokens"][:] = tokens
@@ -265,7 +265,7 @@ class OrtStepper:
         return logits
 
     def part(self, entry: str, given: Arrays) -> Arrays:
-        """See stepper.Stepper. State is written where it lies; what recurs may be read after it is written."""
+        """See protocol.BackendSession. State is written where it lies; what recurs may be read after it is written."""
         out = self._parts.run(entry, given, self._buffers, self._spare)
         for name in self._spare:
             if output_of(name) in out:
@@ -273,7 +273,7 @@ class OrtStepper:
         return out
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See stepper.Stepper. The cross state is bound as the encoder gave it."""
+        """See protocol.BackendSession. The cross state is bound as the encoder gave it."""
         names = [value.output for value in self._state if value.cross]
         given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
         found = dict(zip(names, self._encoder.run(names, given), strict=True))
@@ -287,13 +287,13 @@ class OrtStepper:
         else:
             self._buffers = buffers  # bound by the first resize
 
-    def compress(self, keeper: Compression, seen: Ints) -> None:
-        """See stepper.Stepper."""
+    def compress(self, eviction: Compression, seen: Ints) -> None:
+        """See protocol.BackendSession."""
         assert self._other_entry is not None
         recent = self._buffers["kv.pos"].shape[1]
         kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
         slots = {layer: self._buffers[name].shape[2] for layer, name in kept.items()}
-        given = {**self._buffers, **keeper.given(seen, recent, slots)}
+        given = {**self._buffers, **eviction.compress_inputs(seen, recent, slots)}
         session = self._other_entry("compress")
         names = [o.name for o in session.get_outputs()]
         wanted = {i.name: given[i.name] for i in session.get_inputs()}
@@ -307,7 +307,7 @@ class OrtStepper:
         self._buffers = buffers  # bound by the next resize
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
-        """See stepper.Stepper. Of what forks may share, a copy is changed."""
+        """See protocol.BackendSession. Of what forks may share, a copy is changed."""
         values = [v for v in self._state if forgettable(v)]
         if not rows.any() or not all(v.name in self._buffers for v in values):
             return
@@ -319,17 +319,17 @@ class OrtStepper:
             buffers[value.name][rows] = value.fill
         self._bind(buffers)
 
-    def held(self) -> dict[str, npt.NDArray[Any]]:
-        """See stepper.Stepper."""
+    def buffers(self) -> dict[str, npt.NDArray[Any]]:
+        """See protocol.BackendSession."""
         return self._buffers
 
     def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         self._buffers = {**self._buffers, **arrays}  # bound by the next resize
 
-    def copy(self, rows: Ints | None = None) -> OrtStepper:
-        """See stepper.Stepper."""
-        other = OrtStepper(
+    def copy(self, rows: Ints | None = None) -> OrtSession:
+        """See protocol.BackendSession."""
+        other = OrtSession(
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
             self.tile, self._other_entry, self._controls, self.trees,
         )  # fmt: skip
@@ -341,7 +341,7 @@ class OrtStepper:
         return other
 
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         if anew := moved(self._state, self._buffers, rows, slots):
             self._bind({**self._buffers, **anew})
 
@@ -351,11 +351,11 @@ class OrtStepper:
         return any(value.role == "recurrent" for value in self._state)
 
     def snapshot(self) -> dict[str, npt.NDArray[Any]]:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         return {name: self._buffers[name].copy() for name in self._spare}
 
     def restore(self, snapshot: dict[str, npt.NDArray[Any]] | None, rows: Any) -> None:
-        """See stepper.Stepper."""
+        """See protocol.BackendSession."""
         for value in self._state:
             if value.name in self._spare:
                 now = self._buffers[value.name]

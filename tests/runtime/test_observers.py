@@ -1,4 +1,4 @@
-"""What a session promises its companions: who is asked when, and that what is refused or fails changes none of them."""
+"""What a session promises its observers: who is asked when, and that what is refused or fails changes none of them."""
 
 from inspect import getsource
 
@@ -13,15 +13,15 @@ from accel.runtime.kv.when.prompt import Prompt
 from accel.runtime.session import core, observers
 from accel.runtime.session import session as session_module
 from accel.runtime.session.observers import observer_classes, observer_factories
-from accel.runtime.session.observers.eviction import Keeper, KvPlan
-from accel.runtime.session.observers.observer import Capabilities, Companion, ModelParts
-from accel.runtime.session.observers.pruning import Pruner
-from accel.runtime.session.observers.recurrent import Past
+from accel.runtime.session.observers.eviction import EvictionState, KvPlan
+from accel.runtime.session.observers.observer import Capabilities, ModelParts, SessionObserver
+from accel.runtime.session.observers.prompt_pruning import PromptPruning
+from accel.runtime.session.observers.recurrent_history import RecurrentHistory
 from accel.runtime.session.session import Session
 
 
 class Counts:
-    """A stepper whose state is how many tokens came; `fails`: at which step."""
+    """A backend session whose state is how many tokens came; `fails`: at which step."""
 
     tile, alike, kv_bytes = 1, None, 0
     observed = {"queries.0": np.zeros((2, 1, 1, 4), np.float32)}
@@ -49,7 +49,7 @@ class Counts:
         pass
 
 
-class Diary(Companion):
+class Diary(SessionObserver):
     """Writes down what it is asked, into a list that several share."""
 
     def __init__(self, name, book):
@@ -61,28 +61,28 @@ class Diary(Companion):
             raise MemoryError(what)
         return result
 
-    def begin(self, stepper, before, after, run_layers, threshold):
+    def begin(self, backend, before, after, run_layers, threshold):
         self._note(f"begin {before.tolist()} {after.tolist()}")
 
-    def before(self, stepper, width):
+    def before(self, backend, width):
         return self._note(f"before {width}", self.watches)
 
     def after(self, tokens, positions, queries):
         self._note(f"after {positions.tolist()} {list(queries)}")
 
-    def settle(self, stepper, moment, lengths):
+    def settle(self, backend, moment, lengths):
         return self._note(f"settle {moment} {lengths.tolist()}")
 
     def lost(self):
         return self.gone
 
-    def undo(self, stepper, lengths):
+    def undo(self, backend, lengths):
         return self._note(f"undo {lengths.tolist()}", False)
 
     def check(self, wanted, lengths):
         self._note(f"check {wanted.tolist()}")
 
-    def rewind(self, stepper, wanted, lengths):
+    def rewind(self, backend, wanted, lengths):
         return self._note(f"rewind {wanted.tolist()}", False)
 
     def copy(self):
@@ -92,14 +92,14 @@ class Diary(Companion):
 IDS = np.ones((2, 3), np.int64)
 
 
-def session(stepper, *observers):
-    return Session(stepper, 2, observers, vocab_size=8, max_context=4000)
+def session(backend, *observers):
+    return Session(backend, 2, observers, vocab_size=8, max_context=4000)
 
 
-def diaries(stepper, *names):
+def diaries(backend, *names):
     book = []
     found = [Diary(name, book) for name in names]
-    return session(stepper, *found), found, book
+    return session(backend, *found), found, book
 
 
 def test_all_are_asked_in_their_order():
@@ -118,7 +118,7 @@ def test_queries_are_taken_where_someone_asks():
     live.run(IDS)
     second.watches = True
     live.run(IDS)
-    assert live._core.stepper.asked == [False, True]
+    assert live._core.backend.asked == [False, True]
     assert [entry.split("]] ")[1] for entry in book if " after " in entry] == ["[]"] * 2 + [
         "['queries.0']"
     ] * 2
@@ -155,11 +155,11 @@ def test_a_fork_has_companions_of_its_own():
 
 
 def test_tokens_that_run_again_are_news_to_one_alone():
-    class Lacks(Companion):
+    class Lacks(SessionObserver):
         base = np.array([2, 2])
         due = True
 
-        def catch_up(self, stepper, lengths):
+        def catch_up(self, backend, lengths):
             again, self.due = self.due, False
             return (IDS, np.array([3, 3]), np.array([4, 4])) if again else None
 
@@ -175,10 +175,10 @@ def test_tokens_that_run_again_are_news_to_one_alone():
 
 
 def test_a_state_that_went_forward_knows_it_whatever_fails_behind_it():
-    stepper = Counts()
-    stepper.snapshot, stepper.restore = lambda: None, lambda *_: None
-    past, other = Past(2), Diary("a", [])
-    live = session(stepper, past, other)
+    backend = Counts()
+    backend.snapshot, backend.restore = lambda: None, lambda *_: None
+    past, other = RecurrentHistory(2), Diary("a", [])
+    live = session(backend, past, other)
     other.stops = "after [[0, 1, 2], [0, 1, 2]] []"
     with pytest.raises(MemoryError):
         live.run(IDS)
@@ -186,18 +186,18 @@ def test_a_state_that_went_forward_knows_it_whatever_fails_behind_it():
 
 
 def compressed_and_pruned():
-    """A session that no build makes, of rows of 9 tokens, and what its companions know: the first 2 are compressed,
+    """A session that no build makes, of rows of 9 tokens, and what its observers know: the first 2 are compressed,
     and the first 4 were pruned.
     """
     plan = KvPlan(Uniform(tokens_kept=4), Prompt(), {0: 1}, 2, False)
-    keeper, pruner = Keeper(plan, 2), Pruner((Pick(2, 0, 1),), 2)
-    live = session(Counts(), keeper, pruner)
-    keeper.base, keeper._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
-    pruner.ends, pruner.dropped = np.array([4, 4]), np.array([[2, 2]])
+    eviction, pruning = EvictionState(plan, 2), PromptPruning((Pick(2, 0, 1),), 2)
+    live = session(Counts(), eviction, pruning)
+    eviction.base, eviction._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
+    pruning.ends, pruning.dropped = np.array([4, 4]), np.array([[2, 2]])
     live._core.lengths = np.array([9, 9])
     known = {
         one: {n: v.copy() for n, v in vars(one).items() if isinstance(v, np.ndarray)}
-        for one in (keeper, pruner)
+        for one in (eviction, pruning)
     }
     return live, known
 
@@ -207,12 +207,12 @@ def law_a_refused_rewind_changes_nothing():
     for wanted in ([0, 3], [3, 0], [0, 1], [8, 3]):
         with pytest.raises(InputError, match="cannot rewind row"):
             live.rewind(wanted)
-        assert live.length == 9 and not live._core.stepper.forgot
+        assert live.length == 9 and not live._core.backend.forgot
         for one, known in before.items():
             assert all(np.array_equal(getattr(one, name), value) for name, value in known.items())
     assert live.held_from.tolist() == [4, 4]
     live.rewind([0, 5])
-    assert live.held_from.tolist() == [0, 4] and live._core.stepper.forgot[0].tolist() == [
+    assert live.held_from.tolist() == [0, 4] and live._core.backend.forgot[0].tolist() == [
         True,
         False,
     ]
@@ -223,10 +223,10 @@ def test_a_refused_rewind_changes_nothing():
 
 
 def test_one_that_refuses_too_late_is_caught(monkeypatch):
-    check = Pruner.check
-    monkeypatch.setattr(Pruner, "check", lambda self, wanted, lengths: None)
+    check = PromptPruning.check
+    monkeypatch.setattr(PromptPruning, "check", lambda self, wanted, lengths: None)
     monkeypatch.setattr(
-        Pruner, "rewind", lambda self, stepper, wanted, lengths: check(self, wanted, lengths)
+        PromptPruning, "rewind", lambda self, backend, wanted, lengths: check(self, wanted, lengths)
     )
     with pytest.raises(AssertionError):
         law_a_refused_rewind_changes_nothing()
@@ -242,10 +242,10 @@ def test_what_two_can_do_is_the_least_of_both():
 NEW = '''
 """An observer that nobody has heard of."""
 
-from accel.runtime.session.observers.observer import Companion, ObserverFactory
+from accel.runtime.session.observers.observer import SessionObserver, ObserverFactory
 
 
-class Newcomer(Companion):
+class Newcomer(SessionObserver):
     order = 15
 
     @classmethod
@@ -262,7 +262,9 @@ def test_a_file_is_an_observer(tmp_path, monkeypatch):
     observer_classes.cache_clear()
     try:
         names = [kind.__name__ for kind in observer_classes()]
-        assert names.index("Past") < names.index("Newcomer") < names.index("Keeper")
+        assert (
+            names.index("RecurrentHistory") < names.index("Newcomer") < names.index("EvictionState")
+        )
         facts = Facts("toy", 8, 64)
         for tables in ({}, {"newcomer": {}}):
             found = observer_factories(ModelParts(facts, tables, (), ("step",), None))

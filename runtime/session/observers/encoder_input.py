@@ -7,18 +7,18 @@ from typing import Any, Self
 
 from accel.ir.errors import InputError
 from accel.ir.facts import EncoderFacts
-from accel.runtime.backends.protocol import Stepper
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.encoder_inputs import entry_inputs
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
-    Companion,
     ModelParts,
     ObserverFactory,
+    SessionObserver,
 )
 
 
-class EncoderInput(Companion):
+class EncoderInput(SessionObserver):
     """Whether the encoder was given its input; the cross state is the backend's."""
 
     order = 0  # it refuses before others prepare a call
@@ -34,23 +34,23 @@ class EncoderInput(Companion):
         return None if encoder is None else ObserverFactory(lambda batch: cls(encoder))
 
     def encode(self, calls: Calls, inputs: Any, lengths: Any) -> bool:
-        """See Companion."""
+        """See SessionObserver."""
         arrays = entry_inputs(inputs, lengths, calls.batch, self.encoder)
         start = time.perf_counter()
-        calls.stepper.encode(arrays)
+        calls.backend.encode(arrays)
         calls.count(1, 0, start)
         self.encoded = True
         return True
 
     def begin(
-        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         if not self.encoded:
             raise InputError("this model has an encoder: call session.encode(inputs) before run")
 
     def copy(self) -> Self:
-        """See Companion."""
+        """See SessionObserver."""
         other = type(self)(self.encoder)
         other.encoded = self.encoded
         return other

@@ -10,19 +10,19 @@ import numpy.typing as npt
 from accel.ir.depth import NESTED, Depth
 from accel.ir.errors import InputError
 from accel.runtime.backends.layer_inputs import NEVER, Controls
-from accel.runtime.backends.protocol import Stepper
+from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Capabilities,
-    Companion,
     ModelParts,
     ObserverFactory,
+    SessionObserver,
 )
 
 _FAR = np.iinfo(np.int64).max
 
 
-class Plans(Companion):
+class LayerSchedule(SessionObserver):
     """What a session knows of the layers that its tokens went through.
 
     Where caches are nested a layer that was left out for a token may run again only when that token
@@ -57,13 +57,13 @@ class Plans(Companion):
         return Capabilities(width=None if same else 1)
 
     def begin(
-        self, stepper: Stepper, before: Ints, after: Ints, run_layers: Any, threshold: Any
+        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
-        """Let the stepper know what the call runs (`controls`), where that is news."""
+        """Let the backend session know what the call runs (`controls`), where that is news."""
         controls = self.controls(run_layers, threshold, before, after)
         self._before = before
         if controls is not self._told:
-            stepper.control(controls.arrays(self.depth))
+            backend.control(controls.arrays(self.depth))
             self._told = controls
 
     def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
@@ -96,7 +96,7 @@ class Plans(Companion):
             found = Controls(both if both.any() else complete, found.threshold)
         return found if threshold is None else Controls(found.layers, self._limit(threshold))
 
-    def settle(self, stepper: Stepper, moment: str, lengths: Ints) -> int | None:
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
         """Note what the call that was told last left out."""
         controls = self._told
         if moment != "call" or controls is None or controls is self._noted:
@@ -108,14 +108,14 @@ class Plans(Companion):
         self._noted = controls if rows.all() else None
         return None
 
-    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
         """Rows hold no more than `wanted` [B] tokens from now on."""
         self._lacks[self._lacks >= wanted] = _FAR
         self._noted = None
         return False
 
     def select(self, rows: Ints) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self._lacks, self._before, self._noted = self._lacks[:, rows], self._before[rows], None
 
     def copy(self) -> Self:

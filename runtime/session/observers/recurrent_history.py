@@ -9,13 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from accel.runtime.backends.protocol import Arrays, Stepper
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Capabilities,
-    Companion,
     ModelParts,
     ObserverFactory,
+    SessionObserver,
 )
 from accel.runtime.session.token_log import Log
 
@@ -43,7 +43,7 @@ class _Saved:
         )
 
 
-class Past(Companion):
+class RecurrentHistory(SessionObserver):
     """What a session knows of the tokens behind its recurrent state.
 
     A copy of the state is taken before and after each call of several tokens and every EVERY single
@@ -66,7 +66,7 @@ class Past(Companion):
         recurrent = any(value.role == "recurrent" for value in model.state)
         return ObserverFactory(cls) if recurrent else None
 
-    def catch_up(self, stepper: Stepper, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
+    def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Take rows that hold more than `lengths` tokens back to a copy of the state.
 
         Returns the tokens to run again: ids [B,T], how many of each row [B] and where they start
@@ -81,11 +81,11 @@ class Past(Companion):
         for saved in reversed(self._saved):
             rows = back & (saved.lengths < _NEVER)
             if rows.any():
-                stepper.restore(saved.now, rows)
+                backend.restore(saved.now, rows)
                 self._held[rows] = saved.lengths[rows]
                 back &= ~rows
         if back.any():
-            stepper.restore(None, back)
+            backend.restore(None, back)
             self._held[back] = 0
         missing = lengths - self._held
         if not missing.any():
@@ -94,7 +94,7 @@ class Past(Companion):
         places = np.minimum(self._held[:, None] + columns, self._log.ids.shape[1] - 1)
         return np.take_along_axis(self._log.ids, places, 1), missing, self._held.copy()
 
-    def before(self, stepper: Stepper, width: int) -> bool:
+    def before(self, backend: BackendSession, width: int) -> bool:
         """Copy the state where it is due, before a call of `width` columns."""
         due = width > 1 or self._wide or self._single >= EVERY
         self._wide = width > 1
@@ -102,7 +102,7 @@ class Past(Companion):
         known = self._saved and np.array_equal(self._saved[-1].lengths, self._held)
         if not due or known or not self._held.any():
             return False
-        self._saved.append(_Saved(self._held.copy(), stepper.snapshot()))
+        self._saved.append(_Saved(self._held.copy(), backend.snapshot()))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
             gaps = {
@@ -113,9 +113,9 @@ class Past(Companion):
             del self._saved[min(gaps, key=gaps.__getitem__)]
         return False
 
-    def pin(self, stepper: Stepper) -> None:
+    def pin(self, backend: BackendSession) -> None:
         """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
-        self._saved = [_Saved(self._held.copy(), stepper.snapshot(), pinned=True)]
+        self._saved = [_Saved(self._held.copy(), backend.snapshot(), pinned=True)]
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
@@ -123,7 +123,7 @@ class Past(Companion):
         self._held += (positions >= 0).sum(1)
 
     def select(self, rows: Ints) -> None:
-        """See Companion. The copies of the state stay as they are until a row goes back to one."""
+        """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""
         self._log.select(rows)
         self._held = self._held[rows]
         for saved in self._saved:

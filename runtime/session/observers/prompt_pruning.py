@@ -10,13 +10,18 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.prefill import Pick
-from accel.runtime.backends.protocol import Logits, Stepper
+from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._prompt_parts import Part, picks, taken
-from accel.runtime.session.observers.observer import Calls, Companion, ModelParts, ObserverFactory
+from accel.runtime.session.observers.observer import (
+    Calls,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
 
 
-class Pruner(Companion):
+class PromptPruning(SessionObserver):
     """What a session knows of tokens that the layers after each stage do not hold.
 
     `dropped` [stages,B]: how many. `ends` [B]: tokens of a prompt that was pruned; 0: none was.
@@ -37,7 +42,7 @@ class Pruner(Companion):
 
     @property
     def held_from(self) -> Ints:
-        """See Companion."""
+        """See SessionObserver."""
         return self.ends.copy()
 
     def copy(self) -> Self:
@@ -47,7 +52,7 @@ class Pruner(Companion):
         return other
 
     def select(self, rows: Ints) -> None:
-        """See Companion."""
+        """See SessionObserver."""
         self.dropped, self.ends = self.dropped[:, rows], self.ends[rows]
 
     def prunes(self, counts: Ints) -> bool:
@@ -68,8 +73,8 @@ class Pruner(Companion):
                 "or more, or 0"
             )
 
-    def rewind(self, stepper: Stepper, wanted: Ints, lengths: Ints) -> bool:
-        """See Companion."""
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+        """See SessionObserver."""
         self.dropped[:, wanted == 0] = 0
         self.ends[wanted == 0] = 0
         return False
@@ -80,19 +85,19 @@ class Pruner(Companion):
         return [longest, *(min(longest, plan.tokens) for plan in self.plan)]
 
     def prompt(self, calls: Calls, tokens: Ints, counts: Ints) -> Logits | None:
-        """Run prompts that are long enough part by part; see Companion."""
+        """Run prompts that are long enough part by part; see SessionObserver."""
         if not self.prunes(counts):
             return None
         start = time.perf_counter()
         calls.need(self.room(counts))
-        stepper, chunk = calls.stepper, calls.chunk
-        stepper.forget(np.ones(len(tokens), bool))
+        backend, chunk = calls.backend, calls.chunk
+        backend.forget(np.ones(len(tokens), bool))
         every = np.arange(tokens.shape[1])
         positions = np.where(every < counts[:, None], every, -1)
         inputs: dict[str, npt.NDArray[Any]] = {"tokens": tokens}
         left, made, dropped = counts, 0, []
         for index, plan in enumerate(self.plan):
-            part = Part(f"prompt.{index}", stepper, positions, counts, chunk)
+            part = Part(f"prompt.{index}", backend, positions, counts, chunk)
             out = part.run(inputs)
             made += part.calls
             picked = [picks(plan, row[0, :n]) for row, n in zip(out["scores"], left, strict=True)]
@@ -100,7 +105,7 @@ class Pruner(Companion):
             positions, _ = taken(positions, picked, -1)
             dropped.append(counts - left)
             inputs = {"stream": stream}
-        part = Part(f"prompt.{len(self.plan)}", stepper, positions, counts, chunk)
+        part = Part(f"prompt.{len(self.plan)}", backend, positions, counts, chunk)
         logits: Logits = part.run(inputs)["logits"] * (counts > 0)[:, None, None]
         self.dropped = np.stack(dropped)
         self.ends = np.where(self.dropped.any(0), counts, 0)

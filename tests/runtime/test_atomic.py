@@ -10,7 +10,7 @@ import time
 import pytest
 
 from accel.ir.errors import ArtifactError
-from accel.runtime.artifact.atomic import Stage
+from accel.runtime.artifact.atomic import AtomicOutputDir
 
 
 def write(folder, text="{}"):
@@ -23,7 +23,7 @@ def names(path):
 
 def test_it_appears_whole(tmp_path):
     out = tmp_path / "deep" / "er" / "out"
-    with Stage(out) as folder:
+    with AtomicOutputDir(out) as folder:
         assert folder.parent == out.parent and not out.exists()
         write(folder)
     assert names(out) == ["accel.json"] and names(out.parent) == ["out"]
@@ -34,7 +34,7 @@ def test_it_appears_whole(tmp_path):
 
 def test_an_exception_leaves_nothing(tmp_path):
     for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), Stage(tmp_path / "new" / "out") as folder:
+        with pytest.raises(error), AtomicOutputDir(tmp_path / "new" / "out") as folder:
             write(folder)
             raise error
     assert names(tmp_path) == []
@@ -44,10 +44,10 @@ def test_what_may_be_replaced(tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     for text in ("1", "2"):  # an empty folder, then an artifact
-        with Stage(out) as folder:
+        with AtomicOutputDir(out) as folder:
             write(folder, text)
     assert (out / "accel.json").read_text() == "2" and names(tmp_path) == ["out"]
-    with pytest.raises(ValueError), Stage(out) as folder:
+    with pytest.raises(ValueError), AtomicOutputDir(out) as folder:
         write(folder, "3")
         raise ValueError
     assert (out / "accel.json").read_text() == "2", "a failed build keeps the old artifact"
@@ -62,15 +62,18 @@ def test_what_may_not_be_replaced(tmp_path):
         ("file", "is a file"),
         ("file/x", "cannot write"),
     ]:
-        with pytest.raises(ArtifactError, match=words), Stage(tmp_path / out):
+        with pytest.raises(ArtifactError, match=words), AtomicOutputDir(tmp_path / out):
             raise AssertionError("the body must not run")
-    with pytest.raises(ArtifactError, match="below it"), Stage("/"):
+    with pytest.raises(ArtifactError, match="below it"), AtomicOutputDir("/"):
         pass
     assert names(tmp_path) == ["file", "mine"]
 
 
 def test_the_destination_filled_meanwhile(tmp_path):
-    with pytest.raises(ArtifactError, match="holds files"), Stage(tmp_path / "out") as folder:
+    with (
+        pytest.raises(ArtifactError, match="holds files"),
+        AtomicOutputDir(tmp_path / "out") as folder,
+    ):
         write(folder)
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "other").write_text("x")
@@ -78,27 +81,30 @@ def test_the_destination_filled_meanwhile(tmp_path):
 
 
 def test_a_full_disk(tmp_path):
-    with pytest.raises(ArtifactError, match="needed.*free"), Stage(tmp_path / "out", needs=1 << 60):
+    with (
+        pytest.raises(ArtifactError, match="needed.*free"),
+        AtomicOutputDir(tmp_path / "out", needs=1 << 60),
+    ):
         raise AssertionError("the body must not run")
     for needs, words in ((None, "bytes had been written"), (5, "5 bytes are needed")):
         with (
             pytest.raises(ArtifactError, match=words),
-            Stage(tmp_path / "out", needs=needs) as folder,
+            AtomicOutputDir(tmp_path / "out", needs=needs) as folder,
         ):
             write(folder)
             try:
                 raise OSError(errno.ENOSPC, "No space left on device")
             except OSError as full:
                 raise RuntimeError("a library's own words") from full
-    with pytest.raises(OSError, match="other"), Stage(tmp_path / "out"):
+    with pytest.raises(OSError, match="other"), AtomicOutputDir(tmp_path / "out"):
         raise OSError(errno.EIO, "other")
     assert names(tmp_path) == []
 
 
 KILLED = """
 import sys, time
-from accel.runtime.artifact.atomic import Stage
-with Stage(sys.argv[1]) as folder:
+from accel.runtime.artifact.atomic import AtomicOutputDir
+with AtomicOutputDir(sys.argv[1]) as folder:
     (folder / "weights.bin").write_bytes(bytes(1000))
     print(folder, flush=True)
     time.sleep(60)
@@ -110,7 +116,7 @@ def stuck(a, b, plain=os.rename):
     plain(a, b)
     print(b, flush=True)
     time.sleep(60)
-with stage.Stage(sys.argv[1]) as folder:
+with stage.AtomicOutputDir(sys.argv[1]) as folder:
     (folder / "accel.json").write_text("new")
     os.rename = stuck
 """
@@ -146,7 +152,8 @@ def test_kill_9_leaves_nothing(tmp_path):
 def test_kill_9_control(tmp_path):
     """Without the watchdog the folder would stay: the test above can fail."""
     code = KILLED.replace(
-        "with Stage", "import accel.runtime.artifact.atomic as s\ns._WATCHDOG = ''\nwith Stage"
+        "with AtomicOutputDir",
+        "import accel.runtime.artifact.atomic as s\ns._WATCHDOG = ''\nwith AtomicOutputDir",
     )
     folder = kill_in(code, tmp_path / "out")
     time.sleep(0.5)
@@ -155,7 +162,7 @@ def test_kill_9_control(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_kill_9_between_the_renames_brings_the_old_one_back(tmp_path):
-    with Stage(tmp_path / "out") as folder:
+    with AtomicOutputDir(tmp_path / "out") as folder:
         write(folder, "old")
     kill_in(KILLED_AT_RENAME, tmp_path / "out")
     eventually(lambda: names(tmp_path) == ["out"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from accel.runtime.session.observers.recurrent import EVERY, SNAPSHOTS, Past
+from accel.runtime.session.observers.recurrent_history import EVERY, SNAPSHOTS, RecurrentHistory
 
 
 class Recorder:
@@ -26,7 +26,9 @@ class Recorder:
             row.extend(int(t) for t, p in zip(ids, places, strict=True) if p >= 0)
 
 
-def drive(memory: Past, holder, seed: int, calls: int = 120) -> tuple[list[list[int]], int]:
+def drive(
+    memory: RecurrentHistory, holder, seed: int, calls: int = 120
+) -> tuple[list[list[int]], int]:
     """Random appends and rewinds, as a session does them; the tokens that each row should hold, and
     how many were run again.
     """
@@ -59,7 +61,7 @@ def drive(memory: Past, holder, seed: int, calls: int = 120) -> tuple[list[list[
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_rewound_state_has_seen_its_own_tokens_only(seed):
-    memory, holder = Past(3), Recorder(3)
+    memory, holder = RecurrentHistory(3), Recorder(3)
     held, replayed = drive(memory, holder, seed)
     assert holder.rows == held
     assert replayed and len(memory._saved) <= SNAPSHOTS
@@ -71,11 +73,11 @@ def test_a_state_that_does_not_go_back_is_seen():
             pass
 
     holder = Forward(3)
-    assert drive(Past(3), holder, 0)[0] != holder.rows
+    assert drive(RecurrentHistory(3), holder, 0)[0] != holder.rows
 
 
 def test_single_tokens_pay_for_a_copy_now_and_then_only():
-    memory, holder = Past(1), Recorder(1)
+    memory, holder = RecurrentHistory(1), Recorder(1)
     for i in range(2 * EVERY):
         memory.before(holder, 1)
         memory.after(np.array([[i]]), np.array([[i]]), {})

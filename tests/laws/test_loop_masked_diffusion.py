@@ -8,7 +8,7 @@ import torch
 
 import accel
 from accel.ir.axis import Axis
-from accel.runtime.decode.context import Setting
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop._canvas import Canvas
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
@@ -29,7 +29,7 @@ from ..diffusion_case import (
 from ..references import reference
 
 AXIS = Axis("loop", "accel.runtime.loop")
-FILLS = [name for name in AXIS.names() if AXIS.method(name).fills]
+FILLS = [name for name in AXIS.names() if AXIS.method(name).masked_diffusion]
 CACHES = ("none", "prefix", "dual")
 NEW, BLOCK = 21, 8  # the last block is shorter
 
@@ -205,7 +205,7 @@ def driven(loop, compiled, prompt, sampler=None, new=NEW):
         max_context=LONGEST,
     )
     with with_loop(compiled, "dllm-lowconf") as made, made.session() as own:
-        list(loop.tokens(own, [row], Setting()))
+        list(loop.tokens(own, [row], DecodeContext()))
         assert own.lengths.tolist() == [len(prompt) + new - 1]
         return row.tokens, own.stats["calls"]
 
