@@ -109,24 +109,24 @@ class SessionCore:
         prompt: bool = False,
     ) -> Logits:
         """See `Session.run`; `prompt`: these are whole prompts of an empty session."""
-        backend, held = self.backend, self.lengths
-        ids, counts = call_tokens(tokens, lengths, held, self.vocab_size, self.max_context)
-        after = held + (ids.shape[1] if counts is None else counts)
+        backend, before = self.backend, self.lengths
+        ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
+        after = before + (ids.shape[1] if counts is None else counts)
         if not self._steered:
             check_no_plan(run_layers, threshold)
         for one in self.observers:
-            one.begin(backend, held, after, run_layers, threshold)
+            one.begin(backend, before, after, run_layers, threshold)
         try:
             self.catch_up()
             if last_only:
                 for one in self.observers:
-                    if (left := one.admit(backend, ids, counts, held)) is not None:
+                    if (left := one.admit(backend, ids, counts, before)) is not None:
                         ids, counts, found = left
-                        self.lengths, self._room = held + found, []
+                        self.lengths, self._room = before + found, []
             logits = self._ran(ids, counts, last_only, prompt)
             self._settle("call", after, self.observers)
         except BaseException as error:
-            self.undo(held, error)
+            self.undo(before, error)
             raise
         self.lengths = after
         return logits
@@ -215,12 +215,12 @@ class SessionCore:
         for one in self.observers:
             room += one.slots(ends)
         self.need(room)
-        told = (self.observers if observers is None else observers) if tree is None else ()
+        listeners = (self.observers if observers is None else observers) if tree is None else ()
         start = time.perf_counter()
-        for one in told:
+        for one in listeners:
             observe |= one.before(backend, tokens.shape[1])
         logits = backend.step(tokens, positions, slots, rows, observe, tree)
-        for one in told:
+        for one in listeners:
             one.after(tokens, positions, backend.observed if observe else _NO_QUERIES)
         self.count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
@@ -250,9 +250,9 @@ class SessionCore:
         self.tokens += tokens
         self.seconds += time.perf_counter() - start
 
-    def undo(self, held: Ints, error: BaseException) -> None:
-        """After a call that failed: rows hold `held` [B] tokens as before, or the session closes."""
-        self.lengths = held
+    def undo(self, before: Ints, error: BaseException) -> None:
+        """After a call that failed: rows hold `before` [B] tokens as before, or the session closes."""
+        self.lengths = before
         if any(one.lost() for one in self.observers):
             self.close()
             if isinstance(error, Exception):
@@ -260,7 +260,7 @@ class SessionCore:
             return
         backend = self.backend
         for one in self.observers:
-            if one.undo(backend, held):
+            if one.undo(backend, before):
                 self._room = []
 
     def _ran(self, ids: Ints, counts: Ints | None, last_only: bool, prompt: bool) -> Logits:
@@ -301,11 +301,11 @@ class SessionCore:
             part = ids[:, start : min(start + CHUNK, int(counts.max()))]
             columns = np.arange(part.shape[1])
             left = counts - start
-            held = first + np.minimum(counts, start)
+            before = first + np.minimum(counts, start)
             if start:
-                self._settle("part", held, observers)
+                self._settle("part", before, observers)
             real = columns < left[:, None]
-            positions = np.where(real, held[:, None] + columns, -1)
+            positions = np.where(real, before[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
             rows = (
                 np.where(ends, left - 1, 0)[:, None]
@@ -313,7 +313,7 @@ class SessionCore:
                 else np.broadcast_to(columns, part.shape)
             )
             logits = self.step(
-                part, positions, held - self.base, rows, int(real.sum()), observers=observers
+                part, positions, before - self.base, rows, int(real.sum()), observers=observers
             )
             if last_only:
                 out[ends] = logits[ends]

@@ -33,8 +33,8 @@ class Guesses:
 
     def run(self, tokens: Any, tree: Any, lengths: Any, columns: Any) -> Logits:
         """See `Session.guess`."""
-        core, held = self._core, self._core.lengths
-        ids, counts = call_tokens(tokens, lengths, held, core.vocab_size, core.max_context)
+        core, before = self._core, self._core.lengths
+        ids, counts = call_tokens(tokens, lengths, before, core.vocab_size, core.max_context)
         seen, rows = tree_of(tree, ids.shape), columns_of(columns, ids.shape)
         if ids.shape[1] > core.chunk:
             raise InputError(
@@ -42,14 +42,14 @@ class Guesses:
             )
         full = np.full(core.batch, ids.shape[1], np.int64) if counts is None else counts
         real = np.arange(ids.shape[1]) < full[:, None]
-        positions = np.where(real, held[:, None] + seen.sum(2) - 1, -1)
-        core.begin_tree(held + full)
+        positions = np.where(real, before[:, None] + seen.sum(2) - 1, -1)
+        core.begin_tree(before + full)
         try:
             core.catch_up()
             self._tree = _Tree(ids, seen, full)
-            return core.step(ids, positions, held - core.base, rows, int(full.sum()), seen)
+            return core.step(ids, positions, before - core.base, rows, int(full.sum()), seen)
         except BaseException as error:
-            core.undo(held, error)
+            core.undo(before, error)
             raise
 
     def keep(self, paths: Any) -> None:
@@ -60,21 +60,21 @@ class Guesses:
         if len(paths) != core.batch:
             raise InputError(f"there are {len(paths)} paths; give one for each row, {core.batch}")
         chosen = [path_of(p, tree.seen, b, int(tree.counts[b])) for b, p in enumerate(paths)]
-        width, held = tree.tokens.shape[1], core.lengths
+        width, before = tree.tokens.shape[1], core.lengths
         path = np.tile(np.arange(width), (core.batch, 1))
         positions = np.full((core.batch, width), -1, np.int64)
         tokens = np.zeros((core.batch, max(1, *(c.size for c in chosen))), np.int64)
         for b, columns in enumerate(chosen):
             path[b, : columns.size] = columns
-            positions[b, : columns.size] = held[b] + np.arange(columns.size)
+            positions[b, : columns.size] = before[b] + np.arange(columns.size)
             tokens[b, : columns.size] = tree.tokens[b, columns]
         start = time.perf_counter()
-        slots = held - core.base
+        slots = before - core.base
         backend.part("commit", {"slots": slots, "path": path, "positions": positions})
         core.count(0, 0, start)
         self._tree = None
         kept = np.array([c.size for c in chosen], np.int64)
-        core.end_tree(tokens, positions[:, : tokens.shape[1]], held + kept)
+        core.end_tree(tokens, positions[:, : tokens.shape[1]], before + kept)
 
     def drop(self) -> None:
         """Forget a tree of which nothing was kept."""

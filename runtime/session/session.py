@@ -63,8 +63,8 @@ class Session:
     @property
     def length(self) -> int | list[int]:
         """Tokens held: an int where all rows agree, else one per row."""
-        held: list[int] = self._core.lengths.tolist()
-        return held[0] if len(set(held)) == 1 else held
+        lengths: list[int] = self._core.lengths.tolist()
+        return lengths[0] if len(set(lengths)) == 1 else lengths
 
     @property
     def lengths(self) -> Ints:

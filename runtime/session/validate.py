@@ -12,12 +12,12 @@ from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 
 
 def call_tokens(
-    tokens: Any, lengths: Any, held: Ints, vocab_size: int, max_context: int
+    tokens: Any, lengths: Any, before: Ints, vocab_size: int, max_context: int
 ) -> tuple[Ints, Ints | None]:
     """The tokens [B,T] of a call, padding read as 0, and how many of each row are real [B]; None
-    where all are. `held` [B]: tokens of the rows so far. Raises InputError.
+    where all are. `before` [B]: tokens of the rows so far. Raises InputError.
     """
-    batch = len(held)
+    batch = len(before)
     ids = as_ints(tokens, "tokens")
     if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] == 0:
         raise InputError(
@@ -27,7 +27,7 @@ def call_tokens(
     if counts is not None:
         ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, 0)
     check_vocabulary(ids, vocab_size, "tokens")
-    after = held + (ids.shape[1] if counts is None else counts)
+    after = before + (ids.shape[1] if counts is None else counts)
     if int(after.max()) > max_context:
         row = int(after.argmax())
         raise InputError(
@@ -50,19 +50,19 @@ def _counts(lengths: Any, batch: int, width: int) -> Ints | None:
     return None if int(counts.min()) == width else counts
 
 
-def rewind_target(length: Any, held: Ints) -> Ints:
-    """How many tokens rows of `held` [B] go back to: an int, or one per row. Raises InputError."""
+def rewind_target(length: Any, before: Ints) -> Ints:
+    """How many tokens rows of `before` [B] go back to: an int, or one per row. Raises InputError."""
     wanted = as_ints(length, "length")
-    if wanted.shape not in ((), held.shape):
+    if wanted.shape not in ((), before.shape):
         raise InputError(
-            f"length has shape {list(wanted.shape)}; give an int or {len(held)} of them"
+            f"length has shape {list(wanted.shape)}; give an int or {len(before)} of them"
         )
-    wanted = np.broadcast_to(wanted, held.shape).copy()
-    if (bad := (wanted < 0) | (wanted > held)).any():
+    wanted = np.broadcast_to(wanted, before.shape).copy()
+    if (bad := (wanted < 0) | (wanted > before)).any():
         row = int(bad.argmax())
         raise InputError(
-            f"cannot rewind row {row} to {wanted[row]}: it holds {held[row]} tokens; "
-            f"give 0..{held[row]}"
+            f"cannot rewind row {row} to {wanted[row]}: it holds {before[row]} tokens; "
+            f"give 0..{before[row]}"
         )
     return wanted
 

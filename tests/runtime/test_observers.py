@@ -182,7 +182,7 @@ def test_a_state_that_went_forward_knows_it_whatever_fails_behind_it():
     other.stops = "after [[0, 1, 2], [0, 1, 2]] []"
     with pytest.raises(MemoryError):
         live.run(IDS)
-    assert past._held.tolist() == [3, 3] and live.length == 0
+    assert past._taken.tolist() == [3, 3] and live.length == 0
 
 
 def compressed_and_pruned():

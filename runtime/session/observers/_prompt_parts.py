@@ -39,14 +39,14 @@ class Part:
         self._entry, self._backend, self._chunk = entry, backend, chunk
         self._positions, self._counts = positions, counts
 
-    def run(self, given: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+    def run(self, inputs: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
         """`stream`: of all columns; anything else: of the call that a row's last token is in."""
         found: dict[str, npt.NDArray[Any]] = {}
         streams = []
         left = (self._positions >= 0).sum(1)
         for start in range(0, int(left.max()), self._chunk):
             columns = slice(start, min(start + self._chunk, int(left.max())))
-            out = self._call({n: a[:, columns] for n, a in given.items()}, columns, left)
+            out = self._call({n: a[:, columns] for n, a in inputs.items()}, columns, left)
             if "stream" in out:
                 streams.append(out.pop("stream"))
             ends = (left > start) & (left <= columns.stop)
@@ -56,15 +56,15 @@ class Part:
         return {**found, **({"stream": np.concatenate(streams, axis=1)} if streams else {})}
 
     def _call(
-        self, given: dict[str, npt.NDArray[Any]], columns: slice, left: Ints
+        self, inputs: dict[str, npt.NDArray[Any]], columns: slice, left: Ints
     ) -> dict[str, npt.NDArray[Any]]:
         positions = self._positions[:, columns]
         width = positions.shape[1]
         rows = np.clip(left - columns.start - 1, 0, width - 1)[:, None]
         slots = np.where(positions[:, 0] >= 0, positions[:, 0], self._counts)
         self.calls += 1
-        told = {"positions": positions, "slots": slots, "rows": rows}
-        return self._backend.part(self._entry, {**given, **told})
+        place = {"positions": positions, "slots": slots, "rows": rows}
+        return self._backend.part(self._entry, {**inputs, **place})
 
 
 def taken(

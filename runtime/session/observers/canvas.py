@@ -45,17 +45,17 @@ class CanvasState(SessionObserver):
 
     def write(self, calls: Calls, tokens: Any, start: Any, lengths: Any, rows: Any) -> Logits:
         """See `Session.write`."""
-        held = calls.lengths
-        first = np.broadcast_to(as_ints(start, "start"), held.shape)
-        if (bad := (first < 0) | (first > held)).any():
+        before = calls.lengths
+        first = np.broadcast_to(as_ints(start, "start"), before.shape)
+        if (bad := (first < 0) | (first > before)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"start of row {row} is {first[row]}, and it holds {held[row]} tokens; give "
-                f"0..{held[row]}"
+                f"start of row {row} is {first[row]}, and it holds {before[row]} tokens; give "
+                f"0..{before[row]}"
             )
         ids, real = call_tokens(tokens, lengths, first, calls.vocab_size, calls.max_context)
         counts = np.full(calls.batch, ids.shape[1], np.int64) if real is None else real
-        after = np.maximum(held, first + counts)
+        after = np.maximum(before, first + counts)
         if (bad := (counts < ids.shape[1]) & (first + counts < after)).any():
             row = int(bad.argmax())
             raise InputError(
@@ -69,10 +69,10 @@ class CanvasState(SessionObserver):
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
     ) -> Logits:
         """See SessionObserver: tokens behind those that each row holds; padding gets logits 0."""
-        width, held = tokens.shape[1], calls.lengths
+        width, before = tokens.shape[1], calls.lengths
         full = np.full(calls.batch, width, np.int64) if counts is None else counts
         rows = np.maximum(full - 1, 0)[:, None] if last_only else None
-        logits = self._written(calls, tokens, held, full, held + full, rows)
+        logits = self._written(calls, tokens, before, full, before + full, rows)
         if counts is not None:
             empty = counts[:, None] == 0 if last_only else np.arange(width) >= counts[:, None]
             logits[np.broadcast_to(empty, logits.shape[:2])] = 0
@@ -92,15 +92,15 @@ class CanvasState(SessionObserver):
         self, calls: Calls, ids: Ints, first: Ints, counts: Ints, after: Ints, rows: Any
     ) -> Logits:
         """One graph call, after one of padding where what rows have forgotten would stay in sight."""
-        width, held = ids.shape[1], calls.lengths
+        width, before = ids.shape[1], calls.lengths
         columns = np.arange(width)
         if rows is None:
             rows = np.broadcast_to(columns, ids.shape)
         else:
             rows = _columns(rows, calls.batch, width)
         if (self.filled > np.maximum(after, first + width)).any():
-            blank = np.zeros((calls.batch, int((self.filled - held).max())), np.int64)
-            calls.step(blank, blank - 1, held, blank[:, :1], 0)
+            blank = np.zeros((calls.batch, int((self.filled - before).max())), np.int64)
+            calls.step(blank, blank - 1, before, blank[:, :1], 0)
         positions = np.where(columns < counts[:, None], first[:, None] + columns, -1)
         logits = calls.step(ids, positions, first, rows, int(counts.sum()))
         calls.lengths = self.filled = after

@@ -48,9 +48,9 @@ class Edits(SessionObserver):
 
     def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
         """See `Session.edit`."""
-        backend, held = calls.backend, calls.lengths.copy()
+        backend, lengths = calls.backend, calls.lengths.copy()
         ids = _checked(calls, start, stop, tokens, row)
-        length, delta = int(held[row]), start + len(ids) - stop
+        length, delta = int(lengths[row]), start + len(ids) - stop
         if length + delta == 0:
             raise InputError(f"the edit would leave nothing of row {row}; use rewind(0)")
         before = _slots_of(backend, row, start, length)
@@ -72,7 +72,7 @@ class Edits(SessionObserver):
                 logits = _append(calls, row, np.array([last]))
         except BaseException:
             _put(calls.backend, row, start, before)
-            calls.lengths = held
+            calls.lengths = lengths
             raise
         return logits
 
@@ -111,26 +111,26 @@ def _moved(backend: BackendSession, after: Arrays, delta: int) -> Arrays:
     if not delta or not count:
         return after
     layers = [n.split(".")[1] for n in after if n.endswith(".k")]
-    given: Arrays = {f"keys.{i}": after[f"kv.{i}.k"][None] for i in layers}
-    given["delta"] = np.full((1, count), delta)
-    turned = backend.part("shift", given)
+    inputs: Arrays = {f"keys.{i}": after[f"kv.{i}.k"][None] for i in layers}
+    inputs["delta"] = np.full((1, count), delta)
+    turned = backend.part("shift", inputs)
     return {**after, **{f"kv.{i}.k": turned[f"turned.{i}"][0] for i in layers}}
 
 
 def _slots_of(backend: BackendSession, row: int, start: int, stop: int) -> Arrays:
     """A copy of what a row's slots hold, without axis B."""
-    held = backend.buffers()
+    buffers = backend.buffers()
     return {
         n: (a[row][start:stop] if a.ndim == 2 else a[row][:, start:stop]).copy()
-        for n, a in held.items()
+        for n, a in buffers.items()
     }
 
 
 def _put(backend: BackendSession, row: int, start: int, arrays: Arrays) -> None:
     """Let a row's slots from `start` on hold these, at the positions that they now have."""
-    held = backend.buffers()
+    buffers = backend.buffers()
     for name, array in arrays.items():
         if array.ndim == 1:
-            held[name][row, start : start + len(array)] = np.arange(start, start + len(array))
+            buffers[name][row, start : start + len(array)] = np.arange(start, start + len(array))
         else:
-            held[name][row, :, start : start + array.shape[1]] = array
+            buffers[name][row, :, start : start + array.shape[1]] = array

@@ -167,18 +167,18 @@ class EvictionState(SessionObserver):
 
     def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
         """Inputs of the entry, beside the state; of so many slots: `recent` ones, `kept` ones of each layer."""
-        given: Arrays = {"seen": lengths.copy()}
+        inputs: Arrays = {"seen": lengths.copy()}
         tokens = self._tokens(lengths)
         for (layer, heads), keep in zip(self.plan.heads.items(), tokens, strict=True):
             most = self.plan.budget.most(int(keep.max()), heads)
-            given[f"keep.{layer}"] = keep
-            given[f"ranks.{layer}"] = np.arange(max(1, min(most, recent + kept[layer])))
+            inputs[f"keep.{layer}"] = keep
+            inputs[f"ranks.{layer}"] = np.arange(max(1, min(most, recent + kept[layer])))
         if self.plan.observe:
-            given["query_positions"] = self._query_positions
-            given |= {
+            inputs["query_positions"] = self._query_positions
+            inputs |= {
                 f"queries.{layer}": self._queries[f"queries.{layer}"] for layer in self.plan.heads
             }
-        return given
+        return inputs
 
     def compressed(self, lengths: Ints) -> None:
         """All tokens so far were looked at."""
@@ -227,11 +227,11 @@ class EvictionState(SessionObserver):
         """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding)."""
         both = np.concatenate([self._query_positions, positions], axis=1)
         last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
-        held = {}
+        newest = {}
         for name, new in queries.items():
             joined = np.concatenate([self._queries.get(name, new[:, :0]), new], axis=1)
-            held[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
-        self._queries = held
+            newest[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
+        self._queries = newest
         self._query_positions = np.take_along_axis(both, last, axis=1)
 
     def _tokens(self, lengths: Ints) -> Ints:

@@ -41,7 +41,7 @@ class LayerSchedule(SessionObserver):
         self._lacks: Ints = np.full((len(depth.plan), batch), _FAR)
         self._asked = self._whole  # a caller's last, so that one that comes again is known
         self._noted: Controls | None = None
-        self._told: Controls | None = None
+        self._sent: Controls | None = None
         self._before: Ints = np.zeros(batch, np.int64)  # tokens before the call
 
     @classmethod
@@ -62,12 +62,12 @@ class LayerSchedule(SessionObserver):
         """Let the backend session know what the call runs (`controls`), where that is news."""
         controls = self.controls(run_layers, threshold, before, after)
         self._before = before
-        if controls is not self._told:
+        if controls is not self._sent:
             backend.control(controls.arrays(self.depth))
-            self._told = controls
+            self._sent = controls
 
     def controls(self, run_layers: Any, threshold: Any, before: Ints, after: Ints) -> Controls:
-        """What the next call is told, in which rows grow from `before` to `after` tokens [B].
+        """What the next call sends, in which rows grow from `before` to `after` tokens [B].
 
         By default a prompt runs all layers, and single tokens after it the recipe's. Raises
         InputError.
@@ -97,8 +97,8 @@ class LayerSchedule(SessionObserver):
         return found if threshold is None else Controls(found.layers, self._limit(threshold))
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
-        """Note what the call that was told last left out."""
-        controls = self._told
+        """Note what the call that was sent last left out."""
+        controls = self._sent
         if moment != "call" or controls is None or controls is self._noted:
             return None
         rows = lengths > self._before

@@ -110,12 +110,12 @@ class PrefixCache(SessionObserver):
 
     def _filed(self, backend: BackendSession, lengths: Ints) -> list[list[int]]:
         """The blocks of each row, with those that were filled now; all are in use."""
-        size, held = self.pool.block, backend.buffers()
+        size, buffers = self.pool.block, backend.buffers()
         blocks = [list(row) for row in self._rows]
         for row, mine in enumerate(blocks):
             for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
                 slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
-                parts = {n: held[_own(n)][row][:, slots] for n in self.pool.arrays}
+                parts = {n: buffers[_own(n)][row][:, slots] for n in self.pool.arrays}
                 ids = self.log.ids[row, start : start + size]
                 block = self.pool.add(mine[-1] if mine else ROOT, ids, parts)
                 if block is None:
@@ -141,13 +141,13 @@ class PrefixCache(SessionObserver):
 
     def _lay(self, backend: BackendSession, blocks: Sequence[list[int]], lengths: Ints) -> None:
         """Let each row's first tokens lie in these blocks, and those up to its length in slots."""
-        held, size = backend.buffers(), self.pool.block
+        buffers, size = backend.buffers(), self.pool.block
         base = np.array([len(row) * size for row in blocks], np.int64)
         own = np.maximum(lengths - base, 0)
         columns = np.arange(int(own.max(initial=0)))
         new: Arrays = {"kv.pos": np.where(columns < own[:, None], base[:, None] + columns, -1)}
         for name, pool in self.pool.arrays.items():
-            old = held.get(_own(name))
+            old = buffers.get(_own(name))
             shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
             new[_own(name)] = np.zeros(shape, pool.dtype)
             for row in np.flatnonzero(own).tolist():

@@ -55,7 +55,7 @@ class RecurrentHistory(SessionObserver):
 
     def __init__(self, batch: int):
         self._log = Log(batch)
-        self._held: Ints = np.zeros(batch, np.int64)  # tokens that the state has taken in
+        self._taken: Ints = np.zeros(batch, np.int64)  # tokens that the state has taken in
         self._saved: list[_Saved] = []
         self._single = 0  # calls of one token since the last copy
         self._wide = False  # whether the last call was one of several tokens
@@ -72,37 +72,37 @@ class RecurrentHistory(SessionObserver):
         Returns the tokens to run again: ids [B,T], how many of each row [B] and where they start
         [B]; None where there are none.
         """
-        if np.array_equal(self._held, lengths):
+        if np.array_equal(self._taken, lengths):
             return None
         for saved in self._saved:
             saved.lengths[saved.lengths > lengths] = _NEVER
         self._saved = [s for s in self._saved if int(s.lengths.min()) < _NEVER]
-        back = self._held > lengths
+        back = self._taken > lengths
         for saved in reversed(self._saved):
             rows = back & (saved.lengths < _NEVER)
             if rows.any():
                 backend.restore(saved.now, rows)
-                self._held[rows] = saved.lengths[rows]
+                self._taken[rows] = saved.lengths[rows]
                 back &= ~rows
         if back.any():
             backend.restore(None, back)
-            self._held[back] = 0
-        missing = lengths - self._held
+            self._taken[back] = 0
+        missing = lengths - self._taken
         if not missing.any():
             return None
         columns = np.arange(int(missing.max()))
-        places = np.minimum(self._held[:, None] + columns, self._log.ids.shape[1] - 1)
-        return np.take_along_axis(self._log.ids, places, 1), missing, self._held.copy()
+        places = np.minimum(self._taken[:, None] + columns, self._log.ids.shape[1] - 1)
+        return np.take_along_axis(self._log.ids, places, 1), missing, self._taken.copy()
 
     def before(self, backend: BackendSession, width: int) -> bool:
         """Copy the state where it is due, before a call of `width` columns."""
         due = width > 1 or self._wide or self._single >= EVERY
         self._wide = width > 1
         self._single = 0 if due else self._single + 1
-        known = self._saved and np.array_equal(self._saved[-1].lengths, self._held)
-        if not due or known or not self._held.any():
+        known = self._saved and np.array_equal(self._saved[-1].lengths, self._taken)
+        if not due or known or not self._taken.any():
             return False
-        self._saved.append(_Saved(self._held.copy(), backend.snapshot()))
+        self._saved.append(_Saved(self._taken.copy(), backend.snapshot()))
         if len(self._saved) > SNAPSHOTS:
             ends = [int(s.lengths[s.lengths < _NEVER].sum()) for s in self._saved]
             gaps = {
@@ -115,25 +115,25 @@ class RecurrentHistory(SessionObserver):
 
     def pin(self, backend: BackendSession) -> None:
         """Nothing before what is held now will be run again: rows go back to here, or to nothing."""
-        self._saved = [_Saved(self._held.copy(), backend.snapshot(), pinned=True)]
+        self._saved = [_Saved(self._taken.copy(), backend.snapshot(), pinned=True)]
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """Note what a call [B,T] added to the state; position -1 is padding."""
         self._log.note(tokens, positions)
-        self._held += (positions >= 0).sum(1)
+        self._taken += (positions >= 0).sum(1)
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver. The copies of the state stay as they are until a row goes back to one."""
         self._log.select(rows)
-        self._held = self._held[rows]
+        self._taken = self._taken[rows]
         for saved in self._saved:
             saved.lengths = saved.lengths[rows]
             saved.rows = rows if saved.rows is None else saved.rows[rows]
 
     def copy(self) -> Self:
         """An independent past; the copies of the state, which nobody writes, are shared."""
-        other = type(self)(len(self._held))
-        other._log, other._held = self._log.copy(), self._held.copy()
+        other = type(self)(len(self._taken))
+        other._log, other._taken = self._log.copy(), self._taken.copy()
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
         other._single, other._wide = self._single, self._wide
         return other
