@@ -79,7 +79,7 @@ class Program:
     def copy(self) -> Program:
         """A program of its own over the same parameters: passes over one leave the other as it is."""
         entries = {
-            n: Entry(_copied(e.graph, {}), list(e.outputs), e.defaults)
+            n: Entry(_copied(e.graph, {}), list(e.outputs), dict(e.defaults))
             for n, e in self.entries.items()
         }
         return replace(
