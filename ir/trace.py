@@ -137,5 +137,7 @@ class Renamed:
     def _size(self, size: Any) -> Any:
         if not isinstance(size, torch.SymInt):
             return size
-        other = size.node.expr.xreplace(self.symbols)
+        expr = size.node.expr  # C + P0 + Q0 holds P0 + Q0, but not as a part of its tree
+        sums = any(not old.is_Symbol for old in self.symbols)
+        other = expr.subs(self.symbols, simultaneous=True) if sums else expr.xreplace(self.symbols)
         return self.fake.shape_env.create_symintnode(other, hint=None)
