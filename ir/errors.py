@@ -22,6 +22,10 @@ class PassError(AccelError):
     """A pass found nothing it had to find, or changed what the program computes."""
 
 
+class TextError(AccelError):
+    """The text of a program cannot be read: with the line, the column and what to write there."""
+
+
 class LoweringError(AccelError):
     """An operator has no form on the target."""
 

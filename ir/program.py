@@ -19,7 +19,7 @@ from accel.ir.facts import Facts
 from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
-from accel.ir.text import program_text
+from accel.ir.text.write import program_text
 from accel.ir.weights import Change, Weights
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
@@ -88,8 +88,8 @@ class Program:
         )  # fmt: skip
 
     def text(self) -> str:
-        """A stable form that people read; see accel.ir.text."""
-        return program_text(self.entries, self.dims)
+        """A stable form that people read; `accel.ir.text.read.parse` reads it back."""
+        return program_text(self.entries, self.dims, self.state)
 
 
 def _copied(graph: fx.Graph, regions: dict[Region, Region]) -> fx.Graph:
@@ -195,6 +195,12 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
+def symbolic_size(fake: Any, example: int) -> Any:
+    """A new symbolic size among fake values; a number where the example is 0 or 1."""
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    return fake.from_tensor(torch.empty(example), symbolic_context=context).shape[0]
+
+
 class Editor:
     """Inserts nodes whose shapes are known at once: each operator is run on its operands' fake values."""
 
@@ -250,14 +256,13 @@ class Editor:
 
     def symbol(self, letter: str, example: int) -> Any:
         """A new symbolic size, written as `letter` in text; the example only has to be unlike others."""
-        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-        value = self.fake.from_tensor(torch.empty(example), symbolic_context=context)
-        if not isinstance(value.shape[0], torch.SymInt):
+        size = symbolic_size(self.fake, example)
+        if not isinstance(size, torch.SymInt):
             raise PassError(
                 f"size {letter}: torch takes an example of {example} as a constant; give one of at least 2"
             )
-        self.program.dims[str(value.shape[0])] = letter
-        return value.shape[0]
+        self.program.dims[str(size)] = letter
+        return size
 
     def placeholder(self, name: str, sizes: Sequence[Any], dtype: torch.dtype) -> fx.Node:
         """A new input, after the others."""
