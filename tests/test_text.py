@@ -299,6 +299,22 @@ ERRORS = {
         changed("norm: f32[8]", "tokens: f32[8]"),
         "line 4, column 3: 'tokens' is an input too; write %name: f32[8] = weight('tokens')",
     ),
+    "one value twice": (
+        changed("%2: f32", "%1: f32"),
+        "line 6, column 21: %1 is a value above; give this one another number",
+    ),
+    "a default": (
+        changed("= [True, False]", "= [True, [False]]", LAYERS),
+        "line 4, column 45: the value of input 'run' is one number, or equal lists of them",
+    ),
+    "a default that is no number": (
+        changed("= [True, False]", "= tokens", LAYERS),
+        "line 4, column 45: the value of input 'run' is one number, or equal lists of them",
+    ),
+    "a size by nothing": (
+        changed("i64[B,T]", "i64[B,T//0]"),
+        "line 1, column 14: size 'T//0' is no number, letter or sum of them",
+    ),
     "operands": (
         changed("linear(%1, embed)", "linear(%1, norm, norm, norm)"),
         "line 6, column 21: linear does not take these operands: ",
@@ -480,6 +496,23 @@ def test_what_cannot_be_read_is_told_with_its_place(name):
     with pytest.raises(TextError) as caught:
         parse(text)
     assert said in str(caught.value)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([SMALL, LAYERS]),
+    st.integers(0, 10**6),
+    st.integers(0, 3),
+    st.text("()[]:=,.%'{}0a9 \n-*/TB#", max_size=2),
+)
+def test_a_text_with_a_slip_reads_back_or_is_told(text, place, lost, put):
+    place %= len(text)
+    try:
+        program = parse(text[:place] + put + text[place + lost :])
+    except TextError as error:
+        assert str(error).startswith(("line ", "the text has no entry"))
+    else:
+        assert parse(program.text()).text() == program.text()
 
 
 def test_a_weight_that_the_text_does_not_read():

@@ -31,6 +31,7 @@ from accel.ir.region import Conditional, Entry, Region
 from accel.ir.text.syntax import (
     Body,
     Call,
+    Input,
     Place,
     Ref,
     Section,
@@ -131,7 +132,7 @@ class _Reader:
             return self.letters[text]
         try:
             return _computed(ast.parse(text, mode="eval").body, lambda t: self.size(t, at, new))
-        except (SyntaxError, KeyError):
+        except (SyntaxError, KeyError, TypeError, ValueError, ArithmeticError):
             raise at.error(
                 f"size '{text}' is no number, letter or sum of them, as in 2*T+1"
             ) from None
@@ -202,7 +203,7 @@ class _Graphs:
         values = [self.reader.empty(i.type) for i in body.inputs]
         graph, _ = self.graph(body, values)
         made = {
-            i.name: torch.tensor(i.default, dtype=v.dtype)
+            i.name: _default(i, v.dtype)
             for i, v in zip(body.inputs, values, strict=True)
             if i.default is not None
         }
@@ -228,6 +229,8 @@ class _Graphs:
                 node = graph.create_node("get_attr", line.name)
                 node.meta["val"] = self.reader.weight(line)
                 names[line.bound] = node
+            elif line.value in names:
+                raise line.at.error(f"{line.value} is a value above; give this one another number")
             else:
                 names[line.value] = self.call(graph, line, names)
         results = [_node(r.value, names) for r in body.results or []]
@@ -276,6 +279,15 @@ class _Graphs:
         return self.regions[name]
 
 
+def _default(given: Input, dtype: torch.dtype) -> Tensor:
+    try:
+        return torch.tensor(given.default, dtype=dtype)
+    except (TypeError, ValueError, RuntimeError):
+        raise given.at.error(
+            f"the value of input '{given.name}' is one number, or equal lists of them, as in [True, True]"
+        ) from None
+
+
 def weight(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A weight that no one gave: noise by its name, of rows that keep the size of what they multiply;
     zeros where it is no floating-point number, for they are in the range of any index.
@@ -298,7 +310,7 @@ def _number(size: Any) -> int:
 def _computed(tree: ast.expr, size: Callable[[str], Any]) -> Any:
     """What is computed of sizes; KeyError where it is something else."""
     match tree:
-        case ast.BinOp(left, ast.Div(), ast.Constant()):
+        case ast.BinOp(_, ast.Div(), ast.Constant()):
             return size(ast.unparse(tree).replace(" ", ""))  # C/16
         case ast.BinOp(left, op, right):
             functions: dict[type, Any] = {
