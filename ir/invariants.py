@@ -14,7 +14,7 @@ class Invariant(Enum):
     method provides them. The value is the sentence that an error prints.
     """
 
-    UNIFORM_SLOTS = "all layers hold the same tokens in the same slots"
+    UNIFORM_SLOTS = "all layers write the same tokens into the same slots"
     FIXED_LAYERS = "no layer is deleted once its cache is laid out"
     ALL_LAYERS_RUN = "every layer makes queries, keys and values of every token"
     TOKENS_CONTIGUOUS = "the tokens of a row lie in its slots one after the other, without gaps"

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
 from accel.passes.kv.keep import Base, Parts
 
@@ -17,6 +18,7 @@ class MiKV(Base):
     """`bits` 2, 4 or 8, by token; each half of a head's channels has its own step and smallest number."""
 
     bits: int = 4
+    breaks = Base.breaks | {Invariant.PLAIN_KEYS}
     merges: ClassVar[bool] = False
     demotes: ClassVar[bool] = True
 

@@ -34,7 +34,11 @@ class PromptDistill(Base):
     kernel: int = 5
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
-    breaks = Base.breaks | {Invariant.CALL_INDEPENDENT, Invariant.UNIFORM_SLOTS}
+    breaks = Base.breaks | {
+        Invariant.CALL_INDEPENDENT,
+        Invariant.TOKENS_CONTIGUOUS,
+        Invariant.UNIFORM_SLOTS,
+    }
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.layer < -1:
