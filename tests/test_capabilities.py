@@ -5,7 +5,7 @@ import re
 import pytest
 
 from accel.compiler.assemble import assemble, check_target
-from accel.compiler.capabilities import Conflict, conflicts, providers, told
+from accel.compiler.capabilities import Conflict, conflicts, providers, table, told
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import PROVIDED, Invariant, Method
@@ -105,3 +105,14 @@ def test_declarations_mean_something(axis, use):
 
 def test_what_is_to_be_provided_is():
     assert all(providers(one) for one in PROVIDED)
+
+
+def test_the_table_says_what_is_declared():
+    rows = dict(zip(Invariant, table().splitlines()[2:], strict=True))
+    for what, row in rows.items():
+        assert row.startswith(f"| `{what.name}` | {what.value} |")
+    relied, broken = rows[Invariant.REWIND].split(" | ")[2:]
+    assert relied == "`lookahead`, `pearl`, `speculative`" and broken.startswith("`h2o`, `every`")
+    assert "all of kv.score" in rows[Invariant.TOKENS_CONTIGUOUS]
+    assert "target `triton`" in rows[Invariant.HOST_MEMORY]
+    assert "holds only with `model`" in rows[Invariant.DRAFT_MODEL]

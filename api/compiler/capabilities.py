@@ -9,7 +9,7 @@ from functools import cache
 from accel.ir.axis import find_axes
 from accel.ir.invariants import PROVIDED, Invariant, Method
 
-__all__ = ["TARGETS", "Conflict", "conflicts", "providers", "told"]
+__all__ = ["TARGETS", "Conflict", "conflicts", "providers", "table", "told"]
 
 
 @dataclass(frozen=True)
@@ -72,3 +72,27 @@ def told(conflict: Conflict, uses: Mapping[str, str]) -> str:
         f"{one} cannot go with {conflict.other} = {uses[conflict.other]}: the first relies on {what.name}, "
         f"which the second {verb}: {what.value}"
     )
+
+
+def table() -> str:
+    """A Markdown table of the invariants: who relies on each, and who breaks or provides it, with default options."""
+    rows = ["| invariant | holds when | relied on by | broken by |", "|---|---|---|---|"]
+    for what in Invariant:
+        if what in PROVIDED:
+            other = f"holds only with {_who('provides', what)}"
+        else:
+            targets = [f"target `{name}`" for name in TARGETS if what in TARGETS[name].breaks]
+            other = ", ".join(filter(None, (_who("breaks", what), *targets)))
+        rows.append(f"| `{what.name}` | {what.value} | {_who('relies', what)} | {other} |")
+    return "\n".join(rows)
+
+
+def _who(declares: str, what: Invariant) -> str:
+    """The methods that declare an invariant; their axis, where all of several do."""
+    found = []
+    for name, axis in sorted(find_axes().items()):
+        names = axis.names()
+        uses = [use for use in names if what in getattr(axis.build(use), declares)]
+        whole = len(uses) == len(names) > 1
+        found += [f"all of {name}"] if whole else [f"`{use}`" for use in uses]
+    return ", ".join(found)

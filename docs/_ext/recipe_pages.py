@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.compiler.assemble import Plan, assemble
+from accel.compiler.capabilities import table
 from accel.compiler.explain.words import about, details, options
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Recipe, bundled, merge
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ see [grades](../concepts/capabilities.md#grades). Which recipe to take: [choose 
 
 
 def write(folder: Path) -> None:
-    """`index.md` and one page for each family of recipes."""
+    """`index.md`, one page for each family of recipes, and the table of invariants for another page."""
     families: dict[str, list[str]] = defaultdict(list)
     for name, file in bundled().items():
         families[Path(str(file)).parent.name].append(name)
@@ -51,6 +53,7 @@ def write(folder: Path) -> None:
     plans = {name: assemble(recipe) for name, recipe in recipes.items()}
     clashes, refusals = _pairs(recipes)
     folder.mkdir(exist_ok=True)
+    _put(folder / "invariants.inc", table() + "\n")
     index = INTRO
     for family, title in TITLES.items():
         page = f"# {title}\n\n"
@@ -102,6 +105,7 @@ def _recipe(
             f"**`{axis}` = `{plan.recipe.tables[axis]['use']}`**: {about(method)} {details(method)}".rstrip(),
         ]
         lines += _options(options(method, plan.recipe.tables[axis]))
+        lines += _declared(method)
     lines += ["", *_together(same, refused), "", ""]
     return "\n".join(lines)
 
@@ -115,6 +119,19 @@ def _options(found: list[dict[str, Any]]) -> list[str]:
         here = f"`{one['value']!r}`" if one["set"] else ""
         rows.append(f"| `{one['name']}` | `{_cell(one['type'])}` | `{one['default']!r}` | {here} |")
     return rows
+
+
+def _declared(method: Method) -> list[str]:
+    """What a method relies on, breaks and provides."""
+    sets = {"Relies on": method.relies, "Breaks": method.breaks, "Provides": method.provides}
+    names = {
+        word: ", ".join(f"`{one.name}`" for one in Invariant if one in found)
+        for word, found in sets.items()
+        if found
+    }
+    return (
+        ["", "; ".join(f"{word} {found}" for word, found in names.items()) + "."] if names else []
+    )
 
 
 def _together(same: list[str], refused: dict[str, list[str]]) -> list[str]:

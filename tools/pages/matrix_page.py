@@ -9,12 +9,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.capabilities import table
+
 TEMPLATE = Path(__file__).with_name("composition.md")
 INK = "#1f2937"
 MANY = 15  # methods of other axes, among which all are
 # What of a refusal names this recipe, this method, or what to do: the reason is what lies between.
 NAMED = re.compile(r"^(recipe '.*?'|[\w.-]+( and [\w.]+)?): |.* cannot go with [\w.]+ = [\w-]+: ")
 ACT = re.compile(r"; (leave|use|build|give|set) .*$|\s*[(;,] ?\(?gemfilter.*$")
+# Of a refusal that the table of invariants says.
+DECLARED = re.compile(r" relies on [A-Z_]+, which ")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
@@ -31,6 +35,7 @@ def write(folder: Path, outcomes: list[Any]) -> None:
     text = TEMPLATE.read_text(encoding="utf-8").format(
         architectures=", ".join(architectures),
         counts="\n".join(_counts(outcomes)),
+        invariants=table(),
         reasons="\n".join(_reasons(pairs, len(architectures))),
     )
     (folder / "composition.md").write_text(text.rstrip() + "\n", encoding="utf-8")
@@ -75,10 +80,10 @@ def _reason(why: str) -> str:
 
 
 def _reasons(pairs: list[Any], architectures: int) -> list[str]:
-    """A table: reasons, and the methods that they keep apart."""
+    """A table: reasons that no declaration gives, and the methods that they keep apart."""
     where: dict[tuple[str, Pair], list[str]] = defaultdict(list)
     for o in pairs:
-        if o.kind == "refused":
+        if o.kind == "refused" and not DECLARED.search(o.why):
             where[_reason(o.why), o.case.tables].append(o.case.architecture)
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (why, pair), names in where.items():
