@@ -80,9 +80,11 @@ def _state_rules(program: Program) -> list[str]:
                 broken.append(f"state '{name}' is not an input of step")
             continue
         if state.cross or state.kept:
-            writer = "encode" if state.cross else "compress"
-            if name not in step.inputs or state.output not in program.entries[writer].outputs:
-                broken.append(f"state '{name}' is not an output of {writer} and an input of step")
+            writer = program.entries[state.writer]
+            if name not in step.inputs or state.output not in writer.outputs:
+                broken.append(
+                    f"state '{name}' is not an output of {state.writer} and an input of step"
+                )
             continue
         if name not in step.inputs or state.output not in outputs:
             broken.append(f"state '{name}' is not both an input and an output '{state.output}'")

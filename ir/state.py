@@ -3,9 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Self
 
 _AFTER = ".next"  # of a state value's name, where it names an output; nothing else spells it
-BLOCK = "kept.block."  # roles begin so of blocks that sessions share, and of the table that says whose they are
+
+
+class Part(StrEnum):
+    """What a state value holds, of each slot unless it says otherwise."""
+
+    KEYS = "k"
+    VALUES = "v"
+    POSITIONS = "pos"  # -1: nothing lies there
+    MASS = "mass"  # attention that a slot drew
+    NOTE = "note"  # what a score notes of a token
+    PAGES = "pages"  # what is known of a page of slots
+    TABLE = "table"  # which blocks of a pool are a row's
+    RECURRENT = "recurrent"  # of the whole row, and replaced by each call
+
+
+class CacheRegion(StrEnum):
+    """Whose slots they are."""
+
+    RECENT = "kv"  # that steps append to
+    KEPT = "kept"  # of tokens that were chosen, or encoded in blocks
+    LOW = "low"  # of tokens in fewer bits
+    POOL = "pool"  # in blocks that sessions share
+    CROSS = "cross"  # of the encoder's positions
+
+
+class Writer(StrEnum):
+    """Who writes a state value that the step reads; the step, unless it says otherwise."""
+
+    STEP = "step"
+    ENCODE = "encode"  # once
+    COMPRESS = "compress"  # each time that it runs
+    SESSION = "session"  # between calls
+
+
+_ROLES = {  # how the roles of a region's values begin in a manifest, longer ones first
+    CacheRegion.POOL: "kept.block.",
+    CacheRegion.LOW: "kept.low.",
+    CacheRegion.KEPT: "kept.",
+    CacheRegion.CROSS: "cross.",
+    CacheRegion.RECENT: "",
+}
+_WRITERS = {
+    CacheRegion.POOL: Writer.SESSION,
+    CacheRegion.LOW: Writer.COMPRESS,
+    CacheRegion.KEPT: Writer.COMPRESS,
+    CacheRegion.CROSS: Writer.ENCODE,
+    CacheRegion.RECENT: Writer.STEP,
+}
+_PLAIN = (Part.MASS, Part.PAGES, Part.RECURRENT)  # their role is the part, whatever the region
 
 
 def output_of(name: str) -> str:
@@ -23,20 +74,77 @@ def writes_state(output: str) -> bool:
     return output.endswith(_AFTER)
 
 
+def name_of(
+    part: Part,
+    layer: int | None = None,
+    region: CacheRegion = CacheRegion.RECENT,
+    detail: str = "",
+) -> str:
+    """The name of a state value, by which graphs and manifests know it."""
+    if part is Part.TABLE:
+        return part.value
+    if part in (Part.PAGES, Part.RECURRENT):
+        words: tuple[object, ...] = (part, layer, detail)
+    elif part in (Part.MASS, Part.NOTE):
+        words = part, layer, "kept" if region is CacheRegion.KEPT else "recent"
+    else:
+        words = region, layer, part, detail
+    return ".".join(str(word) for word in words if word not in (None, ""))
+
+
+POSITIONS = name_of(Part.POSITIONS)  # in the slots that all layers share
+
+
 @dataclass(frozen=True)
 class StateValue:
     """`shape` mixes numbers and letters: B, C, X, M, Z, P and P<layer>; C/16 is one for every 16 slots (`ir.sizes`).
 
-    A role `cross.…` says that the encode entry writes the value, once, and that the step only reads it;
-    `kept.…` the same of `compress`, each time that it runs, or of the session (`kept.block.…`).
+    layer: None where layers share it. detail: which of several values of one part it is: a codec's scale,
+    a page's bound, the stage of positions. fill: what an empty one holds.
     """
 
-    name: str
-    role: str
+    part: Part
     layer: int | None
     dtype: str
     shape: tuple[int | str, ...]
-    fill: float
+    fill: float = 0
+    region: CacheRegion = CacheRegion.RECENT
+    detail: str = ""
+
+    @classmethod
+    def parse(
+        cls,
+        name: str,
+        role: str,
+        layer: int | None,
+        dtype: str,
+        shape: tuple[int | str, ...],
+        fill: float,
+    ) -> Self:
+        """What a manifest calls so. Raises ValueError where there is none of that name and role."""
+        region, rest = next((r, role[len(s) :]) for r, s in _ROLES.items() if role.startswith(s))
+        word, _, detail = rest.partition(".")
+        if word not in list(Part):
+            raise ValueError(f"{name} with role {role} and layer {layer}")
+        part = Part(word)
+        if part is Part.MASS and name == name_of(part, layer, CacheRegion.KEPT):
+            region = CacheRegion.KEPT
+        if not detail and part in (Part.PAGES, Part.RECURRENT, Part.POSITIONS):
+            detail = name[len(name_of(part, layer, region)) :].removeprefix(".")
+        value = cls(part, layer, dtype, shape, fill, region, detail)
+        if (value.name, value.role) != (name, role):
+            raise ValueError(f"{name} with role {role} and layer {layer}")
+        return value
+
+    def to_json(self) -> dict[str, Any]:
+        """As a manifest keeps it: `parse` reads it."""
+        names = ("name", "role", "layer", "dtype", "shape", "fill")
+        return {**{n: getattr(self, n) for n in names}, "shape": list(self.shape)}
+
+    @cached_property
+    def name(self) -> str:
+        """By which graphs know it."""
+        return name_of(self.part, self.layer, self.region, self.detail)
 
     @property
     def output(self) -> str:
@@ -44,21 +152,55 @@ class StateValue:
         return output_of(self.name)
 
     @property
+    def role(self) -> str:
+        """What a manifest says that it is."""
+        if self.part in _PLAIN:
+            return self.part.value
+        detail = "" if self.part is Part.POSITIONS else self.detail
+        return _ROLES[self.region] + self.part.value + (f".{detail}" if detail else "")
+
+    @property
+    def writer(self) -> Writer:
+        """Who writes it beside the step, which then only reads it; or the step."""
+        return Writer.STEP if self.part is Part.MASS else _WRITERS[self.region]
+
+    @property
     def cross(self) -> bool:
         """Whether the encode entry writes it, and the step only reads it."""
-        return self.role.startswith("cross.")
+        return self.writer is Writer.ENCODE
 
     @property
     def kept(self) -> bool:
         """Whether the compress entry or the session writes it, and the step only reads it."""
-        return self.role.startswith("kept.")
+        return self.writer in (Writer.COMPRESS, Writer.SESSION)
 
     @property
     def shared(self) -> bool:
         """Whether the session writes it, between calls: blocks, and the table of them."""
-        return self.role.startswith(BLOCK)
+        return self.writer is Writer.SESSION
 
     @property
     def pooled(self) -> bool:
         """Whether it is blocks, of a pool that all sessions of a model share."""
-        return self.shared and "Z" in self.shape
+        return self.shared and self.part is not Part.TABLE
+
+    @property
+    def positions(self) -> bool:
+        """Whether it says which positions lie in the slots that steps append to."""
+        return self.part is Part.POSITIONS and self.region is CacheRegion.RECENT
+
+    @property
+    def kept_positions(self) -> bool:
+        """Whether it says which positions were chosen, or encoded in blocks."""
+        return self.part is Part.POSITIONS and self.region is CacheRegion.KEPT
+
+    @property
+    def stored(self) -> bool:
+        """Whether it is keys or values as they are, or as a codec's codes, without what goes with the codes."""
+        return self.part in (Part.KEYS, Part.VALUES) and not self.detail
+
+
+def writer_of(role: str) -> Writer:
+    """Who writes a value of this role in a report or manifest."""
+    region = next(r for r, start in _ROLES.items() if role.startswith(start))
+    return _WRITERS[region]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from accel.ir.capture.examples import encoder_side, example
+from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, ranks_of
+from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.errors import Miscompiled
 from accel.ir.ops.codec import encode_rows
 from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.sizes import grows
-from accel.ir.state import output_of, state_of
+from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of, state_of
 from accel.passes import Pass
 
 _SIZES = ((2, 13),)  # unequal, and long enough to show a window or a wrong broadcast
@@ -56,7 +58,9 @@ class NumericCheck:
     def _compared(self, program: Program, step: Pass) -> float:
         errors, found = [], []
         for case, (tokens, want) in enumerate(self.cases):
-            ways = (run_concatenated if step.entry == "genai" else run_both_ways)(program, tokens)
+            ways = (run_concatenated if step.entry == GENAI.name else run_both_ways)(
+                program, tokens
+            )
             found.append([got for got, _ in ways])
             for way, (got, rows) in enumerate(ways):
                 part = self.apart[case][way] if self.apart else want[:, rows]
@@ -118,7 +122,7 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
         return run_again(program, tokens)
     found = []
     letters = {"B": tokens.shape[0], "C": max(length + 3, _flush(program))}
-    compresses = "compress" in program.entries
+    compresses = COMPRESS.name in program.entries
     for cuts in ([0, length], _split(length, 4 if compresses else 3)):
         buffers = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
         base = 0
@@ -150,8 +154,8 @@ def run_again(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
 
 def store_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
     """Run the entry `compress` so that all recent tokens go into one block more, whole or not."""
-    batch, slots = buffers["kv.pos"].shape
-    room = buffers["kept.pos"].shape[2]
+    batch, slots = buffers[POSITIONS].shape
+    room = buffers[name_of(Part.POSITIONS, region=CacheRegion.KEPT)].shape[2]
     given = {
         "fresh": torch.arange(_flush(program)).unsqueeze(0),
         "places": torch.arange(room + 1).repeat(batch, 1),
@@ -162,18 +166,18 @@ def store_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
 
 def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
     """Run the entry `compress` so that every token of rows that have `seen` so many stays."""
-    batch, slots = buffers["kv.pos"].shape
+    batch, slots = buffers[POSITIONS].shape
     given: dict[str, Tensor] = {"seen": torch.full((batch,), seen)}
-    holders = {h.target: h for h in program.entries["compress"].graph.find_nodes(op="placeholder")}
-    for name, holder in holders.items():
-        kind, _, layer = str(name).partition(".")
-        if kind == "keep":
-            given[name] = torch.full((batch,), seen)
-        elif kind == "ranks":
-            given[name] = torch.arange(slots + buffers[f"kept.{layer}.pos"].shape[2])
-        elif kind in ("queries", "query_positions"):  # none: what scores say does not matter here
-            tail = holder.meta["val"].shape[2:]
-            given[name] = torch.zeros(batch, 1, *tail) if tail else torch.full((batch, 1), -1)
+    entry = program.entries[COMPRESS.name]
+    for state in program.state:
+        if not state.kept_positions or state.layer is None:
+            continue
+        given[keep_of(state.layer)] = torch.full((batch,), seen)
+        given[ranks_of(state.layer)] = torch.arange(slots + buffers[state.name].shape[2])
+        if (asked := queries_of(state.layer)) in entry.inputs:  # none: scores do not matter here
+            tail = entry.input(asked).meta["val"].shape[2:]
+            given[asked] = torch.zeros(batch, 1, *tail)
+            given["query_positions"] = torch.full((batch, 1), -1)
     _compressed(program, buffers, given, batch, slots)
 
 
@@ -181,7 +185,7 @@ def _compressed(
     program: Program, buffers: dict[str, Tensor], given: dict[str, Tensor], batch: int, slots: int
 ) -> None:
     """Buffers after a run of the entry `compress`, the recent ones empty."""
-    out = program.run("compress", {**given, **buffers})
+    out = program.run(COMPRESS.name, {**given, **buffers})
     for name, value in out.items():
         buffers[state_of(name)] = value
     for state in program.state:
@@ -205,22 +209,22 @@ def run_in_blocks(program: Program, tokens: Tensor) -> tuple[Tensor, Tensor] | N
     want = _call(program, {}, buffers, tokens, size, end)
     for state in program.state:
         if state in pools:
-            buffers[state.name] = buffers[state.name.replace("pool.", "kv.")][:, :, :size].clone()
-    buffers["table"] = torch.arange(batch)[:, None]
+            buffers[state.name] = buffers[replace(state, region=CacheRegion.RECENT).name][
+                :, :, :size
+            ].clone()
+    buffers[name_of(Part.TABLE)] = torch.arange(batch)[:, None]
     buffers |= {s.name: s.allocate(**letters) for s in program.state if grows(s.shape)}
     return _call(program, {}, buffers, tokens, size, end, base=size), want
 
 
 def run_concatenated(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
     """(logits, rows) of the genai entry, in two calls: keys and values of the first are the past."""
-    if "genai" not in program.entries:
+    if GENAI.name not in program.entries:
         return []
     found = []
     batch, length = tokens.shape
-    past = {
-        str(n): torch.zeros([batch, *(0 if not isinstance(d, int) else d for d in v.shape[1:])])
-        for n, v in ((h.target, h.meta["val"]) for h in _past_inputs(program))
-    }
+    held = [s for s in program.state if s.layer is not None]
+    past = {past_of(s): s.allocate(B=batch) for s in held}
     for start, end in ((0, length // 2), (length // 2, length)):
         if start == end:
             continue
@@ -230,15 +234,10 @@ def run_concatenated(program: Program, tokens: Tensor) -> list[tuple[Tensor, sli
             "attention_mask": torch.ones(batch, end, dtype=torch.int64),
             **past,
         }
-        out = program.run("genai", inputs)
-        past = {n: out[n.replace("past_key_values", "present")] for n in past}
+        out = program.run(GENAI.name, inputs)
+        past = {past_of(s): out[present_of(s)] for s in held}
         found.append((out["logits"].float(), slice(start, end)))
     return found
-
-
-def _past_inputs(program: Program) -> list[fx.Node]:
-    holders = program.entries["genai"].graph.find_nodes(op="placeholder")
-    return [h for h in holders if str(h.target).startswith("past_key_values")]
 
 
 def _split(length: int, calls: int) -> list[int]:

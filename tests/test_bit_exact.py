@@ -11,6 +11,7 @@ from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.facts import EncoderFacts
 from accel.ir.program import State
+from accel.ir.state import Part
 from accel.passes.numerics import bit_exact
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
@@ -161,7 +162,7 @@ def off_by_a_bit(run):
 def test_models_whose_rows_depend_on_the_call_are_refused(captured):
     program = captured("tiny")
     assert bit_exact.BitExact().run(program).changed == 0
-    program.state.append(State("recurrent.0.sum", "recurrent", 0, "float32", ("B", 4), 0))
+    program.state.append(State(Part.RECURRENT, 0, "float32", ("B", 4), detail="sum"))
     with pytest.raises(PassError, match="recurrent"):
         bit_exact.BitExact().run(program)
     program.state.clear()

@@ -39,7 +39,9 @@ def test_a_wrong_cache_is_caught(runner, monkeypatch):
     assert runner.run(case).kind == "equal"
     right = ort.trimmed
     monkeypatch.setattr(
-        ort, "trimmed", lambda found: {n: a[:, :, 1:] for n, a in right(found).items()}
+        ort,
+        "trimmed",
+        lambda state, found: {n: a[:, :, 1:] for n, a in right(state, found).items()},
     )
     assert runner.run(case).kind == "wrong"
 

@@ -14,6 +14,7 @@ from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Region
+from accel.ir.state import Part
 from accel.passes import Pass, Report, run
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
@@ -189,7 +190,7 @@ def wrong_heads(program):
 
 
 def lost_state(program):
-    program.state.append(State("kv.9.k", "k", 9, "float32", ("B", 2, "C", 6), 0))
+    program.state.append(State(Part.KEYS, 9, "float32", ("B", 2, "C", 6)))
 
 
 def lost_input(program):

@@ -4,12 +4,13 @@ import pytest
 
 from accel.ir.program import State
 from accel.ir.sizes import LETTER, grows, in_numbers, per_slot
+from accel.ir.state import Part
 
 
 @pytest.mark.parametrize(("slots", "pages"), [(0, 0), (1, 1), (16, 1), (17, 2), (256, 16)])
 def test_a_part_of_the_slots_counts_what_is_begun(slots, pages):
     assert in_numbers(("B", 4, "C/16", 8), {"B": 2, "C": slots}) == (2, 4, pages, 8)
-    state = State("pages.0.high", "pages", 0, "float32", ("B", 4, "C/16", 8), 0)
+    state = State(Part.PAGES, 0, "float32", ("B", 4, "C/16", 8), detail="high")
     assert state.allocate(B=2, C=slots).shape == (2, 4, pages, 8)
 
 

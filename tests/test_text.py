@@ -487,6 +487,10 @@ ERRORS = {
         changed(", fill=0", "", LAYERS),
         "line 2, column 3: say of 'kv.0.k' all of state(role=…, layer=…, fill=…)",
     ),
+    "state of another name": (
+        changed("role='k'", "role='v'", LAYERS),
+        "line 2, column 3: there is no state value 'kv.0.k' with role='v', layer=0, fill=0",
+    ),
 }
 
 

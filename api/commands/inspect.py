@@ -57,7 +57,7 @@ def inspect(
 
     artifact = open_artifact(path)
     if chain is not None:
-        state = [asdict(value) for value in artifact.manifest.state]
+        state = [value.to_json() for value in artifact.manifest.state]
         drawn = picture(_layers(artifact), state, why_not(artifact.manifest.report))
         chain.write_text(drawn, encoding="utf-8")
     tuning, costs = _measured(artifact, threads, measure)
@@ -94,7 +94,7 @@ def _layers(artifact: Artifact) -> list[dict[str, Any]]:
 def _facts(artifact: Artifact) -> dict[str, Any]:
     """All of it, for programs."""
     manifest = artifact.manifest
-    state = [asdict(value) for value in manifest.state]
+    state = [value.to_json() for value in manifest.state]
     per_token = state_bytes(state)
     return {
         "path": str(artifact.path),
@@ -115,7 +115,7 @@ def _facts(artifact: Artifact) -> dict[str, Any]:
 
 def _show(artifact: Artifact) -> None:
     manifest, facts = artifact.manifest, artifact.facts
-    state = [asdict(value) for value in manifest.state]
+    state = [value.to_json() for value in manifest.state]
     tables = manifest.recipe.get("tables", {})
     methods = [f"{axis} = {t.get('use')}" for axis, t in tables.items() if isinstance(t, dict)]
     errors = manifest.report.get("errors", {})

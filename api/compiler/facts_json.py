@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ def model_facts(program: Program) -> Facts:
 
 def state_json(program: Program) -> list[dict[str, Any]]:
     """Each state value."""
-    return [{**asdict(s), "shape": list(s.shape)} for s in program.state]
+    return [s.to_json() for s in program.state]
 
 
 def kv_bytes(program: Program) -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel.ir.state import Part
+
 
 def genai_config(model: dict[str, Any], state: list[dict[str, Any]]) -> dict[str, Any]:
     """The configuration for a plain dense cache; `model` and `state` are the manifest's tables.
 
     Keys and values are concatenated by the graph (`past_present_share_buffer` off).
     """
-    shape = next(s["shape"] for s in state if s["role"] == "k")
+    shape = next(s["shape"] for s in state if s["role"] == Part.KEYS)
     heads = model["layers"][0]["num_heads"]
     eos = model["eos"] or [model["vocab_size"] - 1]
     return {

@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from accel.ir.sizes import grows, per_slot
+from accel.ir.state import Writer, writer_of
 
 FILLS = ("#d8e8f3", "#fbe3c8", "#dcefd5", "#eadcf3", "#f8d9dc", "#e7e5d3")
 _INK, _DIM, _LINE = "#1f2937", "#64748b", "#94a3b8"
@@ -66,6 +67,9 @@ class Group:
         return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
 
+_WRITTEN = {Writer.ENCODE: "cross", Writer.COMPRESS: "kept", Writer.SESSION: "kept"}
+
+
 def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]]) -> list[Link]:
     """One link per layer, out of the facts of layers and the state layout of a report or manifest."""
     import numpy as np
@@ -74,7 +78,7 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
     for value in state:
         shape, role = value["shape"], str(value.get("role", ""))
         what = "per_token" if grows(shape) else "fixed"
-        what = next((part for part in ("cross", "kept") if role.startswith(f"{part}.")), what)
+        what = _WRITTEN.get(writer_of(role), what)
         if (
             what == "cross"
         ):  # [B,G,X,D]: of one position of the encoder's input, however many there are

@@ -11,6 +11,7 @@ from typing import Any
 
 from accel.compiler.layer_summary import bytes_text, picture, why_not
 from accel.ir.sizes import grows, per_slot
+from accel.ir.state import Part, Writer, writer_of
 
 TEMPLATES = Path(__file__).parent
 WIDE, HALF = 7.2, 4.4  # inches of a picture; the page scales it down where it must
@@ -116,15 +117,15 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
 
     fixed = kept = 0
     for value in state:
-        if not grows(value["shape"]) and not value["role"].startswith("cross."):
+        if not grows(value["shape"]) and writer_of(value["role"]) is not Writer.ENCODE:
             sizes = (d for d in value["shape"] if not isinstance(d, str))
             count = math.prod(sizes) * np.dtype(value["dtype"]).itemsize
-            if value["role"].startswith("kept."):
+            if writer_of(value["role"]) is not Writer.STEP:
                 kept += count
             else:
                 fixed += count
     text = f"{size(sum(state_bytes(state).values()))} per token"
-    recurrent = any(value["role"] == "recurrent" for value in state)
+    recurrent = any(value["role"] == Part.RECURRENT for value in state)
     more = f", {size(kept)} per token that is kept" if kept else ""
     more += f", {size(fixed)} per row that do not grow" if fixed else ""
     return text + more + (" (a rewind runs some tokens again)" if recurrent else "")
@@ -151,8 +152,8 @@ def cross_bytes(state: Sequence[Mapping[str, Any]]) -> int:
 
     total = 0
     for value in state:
-        if value["role"].startswith("cross."):
-            axis = 1 if value["role"] == "cross.pos" else 2
+        if writer_of(value["role"]) is Writer.ENCODE:
+            axis = 1 if len(value["shape"]) == 2 else 2  # of positions
             sizes = (d for i, d in enumerate(value["shape"]) if i not in (0, axis))
             total += math.prod(sizes) * np.dtype(value["dtype"]).itemsize
     return total

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
+from accel.ir.state import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ class _Compress(EntryKind):
             **{keep_of(i): [9, 6] for i in layers},
             **{ranks_of(i): list(range(9)) for i in layers},
         }
-        roles = {s.name: s.role for s in program.state}
+        parts = {s.name: s for s in program.state}
         generator = random()
         found: dict[str, Tensor] = {}
         for holder in program.entries[name].graph.find_nodes(op="placeholder"):
@@ -56,15 +57,15 @@ class _Compress(EntryKind):
             shape = [
                 d if isinstance(d, int) else letters[program.dims[str(d)]] for d in value.shape
             ]
-            role = roles.get(own)
+            state = parts.get(own)
             if own in told:
                 found[own] = numbers(told[own])
             elif value.dtype is not torch.int64:
                 found[own] = filled(shape, value.dtype, generator)
-                found[own] = found[own].abs() if role == "mass" else found[own]
-            elif role is None:  # the slots of new blocks
+                found[own] = found[own].abs() if state and state.part is Part.MASS else found[own]
+            elif state is None:  # the slots of new blocks
                 found[own] = torch.arange(shape[0] * shape[1]).reshape(shape)
-            elif role == "pos":
+            elif state.positions:
                 found[own] = torch.arange(8, 8 + shape[1]).repeat(2, 1)
             else:  # positions that were kept
                 found[own] = torch.arange(shape[-1]).expand(shape).clone()

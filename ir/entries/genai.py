@@ -6,9 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
+from accel.ir.state import Part, StateValue
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_PARTS = {Part.KEYS: "key", Part.VALUES: "value"}
+
+
+def past_of(state: StateValue) -> str:
+    """The input that is a layer's keys or values so far."""
+    return f"past_key_values.{state.layer}.{_PARTS[state.part]}"
+
+
+def present_of(state: StateValue) -> str:
+    """The output that is those and the call's own."""
+    return f"present.{state.layer}.{_PARTS[state.part]}"
 
 
 @dataclass(frozen=True)

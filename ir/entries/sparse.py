@@ -35,11 +35,11 @@ class _Sparse(EntryKind):
         generator = random()
         for state in program.state:
             blank = state.allocate(B=1, C=slots)
-            if state.role == "pos":
+            if state.positions:
                 given[state.name] = torch.arange(slots)[None]
             elif blank.dtype in (torch.float32, torch.int8):
                 value = filled(blank.shape, blank.dtype, generator)
-                plain = state.role in ("k", "v") or blank.dtype is torch.int8
+                plain = state.stored or blank.dtype is torch.int8
                 given[state.name] = value if plain else value.abs() + 0.1  # scales
             else:
                 given[state.name] = blank

@@ -6,9 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
+from accel.ir.state import writes_state
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LOGITS = "logits"
+
+
+def given_beside(output: str) -> bool:
+    """Whether an output is neither the logits nor state: queries, where a method observes them."""
+    return output != LOGITS and not writes_state(output)
 
 
 @dataclass(frozen=True)

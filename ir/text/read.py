@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dataclasses
 import math
 import operator
 import re
@@ -41,7 +40,7 @@ from accel.ir.text.syntax import (
     Weight,
     read_tree,
 )
-from accel.ir.text.write import SHORT, function_name, type_text
+from accel.ir.text.write import SHORT, STATE_FIELDS, function_name, type_text
 from accel.ir.weights import Weights
 
 _DTYPES = {short: dtype for dtype, short in SHORT.items()}
@@ -93,19 +92,23 @@ class _Reader:
 
     def _state(self, line: StateLine) -> State:
         kind = line.type
-        known = [f.name for f in dataclasses.fields(State)]
         if kind.sizes is None:
             raise kind.at.error("a state value is a tensor, such as f32[B,2,C,10]")
         for name in line.fields:
-            if name not in known:
-                raise line.at.error(unknown("what is said of state,", name, known))
+            if name not in STATE_FIELDS:
+                raise line.at.error(unknown("what is said of state,", name, STATE_FIELDS))
+        if set(STATE_FIELDS) - line.fields.keys():
+            wanted = ", ".join(f"{n}=…" for n in STATE_FIELDS)
+            raise line.at.error(f"say of '{line.name}' all of state({wanted})")
         shape = tuple(int(s) if s.isdigit() else s for s in kind.sizes)
         dtype = str(self.dtype(kind)).removeprefix("torch.")
         try:
-            return State(name=line.name, dtype=dtype, shape=shape, **line.fields)
-        except TypeError:
-            wanted = ", ".join(f"{n}=…" for n in known if n not in ("name", "dtype", "shape"))
-            raise line.at.error(f"say of '{line.name}' all of state({wanted})") from None
+            return State.parse(name=line.name, dtype=dtype, shape=shape, **line.fields)
+        except (TypeError, ValueError):
+            told = ", ".join(f"{n}={line.fields[n]!r}" for n in STATE_FIELDS)
+            raise line.at.error(
+                f"there is no state value '{line.name}' with {told}; names are as kv.0.k, kv.pos, kept.0.v"
+            ) from None
 
     def dtype(self, kind: Type) -> torch.dtype:
         found = _DTYPES.get(kind.dtype) or getattr(torch, kind.dtype, None)

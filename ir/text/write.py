@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -44,14 +43,14 @@ def program_text(
     return "\n\n".join(parts) + "\n"
 
 
+STATE_FIELDS = ("role", "layer", "fill")  # of a state value, beside its name, type and shape
+
+
 def _state_text(state: Sequence[StateValue]) -> str:
     lines = ["state:"]
     for value in state:
         shape = ",".join(map(str, value.shape))
-        rest = [
-            f.name for f in dataclasses.fields(value) if f.name not in ("name", "dtype", "shape")
-        ]
-        told = ", ".join(f"{name}={plain(getattr(value, name))}" for name in rest)
+        told = ", ".join(f"{name}={plain(getattr(value, name))}" for name in STATE_FIELDS)
         kind = f"{SHORT[getattr(torch, value.dtype)]}[{shape}]"
         lines.append(f"  {value.name}: {kind} = state({told})")
     return "\n".join(lines)

@@ -191,7 +191,8 @@ def lower_entry(
     b.shared_params = shared(program, entry)
     paged = any(operands_of(n).pages for n in program.nodes(attention.default, entry=entry))
     if paged or any(isinstance(node.target, Conditional) for node in entry.graph.nodes):
-        b.common.update(n for n in entry.inputs if n.startswith(SEEDS))
+        where = (s.name for s in program.state if s.positions)
+        b.common.update(set(entry.inputs).intersection({*SEEDS, *where}))
     b.initializers += [small(name, value) for name, value in entry.defaults.items()]
     inputs = {n: n for n in entry.inputs}
     values = _graph(b, program, entry.graph, inputs)

@@ -18,7 +18,7 @@ from accel.ir.entries.step import STEP
 from accel.ir.errors import LoweringError, Miscompiled
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
-from accel.ir.state import state_of, writes_state
+from accel.ir.state import Part, state_of, writes_state
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.passes.check import rounding
@@ -96,7 +96,7 @@ def _calls(program: Program, tokens: Tensor) -> list[Values]:
     letters = {"B": batch, "C": -(-(length + 3) // BLOCK) * BLOCK}
     state = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
     side = encoder_side(program, batch)
-    recurrent = any(s.role == "recurrent" for s in program.state)
+    recurrent = any(s.part is Part.RECURRENT for s in program.state)
     cuts = sorted({0, length // 2, length - 1, length}) if recurrent else [0, length]
     calls: list[Values] = []
     for start, end in zip(cuts, cuts[1:], strict=False):

@@ -12,7 +12,7 @@ from accel.ir.depth import PROPAGATE
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Region, sizes
-from accel.ir.state import state_of
+from accel.ir.state import Part, state_of
 from accel.passes.clean.clean import remove_dead
 from accel.passes.depth._narrow import narrow
 
@@ -52,7 +52,7 @@ def conditions(program: Program, cache: str) -> list[fx.Node]:
     cache: what a layer that is left out does with its keys and values (`accel.passes.depth`).
     Returns the layers' calls; the condition is the first argument of each.
     """
-    recurrent = [s.layer for s in program.state if s.role == "recurrent"]
+    recurrent = [s.layer for s in program.state if s.part is Part.RECURRENT]
     if recurrent:
         raise PassError(
             f"depth: layer {recurrent[0]} carries a recurrent state, which a rewind computes again from the "

@@ -121,9 +121,8 @@ def _renumber(program: Program, stay: list[int], lost: set[str]) -> None:
         if value.name in lost:
             continue
         if value.layer is not None:
-            layer = places[value.layer]
-            name = value.name.replace(f".{value.layer}.", f".{layer}.", 1)
-            names[value.name], value = name, replace(value, name=name, layer=layer)
+            new = replace(value, layer=places[value.layer])
+            names[value.name], value = new.name, new
         state.append(value)
     program.state = state
     program.facts.layers = [program.facts.layers[i] for i in stay]

@@ -10,6 +10,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.quantized import quantized_expert_linear
 from accel.ir.program import Program
+from accel.ir.state import Part
 from accel.passes import Report
 from accel.passes.numerics import Base
 
@@ -30,7 +31,7 @@ class BitExact(Base):
     relies = frozenset({Invariant.APPEND_ONLY, Invariant.EXACT_WIDTH})
 
     def run(self, program: Program) -> Report:
-        if any(s.role == "recurrent" for s in program.state):
+        if any(s.part is Part.RECURRENT for s in program.state):
             raise PassError(
                 "bit-exact: this model has recurrent state, which is summed in another order when "
                 "several tokens share a call; build it without the bit-exact recipe"

@@ -62,14 +62,15 @@ def result(call: fx.Node, place: int) -> fx.Node:
     return next(u for u in call.users if u.args[1] == place)
 
 
-def states(outputs: dict[str, fx.Node], calls: list[fx.Node]) -> list[tuple[str, fx.Node]]:
-    """The state that these layers write, the positions of its slots among it."""
+def states(program: Program, entry: Entry, calls: list[fx.Node]) -> list[tuple[str, fx.Node]]:
+    """The state that these layers of an entry write, the positions of its slots among it."""
     read = {a for call in calls for a in call.args}
+    positions = {s.output for s in program.state if s.positions}
     return [
         (name, node)
-        for name, node in outputs.items()
+        for name, node in entry.output_nodes().items()
         if writes_state(name)
-        and (node in read if name.startswith("kv.pos") else node.args and node.args[0] in calls)
+        and (node in read if name in positions else node.args and node.args[0] in calls)
     ]
 
 

@@ -15,7 +15,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State, ancestors, evaluate
 from accel.ir.region import sizes
-from accel.ir.state import output_of
+from accel.ir.state import Part
 from accel.passes import Pass, Report
 from accel.passes.recognise.attention import Attention
 from accel.passes.recognise.cuts import layer_groups, mixers
@@ -90,7 +90,7 @@ def _positions(
     """`kv.pos` with this call's positions in their slots; none where nothing attends."""
     if not attentions:
         return None
-    state = State("kv.pos", "pos", None, "int64", ("B", "C"), -1)
+    state = State(Part.POSITIONS, None, "int64", ("B", "C"), -1)
     pos = buffer(program, editor, state, letters)
     with editor.graph.inserting_before(attentions[0]):
         all_pos = editor.call(kv_append.default, pos, program.step.input("positions"), slots)
@@ -111,21 +111,20 @@ def _cache(
     `owners`: keys or values -> what is stored of them, by which layer.
     """
     layer = node.meta["layer"]
-    for index, part in ((1, "k"), (2, "v")):
+    for index, part in ((1, Part.KEYS), (2, Part.VALUES)):
         new = node.args[index]
         assert isinstance(new, fx.Node)
         if new in owners:  # of a layer before, or a latent, which is both
             node.update_arg(index, owners[new][0])
             continue
         groups, width = int(sizes(new)[1]), int(sizes(new)[3])
-        name = f"kv.{layer}.{part}"
-        state = State(name, part, layer, "float32", ("B", groups, "C", width), 0)
+        state = State(part, layer, "float32", ("B", groups, "C", width))
         held = buffer(program, editor, state, letters)
         with editor.graph.inserting_before(node):
             stored = editor.call(kv_append.default, held, new, where[0], like=node)
         node.update_arg(index, stored)
         owners[new] = stored, layer
-        outputs[output_of(name)] = stored
+        outputs[state.output] = stored
     node.update_arg(4, where[1])
 
 

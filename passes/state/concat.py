@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
-from accel.ir.program import Editor, Program
+from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, Region
-from accel.ir.state import state_of
+from accel.ir.state import POSITIONS, CacheRegion, Part, state_of
 from accel.passes import Pass, Report
 from accel.passes.state.head import Head
 from accel.passes.state.layers import Layers
@@ -34,11 +35,12 @@ class Concat(Pass):
     entry = "genai"
 
     def run(self, program: Program) -> Report:
-        shapes = {s.shape for s in program.state if s.role in ("k", "v")}
+        own = [s for s in program.state if s.stored and s.region is CacheRegion.RECENT]
+        shapes = {s.shape for s in own}
         if len(shapes) != 1:
             return Report(refused=["onnxruntime-genai needs equal KV shapes in every layer"])
-        roles = [s.role for s in program.state if s.layer is not None]
-        if roles.count("k") != roles.count("v"):
+        parts = [s.part for s in own]
+        if parts.count(Part.KEYS) != parts.count(Part.VALUES):
             return Report(
                 refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"]
             )
@@ -58,39 +60,28 @@ class Concat(Pass):
             return Report(
                 refused=["onnxruntime-genai keeps a cache in every layer, some share one"]
             )
-        if any(s.role not in ("k", "v", "pos") or s.dtype == "int8" for s in program.state):
+        if any(s.name != POSITIONS and (s not in own or s.dtype == "int8") for s in program.state):
             return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
-        names = {
-            s.name: _name(s.name, s.role, s.layer) for s in program.state if s.layer is not None
-        }
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
-        _inputs(program, graph, copied, names)
+        _inputs(program, graph, copied, own)
         editor = Editor(program, graph)
         for node in program.step.graph.nodes:
             if node.op in ("call_function", "get_attr"):
-                copied[node] = _copy(editor, node, copied, copied[program.step.input("kv.pos")])
+                copied[node] = _copy(editor, node, copied, copied[program.step.input(POSITIONS)])
+        present = {s.output: present_of(s) for s in own}
         outputs = {
-            _output(name, names): copied[node]
+            present.get(name, name): copied[node]
             for name, node in program.step.output_nodes().items()
-            if state_of(name) != "kv.pos"
+            if state_of(name) != POSITIONS
         }
         graph.output(tuple(outputs.values()))
-        program.entries["genai"] = Entry(graph, list(outputs))
+        program.entries[GENAI.name] = Entry(graph, list(outputs))
         return Report(changed=1)
 
 
-def _name(name: str, role: str, layer: int | None) -> str:
-    return f"past_key_values.{layer}.{'key' if role == 'k' else 'value'}"
-
-
-def _output(name: str, names: dict[str, str]) -> str:
-    past = names.get(state_of(name))
-    return past.replace("past_key_values", "present") if past else name
-
-
 def _inputs(
-    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], names: dict[str, str]
+    program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], held: list[State]
 ) -> None:
     """Placeholders of the entry; `kv.pos` and `rows` have none and stand for what replaces them."""
     step = program.step
@@ -101,11 +92,9 @@ def _inputs(
     batch = step.input("tokens").meta["val"].shape[0]
     sizes = {"B": batch, "C": editor.symbol("P", _PAST)}
     mask = editor.placeholder("attention_mask", (batch, editor.symbol("S", _SEEN)), torch.int64)
-    for state in program.state:
-        if state.layer is None:
-            continue
+    for state in held:
         shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
-        node = editor.placeholder(names[state.name], shape, torch.float32)
+        node = editor.placeholder(past_of(state), shape, torch.float32)
         copied[step.input(state.name)] = node
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         counted = editor.call(aten.cumsum.default, mask, 1)
@@ -115,7 +104,7 @@ def _inputs(
         real = editor.call(aten.gt.Scalar, mask, 0)
     with graph.inserting_after(real):
         positions = editor.call(aten.where.ScalarOther, real, index, -1)
-    copied[step.input("kv.pos")] = positions
+    copied[step.input(POSITIONS)] = positions
 
 
 def _copy(

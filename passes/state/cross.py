@@ -12,6 +12,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.program import DTYPES, Editor, Program, State, ancestors
 from accel.ir.region import Entry, sizes
+from accel.ir.state import CacheRegion, Part
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
@@ -114,14 +115,14 @@ def _wanted(sites: list[fx.Node], crossing: list[fx.Node]) -> dict[fx.Node, Stat
         k, v, pos = site.args[1], site.args[2], site.args[4]
         assert isinstance(pos, fx.Node)
         width = _letter(pos, 1)
-        found.setdefault(pos, State("cross.pos", "cross.pos", None, "int64", ("B", width), -1))
-        for part, value in (("k", k), ("v", v)):
+        found.setdefault(
+            pos, State(Part.POSITIONS, None, "int64", ("B", width), -1, CacheRegion.CROSS)
+        )
+        for part, value in ((Part.KEYS, k), (Part.VALUES, v)):
             assert isinstance(value, fx.Node)
             shape = ("B", int(sizes(value)[1]), _letter(value, 2), int(sizes(value)[3]))
-            name = f"cross.{max(layer, 0)}.{part}"
-            found.setdefault(
-                value, State(name, f"cross.{part}", max(layer, 0), "float32", shape, 0)
-            )
+            state = State(part, max(layer, 0), "float32", shape, region=CacheRegion.CROSS)
+            found.setdefault(value, state)
     return found
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import DTYPES, Editor, Program, State
+from accel.ir.state import Part
 
 
 def buffer(program: Program, editor: Editor, state: State, sizes: dict[str, Any]) -> fx.Node:
@@ -40,8 +41,8 @@ def carry(
         number = f".{seen[part] - 1}" if seen[part] > 1 else ""
         layer = node.meta["layer"]
         sizes = [int(d) for d in node.meta["val"][-1].shape[1:]]
-        name = f"recurrent.{layer}.{part}{number}"
-        state = State(name, "recurrent", layer, "float32", ("B", *sizes), 0)
+        detail = f"{part}{number}"
+        state = State(Part.RECURRENT, layer, "float32", ("B", *sizes), detail=detail)
         held = buffer(program, editor, state, letters)
         node.args = (*node.args[:-2], held, program.step.input("positions"))
         outputs[state.output] = _after(editor, node)

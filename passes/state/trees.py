@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries.commit import COMMIT
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry
-from accel.ir.state import output_of
+from accel.ir.state import POSITIONS, Part, output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.state.cache import Cache
@@ -42,7 +43,7 @@ class Trees(Pass):
         written = step.output_nodes()
         for state in program.state:
             _check(state, written)
-        sites, places = program.nodes(attention.default, entry=step), written[output_of("kv.pos")]
+        sites, places = program.nodes(attention.default, entry=step), written[output_of(POSITIONS)]
         own = [n for n in sites if operands_of(n).k_pos is places]
         wide = editor.symbol("W", _WIDTH)
         batch, width = step.input("tokens").meta["val"].shape
@@ -50,7 +51,7 @@ class Trees(Pass):
         step.defaults["tree"] = torch.ones(1, 1, 1, dtype=torch.bool)
         for node in own:
             node.kwargs = {**node.kwargs, "tree": tree, "first": step.input("slots")}
-        program.entries["commit"] = _commit(program, batch)
+        program.entries[COMMIT.name] = _commit(program, batch)
         return Report(changed=len(own))
 
 
@@ -62,7 +63,7 @@ def _check(state: State, written: dict[str, fx.Node]) -> None:
             "kv.reuse shares blocks of tokens between sessions, which no path of a tree can be kept in yet; leave "
             "kv.reuse out, or draft a chain"
         )
-    if state.role == "pages":
+    if state.part is Part.PAGES:
         raise PassError(
             "kv.select keeps bounds of pages, in which guesses that fall would leave a trace; leave kv.select out, or "
             "draft a chain"
@@ -93,7 +94,7 @@ def _commit(program: Program, batch: Any) -> Entry:
     buffers = {name: holder(name, value.shape, value.dtype) for name, value in held.items()}
     editor, outputs = Editor(program, graph), {}
     for name, buffer in buffers.items():
-        if name == "kv.pos":
+        if name == POSITIONS:
             outputs[output_of(name)] = editor.call(kv_append.default, buffer, positions, slots)
         else:
             key = "commit", buffer.meta["val"].dim()

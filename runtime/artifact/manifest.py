@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.ir.entries import kind_of, kinds
+from accel.ir.entries.commit import COMMIT
+from accel.ir.entries.step import STEP
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
 from accel.ir.fields import BUILD_AGAIN, MANIFEST, Fields
 from accel.ir.sizes import LETTER
-from accel.ir.state import BLOCK, StateValue
+from accel.ir.state import StateValue, Writer, writer_of
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
 FORMAT = 1
@@ -88,7 +90,7 @@ class Manifest:
     @property
     def trees(self) -> bool:
         """Whether a call may be a tree of guesses (`passes.state.trees`)."""
-        return "commit" in self.entries
+        return COMMIT.name in self.entries
 
     def keeps_trees(self, kernels: str) -> bool:
         """Whether it may with a variant of the step: one that sums a token's keys as if no other guess lay there,
@@ -115,7 +117,7 @@ def parse(raw: Any) -> Manifest:
     if len({v.name for v in state}) < len(state):
         raise ArtifactError(f"{MANIFEST}: state has two values of one name; {BUILD_AGAIN}")
     entries = {name: _entry(f) for name, f in top.object("entries").each()}
-    if "step" not in entries:
+    if STEP.name not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {BUILD_AGAIN}")
     for kind in kinds().values():
         wanted = sorted(kind.names(facts)) if kind.feature else []
@@ -168,7 +170,7 @@ def _state(f: Fields) -> StateValue:
             raise f.wrong(
                 f"shape[{i}]", size, "a size of 1 or more, 'B', 'C', 'C/16', 'X', 'P' or 'P0'"
             )
-        if size == "Z" and not f.text("role").startswith(BLOCK):
+        if size == "Z" and writer_of(f.text("role")) is not Writer.SESSION:
             raise f.wrong(
                 f"shape[{i}]", size, "a letter of what a session holds: Z is of blocks that share"
             )
@@ -178,14 +180,13 @@ def _state(f: Fields) -> StateValue:
         raise ArtifactError(
             f"{MANIFEST}: {f.where}.dtype: {unknown('type', dtype, DTYPES)}; {BUILD_AGAIN}"
         )
-    return StateValue(
-        f.text("name"),
-        f.text("role"),
-        f.optional_integer("layer"),
-        dtype,
-        tuple(shape),
-        f.number("fill"),
-    )
+    layer, fill = f.optional_integer("layer"), f.number("fill")
+    try:
+        return StateValue.parse(f.text("name"), f.text("role"), layer, dtype, tuple(shape), fill)
+    except ValueError as error:
+        raise ArtifactError(
+            f"{MANIFEST}: {f.where}: this accel knows no state {error}; {BUILD_AGAIN}"
+        ) from None
 
 
 def _digest(f: Fields, key: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.sizes import each
-from accel.ir.state import StateValue
+from accel.ir.state import CacheRegion, Part, StateValue
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
 
@@ -60,24 +59,19 @@ def forgettable(value: Any) -> bool:
     positions of layers that saw a prompt pruned.
     """
     return bool(
-        value.kept or value.role == "mass" or (value.role == "pos" and "C" not in value.shape)
+        value.kept or value.part is Part.MASS or (value.positions and "C" not in value.shape)
     )
 
 
-def trimmed(found: Arrays) -> Arrays:
-    """What the entry gave, by state name, without the slots behind the last one that is used."""
-    used: dict[tuple[str, str], int] = {}
-    for name, array in found.items():
-        if name.endswith(".pos") and (part := _part(name)):
-            filled = np.flatnonzero((array >= 0).any(axis=(0, 1)))
-            used[part] = int(filled[-1]) + 1 if filled.size else 0
+def trimmed(state: Sequence[StateValue], found: Arrays) -> Arrays:
+    """What the entry gave, by state name, without the slots of a layer behind the last one that is used."""
+    slots = {v.name: (v.region, v.layer) for v in state}
+    used: dict[tuple[CacheRegion, int | None], int] = {}
+    for value in state:
+        if value.part is Part.POSITIONS and value.layer is not None and value.name in found:
+            filled = np.flatnonzero((found[value.name] >= 0).any(axis=(0, 1)))
+            used[slots[value.name]] = int(filled[-1]) + 1 if filled.size else 0
     return {
-        name: array[:, :, : used[part]] if (part := _part(name)) in used else array
+        name: array[:, :, : used[slots[name]]] if slots[name] in used else array
         for name, array in found.items()
     }
-
-
-def _part(name: str) -> Any:
-    """Whose slots a state value has, where they are a layer's own: what was kept of it, or demoted."""
-    found = re.match(r"(\w+)\.(\d+)\.", name)
-    return found and ("low" if found[1] == "low" else "kept", found[2])

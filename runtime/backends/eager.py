@@ -12,8 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accel.ir.entries.commit import COMMIT
+from accel.ir.entries.compress import COMPRESS
+from accel.ir.entries.encode import ENCODE
+from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows, in_numbers
-from accel.ir.state import output_of, state_of
+from accel.ir.state import POSITIONS, Part, output_of, state_of
 from accel.runtime.backends.buffers import forgettable, trimmed
 from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Ints
@@ -95,10 +99,10 @@ class EagerSession:
         given = call_inputs(tokens, positions, slots, rows, tree)
         inputs = {n: self._tensor(a) for n, a in given.items()}
         with torch.no_grad():
-            out = self._program.run("step", {**inputs, **self._controls, **self._state})
+            out = self._program.run(STEP.name, {**inputs, **self._controls, **self._state})
         self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
         if observe:
-            self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
+            self.observed = {n: out[n].cpu().numpy() for n in out if given_beside(n)}
         logits: Logits = out["logits"].float().cpu().numpy().copy()
         return logits
 
@@ -117,20 +121,20 @@ class EagerSession:
         """One run of the encode entry."""
         given = {n: self._tensor(a) for n, a in inputs.items()}
         with torch.no_grad():
-            out = self._program.run("encode", given)
+            out = self._program.run(ENCODE.name, given)
         self._state = {**self._state, **{state_of(n): v for n, v in out.items()}}
 
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
-        recent = int(self._state["kv.pos"].shape[1])
-        kept = {v.layer or 0: v.name for v in self._program.state if v.role == "kept.pos"}
+        recent = int(self._state[POSITIONS].shape[1])
+        kept = {v.layer or 0: v.name for v in self._program.state if v.kept_positions}
         slots = {layer: int(self._state[name].shape[2]) for layer, name in kept.items()}
         given = {
             n: self._tensor(a) for n, a in eviction.compress_inputs(seen, recent, slots).items()
         }
         with torch.no_grad():
-            out = self._program.run("compress", {**given, **self._state})
-        found = trimmed({state_of(n): v.cpu().numpy() for n, v in out.items()})
+            out = self._program.run(COMPRESS.name, {**given, **self._state})
+        found = trimmed(self._program.state, {state_of(n): v.cpu().numpy() for n, v in out.items()})
         held = {v.name for v in self._program.state if not grows(v.shape)}
         state = {n: v for n, v in self._state.items() if n in held}
         self._state = state | {n: self._tensor(a) for n, a in found.items()}
@@ -176,21 +180,23 @@ class EagerSession:
     @property
     def trees(self) -> bool:
         """See protocol.BackendSession."""
-        return "commit" in self._program.entries
+        return COMMIT.name in self._program.entries
 
     @property
     def recurrent(self) -> bool:
         """Whether any state value is one."""
-        return any(value.role == "recurrent" for value in self._program.state)
+        return any(value.part is Part.RECURRENT for value in self._program.state)
 
     def snapshot(self) -> dict[str, Tensor]:
         """The recurrent state values, which a step replaces and never writes."""
-        return {v.name: self._state[v.name] for v in self._program.state if v.role == "recurrent"}
+        return {
+            v.name: self._state[v.name] for v in self._program.state if v.part is Part.RECURRENT
+        }
 
     def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
         """See protocol.BackendSession."""
         for value in self._program.state:
-            if value.role == "recurrent":
+            if value.part is Part.RECURRENT:
                 now = self._state[value.name].clone()
                 mask = self._tensor(rows)
                 now[mask] = value.fill if snapshot is None else snapshot[value.name][mask]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.sizes import FEW
-from accel.ir.state import StateValue
+from accel.ir.state import Part, StateValue
 from accel.runtime.inputs.ints import Ints
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -130,7 +130,7 @@ class Backend(Protocol):
 
 def alike(state: Iterable[Any]) -> int | None:
     """Most tokens of a call that read what they would read alone, by the layout of the state; None: any."""
-    return FEW if any(value.role == "pages" for value in state) else None
+    return FEW if any(value.part is Part.PAGES for value in state) else None
 
 
 def call_inputs(

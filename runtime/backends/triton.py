@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accel.ir.entries.step import STEP, given_beside
+from accel.ir.state import Part
 from accel.lowering.triton.lowered import Compiled, Lowered
 from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.protocol import Bools, Compression, Logits, call_inputs
@@ -42,7 +44,7 @@ class TritonSession(EagerSession):
 
     def __init__(self, program: Lowered, batch: int, device: str):
         super().__init__(program, batch, device)
-        self._compiled = program.compiled["step"]
+        self._compiled = program.compiled[STEP.name]
         self._args: list[Any] = []  # of the step, in its order: state, and room for the rest
         self._decode = Decode(self._compiled) if device == "cuda" else None
 
@@ -75,7 +77,7 @@ class TritonSession(EagerSession):
             found = self._compiled(args)
         out = dict(zip(self._compiled.outputs, found, strict=True))
         if observe:
-            self.observed = {n: out[n].cpu().numpy() for n in out if n.startswith("queries.")}
+            self.observed = {n: out[n].cpu().numpy() for n in out if given_beside(n)}
         logits: Logits = out["logits"].float().cpu().numpy().copy()
         return logits
 
@@ -98,7 +100,7 @@ class TritonSession(EagerSession):
         """See protocol.BackendSession. In place: the buffers stay where they are."""
         mask = self._tensor(rows)
         for value in self._program.state:
-            if value.role == "recurrent":
+            if value.part is Part.RECURRENT:
                 old = value.fill if snapshot is None else snapshot[value.name][mask]
                 self._state[value.name][mask] = old
 

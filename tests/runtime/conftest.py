@@ -14,7 +14,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from accel.ir.state import StateValue
+from accel.ir.state import Part, StateValue
 from accel.runtime.artifact.artifact import open_artifact, write_manifest
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.onnx.backend import OrtBackend
@@ -39,9 +39,9 @@ def weights() -> dict[str, np.ndarray]:
 
 WEIGHTS = weights()
 STATE = [
-    StateValue("kv.pos", "pos", None, "int64", ("B", "C"), -1),
-    StateValue("kv.0.k", "k", 0, "float32", ("B", HEADS, "C", SIZE), 0),
-    StateValue("kv.0.v", "v", 0, "float32", ("B", HEADS, "C", SIZE), 0),
+    StateValue(Part.POSITIONS, None, "int64", ("B", "C"), -1),
+    StateValue(Part.KEYS, 0, "float32", ("B", HEADS, "C", SIZE)),
+    StateValue(Part.VALUES, 0, "float32", ("B", HEADS, "C", SIZE)),
 ]
 
 
@@ -172,11 +172,7 @@ def manifest(**model) -> dict:
         "numerics": "float32",
         "grade": "exact",
         "recipe": {"about": "toy", "tables": {"loop": {"use": "autoregressive"}}},
-        "state": [
-            {"name": s.name, "role": s.role, "layer": s.layer, "dtype": s.dtype, "fill": s.fill}
-            | {"shape": list(s.shape)}
-            for s in STATE
-        ],
+        "state": [s.to_json() for s in STATE],
         "entries": {
             "step": {
                 "file": "step.onnx",

@@ -85,7 +85,13 @@ EDITS = [
     (put("state", 1, "shape", 0, value="Z"), r"state\[1\].shape\[0\] is 'Z'"),
     (put("state", 1, "shape", 0, value=[]), r"state\[1\].shape\[0\]"),
     (put("state", 1, "dtype", value="float31"), "did you mean 'float32'"),
-    (put("state", 1, "name", value="kv.pos"), "two values of one name"),
+    (lambda raw: raw["state"].append(raw["state"][0]), "two values of one name"),
+    (
+        put("state", 1, "name", value="kv.pos"),
+        r"state\[1\]: this accel knows no state kv.pos with role k",
+    ),
+    (put("state", 1, "role", value="keys"), r"state\[1\]: .* kv.0.k with role keys and layer 0"),
+    (put("state", 1, "layer", value=3), r"state\[1\]: .* kv.0.k with role k and layer 3"),
     (put("state", 1, "fill", value=None), "fill is None"),
     (put("state", 0, value=3), r"state\[0\] is 3"),
     (put("model", "vocab_size", value=0), "model.vocab_size is 0"),
@@ -223,7 +229,7 @@ def test_state_that_differs_from_the_graph(damaged):
     for change, words in [
         (put("state", 1, "shape", value=["B", 2, "C", 9]), "accel.json.*in the graph"),
         (put("state", 1, "dtype", value="float16"), "float16"),
-        (put("state", 1, "name", value="kv.9.k"), "disagree on kv.0.k"),
+        (lambda raw: raw["state"][1].update(name="kv.9.k", layer=9), "disagree on kv.0.k"),
         (lambda raw: raw["state"].pop(), "disagree on kv.0.v"),
     ]:
         path = damaged(change)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -134,7 +134,10 @@ def _kept(
         kept = max(0, prompt - late) // block * block
         return float(kept), prompt - kept
     budget, when = methods["kv.budget"], methods["kv.when"]
-    heads = max((s.shape[1] for s in program.state if s.role == "kept.pos"), default=1)
+    heads = max(
+        (s.shape[1] for s in program.state if s.kept_positions),
+        default=1,
+    )
     seen = [budget.tokens(prompt, layer, layers) for layer in range(layers)]
     if when.due("prompt", prompt) or when.due("call", prompt):
         if all(tokens >= prompt for tokens in seen):
@@ -270,10 +273,9 @@ def _read_of_cache(
         slots = kept if state.kept else recent + 1
         if window and not state.kept:
             slots = min(slots, window)
-        form = forms.get(
-            ".".join(state.name.split(".")[:3]), state.dtype
-        )  # of the codes, for their scales
-        if state.role in ("pos", "kept.pos"):
+        if state.positions or state.kept_positions:
             continue
+        codes = replace(state, detail="").name  # whose scales it may be
+        form = forms.get(codes, state.dtype)
         found[form] = found.get(form, 0.0) + _size(state, sizes) * many.get(layer, 1) * slots
     return found

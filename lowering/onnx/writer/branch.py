@@ -14,7 +14,7 @@ from onnx import helper
 
 from accel.lowering.onnx.writer.builder import DTYPES, Builder
 
-SEEDS = ("positions", "slots", "rows", "tree", "kv.pos")  # of a call, not of a layer
+SEEDS = ("positions", "slots", "rows", "tree")  # of a call, not of a layer
 
 
 def either(

@@ -10,6 +10,7 @@ from accel.ir.errors import PassError
 from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Program
+from accel.ir.state import POSITIONS
 
 
 def check_by_token(program: Program, sites: Sequence[fx.Node], why: str) -> None:
@@ -22,7 +23,7 @@ def check_by_token(program: Program, sites: Sequence[fx.Node], why: str) -> None
                 f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read keys that were made elsewhere "
                 "yet; leave kv.reuse out for this model"
             )
-    known = {"kv.pos", *(name for node in sites for name in _caches(node))}
+    known = {POSITIONS, *(name for node in sites for name in _caches(node))}
     if other := [s.name for s in program.state if s.name not in known]:
         raise PassError(
             f"'{other[0]}' is state that is no cache of keys and values by token, {why}; leave kv.reuse out for this "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, ranks_of
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
 from accel.ir.ops.attention import Mask, attention, operands_of
@@ -17,7 +18,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
-from accel.ir.state import output_of
+from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv._shared import low
@@ -84,7 +85,7 @@ class Compress(Pass):
         if self.score.observe:
             _give_queries(program, sites)
         program.facts.kv = KvFacts(observe=int(self.score.observe))
-        program.entries["compress"] = _entry(self, program, sites)
+        program.entries[COMPRESS.name] = _entry(self, program, sites)
         return Report(changed=len(sites))
 
 
@@ -104,7 +105,7 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
         )
     for node in program.nodes(attention.default, entry=program.step):
         layer = node.meta.get("layer")
-        if layer is None or f"kv.{layer}.k" not in states or _is_cross(node):
+        if layer is None or name_of(Part.KEYS, layer) not in states or _is_cross(node):
             continue
         if operands_of(node).bias is not None:
             raise PassError(
@@ -135,7 +136,7 @@ def _check_values(keep: Keep, sites: list[_Site]) -> None:
 
 def _check_readers(program: Program, sites: list[_Site]) -> None:
     """What is said of each token is compressed, and read by the attention that will read it from there."""
-    taken = {"kv.pos"}
+    taken = {POSITIONS}
     for site in sites:
         for i in (1, 2):
             stored = site.node.args[i]
@@ -163,18 +164,17 @@ def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
         letter = f"P{site.layer}"
         letters = {"B": batch, letter: editor.symbol(letter, _KEPT + site.layer)}
         old = {p: str(_buffer_of(site, i).target) for p, i in (("k", 1), ("v", 2))}
-        parts = ("k",) if old["k"] == old["v"] else ("k", "v")
+        both = (Part.KEYS, Part.VALUES)
+        parts = both[:1] if old["k"] == old["v"] else both
         for part in parts:
-            node = _buffer_of(site, 1 if part == "k" else 2)
+            node = _buffer_of(site, 1 if part is Part.KEYS else 2)
             wide = sizes(node)
             shape = ("B", int(wide[1]), letter, int(wide[3]))
-            state = State(
-                f"kept.{site.layer}.{part}", f"kept.{part}", site.layer, "float32", shape, 0
-            )
+            state = State(part, site.layer, "float32", shape, region=CacheRegion.KEPT)
             site.kept[part] = buffer(program, editor, state, letters)
         groups = int(sizes(site.kept["k"])[1])
-        name = f"kept.{site.layer}.pos"
-        state = State(name, "kept.pos", site.layer, "int64", ("B", groups, letter), -1)
+        where = ("B", groups, letter)
+        state = State(Part.POSITIONS, site.layer, "int64", where, -1, CacheRegion.KEPT)
         site.kept["pos"] = buffer(program, editor, state, letters)
         added = {f"kept_{p}": site.kept.get(p, site.kept["k"]) for p in ("k", "v", "pos")}
         if keep.demotes:
@@ -202,22 +202,10 @@ def _add_mass(
     """Attention that each slot drew, added up over the calls."""
     keys = _buffer_of(site, 1)
     groups = int(sizes(keys)[1])
-    kept, recent = (f"mass.{site.layer}.{part}" for part in ("kept", "recent"))
-    letter = f"P{site.layer}"
-    old = [
-        buffer(
-            program,
-            editor,
-            State(kept, "mass", site.layer, "float32", ("B", groups, letter), 0),
-            letters,
-        ),
-        buffer(
-            program,
-            editor,
-            State(recent, "mass", site.layer, "float32", ("B", groups, "C"), 0),
-            {"B": letters["B"], "C": keys.meta["val"].shape[2]},
-        ),
-    ]
+    recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"))
+    kept = replace(recent, shape=("B", groups, f"P{site.layer}"), region=CacheRegion.KEPT)
+    slots = {"B": letters["B"], "C": keys.meta["val"].shape[2]}
+    old = [buffer(program, editor, kept, letters), buffer(program, editor, recent, slots)]
     site.kept["mass"], site.kept["mass.recent"] = old
 
     form = vars(operands_of(site.node))
@@ -236,8 +224,8 @@ def _add_mass(
         editor.graph.find_nodes(op="output")[0]
     ):  # outside of any layer
         key = "mass", *rest.items(), *read
-        outputs[output_of(kept)], outputs[output_of(recent)] = trace(
-            editor, kept, add, *old, *read.values(), like=site.node, key=key
+        outputs[kept.output], outputs[recent.output] = trace(
+            editor, kept.name, add, *old, *read.values(), like=site.node, key=key
         )
 
 
@@ -250,7 +238,7 @@ def _give_queries(program: Program, sites: list[_Site]) -> None:
         assert isinstance(queries, fx.Node)
         with editor.graph.inserting_before(editor.graph.find_nodes(op="output")[0]):
             turned = editor.call(torch.ops.aten.transpose.int, queries, 1, 2, like=site.node)
-        outputs[f"queries.{site.layer}"] = turned
+        outputs[queries_of(site.layer)] = turned
     program.step.set_outputs(outputs)
 
 
@@ -273,7 +261,7 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
 
     given: dict[int, dict[str, fx.Node]] = {}
     seen = holder("seen", blank((batch,), torch.int64))
-    pos = holder("kv.pos", program.step.input("kv.pos").meta["val"])
+    pos = holder(POSITIONS, program.step.input(POSITIONS).meta["val"])
     window = source.symbol("W", _OBSERVED) if step.score.observe else 0
     for site in sites:
         here = given[site.layer] = {"seen": seen, "recent_pos": pos}
@@ -283,13 +271,13 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
                 here[f"recent_{part}"] = holder(str(node.target), node.meta["val"])
         for part, node in site.kept.items():
             here[f"kept_{part}"] = holder(str(node.target), node.meta["val"])
-        here["keep"] = holder(f"keep.{site.layer}", blank((batch,), torch.int64))
+        here["keep"] = holder(keep_of(site.layer), blank((batch,), torch.int64))
         count = source.symbol(f"N{site.layer}", _RANKS + site.layer)
-        here["ranks"] = holder(f"ranks.{site.layer}", blank((count,), torch.int64))
+        here["ranks"] = holder(ranks_of(site.layer), blank((count,), torch.int64))
         if step.score.observe:
             queries = sizes(site.node.args[0])  # type: ignore[arg-type]
             shape = (batch, window, int(queries[1]), int(queries[3]))
-            here["queries"] = holder(f"queries.{site.layer}", blank(shape, torch.float32))
+            here["queries"] = holder(queries_of(site.layer), blank(shape, torch.float32))
             here["query_positions"] = holder("query_positions", blank((batch, window), torch.int64))
     outputs: dict[str, fx.Node] = {}
     editor = Editor(program, graph)

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
+from accel.ir.state import CacheRegion, Part
 from accel.ir.trace import trace
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.state.recurrent import buffer
@@ -32,20 +33,19 @@ def read(
     letters = {"B": batch, f"Q{layer}": editor.symbol(f"Q{layer}", _LOW + layer)}
     heads = int(sizes(kept["kept_pos"])[1])
 
-    def declare(name: str, dtype: str, tail: tuple[int, ...], fill: int) -> fx.Node:
+    def declare(part: Part, detail: str, dtype: str, tail: tuple[int, ...], fill: int) -> fx.Node:
         shape: tuple[int | str, ...] = ("B", heads, f"Q{layer}", *tail)
-        state = State(f"low.{layer}.{name}", f"kept.low.{name}", layer, dtype, shape, fill)
-        held[f"low.{name}"] = buffer(program, editor, state, letters)
-        return held[f"low.{name}"]
+        state = State(part, layer, dtype, shape, fill, CacheRegion.LOW, detail)
+        name = f"low.{part}.{detail}" if detail else f"low.{part}"
+        held[name] = buffer(program, editor, state, letters)
+        return held[name]
 
     found: dict[str, Any] = {}
-    for role in ("k", "v") if kept["kept_k"] is not kept["kept_v"] else ("k",):
+    shared = kept["kept_k"] is kept["kept_v"]
+    for role in (Part.KEYS,) if shared else (Part.KEYS, Part.VALUES):
         width = int(sizes(kept[f"kept_{role}"])[3])
         names = keep.parts(width)
-        parts = [
-            declare(f"{role}.{part}" if part else role, dtype, (count,), 0)
-            for part, (dtype, count) in names.items()
-        ]
+        parts = [declare(role, part, dtype, (count,), 0) for part, (dtype, count) in names.items()]
 
         def joined(high: Tensor, *low: Tensor, names: Any = names, width: int = width) -> Tensor:
             return torch.cat((keep.decode(dict(zip(names, low, strict=True)), width), high), dim=2)
@@ -60,7 +60,7 @@ def read(
                 like=node,
                 key=("low", keep, width),
             )
-    where = declare("pos", "int64", (), -1)
+    where = declare(Part.POSITIONS, "", "int64", (), -1)
     with editor.graph.inserting_before(node):
         found["kept_pos"] = editor.call(
             torch.ops.aten.cat.default, [where, kept["kept_pos"]], 2, like=node

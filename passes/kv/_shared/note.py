@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -10,6 +11,7 @@ from torch import Tensor, fx
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
+from accel.ir.state import CacheRegion, Part, name_of
 from accel.ir.trace import trace
 from accel.passes.kv.score import Base as Score
 from accel.passes.state.recurrent import buffer
@@ -35,10 +37,14 @@ def add_notes(
             old.meta["val"].shape[2],
         )
         letter = f"P{layer}"
-        kept = program.step.input(f"kept.{layer}.pos").meta["val"].shape[2]
+        kept = (
+            program.step.input(name_of(Part.POSITIONS, layer, CacheRegion.KEPT))
+            .meta["val"]
+            .shape[2]
+        )
         letters = {"B": batch, "C": slots, letter: kept}
-        recent = State(f"note.{layer}.recent", "note", layer, "float32", ("B", groups, "C"), 0)
-        later = State(f"note.{layer}.kept", "kept.note", layer, "float32", ("B", groups, letter), 0)
+        recent = State(Part.NOTE, layer, "float32", ("B", groups, "C"))
+        later = replace(recent, shape=("B", groups, letter), region=CacheRegion.KEPT)
         here = found[layer] = {
             "notes": buffer(program, editor, later, letters),
             "notes.recent": buffer(program, editor, recent, letters),

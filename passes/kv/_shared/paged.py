@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -11,7 +11,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import block_positions, gather_blocks, kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
-from accel.ir.state import BLOCK
+from accel.ir.state import CacheRegion, Part
 from accel.passes import Pass, Report
 from accel.passes.kv._shared.by_token import check_by_token
 from accel.passes.state.cache import Cache
@@ -19,7 +19,6 @@ from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
 
 _BLOCKS, _POOL = 37, 43  # example sizes while shapes are worked out
-TABLE = f"{BLOCK}table"  # its role
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,8 @@ class Paged(Pass):
         editor = Editor(program, program.step.graph)
         batch = program.step.input("tokens").meta["val"].shape[0]
         letters = {"B": batch, "M": editor.symbol("M", _BLOCKS), "Z": editor.symbol("Z", _POOL)}
-        table = buffer(
-            program, editor, State("table", TABLE, None, "int64", ("B", "M"), -1), letters
-        )
+        blocks = State(Part.TABLE, None, "int64", ("B", "M"), -1, CacheRegion.POOL)
+        table = buffer(program, editor, blocks, letters)
         pools: dict[fx.Node, fx.Node] = {}
         where: dict[int, fx.Node] = {}
         for node in nodes:
@@ -77,10 +75,9 @@ class Paged(Pass):
         """The state value that holds in blocks what `old` [B,G,C,D] holds in slots."""
         state = next(s for s in program.state if s.name == old.target)
         _, groups, _, width = state.shape
-        name, role = state.name.replace("kv.", "pool.", 1), BLOCK + state.role
         shape = ("Z", groups, self.block, width)
         return buffer(
-            program, editor, State(name, role, state.layer, state.dtype, shape, 0), letters
+            program, editor, replace(state, shape=shape, region=CacheRegion.POOL), letters
         )
 
 

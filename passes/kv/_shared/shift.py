@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.kv import kv_append
@@ -55,7 +56,7 @@ class Shift(Pass):
         keys = {}
         for layer, node in found.items():
             _, groups, _, width = node.meta["val"].shape
-            keys[layer] = holder(f"keys.{layer}", (batch, groups, suffix, width), torch.float32)
+            keys[layer] = holder(keys_of(layer), (batch, groups, suffix, width), torch.float32)
         editor, outputs = Editor(program, graph), {}
         places: dict[Any, tuple[fx.Node, ...]] = {}
         for layer, node in found.items():
@@ -70,9 +71,9 @@ class Shift(Pass):
                 places[cos, sin] = (editor.call(torch.ops.aten.add.Tensor, delta, zero), *both)
             at, *both = places[cos, sin]
             turned = editor.call(rope.default, keys[layer], at, *both, interleaved)
-            outputs[f"turned.{layer}"] = turned
+            outputs[turned_of(layer)] = turned
         graph.output(tuple(outputs.values()))
-        program.entries["shift"] = Entry(graph, list(outputs))
+        program.entries[SHIFT.name] = Entry(graph, list(outputs))
         return Report(changed=len(outputs))
 
 
@@ -81,6 +82,7 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
     found: dict[int, fx.Node] = {}
     sites = program.nodes(attention.default, entry=program.step)
     check_by_token(program, sites, "which no rotation moves to another position")
+    owners = {s.name: s.layer for s in program.state}
     for node in sites:
         keys, layer = node.args[1], node.meta.get("layer")
         if not (
@@ -97,7 +99,9 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
             )
         buffer = keys.args[0]
         assert isinstance(buffer, fx.Node)
-        found[int(str(buffer.target).split(".")[1])] = new
+        owner = owners[str(buffer.target)]
+        assert owner is not None
+        found[owner] = new
     return found
 
 

@@ -16,6 +16,7 @@ from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.kv import gather_blocks, kv_append
 from accel.ir.program import DTYPES, Editor, Program, State
 from accel.ir.region import Entry
+from accel.ir.state import CacheRegion
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
@@ -23,13 +24,10 @@ from accel.passes.state.cache import Cache
 
 Sizes = tuple[int, ...]
 STORED = (
-    "k",
-    "v",
-    "kept.k",
-    "kept.v",
-    "kept.block.k",
-    "kept.block.v",
-)  # roles of the state that is
+    CacheRegion.RECENT,
+    CacheRegion.KEPT,
+    CacheRegion.POOL,
+)  # where keys and values are encoded
 
 BLOCKS_RELY = frozenset(
     {
@@ -97,10 +95,10 @@ class Base(Pass, Method, ABC):
             return hold(self, program)
         report, layout = Report(), {s.name: [s] for s in program.state}
         for state in program.state:
-            if state.role in STORED:
+            if _encodable(state):
                 layout[state.name] = self._layout(state)
                 report.changed += 1
-            elif state.role in ("cross.k", "cross.v"):
+            elif state.stored and state.cross:
                 report.refused.append(f"{state.name}: the encode entry writes it, once, as it is")
         if not report.changed:
             raise PassError(
@@ -110,7 +108,7 @@ class Base(Pass, Method, ABC):
         for entry in program.entries.values():
             outputs = entry.output_nodes()
             for state in program.state:
-                if state.role in STORED:
+                if _encodable(state):
                     self._store(program, entry, state, layout[state.name], outputs)
             entry.set_outputs(outputs)
         program.state[:] = [part for parts in layout.values() for part in parts]
@@ -119,10 +117,9 @@ class Base(Pass, Method, ABC):
     def _layout(self, state: State) -> list[State]:
         """The state values that take the place of one."""
         found = []
-        for part, (dtype, sizes) in self.parts(_role(state), int(state.shape[3])).items():
-            name, role = (f"{n}.{part}" if part else n for n in (state.name, state.role))
+        for part, (dtype, sizes) in self.parts(state.part, int(state.shape[3])).items():
             shape = (*state.shape[:3], *sizes)
-            found.append(replace(state, name=name, role=role, dtype=dtype, shape=shape))
+            found.append(replace(state, detail=part, dtype=dtype, shape=shape))
         return found
 
     def _store(
@@ -136,7 +133,7 @@ class Base(Pass, Method, ABC):
         """What an entry reads of a buffer is decoded, what it writes there encoded."""
         if state.name not in entry.inputs:
             return
-        graph, editor, role = entry.graph, Editor(program, entry.graph), _role(state)
+        graph, editor, role = entry.graph, Editor(program, entry.graph), state.part
         holder, written = entry.input(state.name), outputs.pop(state.output, None)
         lead = holder.meta["val"].shape[:3]
         held = [
@@ -183,13 +180,13 @@ class Base(Pass, Method, ABC):
         self, editor: Editor, state: State, x: Any, like: fx.Node | None = None
     ) -> list[fx.Node]:
         """The parts of a value, in the order that they are declared in."""
-        role = _role(state)
+        role = state.part
         found = trace(
             editor, state.name, partial(self.encode, role), x, like=like, key=("encode", self, role)
         )
         return [found[part] for part in self.parts(role, int(state.shape[3]))]
 
 
-def _role(state: State) -> str:
-    """ "k" or "v"."""
-    return state.role.rpartition(".")[2]
+def _encodable(state: State) -> bool:
+    """Whether it is keys or values that a codec stores otherwise."""
+    return state.stored and state.region in STORED

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries.compress import COMPRESS
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
 from accel.ir.ops.attention import attention, operands_of
@@ -16,12 +17,12 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
-from accel.ir.state import output_of
+from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.state.recurrent import buffer
 
-POSITIONS = "kept.pos"
+STORED = name_of(Part.POSITIONS, region=CacheRegion.KEPT)  # the positions in blocks
 _BLOCKS, _OLD, _NEW, _STORED, _TAIL = 31, 37, 5, 41, 43  # example sizes while shapes are worked out
 
 
@@ -62,7 +63,8 @@ def hold(codec: Codec, program: Program) -> Report:
     editor = Editor(program, program.step.graph)
     batch = program.step.input("tokens").meta["val"].shape[0]
     letters = {"B": batch, "P": editor.symbol("P", _BLOCKS)}
-    where = State(POSITIONS, POSITIONS, None, "int64", ("B", 1, "P", codec.block), -1)
+    shape = ("B", 1, "P", codec.block)
+    where = State(Part.POSITIONS, None, "int64", shape, -1, CacheRegion.KEPT)
     positions = buffer(program, editor, where, letters)
     caches: dict[str, _Cache] = {}
     for node in sites:
@@ -73,7 +75,7 @@ def hold(codec: Codec, program: Program) -> Report:
     for node in sites:
         _read(codec, editor, node, caches, positions)
     program.facts.kv = KvFacts(flush=codec.block)
-    program.entries["compress"] = _entry(codec, program, list(caches.values()), positions)
+    program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
 
 
@@ -100,11 +102,6 @@ def _buffer_of(node: fx.Node, index: int) -> fx.Node:
     return stored.args[0]
 
 
-def _role(state: State) -> str:
-    """ "k" or "v"."""
-    return state.role.rpartition(".")[2]
-
-
 def _declare(
     codec: Codec, program: Program, editor: Editor, recent: fx.Node, letters: dict[str, Any]
 ) -> _Cache:
@@ -118,10 +115,10 @@ def _declare(
         )
     _, heads, _, width = sizes(recent)
     layout = []
-    for part, (dtype, inner) in codec.parts(_role(state), int(width)).items():
-        tail = f".{part}" if part else ""
-        name, role = f"kept.{state.layer}.{_role(state)}{tail}", f"kept.{_role(state)}{tail}"
-        layout.append(State(name, role, state.layer, dtype, ("B", int(heads), "P", *inner), 0))
+    for part, (dtype, inner) in codec.parts(state.part, int(width)).items():
+        shape: tuple[int | str, ...] = ("B", int(heads), "P", *inner)
+        kept = State(state.part, state.layer, dtype, shape, 0, CacheRegion.KEPT, part)
+        layout.append(kept)
     return _Cache(state, recent, layout, [buffer(program, editor, s, letters) for s in layout])
 
 
@@ -140,7 +137,7 @@ def _read(
             if i == 2 and cache is caches[str(_buffer_of(node, 1).target)]:
                 found["v"] = found["k"]
                 continue
-            role, width = _role(cache.state), int(sizes(cache.recent)[3])
+            role, width = cache.state.part, int(sizes(cache.recent)[3])
             name = f"{cache.state.name}.stored"
 
             def decode(*parts: Tensor, role: str = role, width: int = width) -> Tensor:
@@ -158,7 +155,7 @@ def _read(
             )
         heads = int(sizes(found["k"])[1])
         flat = trace(
-            editor, POSITIONS, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
+            editor, STORED, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
         )
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
 
@@ -180,18 +177,18 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
     fresh = counted("fresh", source.symbol("F", _NEW), codec.block)
     places = counted("places", batch, source.symbol("N", _STORED))
     tail = counted("tail", batch, source.symbol("M", _TAIL))
-    held = holder("kv.pos", program.step.input("kv.pos").meta["val"])
-    where = holder(POSITIONS, positions.meta["val"])
+    held = holder(POSITIONS, program.step.input(POSITIONS).meta["val"])
+    where = holder(STORED, positions.meta["val"])
     given = [
         [holder(str(n.target), n.meta["val"]) for n in (cache.recent, *cache.stored)]
         for cache in caches
     ]
     editor = Editor(program, graph)
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
-    outputs = {output_of(POSITIONS): moved[0], output_of("kv.pos"): moved[1]}
+    outputs = {output_of(STORED): moved[0], output_of(POSITIONS): moved[1]}
     rows: dict[int, Any] = {}  # of all heads, by their number
     for cache, nodes in zip(caches, given, strict=True):
-        role, groups = _role(cache.state), int(sizes(cache.recent)[1])
+        role, groups = cache.state.part, int(sizes(cache.recent)[1])
         if groups not in rows:
             rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
 

@@ -23,7 +23,7 @@ from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
-from accel.ir.state import output_of
+from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import remove_dead
@@ -145,7 +145,7 @@ class Base(Pass, Method, ABC):
         x = operands_of(node)
         layer = node.meta.get("layer")
         states = {s.name for s in program.state}
-        if layer is None or "kv.pos" not in states or not _recent(program, x):
+        if layer is None or POSITIONS not in states or not _recent(program, x):
             return "it reads no cache that steps append to"
         if layer < self.dense_layers:
             return f"it is of layer {layer}, and dense_layers is {self.dense_layers}"
@@ -173,7 +173,7 @@ class Base(Pass, Method, ABC):
         held = []
         for part, (dtype, tail) in declared.items():
             shape: tuple[int | str, ...] = ("B", groups, f"C/{self.page}", *tail)
-            state = State(f"pages.{layer}.{part}", "pages", layer, dtype, shape, 0)
+            state = State(Part.PAGES, layer, dtype, shape, detail=part)
             held.append(buffer(program, editor, state, letters))
         slots = program.step.input("slots")
         with editor.graph.inserting_before(node):
@@ -195,7 +195,9 @@ class Base(Pass, Method, ABC):
             call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
             pages = editor.call(operator.getitem, call, 0, like=node)
         node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
-        outputs |= {output_of(f"pages.{layer}.{part}"): new for part, new in stored.items()}
+        outputs |= {
+            output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
+        }
 
     def _update(
         self, names: list[str], keys: Tensor, q_pos: Tensor, slots: Tensor, *held: Tensor
@@ -253,5 +255,5 @@ def _nothing(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Tens
 def _recent(program: Program, x: Operands[Any]) -> bool:
     """Whether it reads what steps append to `kv.pos`."""
     return isinstance(x.k_pos, fx.Node) and x.k_pos is program.step.output_nodes().get(
-        output_of("kv.pos")
+        output_of(POSITIONS)
     )

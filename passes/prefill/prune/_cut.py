@@ -27,7 +27,7 @@ def scoring(
     no more of it is computed than the scores need.
     """
     entry, calls = copied(program, first, last)
-    before, call = entry.output_nodes(), calls[-1]
+    written, call = states(program, entry, calls), calls[-1]
     query, keys, held, stored = _shown(call, last)
 
     def worth(q: Tensor, k: Tensor, at: Tensor, rows: Tensor, pos: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def scoring(
         given = (query, keys, entry.input("positions"), entry.input("rows"), held)
         scores = trace(Editor(program, entry.graph), "prune", worth, *given)
     found = {"scores": scores, **({"stream": result(call, 0)} if whole else {})}
-    for name, node in states(before, calls):
+    for name, node in written:
         if whole or node.args[0] is not call or node.args[1] in stored:
             found[name] = node
     return finished(entry, calls, found)
@@ -50,7 +50,7 @@ def ending(program: Program, first: int) -> Entry:
     """The step's layers from `first` on, and its head, as an entry that takes `stream [B,T,E]`."""
     entry, calls = copied(program, first, len(program.facts.layers) - 1)
     before = entry.output_nodes()
-    found = {"logits": before["logits"], **dict(states(before, calls))}
+    found = {"logits": before["logits"], **dict(states(program, entry, calls))}
     return finished(entry, calls, found)
 
 

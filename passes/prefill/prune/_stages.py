@@ -11,7 +11,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Region
 from accel.ir.sizes import grows
-from accel.ir.state import output_of
+from accel.ir.state import Part, name_of, output_of
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import layer_calls
 from accel.passes.state.recurrent import buffer
@@ -27,7 +27,7 @@ def check_state(program: Program, method: str) -> None:
             "deeper layers hold other slots, and a path of a tree of guesses is kept in those of all layers; draft "
             "chains (tree = chain), or use gemfilter"
         )
-    elif any(s.role == "recurrent" for s in program.state):
+    elif any(s.part is Part.RECURRENT for s in program.state):
         reason = (
             "a recurrent state is computed again from the tokens after a rewind, and deeper layers saw only "
             "some; leave prefill.prune out for this model, or use gemfilter"
@@ -48,30 +48,31 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     step, graph = program.step, program.step.graph
     editor, outputs = Editor(program, graph), program.step.output_nodes()
     calls = layer_calls(program, step)[first:]
-    name, letter = f"kv.pos.{stage}", f"C{stage}"
-    old = "kv.pos" if stage == 1 else f"kv.pos.{stage - 1}"
+    letter = f"C{stage}"
+    state = State(Part.POSITIONS, None, "int64", ("B", letter), -1, detail=str(stage))
+    old = name_of(Part.POSITIONS, detail=str(stage - 1) if stage > 1 else "")
     before = step.input(old).meta["val"]
     slots, written = step.input("slots"), outputs[output_of(old)]
     slots = written.args[2]  # type: ignore[assignment]
     letters = {"B": before.shape[0], letter: editor.symbol(letter, _SLOTS + stage)}
-    held = buffer(program, editor, State(name, "pos", None, "int64", ("B", letter), -1), letters)
+    held = buffer(program, editor, state, letters)
 
     def filled(pos: Tensor, seen: Tensor) -> Tensor:
         return ((pos >= 0) & (pos < seen[:, None])).sum(1)
 
     with graph.inserting_before(written):
-        at = trace(editor, name, filled, held, step.input("slots"))
+        at = trace(editor, state.name, filled, held, step.input("slots"))
         positions = editor.call(kv_append.default, held, step.input("positions"), at)
-    step.set_outputs({**outputs, output_of(name): positions})
+    step.set_outputs({**outputs, state.output: positions})
     renamed = Renamed(editor, [before], [held.meta["val"]])
     for call in calls:
         call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)  # type: ignore
         _rename(call, renamed)
     layers = range(first, len(program.facts.layers))
-    for index, state in enumerate(program.state):
-        if state.layer in layers and grows(state.shape):
-            program.state[index] = replace(state, shape=tuple(_own(d, letter) for d in state.shape))
-            holder = step.input(state.name)
+    for index, value in enumerate(program.state):
+        if value.layer in layers and grows(value.shape):
+            program.state[index] = replace(value, shape=tuple(_own(d, letter) for d in value.shape))
+            holder = step.input(value.name)
             holder.meta["val"] = renamed(holder.meta["val"])
 
 

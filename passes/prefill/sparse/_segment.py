@@ -8,11 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, fx
 
+from accel.ir.entries.compress import queries_of
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, Region
+from accel.ir.state import POSITIONS, Part
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, states
 
@@ -58,13 +60,14 @@ def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
             f"prefill.sparse: no layer from {method.first} on attends to all tokens before it; leave it out "
             "for this model, or set an earlier first"
         )
-    found = {n: v for n, v in entry.output_nodes().items() if n.startswith("queries.")}
-    return finished(entry, calls, {**found, **dict(states(entry.output_nodes(), calls))}), count
+    asked = {queries_of(layer) for layer in range(len(calls))}
+    found = {n: v for n, v in entry.output_nodes().items() if n in asked}
+    return finished(entry, calls, {**found, **dict(states(program, entry, calls))}), count
 
 
 def _enlarge(program: Program, entry: Entry, example: int) -> None:
     """Let the number of slots be one of which the example has enough blocks to choose from."""
-    editor, held = Editor(program, entry.graph), entry.input("kv.pos").meta["val"]
+    editor, held = Editor(program, entry.graph), entry.input(POSITIONS).meta["val"]
     slots = editor.symbol("C", example)
     with editor.fake:
         wide = torch.empty((held.shape[0], slots), dtype=held.dtype)
@@ -80,7 +83,7 @@ def _check(program: Program) -> None:
     facts = program.facts
     if facts.encoder is not None:
         reason = "the prompt of an encoder-decoder is what its decoder starts from"
-    elif any(s.role == "recurrent" for s in program.state):
+    elif any(s.part is Part.RECURRENT for s in program.state):
         reason = "a recurrent state is computed again from the tokens after a rewind, which reads all keys"
     elif any(layer.shares is not None for layer in facts.layers):
         reason = "layers of this model read the keys of others"

@@ -17,10 +17,11 @@ import numpy.typing as npt
 import onnxruntime as ort
 
 from accel.ir.entries import kind_of
+from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
-from accel.ir.entries.step import STEP
+from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows
-from accel.ir.state import StateValue, output_of, state_of
+from accel.ir.state import POSITIONS, Part, StateValue, output_of, state_of
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.buffers import forgettable, moved, trimmed
@@ -51,7 +52,7 @@ class OrtBackend:
         *,
         threads: int | None = None,
         in_turns: bool = False,
-        entry: str = "step",
+        entry: str = STEP.name,
         kernels: str = AUTO,
     ):
         """`threads`: compute threads of one call, default the physical cores it may use.
@@ -88,7 +89,7 @@ class OrtBackend:
     @property
     def cost_key(self) -> dict[str, Any]:
         """What the costs of a call depend on: this machine, and the graph."""
-        graph = self.artifact.entries["step"].graphs[self.tuning.kernels]
+        graph = self.artifact.entries[STEP.name].graphs[self.tuning.kernels]
         return {**machine(self.threads), "graph": self.artifact.files[graph].sha256}
 
     @property
@@ -103,8 +104,8 @@ class OrtBackend:
     def encoder(self) -> Any:
         """The InferenceSession of the encode entry, opened when first asked for; none: no encoder."""
         with self._lock:
-            if self._encoder is None and "encode" in self.artifact.entries:
-                self._encoder = self._open("encode")
+            if self._encoder is None and ENCODE.name in self.artifact.entries:
+                self._encoder = self._open(ENCODE.name)
             return self._encoder
 
     def other(self, entry: str) -> Any:
@@ -187,9 +188,7 @@ class OrtSession:
         self._vocab = vocab_size
         self._buffers: dict[str, npt.NDArray[Any]] = {}
         self._queries = {
-            o.name: tuple(o.shape[2:])
-            for o in session.get_outputs()
-            if o.name.startswith("queries.")
+            o.name: tuple(o.shape[2:]) for o in session.get_outputs() if given_beside(o.name)
         }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
@@ -290,15 +289,15 @@ class OrtSession:
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """See protocol.BackendSession."""
         assert self._other_entry is not None
-        recent = self._buffers["kv.pos"].shape[1]
-        kept = {v.layer or 0: v.name for v in self._state if v.role == "kept.pos"}
+        recent = self._buffers[POSITIONS].shape[1]
+        kept = {v.layer or 0: v.name for v in self._state if v.kept_positions}
         slots = {layer: self._buffers[name].shape[2] for layer, name in kept.items()}
         given = {**self._buffers, **eviction.compress_inputs(seen, recent, slots)}
-        session = self._other_entry("compress")
+        session = self._other_entry(COMPRESS.name)
         names = [o.name for o in session.get_outputs()]
         wanted = {i.name: given[i.name] for i in session.get_inputs()}
         out = dict(zip(names, session.run(names, wanted), strict=True))
-        found = trimmed({state_of(n): a for n, a in out.items()})
+        found = trimmed(self._state, {state_of(n): a for n, a in out.items()})
         held = {v.name for v in self._state if not grows(v.shape)}
         buffers = {n: a for n, a in self._buffers.items() if n in held}
         for name, array in found.items():
@@ -348,7 +347,7 @@ class OrtSession:
     @property
     def recurrent(self) -> bool:
         """Whether any state value is one."""
-        return any(value.role == "recurrent" for value in self._state)
+        return any(value.part is Part.RECURRENT for value in self._state)
 
     def snapshot(self) -> dict[str, npt.NDArray[Any]]:
         """See protocol.BackendSession."""
@@ -384,7 +383,7 @@ class OrtSession:
         """Bind each buffer as input and as output, in all bindings; take them over only when all
         went well.
         """
-        recurrent = {v.name for v in self._state if v.role == "recurrent"}
+        recurrent = {v.name for v in self._state if v.part is Part.RECURRENT}
         read_only = {v.name for v in self._state if v.cross or v.kept}
         spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
         here = {name: _value(array) for name, array in buffers.items()}

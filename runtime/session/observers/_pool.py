@@ -27,7 +27,9 @@ class Pool:
     that follow it, and its number stands for all tokens up to its end.
     """
 
-    def __init__(self, block: int, arrays: Arrays):
+    def __init__(self, block: int, arrays: Arrays, own: Mapping[str, str]):
+        """`own`: each part -> the state value that holds the same of a row's own slots."""
+        self.own = own
         self.block = block
         self.arrays = arrays
         self.lock = RLock()  # held while blocks are found or filled

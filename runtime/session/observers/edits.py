@@ -6,7 +6,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.errors import InputError
+from accel.ir.state import POSITIONS, Part, name_of
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.session.observers.observer import (
@@ -30,7 +32,7 @@ class Edits(SessionObserver):
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where keys can be rotated to other positions (`kv.reuse = pie`)."""
-        return ObserverFactory(cls) if "shift" in model.entries else None
+        return ObserverFactory(cls) if SHIFT.name in model.entries else None
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
@@ -107,14 +109,15 @@ def _append(calls: Calls, row: int, ids: Ints) -> Logits:
 
 def _moved(backend: BackendSession, after: Arrays, delta: int) -> Arrays:
     """Keys [G,S,D] rotated by `delta` positions; values as they are."""
-    count = len(after.get("kv.pos", ()))
+    count = len(after.get(POSITIONS, ()))
     if not delta or not count:
         return after
-    layers = [n.split(".")[1] for n in after if n.endswith(".k")]
-    inputs: Arrays = {f"keys.{i}": after[f"kv.{i}.k"][None] for i in layers}
+    keys = {i: name_of(Part.KEYS, i) for i in range(len(after))}
+    keys = {i: name for i, name in keys.items() if name in after}
+    inputs: Arrays = {keys_of(i): after[name][None] for i, name in keys.items()}
     inputs["delta"] = np.full((1, count), delta)
-    turned = backend.part("shift", inputs)
-    return {**after, **{f"kv.{i}.k": turned[f"turned.{i}"][0] for i in layers}}
+    turned = backend.part(SHIFT.name, inputs)
+    return {**after, **{name: turned[turned_of(i)][0] for i, name in keys.items()}}
 
 
 def _slots_of(backend: BackendSession, row: int, start: int, stop: int) -> Arrays:

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import host_method
+from accel.ir.entries.compress import keep_of, queries_of, ranks_of
 from accel.ir.errors import InputError
+from accel.ir.state import Part
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
@@ -47,9 +49,9 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
     return KvPlan(
         host_method(tables, "kv.budget", "uniform"),
         host_method(tables, "kv.when", "prompt"),
-        {s.layer: s.shape[1] for s in state if s.role == "kept.pos" and s.layer is not None},
+        {s.layer: s.shape[1] for s in state if s.kept_positions and s.layer is not None},
         kv.observe,
-        any(s.role == "mass" for s in state),
+        any(s.part is Part.MASS for s in state),
         kv.flush,
     )
 
@@ -171,12 +173,12 @@ class EvictionState(SessionObserver):
         tokens = self._tokens(lengths)
         for (layer, heads), keep in zip(self.plan.heads.items(), tokens, strict=True):
             most = self.plan.budget.most(int(keep.max()), heads)
-            inputs[f"keep.{layer}"] = keep
-            inputs[f"ranks.{layer}"] = np.arange(max(1, min(most, recent + kept[layer])))
+            inputs[keep_of(layer)] = keep
+            inputs[ranks_of(layer)] = np.arange(max(1, min(most, recent + kept[layer])))
         if self.plan.observe:
             inputs["query_positions"] = self._query_positions
             inputs |= {
-                f"queries.{layer}": self._queries[f"queries.{layer}"] for layer in self.plan.heads
+                queries_of(layer): self._queries[queries_of(layer)] for layer in self.plan.heads
             }
         return inputs
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
 from accel.ir.axis import host_method
+from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
@@ -115,7 +117,7 @@ class PrefixCache(SessionObserver):
         for row, mine in enumerate(blocks):
             for start in range(int(self.base[row]), int(lengths[row]) - size + 1, size):
                 slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
-                parts = {n: buffers[_own(n)][row][:, slots] for n in self.pool.arrays}
+                parts = {n: buffers[self.pool.own[n]][row][:, slots] for n in self.pool.arrays}
                 ids = self.log.ids[row, start : start + size]
                 block = self.pool.add(mine[-1] if mine else ROOT, ids, parts)
                 if block is None:
@@ -145,27 +147,22 @@ class PrefixCache(SessionObserver):
         base = np.array([len(row) * size for row in blocks], np.int64)
         own = np.maximum(lengths - base, 0)
         columns = np.arange(int(own.max(initial=0)))
-        new: Arrays = {"kv.pos": np.where(columns < own[:, None], base[:, None] + columns, -1)}
+        new: Arrays = {POSITIONS: np.where(columns < own[:, None], base[:, None] + columns, -1)}
         for name, pool in self.pool.arrays.items():
-            old = buffers.get(_own(name))
+            old = buffers.get(self.pool.own[name])
             shape = (len(blocks), pool.shape[1], columns.size, *pool.shape[3:])
-            new[_own(name)] = np.zeros(shape, pool.dtype)
+            new[self.pool.own[name]] = np.zeros(shape, pool.dtype)
             for row in np.flatnonzero(own).tolist():
                 assert old is not None
                 mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
-                new[_own(name)][row, :, : own[row]] = mine
+                new[self.pool.own[name]][row, :, : own[row]] = mine
         table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
         for row, ids in enumerate(blocks):
             table[row, : len(ids)] = ids
-        backend.put({**self.pool.arrays, **new, "table": table})
+        backend.put({**self.pool.arrays, **new, name_of(Part.TABLE): table})
         for mine, ids in zip(self._rows, blocks, strict=True):
             mine[:] = ids
         self.base = base
-
-
-def _own(name: str) -> str:
-    """The buffer of a row's own slots that a pool's array belongs to."""
-    return name.replace("pool.", "kv.", 1)
 
 
 def _slots(pool: Any, blocks: Sequence[int], own: Any, start: int, end: int) -> Any:
@@ -193,4 +190,5 @@ def pool_of(tables: Any, state: Sequence[Any]) -> Pool | None:
         return None
     method = host_method(tables, "kv.reuse", "paged-prefix")
     arrays = {v.name: np.zeros((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
-    return Pool(method.block, arrays)
+    own = {v.name: replace(v, region=CacheRegion.RECENT).name for v in parts}
+    return Pool(method.block, arrays, own)
