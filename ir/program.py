@@ -19,7 +19,7 @@ from accel.ir.facts import Facts
 from accel.ir.region import Conditional, Entry, Region, graphs_of
 from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
-from accel.ir.text.write import program_text
+from accel.ir.text import program_text
 from accel.ir.weights import Change, Weights
 
 DTYPES = {n: getattr(torch, n) for n in ("float32", "float16", "int64", "int8", "uint8")}
@@ -88,7 +88,7 @@ class Program:
         )  # fmt: skip
 
     def text(self) -> str:
-        """A stable form that people read; `accel.ir.text.read.parse` reads it back."""
+        """A stable form that people read; `accel.ir.parser.read.parse` reads it back."""
         return program_text(self.entries, self.dims, self.state)
 
 

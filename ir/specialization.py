@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from accel.ir.errors import PassError
 from accel.ir.program import Editor
-from accel.ir.text.write import size_text
+from accel.ir.text import size_text
 
 _TORCH = str(Path(torch.__file__).parent)
 _SYMBOLS = (  # what a question passes through on its way to the shape environment

@@ -108,6 +108,33 @@ def test_no_module_is_in_a_circle():
     )
 
 
+def folders(graph: nx.DiGraph) -> nx.DiGraph:
+    """Folder -> the folders of which it imports modules."""
+    found = nx.DiGraph()
+    for a, b in graph.edges:
+        here, there = (MODULES[one].parent.relative_to(ROOT).as_posix() for one in (a, b))
+        if here != there:
+            found.add_edge(here, there)
+    return found
+
+
+def test_no_folder_is_in_a_circle():
+    texts = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    graph = folders(imports(texts))
+    found = [sorted(c) for c in nx.strongly_connected_components(graph) if len(c) > 1]
+    assert graph.number_of_edges() > 100
+    assert not found, f"these folders import one another: {found}"
+
+
+def test_a_circle_of_folders_is_seen():
+    texts = {
+        "accel.ir.program": "import accel.passes.check",
+        "accel.passes.calibrate": "import accel.ir.spec",
+    }
+    names = {**texts, "accel.passes.check": "", "accel.ir.spec": ""}
+    assert sorted(folders(imports(names)).edges) == [("ir", "passes"), ("passes", "ir")]
+
+
 def test_a_circle_is_seen():
     assert circles(
         {"accel.a": "import accel.b", "accel.b": "def f():\n    from accel.a import x"}

@@ -375,7 +375,7 @@ def test_chunks_are_short_while_a_model_is_captured():
     tokens = torch.arange(40)[None]
     with torch.no_grad():
         want = model(tokens, use_cache=False).logits
-        with accel.ir.capture.forms.short_chunks(model, inspect(model).swaps):
+        with accel.ir.capture.forms.short_chunks(model, inspect(model).swaps.chunked):
             assert {m.chunk_size for m in mixers} == {accel.ir.capture.forms.CHUNK}
             torch.testing.assert_close(
                 model(tokens, use_cache=False).logits, want, atol=1e-4, rtol=1e-4

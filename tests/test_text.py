@@ -13,12 +13,12 @@ from accel.compiler.optimize import pipeline
 from accel.ir.capture.examples import example
 from accel.ir.errors import TextError
 from accel.ir.facts import Facts
+from accel.ir.parser.read import parse
 from accel.ir.program import State
 from accel.ir.recipe import Recipe
 from accel.ir.region import Region
 from accel.ir.spec import verify
 from accel.ir.state import Part
-from accel.ir.text.read import parse
 from accel.passes import run
 from accel.passes.check import run_both_ways
 from accel.passes.depth.by_call import ByCall

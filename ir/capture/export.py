@@ -60,7 +60,7 @@ def export(model: Prepared, traits: ModelTraits) -> Exported:
     given = _inputs(traits)
     logits = _settled(model, adapter, traits, given)
     facts.diffusion = both_ways(adapter.model, traits, lambda: model(*given.values()), logits)
-    with torch.no_grad(), forms(adapter.model, traits.swaps):
+    with torch.no_grad(), forms(adapter.model, traits.swaps.forms):
         program = _export(adapter, traits, given, facts)
     facts.set_vocabulary(int(logits.shape[-1]))
     facts.notes += [*model.notes, *traits.encoder_notes]

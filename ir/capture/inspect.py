@@ -12,9 +12,9 @@ from torch.export import ExportedProgram
 from accel.ir.capture.decoder_checks import refuse_kind
 from accel.ir.capture.encoder import encoder_facts
 from accel.ir.capture.exported import interface_of, parameters_of
-from accel.ir.capture.forms import forms_of, is_chunked
+from accel.ir.capture.forms import Form, forms_of, is_chunked
 from accel.ir.capture.length_limits import is_indexer, limit_of, turns_anew
-from accel.ir.capture.traits import Form, Kind, Limit, ModelTraits, Swaps
+from accel.ir.capture.traits import Kind, Limit, ModelTraits, Swaps
 from accel.ir.diffusion import diffusion_of
 from accel.ir.errors import CaptureError
 from accel.ir.facts import EncoderFacts

@@ -53,7 +53,7 @@ def prepared(
         inference_mode(model, traits),
         flex_uncompiled(),
         _uncached(),
-        short_chunks(model, traits.swaps),
+        short_chunks(model, traits.swaps.chunked),
         steady(model, traits.swaps),
     ):
         yield Prepared(kind(model, traits).eval(), stored, tuple(notes))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from accel.ir.capture.forms import Form
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import CaptureError
 from accel.ir.facts import EncoderFacts, Facts
@@ -30,15 +31,6 @@ class Interface:
     inputs: tuple[str, ...]
     output: int  # which of the flat outputs the logits are
     in_spec: Any
-
-
-@dataclass(frozen=True)
-class Form:
-    """A method of a module that is computed by another function while the model is exported."""
-
-    module: str  # its path in the model
-    method: str
-    function: Callable[..., Any]
 
 
 @dataclass(frozen=True)

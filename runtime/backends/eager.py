@@ -19,8 +19,8 @@ from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows, in_numbers
 from accel.ir.state import POSITIONS, Part, output_of, state_of
 from accel.runtime.backends.buffers import forgettable, trimmed
-from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
+from accel.runtime.inputs.ints import Bools, Ints
 
 
 class Steppable(Protocol):

@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, StateValue
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.ints import Bools, Ints
 
 Arrays = dict[str, npt.NDArray[Any]]
 Logits = npt.NDArray[np.float32]
-Bools = npt.NDArray[np.bool_]
 
 
 class Compression(Protocol):

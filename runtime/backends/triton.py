@@ -19,8 +19,8 @@ from accel.ir.entries.step import STEP, given_beside
 from accel.ir.state import Part
 from accel.lowering.triton.lowered import Compiled, Lowered
 from accel.runtime.backends.eager import EagerSession
-from accel.runtime.backends.protocol import Bools, Compression, Logits, call_inputs
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.backends.protocol import Compression, Logits, call_inputs
+from accel.runtime.inputs.ints import Bools, Ints
 
 
 class TritonBackend:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 def as_ints(value: Any, what: str) -> Ints:

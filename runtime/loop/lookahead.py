@@ -13,11 +13,11 @@ from time import perf_counter
 import numpy as np
 
 from accel.ir.errors import InputError, RecipeError
-from accel.runtime.backends.protocol import Bools, Logits
+from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES
 from accel.runtime.session.session import Session

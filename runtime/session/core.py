@@ -10,11 +10,11 @@ import numpy as np
 
 from accel.ir.errors import AccelError, InputError
 from accel.runtime.backends.buffers import STEP
-from accel.runtime.backends.protocol import Arrays, BackendSession, Bools, Logits, whole_tiles
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
+from accel.runtime.inputs.calls import call_tokens, check_no_plan
+from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.observers.observer import SessionObserver
 from accel.runtime.session.rows import Kin, wanted_rows
-from accel.runtime.session.validate import call_tokens, check_no_plan
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
 LOST = (

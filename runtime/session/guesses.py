@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Bools, Logits
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.inputs.calls import call_tokens, columns_of, path_of, tree_of
+from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.core import SessionCore
-from accel.runtime.session.validate import call_tokens, columns_of, path_of, tree_of
 
 
 @dataclass(frozen=True, eq=False)

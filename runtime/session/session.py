@@ -9,11 +9,11 @@ import numpy as np
 
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession, Logits
+from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.core import SessionCore
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
-from accel.runtime.session.validate import call_tokens, rewind_target
 
 Observer = TypeVar("Observer", bound=SessionObserver)
 

@@ -11,7 +11,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import Model
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.token_log import Log
+from accel.runtime.inputs.token_log import Log
 
 TAIL, BACK, WIDE = (
     16,

@@ -12,9 +12,9 @@ import pytest
 from accel.ir.capture.examples import example
 from accel.ir.errors import PassError
 from accel.ir.facts import Facts, LayerFacts
+from accel.ir.parser.read import parse
 from accel.ir.program import Program
 from accel.ir.spec import verify
-from accel.ir.text.read import parse
 from accel.passes import Pass
 from accel.passes.check import run_both_ways
 

@@ -17,7 +17,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Region
 from accel.ir.state import writes_state
-from accel.ir.text.write import type_text
+from accel.ir.text import type_text
 
 aten = torch.ops.aten
 LAYOUT = {

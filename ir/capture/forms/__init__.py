@@ -13,15 +13,23 @@ import contextlib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 from torch import nn
 
-from accel.ir.capture.traits import Swaps
-
 CHUNK = 32  # tokens: more than any call of the check
+
+
+@dataclass(frozen=True)
+class Form:
+    """A method of a module that is computed by another function while the model is exported."""
+
+    module: str  # its path in the model
+    method: str
+    function: Callable[..., Any]
 
 
 def forms_of(module: nn.Module) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -39,11 +47,11 @@ def is_chunked(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
-    """Every module that has a form computes by it."""
+def forms(model: nn.Module, chosen: Iterable[Form]) -> Iterator[None]:
+    """Modules compute by the forms that were chosen for them."""
     changed: list[tuple[nn.Module, str]] = []
     try:
-        for form in swaps.forms:
+        for form in chosen:
             module = model.get_submodule(form.module)
             vars(module)[form.method] = MethodType(form.function, module)
             changed.append((module, form.method))
@@ -54,12 +62,12 @@ def forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def short_chunks(model: nn.Module, swaps: Swaps) -> Iterator[None]:
-    """Modules whose own code works in chunks of tokens use short ones, each one call of the check.
+def short_chunks(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Modules (by path) whose own code works in chunks of tokens use short ones, each one call of the check.
 
     Mamba-2 pads every call to a whole chunk and takes memory by its square; the result is the same.
     """
-    chunked = [model.get_submodule(name) for name in swaps.chunked]
+    chunked = [model.get_submodule(path) for path in paths]
     before = [m.chunk_size for m in chunked]
     try:
         for module in chunked:

@@ -39,8 +39,8 @@ from accel.runtime.backends.onnx.open import (
 )
 from accel.runtime.backends.onnx.part import Parts
 from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
-from accel.runtime.backends.protocol import Arrays, Bools, Compression, Logits, alike, call_inputs
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
+from accel.runtime.inputs.ints import Bools, Ints
 
 
 class OrtBackend:

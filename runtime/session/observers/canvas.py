@@ -9,6 +9,7 @@ import numpy as np
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Logits
+from accel.runtime.inputs.calls import call_tokens
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -17,7 +18,6 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     SessionObserver,
 )
-from accel.runtime.session.validate import call_tokens
 
 
 class CanvasState(SessionObserver):

@@ -11,6 +11,7 @@ from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, Part, name_of
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -18,7 +19,6 @@ from accel.runtime.session.observers.observer import (
     ObserverFactory,
     SessionObserver,
 )
-from accel.runtime.session.token_log import Log
 
 
 class Edits(SessionObserver):

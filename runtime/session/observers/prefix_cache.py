@@ -13,9 +13,9 @@ from accel.ir.axis import host_method
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
 from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
-from accel.runtime.session.token_log import Log
 
 
 class PrefixCache(SessionObserver):

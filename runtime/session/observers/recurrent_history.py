@@ -11,13 +11,13 @@ import numpy as np
 
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
 )
-from accel.runtime.session.token_log import Log
 
 SNAPSHOTS = 8  # copies of the state that are kept
 EVERY = 256  # most single-token calls from one copy to the next

@@ -25,9 +25,7 @@ from torch.fx.node import map_aggregate
 
 from accel.ir.errors import TextError, unknown
 from accel.ir.facts import Facts
-from accel.ir.program import Program, State, symbolic_size
-from accel.ir.region import Conditional, Entry, Region
-from accel.ir.text.syntax import (
+from accel.ir.parser.syntax import (
     Body,
     Call,
     Input,
@@ -40,7 +38,9 @@ from accel.ir.text.syntax import (
     Weight,
     read_tree,
 )
-from accel.ir.text.write import SHORT, STATE_FIELDS, function_name, type_text
+from accel.ir.program import Program, State, symbolic_size
+from accel.ir.region import Conditional, Entry, Region
+from accel.ir.text import SHORT, STATE_FIELDS, function_name, type_text
 from accel.ir.weights import Weights
 
 _DTYPES = {short: dtype for dtype, short in SHORT.items()}

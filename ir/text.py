@@ -1,6 +1,6 @@
 """A program as stable text: one line a node, shapes in letters, repeated regions once.
 
-`accel.ir.text.read` reads it back; docs/concepts/program-and-state.md has the grammar.
+`accel.ir.parser.read` reads it back; docs/concepts/program-and-state.md has the grammar.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from accel.ir.errors import TextError, unknown
-from accel.ir.text.write import NAME, NUMBER, WORDS, in_layer
+from accel.ir.text import NAME, NUMBER, WORDS, in_layer
 
 _TOKEN = re.compile(
     rf"(?P<value>%\w+)|(?P<string>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Bools
-from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
+from accel.runtime.inputs.ints import Bools, Ints, as_ints, check_vocabulary
 
 
 def call_tokens(

@@ -1,0 +1,1 @@
+"""The program that a text describes: the reverse of `accel.ir.text`."""

@@ -1,1 +1,0 @@
-"""A program as text that people read (`write`), and the program that a text describes (`read`)."""
