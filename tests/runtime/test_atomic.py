@@ -1,4 +1,4 @@
-"""A stage ends as the whole artifact or as nothing, whatever happens."""
+"""An output folder ends as the whole artifact or as nothing, whatever happens."""
 
 import errno
 import os
@@ -111,12 +111,12 @@ with AtomicOutputDir(sys.argv[1]) as folder:
 """
 KILLED_AT_RENAME = """
 import os, sys, time
-from accel.runtime.artifact import atomic as stage
+from accel.runtime.artifact import atomic
 def stuck(a, b, plain=os.rename):
     plain(a, b)
     print(b, flush=True)
     time.sleep(60)
-with stage.AtomicOutputDir(sys.argv[1]) as folder:
+with atomic.AtomicOutputDir(sys.argv[1]) as folder:
     (folder / "accel.json").write_text("new")
     os.rename = stuck
 """
