@@ -259,4 +259,4 @@ def test_loops_and_trees_declare_what_they_do(axis, use):
     method = AXES[axis].build(use)
     branches = getattr(method, "trees", False) or getattr(method, "branches", False)
     assert (Invariant.CHAINS in method.breaks) == branches
-    assert (Invariant.APPEND_ONLY in method.breaks) == getattr(method, "fills", False)
+    assert (Invariant.APPEND_ONLY in method.breaks) == getattr(method, "masked_diffusion", False)

@@ -144,7 +144,7 @@ def test_a_call_that_one_cannot_take_back_closes_the_session():
         live.rewind(0)
 
 
-def test_a_fork_has_companions_of_its_own():
+def test_a_fork_has_observers_of_its_own():
     live, _, book = diaries(Counts(), "a")
     live.run(IDS)
     other = live.fork()
