@@ -41,7 +41,8 @@ def _graph_rules(program: Program, graph: fx.Graph) -> list[str]:
 
 
 def _attention_rules(node: fx.Node) -> list[str]:
-    q, k, v, q_pos, k_pos = (n.meta["val"] for n in node.args[:5])  # type: ignore[union-attr]
+    x = operands_of(node)
+    q, k, v, q_pos, k_pos = (n.meta["val"] for n in (x.q, x.k, x.v, x.q_pos, x.k_pos))
     broken = []
     if not q.dim() == k.dim() == v.dim() == 4:
         broken.append(f"{node.name}: q, k, v must have axes [B,H,T,D]")
@@ -51,8 +52,8 @@ def _attention_rules(node: fx.Node) -> list[str]:
         )
     if q_pos.dim() != 2 or k_pos.dim() != 2:
         broken.append(f"{node.name}: positions must have axes [B,T] and [B,S]")
-    if node.args[8] not in MASKS:
-        broken.append(f"{node.name}: mask {node.args[8]!r} is none of {MASKS}")
+    if x.mask not in MASKS:
+        broken.append(f"{node.name}: mask {x.mask!r} is none of {MASKS}")
     return broken + _tree_rules(node)
 
 

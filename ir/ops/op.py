@@ -4,12 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
+from torch import fx
 
+_REQUIRED = object()
 REFERENCES: dict[Any, Callable[..., Any]] = {}  # overload -> what computes it, with gradients
 LIBRARY = torch.library.Library("accel", "DEF")
+
+
+@cache
+def _argument(target: Any, name: str) -> tuple[int, Any]:
+    """Place and default of an operand. Raises ValueError where the schema has none of that name."""
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.name == name:
+            return place, argument.default_value if argument.has_default_value() else _REQUIRED
+    raise ValueError(f"{target} has no operand {name}")
+
+
+def operand_of(node: fx.Node, name: str) -> Any:
+    """What a call is given for an operand, by its name in the operator's schema; else the default."""
+    place, default = _argument(node.target, name)
+    if place < len(node.args):
+        return node.args[place]
+    value = node.kwargs.get(name, default)
+    if value is _REQUIRED:
+        raise ValueError(f"{node.name} is given no {name}")
+    return value
+
+
+def set_operand(node: fx.Node, name: str, value: Any) -> None:
+    """Give a call another operand, by its name in the operator's schema."""
+    place, _ = _argument(node.target, name)
+    if place < len(node.args):
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(name, value)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
@@ -58,7 +59,7 @@ class Pack(Pass):
 
 def _apart(node: fx.Node, uses: Counter[str]) -> str:
     """Why a projection stays as it is; empty where it may be packed."""
-    weight, bias = node.args[1], node.args[2] if len(node.args) > 2 else None
+    weight, bias = operand_of(node, "weight"), operand_of(node, "bias")
     if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return "its weight is computed"
     if uses[str(weight.target)] > 1:
@@ -82,7 +83,7 @@ def _pack(program: Program, graph: fx.Graph, group: list[fx.Node]) -> None:
     editor = Editor(program, graph)
     x, names = group[0].args[0], [str(_node(n.args[1]).target) for n in group]
     counts = [int(n.meta["val"].shape[-1]) for n in group]
-    biases = [n.args[2] if len(n.args) > 2 else None for n in group]
+    biases = [operand_of(n, "bias") for n in group]
     with graph.inserting_before(group[0]):
         weights = [editor.stacked(joined(names), names)]
         if any(biases):

@@ -8,7 +8,7 @@ from typing import Any
 import networkx as nx
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import Program, ancestors
 from accel.passes.recognise.region import Kinds, numbering
@@ -33,7 +33,7 @@ def borrowed(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
     found: set[tuple[fx.Node, fx.Node]] = set()
     for node in mixers(graph):
         if node.target is attention.default:
-            read = {n for n in node.args[1:3] if isinstance(n, fx.Node)}
+            read = {operands_of(node).k, operands_of(node).v}
             found |= {(n, node) for n in read & owned}
             owned |= read
     return found

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from accel.ir.ops.experts import expert_linear
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
 from accel.passes import Pass, Report
@@ -70,7 +71,7 @@ def _chosen(node: fx.Node, kinds: Kinds) -> tuple[fx.Node, fx.Node] | None:
         weight, indices = node.args[:2]
         ids = indices[0] if isinstance(indices, (list, tuple)) and len(indices) == 1 else None
     elif packet(node) is aten.index_select and node.args[1] == 0:
-        weight, ids = node.args[0], node.args[2]
+        weight, ids = node.args[0], operand_of(node, "index")
     else:
         return None
     if not isinstance(weight, fx.Node) or not isinstance(ids, fx.Node):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention
+from accel.ir.ops.op import operand_of, set_operand
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
@@ -45,8 +46,8 @@ class Rope(Pass):
         graph = program.step.graph
         finder = _Finder(program, Kinds(graph), numbering(graph), _Tables())
         for node in graph.find_nodes(op="call_function", target=attention.default):
-            for index, name in enumerate("qk"):
-                operand = node.args[index]
+            for name in "qk":
+                operand = operand_of(node, name)
                 assert isinstance(operand, fx.Node)
                 with graph.inserting_before(node):
                     new = finder.rebuild(operand, swapped=False)
@@ -54,7 +55,7 @@ class Rope(Pass):
                     why = "no rotation by position between it and a projection"
                     report.refused.append(f"{node.name}.{name}: {why}")
                     continue
-                node.update_arg(index, new)
+                set_operand(node, name, new)
                 report.changed += 1
         Clean().run(program)
         return report

@@ -11,8 +11,9 @@ from torch import fx
 from accel.ir.capture.examples import encoder_side
 from accel.ir.errors import PassError
 from accel.ir.facts import LayerFacts
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of, set_operand
 from accel.ir.program import Editor, Program, State, ancestors, evaluate
 from accel.ir.region import sizes
 from accel.ir.state import Part
@@ -111,31 +112,31 @@ def _cache(
     `owners`: keys or values -> what is stored of them, by which layer.
     """
     layer = node.meta["layer"]
-    for index, part in ((1, Part.KEYS), (2, Part.VALUES)):
-        new = node.args[index]
+    for part in (Part.KEYS, Part.VALUES):
+        new = operand_of(node, part)
         assert isinstance(new, fx.Node)
         if new in owners:  # of a layer before, or a latent, which is both
-            node.update_arg(index, owners[new][0])
+            set_operand(node, part, owners[new][0])
             continue
         groups, width = int(sizes(new)[1]), int(sizes(new)[3])
         state = State(part, layer, "float32", ("B", groups, "C", width))
         held = buffer(program, editor, state, letters)
         with editor.graph.inserting_before(node):
             stored = editor.call(kv_append.default, held, new, where[0], like=node)
-        node.update_arg(index, stored)
+        set_operand(node, part, stored)
         owners[new] = stored, layer
         outputs[state.output] = stored
-    node.update_arg(4, where[1])
+    set_operand(node, "k_pos", where[1])
 
 
 def _looks_ahead(program: Program, node: fx.Node) -> bool:
     """Whether a mask shows a query the keys after it."""
-    bias = node.args[5]
-    if node.args[8] != "full":
+    x = operands_of(node)
+    if x.mask != "full":
         return False
-    if not isinstance(bias, fx.Node):
+    if not isinstance(x.bias, fx.Node):
         return True
-    table = program.params[str(bias.target)]
+    table = program.params[str(x.bias.target)]
     return table.dim() == 2 or bool((table > HIDDEN).triu(1).any())
 
 
@@ -178,11 +179,10 @@ def _facts(sites: list[fx.Node], kept: int, owners: dict[fx.Node, int]) -> Layer
     node = next((n for n in sites if n.target is attention.default), None)
     if node is None:
         return LayerFacts("recurrent", 0, 0, 0, 0, state_bytes=kept)
-    q, k = sizes(node.args[0]), sizes(node.args[1])  # type: ignore[arg-type]
-    kind, window = node.args[8], node.args[9]
-    assert isinstance(kind, str) and isinstance(window, int)
-    owner = owners.get(node.args[1])  # type: ignore[arg-type]
+    x = operands_of(node)
+    q, k = sizes(x.q), sizes(x.k)
+    owner = owners.get(x.k)
     shares = None if owner == node.meta["layer"] else owner
     return LayerFacts(
-        kind, window, int(q[1]), int(k[1]), int(q[3]), state_bytes=kept, shares=shares
+        x.mask, x.window, int(q[1]), int(k[1]), int(q[3]), state_bytes=kept, shares=shares
     )

@@ -9,7 +9,7 @@ from torch import fx
 
 from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS, INPUTS
 from accel.ir.errors import PassError
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.program import DTYPES, Editor, Program, State, ancestors
 from accel.ir.region import Entry, sizes
 from accel.ir.state import CacheRegion, Part
@@ -40,7 +40,7 @@ class Cross(Pass):
         _unify_batch(program, given)
         decoder = _depending(step.graph, {step.input("tokens"), step.input("positions")})
         sites = step.graph.find_nodes(op="call_function", target=attention.default)
-        crossing = [n for n in sites if n in decoder and not decoder.intersection(n.args[1:3])]
+        crossing = [n for n in sites if n in decoder and not decoder.intersection(_read(n))]
         if not crossing:
             raise PassError(
                 f"{program.facts.name} has no cross-attention that accel recognises, so its encoder "
@@ -104,6 +104,12 @@ def _depending(graph: fx.Graph, roots: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def _read(site: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Keys and values of an attention."""
+    x = operands_of(site)
+    return x.k, x.v
+
+
 def _wanted(sites: list[fx.Node], crossing: list[fx.Node]) -> dict[fx.Node, State]:
     """Value that cross-attention reads -> the state that holds it; layers count self-attentions."""
     found: dict[fx.Node, State] = {}
@@ -112,13 +118,13 @@ def _wanted(sites: list[fx.Node], crossing: list[fx.Node]) -> dict[fx.Node, Stat
         if site not in crossing:
             layer += 1
             continue
-        k, v, pos = site.args[1], site.args[2], site.args[4]
-        assert isinstance(pos, fx.Node)
+        x = operands_of(site)
+        pos = x.k_pos
         width = _letter(pos, 1)
         found.setdefault(
             pos, State(Part.POSITIONS, None, "int64", ("B", width), -1, CacheRegion.CROSS)
         )
-        for part, value in ((Part.KEYS, k), (Part.VALUES, v)):
+        for part, value in ((Part.KEYS, x.k), (Part.VALUES, x.v)):
             assert isinstance(value, fx.Node)
             shape = ("B", int(sizes(value)[1]), _letter(value, 2), int(sizes(value)[3]))
             state = State(part, max(layer, 0), "float32", shape, region=CacheRegion.CROSS)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.op import set_operand
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
 from accel.passes import Pass, Report
@@ -77,13 +78,14 @@ class Latent(Pass):
 
 def _read(program: Program, kinds: Kinds, order: dict[fx.Node, int], node: fx.Node) -> _Site | str:
     """What an attention's keys and values are made of; empty where that is no latent."""
-    q, k, v = (a for a in node.args[:3] if isinstance(a, fx.Node))
+    x = operands_of(node)
+    q, k, v = x.q, x.k, x.v
     heads = sizes(q)[1]
     if sizes(k)[1] != heads or int(heads) == 1:
         return ""
     parts: list[Any] = [k]
     if packet(k) is aten.cat and k.args[1:] in ((-1,), (3,)):
-        parts = list(k.args[0])  # type: ignore[arg-type]
+        parts = list(k.args[0])
     shared = {p: base for p in parts if sizes(base := ungroup(program, p))[1] == "1"}
     own = [p for p in parts if p not in shared]
     if len(own) != 1:
@@ -94,13 +96,13 @@ def _read(program: Program, kinds: Kinds, order: dict[fx.Node, int], node: fx.No
     for latent in _common(own[0], v, kinds, order):
         if full < _WORTH * (int(sizes(latent)[-1]) + extra):
             continue
-        key, value = (_matrix(program, latent, x) for x in (own[0], v))
+        key, value = (_matrix(program, latent, n) for n in (own[0], v))
         if key is None or value is None:
             why = f"its keys and values are no linear function of {latent.name}"
             continue
-        if float(node.args[7]) and bool(key[1].any()):  # type: ignore[arg-type]
+        if x.softcap and bool(key[1].any()):
             return "a soft cap over keys that have a bias"
-        if len(node.args) > len(attention.default._schema.arguments[:10]) and bool(value[1].any()):
+        if x.sink is not None and bool(value[1].any()):
             return "probabilities that do not sum to 1 over values that have a bias"
         widths = [(shared.get(p), int(sizes(p)[3])) for p in parts]
         return _Site(
@@ -174,8 +176,10 @@ def _rewrite(program: Program, node: fx.Node, site: _Site, layer: int) -> None:
         if keys:
             new_q = editor.call(aten.cat.default, queries, -1, like=node)
             new_k = editor.call(aten.cat.default, [latent, *keys], -1, like=node)
-        args = (new_q, new_k, new_k, *node.args[3:])
-        out = editor.call(attention.default, *args, like=node)
+        out = editor.call(attention.default, *node.args, like=node, **node.kwargs)
+        for name, value in (("q", new_q), ("k", new_k), ("v", new_k)):
+            set_operand(out, name, value)
+        out.meta["val"] = editor.value(out)
         if keys:
             out = editor.call(aten.slice.Tensor, out, 3, 0, width, like=node)
         down = editor.param(f"latent.{layer}.value", site.value)

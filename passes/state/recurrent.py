@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from accel.ir.ops.op import set_operand
 from accel.ir.ops.recurrence import RECURRENT
 from accel.ir.program import DTYPES, Editor, Program, State
 from accel.ir.state import Part
@@ -44,7 +45,8 @@ def carry(
         detail = f"{part}{number}"
         state = State(Part.RECURRENT, layer, "float32", ("B", *sizes), detail=detail)
         held = buffer(program, editor, state, letters)
-        node.args = (*node.args[:-2], held, program.step.input("positions"))
+        set_operand(node, "state", held)
+        set_operand(node, "positions", program.step.input("positions"))
         outputs[state.output] = _after(editor, node)
         total += 4 * math.prod(sizes)
     return total

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
+from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import (
     pack,
     quantized_embedding,
@@ -121,15 +122,15 @@ def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
                 continue
             site = found.setdefault(name, Site(name, layer=layer))
             for user in node.users:
-                if user.target is aten.linear.default and _reads_as(user, node, 1):
+                if user.target is aten.linear.default and _reads_as(user, node, "weight"):
                     site.linears.append(user)
                     if routes(user):  # a few rows, of which an error gives other experts
                         other[name] = f"{name}: it chooses among experts"
-                elif user.target is aten.embedding.default and _reads_as(user, node, 0):
+                elif user.target is aten.embedding.default and _reads_as(user, node, "weight"):
                     site.embeddings.append(user)
-                elif user.target is expert_linear.default and _reads_as(user, node, 2):
+                elif user.target is expert_linear.default and _reads_as(user, node, "weight"):
                     site.experts.append(user)
-                    site.transposed = bool(user.args[3])
+                    site.transposed = bool(operand_of(user, "transposed"))
                 elif user.target in _TABLES:
                     other[name] = ""
                 else:
@@ -147,9 +148,9 @@ def _graphs(program: Program) -> Iterator[tuple[int | None, fx.Graph]]:
             layer += i > 0
 
 
-def _reads_as(user: fx.Node, node: fx.Node, index: int) -> bool:
+def _reads_as(user: fx.Node, node: fx.Node, name: str) -> bool:
     """Whether it reads the value as that operand, and as no other."""
-    return user.args[index] is node and list(user.args).count(node) == 1
+    return operand_of(user, name) is node and list(user.args).count(node) == 1
 
 
 def round_to_nearest(weight: Tensor, bits: int, block: int, symmetric: bool) -> Packed:
@@ -225,10 +226,10 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
             zeros = None if packed.zeros is None else editor.param(names["zeros"])
             sizes = (packed.bits, packed.block)
             if node in site.linears:
-                bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
+                bias = operand_of(node, "bias")
                 new = editor.call(
                     quantized_linear.default,
-                    node.args[0],
+                    operand_of(node, "input"),
                     q,
                     scales,
                     zeros,
@@ -239,7 +240,8 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
             elif node in site.experts:
                 new = editor.call(
                     quantized_expert_linear.default,
-                    *node.args[:2],
+                    operand_of(node, "x"),
+                    operand_of(node, "ids"),
                     q,
                     scales,
                     zeros,
@@ -248,7 +250,7 @@ def insert(program: Program, site: Site, packed: Packed) -> None:
                 )
             else:
                 new = editor.call(
-                    quantized_embedding.default, node.args[1], q, scales, zeros, *sizes, width,
+                    quantized_embedding.default, operand_of(node, "indices"), q, scales, zeros, *sizes, width,
                     like=node,
                 )  # fmt: skip
         replace(node, new)

@@ -15,6 +15,7 @@ from accel.compiler.explain.rates import Rates
 from accel.compiler.explain.subject import Sizes, Subject
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
+from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import PRODUCTS, quantized_expert_linear
 from accel.ir.program import Program, State
 from accel.ir.region import Conditional, Region, graphs_of
@@ -189,14 +190,14 @@ def _add(found: dict[str, float], node: fx.Node, program: Program) -> None:
             source = source.all_input_nodes[0]  # a cast of a parameter
         if source.op == "get_attr":
             blank = program.params.blank(str(source.target))
-            few = f"int{node.args[5]}" if node.target in PRODUCTS else ""
+            few = f"int{operand_of(node, 'bits')}" if node.target in PRODUCTS else ""
             kind = few or ("float16" if blank.dtype is torch.float16 else "float32")
             found[kind] = found.get(kind, 0.0) + blank.nbytes * share
 
 
 def _share(node: fx.Node, program: Program) -> float:
     """The part of the experts that a token takes: as many as the router chooses of them."""
-    weight = node.args[2]
+    weight = operand_of(node, "q" if node.target in PRODUCTS else "weight")
     assert isinstance(weight, fx.Node)
     experts = int(weight.meta["val"].shape[0])
     chosen = [n.args[1] for n in node.graph.nodes if n.target is aten.topk.default]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Program
 from accel.ir.region import Conditional, Region
@@ -143,8 +143,9 @@ def _mask(node: fx.Node) -> str:
     """Of attention, what it may see."""
     if node.target is not attention.default:
         return ""
-    window = f" {node.args[9]}" if node.args[9] else ""
-    return f" {node.args[8]}{window}" + (" + kept" if node.kwargs.get("kept_k") else "")
+    x = operands_of(node)
+    window = f" {x.window}" if x.window else ""
+    return f" {x.mask}{window}" + (" + kept" if x.kept_k is not None else "")
 
 
 def _label(node: fx.Node) -> str:

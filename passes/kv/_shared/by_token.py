@@ -9,6 +9,7 @@ from torch import fx
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Program
 from accel.ir.state import POSITIONS
 
@@ -35,5 +36,6 @@ def check_by_token(program: Program, sites: Sequence[fx.Node], why: str) -> None
 
 def _caches(node: fx.Node) -> list[str]:
     """State that holds keys and values which an attention reads."""
-    stored = [n for n in node.args[1:3] if isinstance(n, fx.Node) and n.target is kv_append.default]
-    return [str(n.args[0].target) for n in stored if isinstance(n.args[0], fx.Node)]
+    x = operands_of(node)
+    stored = [n for n in (x.k, x.v) if n.target is kv_append.default]
+    return [str(operand_of(n, "buffer").target) for n in stored]

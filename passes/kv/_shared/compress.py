@@ -14,14 +14,15 @@ from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, ranks_of
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
 from accel.ir.ops.attention import Mask, attention, operands_of
-from accel.ir.ops.kv import kv_append
 from accel.ir.ops.mass import attention_mass
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv._shared import low
+from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.note import add_notes
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.score import Base as Score
@@ -79,8 +80,8 @@ class Compress(Pass):
         _check_readers(program, sites)
         _read_kept(program, sites, self.keep)
         if "notes" in _parameters(self.score):
-            stored = {s.layer: s.node.args[1] for s in sites}
-            for layer, buffers in add_notes(program, self.score, stored).items():  # type: ignore[arg-type]
+            stored = {s.layer: operand_of(s.node, Part.KEYS) for s in sites}
+            for layer, buffers in add_notes(program, self.score, stored).items():
                 next(s for s in sites if s.layer == layer).kept.update(buffers)
         if self.score.observe:
             _give_queries(program, sites)
@@ -105,7 +106,7 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
         )
     for node in program.nodes(attention.default, entry=program.step):
         layer = node.meta.get("layer")
-        if layer is None or name_of(Part.KEYS, layer) not in states or _is_cross(node):
+        if layer is None or name_of(Part.KEYS, layer) not in states or not appends(node):
             continue
         if operands_of(node).bias is not None:
             raise PassError(
@@ -120,16 +121,11 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
     return list(found.values())
 
 
-def _is_cross(node: fx.Node) -> bool:
-    """Whether it reads an encoder's keys, which no step appends to."""
-    keys = node.args[1]
-    return not (isinstance(keys, fx.Node) and keys.target is kv_append.default)
-
-
 def _check_values(keep: Keep, sites: list[_Site]) -> None:
-    if keep.merges and (shared := [s.layer for s in sites if _buffer_of(s, 1) is _buffer_of(s, 2)]):
+    same = [s.layer for s in sites if cache_of(s.node, Part.KEYS) is cache_of(s.node, Part.VALUES)]
+    if keep.merges and same:
         raise PassError(
-            f"kv.keep changes values, but those of layer {shared[0]} are its keys too (a latent, MLA); "
+            f"kv.keep changes values, but those of layer {same[0]} are its keys too (a latent, MLA); "
             "leave kv.keep out for this model, or use 'drop'"
         )
 
@@ -138,10 +134,10 @@ def _check_readers(program: Program, sites: list[_Site]) -> None:
     """What is said of each token is compressed, and read by the attention that will read it from there."""
     taken = {POSITIONS}
     for site in sites:
-        for i in (1, 2):
-            stored = site.node.args[i]
+        for part in (Part.KEYS, Part.VALUES):
+            stored = operand_of(site.node, part)
             assert isinstance(stored, fx.Node)
-            taken.add(str(_buffer_of(site, i).target))
+            taken.add(str(cache_of(site.node, part).target))
             for user in stored.users:
                 if user is not site.node and user.op != "output":
                     raise PassError(
@@ -163,11 +159,11 @@ def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
     for site in sites:
         letter = f"P{site.layer}"
         letters = {"B": batch, letter: editor.symbol(letter, _KEPT + site.layer)}
-        old = {p: str(_buffer_of(site, i).target) for p, i in (("k", 1), ("v", 2))}
         both = (Part.KEYS, Part.VALUES)
-        parts = both[:1] if old["k"] == old["v"] else both
+        old = {cache_of(site.node, part) for part in both}
+        parts = both[: len(old)]
         for part in parts:
-            node = _buffer_of(site, 1 if part is Part.KEYS else 2)
+            node = cache_of(site.node, part)
             wide = sizes(node)
             shape = ("B", int(wide[1]), letter, int(wide[3]))
             state = State(part, site.layer, "float32", shape, region=CacheRegion.KEPT)
@@ -185,13 +181,6 @@ def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
     program.step.set_outputs(outputs)
 
 
-def _buffer_of(site: _Site, index: int) -> fx.Node:
-    """The placeholder of the keys (1) or values (2) that attention reads."""
-    stored = site.node.args[index]
-    assert isinstance(stored, fx.Node) and isinstance(stored.args[0], fx.Node)
-    return stored.args[0]
-
-
 def _add_mass(
     program: Program,
     editor: Editor,
@@ -200,7 +189,7 @@ def _add_mass(
     outputs: dict[str, fx.Node],
 ) -> None:
     """Attention that each slot drew, added up over the calls."""
-    keys = _buffer_of(site, 1)
+    keys = cache_of(site.node, Part.KEYS)
     groups = int(sizes(keys)[1])
     recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"))
     kept = replace(recent, shape=("B", groups, f"P{site.layer}"), region=CacheRegion.KEPT)
@@ -234,8 +223,7 @@ def _give_queries(program: Program, sites: list[_Site]) -> None:
     editor = Editor(program, program.step.graph)
     outputs = program.step.output_nodes()
     for site in sites:
-        queries = site.node.args[0]
-        assert isinstance(queries, fx.Node)
+        queries = operands_of(site.node).q
         with editor.graph.inserting_before(editor.graph.find_nodes(op="output")[0]):
             turned = editor.call(torch.ops.aten.transpose.int, queries, 1, 2, like=site.node)
         outputs[queries_of(site.layer)] = turned
@@ -265,17 +253,17 @@ def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
     window = source.symbol("W", _OBSERVED) if step.score.observe else 0
     for site in sites:
         here = given[site.layer] = {"seen": seen, "recent_pos": pos}
-        for part, index in (("k", 1), ("v", 2)):
-            node = _buffer_of(site, index)
+        for part in (Part.KEYS, Part.VALUES):
+            node = cache_of(site.node, part)
             if part in site.kept:
                 here[f"recent_{part}"] = holder(str(node.target), node.meta["val"])
-        for part, node in site.kept.items():
-            here[f"kept_{part}"] = holder(str(node.target), node.meta["val"])
+        for name, node in site.kept.items():
+            here[f"kept_{name}"] = holder(str(node.target), node.meta["val"])
         here["keep"] = holder(keep_of(site.layer), blank((batch,), torch.int64))
         count = source.symbol(f"N{site.layer}", _RANKS + site.layer)
         here["ranks"] = holder(ranks_of(site.layer), blank((count,), torch.int64))
         if step.score.observe:
-            queries = sizes(site.node.args[0])  # type: ignore[arg-type]
+            queries = sizes(operands_of(site.node).q)
             shape = (batch, window, int(queries[1]), int(queries[3]))
             here["queries"] = holder(queries_of(site.layer), blank(shape, torch.float32))
             here["query_positions"] = holder("query_positions", blank((batch, window), torch.int64))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import CacheRegion, Part, name_of
@@ -26,11 +27,11 @@ def add_notes(
     """
     graph = program.step.graph
     editor, outputs = Editor(program, graph), program.step.output_nodes()
-    keys = {layer: _node(node.args[1]) for layer, node in stored.items()}
+    keys = {layer: _node(operand_of(node, "new")) for layer, node in stored.items()}
     trained = score.parts(program, keys) if isinstance(score, Trained) else {}
     found: dict[int, dict[str, fx.Node]] = {}
     for layer, append in stored.items():
-        old = _node(append.args[0])
+        old = _node(operand_of(append, "buffer"))
         groups, batch, slots = (
             int(sizes(old)[1]),
             old.meta["val"].shape[0],
@@ -63,7 +64,11 @@ def add_notes(
                 editor, f"note.{layer}", note, hidden, *weights.values(), like=append, key=key
             )
             written = editor.call(
-                kv_append.default, here["notes.recent"], made, append.args[2], like=append
+                kv_append.default,
+                here["notes.recent"],
+                made,
+                operand_of(append, "slots"),
+                like=append,
             )
         outputs[recent.output] = written
     program.step.set_outputs(outputs)

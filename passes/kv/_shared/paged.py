@@ -8,12 +8,13 @@ from torch import fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
-from accel.ir.ops.kv import block_positions, gather_blocks, kv_append
+from accel.ir.ops.kv import block_positions, gather_blocks
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import CacheRegion, Part
 from accel.passes import Pass, Report
 from accel.passes.kv._shared.by_token import check_by_token
+from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
@@ -37,7 +38,7 @@ class Paged(Pass):
     grade = "distribution-exact"  # keys come out of another call, and calls differ by rounding
 
     def run(self, program: Program) -> Report:
-        nodes = [n for n in program.nodes(attention.default, entry=program.step) if _appends(n)]
+        nodes = [n for n in program.nodes(attention.default, entry=program.step) if appends(n)]
         if program.facts.encoder is not None:
             raise PassError(
                 "what this decoder makes of a token depends on the encoder's input too, which kv.reuse does not "
@@ -52,7 +53,7 @@ class Paged(Pass):
         pools: dict[fx.Node, fx.Node] = {}
         where: dict[int, fx.Node] = {}
         for node in nodes:
-            held = [_buffer(node, i) for i in (1, 2)]
+            held = [cache_of(node, part) for part in (Part.KEYS, Part.VALUES)]
             for old in held:
                 if old not in pools:
                     pools[old] = self._pool(program, editor, old, letters)
@@ -79,16 +80,3 @@ class Paged(Pass):
         return buffer(
             program, editor, replace(state, shape=shape, region=CacheRegion.POOL), letters
         )
-
-
-def _appends(node: fx.Node) -> bool:
-    """Whether it reads keys that the step appends to a cache."""
-    keys = node.args[1]
-    return isinstance(keys, fx.Node) and keys.target is kv_append.default
-
-
-def _buffer(node: fx.Node, index: int) -> fx.Node:
-    """The placeholder of the keys (1) or values (2) that attention reads."""
-    stored = node.args[index]
-    assert isinstance(stored, fx.Node) and isinstance(stored.args[0], fx.Node)
-    return stored.args[0]

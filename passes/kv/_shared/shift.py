@@ -11,12 +11,14 @@ from torch import Tensor, fx
 from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention
-from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Program, evaluate
 from accel.ir.region import Entry
+from accel.ir.state import Part
 from accel.passes import Pass, Report
 from accel.passes.kv._shared.by_token import check_by_token
+from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 
@@ -60,7 +62,8 @@ class Shift(Pass):
         editor, outputs = Editor(program, graph), {}
         places: dict[Any, tuple[fx.Node, ...]] = {}
         for layer, node in found.items():
-            _, _, cos, sin, interleaved = node.args
+            cos, sin = operand_of(node, "cos"), operand_of(node, "sin")
+            interleaved = operand_of(node, "interleaved")
             if (cos, sin) not in places:
                 tables = _tables(program, layer, cos, sin)
                 both = [
@@ -84,22 +87,18 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
     check_by_token(program, sites, "which no rotation moves to another position")
     owners = {s.name: s.layer for s in program.state}
     for node in sites:
-        keys, layer = node.args[1], node.meta.get("layer")
-        if not (
-            isinstance(keys, fx.Node) and keys.target is kv_append.default and layer is not None
-        ):
+        layer = node.meta.get("layer")
+        if not appends(node) or layer is None:
             raise PassError(
                 f"{node.name} reads keys that no cache of tokens holds; leave kv.reuse out for it"
             )
-        new = keys.args[1]
+        new = operand_of(operand_of(node, Part.KEYS), "new")
         if not (isinstance(new, fx.Node) and new.target is rope.default):
             raise PassError(
                 f"layer {layer}: the keys of its cache are no rotation by position (learned positions, a latent, a "
                 "layer without rope), so they cannot be moved to another; leave kv.reuse = pie out for this model"
             )
-        buffer = keys.args[0]
-        assert isinstance(buffer, fx.Node)
-        owner = owners[str(buffer.target)]
+        owner = owners[str(cache_of(node, Part.KEYS).target)]
         assert owner is not None
         found[owner] = new
     return found

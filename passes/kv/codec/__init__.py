@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.kv import gather_blocks, kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.program import DTYPES, Editor, Program, State
 from accel.ir.region import Entry
 from accel.ir.state import CacheRegion
@@ -144,10 +145,11 @@ class Base(Pass, Method, ABC):
         new: list[fx.Node] = []
         if written is not None and written.target is kv_append.default:
             read = place = written
+            slots = operand_of(written, "slots")
             with graph.inserting_before(place):
-                parts = self._encoded(editor, state, written.args[1], written)
+                parts = self._encoded(editor, state, operand_of(written, "new"), written)
                 new = held = [
-                    editor.call(kv_append.default, old, part, written.args[2], like=written)
+                    editor.call(kv_append.default, old, part, slots, like=written)
                     for old, part in zip(held, parts, strict=True)
                 ]
         elif written is not None:
@@ -163,7 +165,8 @@ class Base(Pass, Method, ABC):
         for gather in [u for u in holder.users if u.target is gather_blocks.default]:
             with graph.inserting_before(gather):  # what a row's blocks hold, not the whole pool
                 blocks = [
-                    editor.call(gather_blocks.default, x, gather.args[1], like=gather) for x in held
+                    editor.call(gather_blocks.default, x, operand_of(gather, "table"), like=gather)
+                    for x in held
                 ]
                 decoded = trace(editor, state.name, decode, *blocks, like=gather, key=key)
             gather.replace_all_uses_with(decoded)

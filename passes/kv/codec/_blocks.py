@@ -13,13 +13,13 @@ from accel.ir.entries.compress import COMPRESS
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
 from accel.ir.ops.attention import attention, operands_of
-from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
+from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.state.recurrent import buffer
 
 STORED = name_of(Part.POSITIONS, region=CacheRegion.KEPT)  # the positions in blocks
@@ -68,8 +68,8 @@ def hold(codec: Codec, program: Program) -> Report:
     positions = buffer(program, editor, where, letters)
     caches: dict[str, _Cache] = {}
     for node in sites:
-        for i in (1, 2):
-            recent = _buffer_of(node, i)
+        for part in (Part.KEYS, Part.VALUES):
+            recent = cache_of(node, part)
             if str(recent.target) not in caches:
                 caches[str(recent.target)] = _declare(codec, program, editor, recent, letters)
     for node in sites:
@@ -83,8 +83,7 @@ def _sites(program: Program) -> list[fx.Node]:
     """Attention over slots that the step appends to, that of several layers over one cache included."""
     found = []
     for node in program.nodes(attention.default, entry=program.step):
-        keys = node.args[1]
-        if not (isinstance(keys, fx.Node) and keys.target is kv_append.default):
+        if not appends(node):
             continue
         if operands_of(node).bias is not None:
             raise PassError(
@@ -93,13 +92,6 @@ def _sites(program: Program) -> list[fx.Node]:
             )
         found.append(node)
     return found
-
-
-def _buffer_of(node: fx.Node, index: int) -> fx.Node:
-    """The placeholder of the keys (1) or values (2) that attention reads."""
-    stored = node.args[index]
-    assert isinstance(stored, fx.Node) and isinstance(stored.args[0], fx.Node)
-    return stored.args[0]
 
 
 def _declare(
@@ -132,9 +124,9 @@ def _read(
     """Attention reads what is stored before what is new."""
     found: dict[str, fx.Node] = {}
     with editor.graph.inserting_before(node):
-        for part, i in (("k", 1), ("v", 2)):
-            cache = caches[str(_buffer_of(node, i).target)]
-            if i == 2 and cache is caches[str(_buffer_of(node, 1).target)]:
+        for part in (Part.KEYS, Part.VALUES):
+            cache = caches[str(cache_of(node, part).target)]
+            if part is Part.VALUES and cache is caches[str(cache_of(node, Part.KEYS).target)]:
                 found["v"] = found["k"]
                 continue
             role, width = cache.state.part, int(sizes(cache.recent)[3])

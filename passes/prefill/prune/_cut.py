@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Entry, Region
 from accel.ir.trace import trace
@@ -68,8 +68,8 @@ def _shown(call: fx.Node, layer: int) -> tuple[fx.Node, fx.Node, fx.Node, set[in
         for n in region.graph.nodes
         if n.target is attention.default and n.meta.get("layer") == layer
     )
-    query, keys, _, _, held = attends.args[:5]
-    assert isinstance(query, fx.Node) and isinstance(keys, fx.Node)
+    x = operands_of(attends)
+    query, keys, held = x.q, x.k, x.k_pos
     needed = ancestors([keys], set())
     stored = {place for place, node in enumerate(results) if node in needed and place}
     items = [added(call, node) for node in (query, keys)]

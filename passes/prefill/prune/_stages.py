@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Region
 from accel.ir.sizes import grows
@@ -53,7 +54,7 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     old = name_of(Part.POSITIONS, detail=str(stage - 1) if stage > 1 else "")
     before = step.input(old).meta["val"]
     slots, written = step.input("slots"), outputs[output_of(old)]
-    slots = written.args[2]  # type: ignore[assignment]
+    slots = operand_of(written, "slots")
     letters = {"B": before.shape[0], letter: editor.symbol(letter, _SLOTS + stage)}
     held = buffer(program, editor, state, letters)
 
@@ -66,7 +67,7 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     step.set_outputs({**outputs, state.output: positions})
     renamed = Renamed(editor, [before], [held.meta["val"]])
     for call in calls:
-        call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)  # type: ignore
+        call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)
         _rename(call, renamed)
     layers = range(first, len(program.facts.layers))
     for index, value in enumerate(program.state):

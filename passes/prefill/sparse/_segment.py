@@ -12,6 +12,7 @@ from accel.ir.entries.compress import queries_of
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, Region
 from accel.ir.state import POSITIONS, Part
@@ -111,7 +112,7 @@ def _gathered(
     assert isinstance(region, Region)
     x = operands_of(node)
     stored = next(n for n in region.graph.nodes if n.target is kv_append.default)
-    operands = [x.q, x.k, x.k_pos, stored.args[2], *([] if x.v is x.k else [x.v])]
+    operands = [x.q, x.k, x.k_pos, operand_of(stored, "slots"), *([] if x.v is x.k else [x.v])]
     if before is not None and str(before.meta["val"].shape[1]) == str(x.k.meta["val"].shape[1]):
         with region.graph.inserting_after(region.graph.find_nodes(op="placeholder")[-1]):
             holder = region.graph.placeholder("weights")
@@ -125,7 +126,8 @@ def _gathered(
         found = trace(editor, region.name, pick, *operands, like=node, key=key)
     old = found["old"], found.get("old_v", found["old"])
     own = found["own"], found.get("own_v", found["own"])
-    node.args = (x.q, *own, x.q_pos, found["own_pos"], *node.args[5:10])
+    form = x.bias, x.scale, x.softcap, x.mask, x.window
+    node.args = (x.q, *own, x.q_pos, found["own_pos"], *form)
     kept = {"kept_k": old[0], "kept_v": old[1], "kept_pos": found["old_pos"]}
     node.kwargs = {**({} if x.sink is None else {"sink": x.sink}), **kept}
     return added(call, found["weights"])
