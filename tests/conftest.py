@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import models
-import onnxruntime
 import pytest
 import torch
 from train import over_state
@@ -23,23 +22,9 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.lowering.onnx import native
-from accel.runtime.backends.onnx import backend as ort
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
-ort.physical_cores = lambda: 1  # a model's threads where a test does not say
-
-
-class OneThread(onnxruntime.SessionOptions):
-    """The same of every other session."""
-
-    def __init__(self):
-        super().__init__()
-        self.intra_op_num_threads = 1
-
-
-onnxruntime.SessionOptions = OneThread
-
 DRAWN = report._bars, report._errors
 report._bars = report._errors = lambda *_: ""  # a tenth of a build, where no test looks at them
 

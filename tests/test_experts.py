@@ -102,6 +102,7 @@ def test_a_step_computes_the_chosen_experts_only(tmp_path):
 def computed(folder, x, ids):
     """How many products onnxruntime computes for rows x and the experts that they chose."""
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
     session = onnxruntime.InferenceSession(str(folder / "step.onnx"), options)

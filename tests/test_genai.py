@@ -17,6 +17,7 @@ def driver(request, build):
     built = build(request.param)
     folder = built.compiled.artifact.path
     options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level = 4
     session = ort.InferenceSession(
         str(folder / "genai.onnx"), options, providers=["CPUExecutionProvider"]

@@ -68,6 +68,7 @@ def linear(folder, given, threads=1, **settings):
     opsets = [helper.make_opsetid("", 24), helper.make_opsetid(native.DOMAIN, 1)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), folder / "linear.onnx")
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.intra_op_num_threads = threads
     native.register(options)
     session = onnxruntime.InferenceSession(str(folder / "linear.onnx"), options)

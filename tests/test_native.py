@@ -39,6 +39,7 @@ def session(shape, folder, exact, threads):
 
     export(program_of(Case("rows", attention.attention, make)), folder, bit_exact=exact)
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.intra_op_num_threads = threads
     native.register(options)
     found = onnxruntime.InferenceSession(str(folder / "step.native.onnx"), options)

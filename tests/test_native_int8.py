@@ -37,6 +37,7 @@ def run(op, operands, outputs, threads=0, **attributes):
         helper.make_graph([node], "one", info, made), opset_imports=opsets, ir_version=10
     )
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.log_severity_level, options.intra_op_num_threads = 4, threads
     native.register(options)
     return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, given)

@@ -147,9 +147,9 @@ def _side_by_side(source: Path, model: CompiledModel, prompts: list[list[int]]) 
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from accel.runtime.backends.onnx.open import physical_cores
+    from accel.lowering.onnx.threads import default_threads
 
-    torch.set_num_threads(physical_cores())
+    torch.set_num_threads(default_threads())
     logging.disable_progress_bar()
     plain = _Plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval())
     mine, count = 0.0, 0

@@ -30,7 +30,9 @@ TrustRemoteCode = Annotated[
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Compute threads; default: the physical cores."),
+    typer.Option(
+        min=1, metavar="N", help="Compute threads; default: OMP_NUM_THREADS, or the physical cores."
+    ),
 ]
 Kernels = Annotated[
     str,

@@ -21,6 +21,7 @@ from accel.ir.program import Program
 from accel.ir.state import Part, state_of, writes_state
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.rules.accel_ops import BLOCK
+from accel.lowering.onnx.threads import default_threads
 from accel.passes.check import rounding
 
 Values = dict[str, Tensor]
@@ -150,6 +151,7 @@ def _error(got: Tensor, want: Tensor, exact: bool, median: bool) -> float:
 def _open(program: Program, file: Path) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = default_threads()
     options.enable_cpu_mem_arena = options.enable_mem_reuse = False
     options.execution_order = (
         ort.ExecutionOrder.PRIORITY_BASED

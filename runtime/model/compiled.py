@@ -341,7 +341,7 @@ def load(
     """Open an artifact after checking it. Imports neither torch nor transformers. Raises
     ArtifactError.
 
-    `threads`: compute threads of one call, default the physical cores that the process may use.
+    `threads`: compute threads of one call; by default `OMP_NUM_THREADS`, or the physical cores that it may use.
     `kernels`: a variant of the step (`accel-compile inspect` lists them), or "auto": the fastest
     on this machine, measured at first use in under two seconds and then remembered.
     """

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.ir.errors import ArtifactError
+from accel.lowering.onnx.threads import default_threads, physical_cores
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact, write_manifest
 from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.backends.onnx.open import physical_cores
 from accel.runtime.model.compiled import load
 
 
@@ -289,8 +289,16 @@ def test_decode_steps_bind_nothing(toy, monkeypatch):
         assert len(count) == bound
 
 
-def test_threads_and_cores(toy):
+def test_threads_and_cores(toy, monkeypatch):
     assert 1 <= physical_cores() <= (os.cpu_count() or 1)
+    for told, threads in (
+        ("3", 3),
+        ("2,1", 2),
+        ("0", physical_cores()),
+        ("many", physical_cores()),
+    ):
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+        assert default_threads() == threads
     engine = OrtBackend(open_artifact(toy.path), threads=1)
     assert engine.session is engine.session and engine.threads == 1
     assert engine.session.get_session_options().intra_op_num_threads == 1

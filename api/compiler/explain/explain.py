@@ -19,8 +19,8 @@ from accel.ir.errors import AccelError, InputError
 from accel.ir.facts import Facts
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.lowering.onnx.threads import default_threads
 from accel.passes import Pass, Step, refuse, run
-from accel.runtime.backends.onnx.open import physical_cores
 
 _ROWS = 4  # of a text, for passes that go by one
 SHORT = 512  # tokens of the shorter prompt
@@ -257,7 +257,9 @@ def _rates(speed: bool, threads: int | None, tell: Progress) -> Rates | None:
     if not speed:
         return None
     try:
-        return rates(threads or physical_cores(), lambda name, share: tell(name, 0.8 + 0.2 * share))
+        return rates(
+            threads or default_threads(), lambda name, share: tell(name, 0.8 + 0.2 * share)
+        )
     except AccelError as error:
         raise InputError(f"the machine cannot be measured: {error}; use --no-speed") from error
 
@@ -285,7 +287,7 @@ def _told(
         rewrites=done.rewrites, before=_facts(a), after=_facts(b), drawn=most,
         changed_layers=[i for i, n in enumerate(counts) if n], pictures=(sides[0][most], sides[1][most]),
         cache=held, cache_base=dense, weights=read[1], weights_base=read[0], rates=measured,
-        threads=threads or physical_cores(),
+        threads=threads or default_threads(),
     )  # fmt: skip
     if measured is not None:
         for prompt in prompts:

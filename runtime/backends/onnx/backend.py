@@ -22,6 +22,7 @@ from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows
 from accel.ir.state import POSITIONS, Part, StateValue, output_of, state_of
+from accel.lowering.onnx.threads import default_threads
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.buffers import forgettable, moved, trimmed
@@ -35,7 +36,6 @@ from accel.runtime.backends.onnx.open import (
     copied,
     grown,
     open_session,
-    physical_cores,
 )
 from accel.runtime.backends.onnx.part import Parts
 from accel.runtime.backends.onnx.tune import AUTO, Tuning, choose
@@ -55,13 +55,13 @@ class OrtBackend:
         entry: str = STEP.name,
         kernels: str = AUTO,
     ):
-        """`threads`: compute threads of one call, default the physical cores it may use.
+        """`threads`: compute threads of one call, by default `default_threads()`.
         `in_turns`: another backend computes between two calls of this one, whose threads make room for it at once.
         `kernels`: the variant of the step, or "auto": the fastest here.
         Raises ArtifactError where there is none of that name.
         """
         self.artifact = artifact
-        self.threads = threads or physical_cores()
+        self.threads = threads or default_threads()
         self._in_turns = in_turns
         self.entry = entry
         self._lock = threading.Lock()

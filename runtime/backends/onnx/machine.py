@@ -13,7 +13,7 @@ from typing import Any
 import onnxruntime
 
 from accel.lowering.onnx.native import cache_folder
-from accel.runtime.backends.onnx.open import physical_cores
+from accel.lowering.onnx.threads import physical_cores
 
 
 def machine(threads: int) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -96,32 +95,6 @@ def copied(
             found[value.name] = aligned((count, *old.shape[1:]), old.dtype.name)
             np.copyto(found[value.name], old if rows is None else old[rows])
     return found
-
-
-def physical_cores() -> int:
-    """Physical cores that this process may use: its CPU set without hyper-thread twins, within the
-    cgroup's quota.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        cpus = os.sched_getaffinity(0)
-    else:
-        cpus = set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        twins = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(_read(twins) or str(cpu))
-    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
-    limit = (
-        math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(cores)
-    )
-    return max(1, min(len(cores), limit))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None:

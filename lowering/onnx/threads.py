@@ -1,0 +1,39 @@
+"""How many threads a call computes with where nobody says."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+
+def default_threads() -> int:
+    """`OMP_NUM_THREADS` where it is set to a number, as other numerical libraries take it; else the physical cores."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else physical_cores()
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may use: its CPU set without hyper-thread twins, within the
+    cgroup's quota.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cpus = os.sched_getaffinity(0)
+    else:
+        cpus = set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        twins = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(_read(twins) or str(cpu))
+    quota, _, period = _read(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    limit = (
+        math.ceil(int(quota) / int(period)) if quota.isdigit() and period.isdigit() else len(cores)
+    )
+    return max(1, min(len(cores), limit))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
