@@ -116,7 +116,6 @@ def onnx_session(case: Case, folder, file: str = "step.onnx") -> Callable[[list[
     export(program_of(case), folder)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    options.intra_op_num_threads = 1
     if is_native(folder / file):
         register(options)
     session = onnxruntime.InferenceSession(str(folder / file), options)

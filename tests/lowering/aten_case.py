@@ -181,7 +181,6 @@ def open_session(b: Builder, inputs: list[Any], outputs: list[Any]) -> ort.Infer
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
-    options.intra_op_num_threads = 1
     options.log_severity_level = 3
     return ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]

@@ -108,13 +108,13 @@ def _sorted(
         _node("Slice", [x, "each.start", "each.end", first], "each.x"),
         *tree.node,
         _node("SequenceInsert", ["each.before", tree.output[0].name], "each.after"),
-        _node("Identity", ["each.end"], "each.after"),
+        _node("Identity", ["each.end"], "each.stop"),
         _node("Identity", ["each.going"], "each.on"),
     ]
     value, several = helper.make_tensor_value_info, helper.make_tensor_sequence_value_info
     given = [value("each.i", int64, []), value("each.going", TensorProto.BOOL, []),
              value("each.start", int64, [1]), several("each.before", TensorProto.FLOAT, ["n", width])]  # fmt: skip
-    made = [value("each.on", TensorProto.BOOL, []), value("each.after", int64, [1]),
+    made = [value("each.on", TensorProto.BOOL, []), value("each.stop", int64, [1]),
             several("each.after", TensorProto.FLOAT, ["n", width])]  # fmt: skip
     return helper.make_graph(body, "each", given, made, initializer=list(tree.initializer))
 
