@@ -1,11 +1,17 @@
-# For a newcomer: `make demo`, `make test`, `make docs`. Each makes the virtual environment first.
+# For a newcomer: `make demo`, `make quick`, `make test`, `make docs`. Each makes the virtual environment first.
 PYTHON ?= python3
 BIN := .venv/bin
+QUICK := tests/runtime tests/passes $(addprefix tests/laws/test_,draft.py kv_budget.py kv_keep.py kv_score.py kv_when.py length.py tree.py verify.py) \
+	$(addprefix tests/test_,layers.py recipes.py capabilities.py facts.py state.py sizes.py packaging.py new.py)
 
-.PHONY: demo test check docs install
+.PHONY: demo quick test check docs install
 
 demo: .venv/installed
 	$(BIN)/accel-compile demo
+
+# the engine on a toy model, the laws of methods on the host, recipes, errors, layers: while you work
+quick: .venv/installed
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 $(QUICK)
 
 # a worker for each core, of 1 GB at most; whole files where that goes, for what a file's tests share
 test: check

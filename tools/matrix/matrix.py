@@ -100,6 +100,31 @@ def sample(chosen: list[Case], count: int, seed: int) -> list[Case]:
     return random.Random(seed).sample(chosen, min(count, len(chosen)))
 
 
+def stratified(chosen: list[Case], count: int, seed: int) -> list[Case]:
+    """So many of them, or all: each adds methods that were not there yet, or else pairs of axes and architectures. The
+    time does not grow with the number of methods, and no axis is left out.
+    """
+    left, found, seen = sample(chosen, len(chosen), seed), list[Case](), set[object]()
+
+    def adds(case: Case) -> int:
+        return 10 * len(set(case.tables) - seen) + len(strata(case) - seen)
+
+    while left and len(found) < count:
+        some = left[:400]  # of all of them the best is hardly better
+        best = max(some, key=adds)
+        left.remove(best)
+        found.append(best)
+        seen |= strata(best)
+    return found
+
+
+def strata(case: Case) -> set[object]:
+    """What a case stands for."""
+    axes = [axis for axis, _ in case.tables]
+    pairs = set(itertools.combinations(sorted(axes), 2))
+    return {*case.tables, *pairs, *((case.architecture, axis) for axis in axes)}
+
+
 def recipe_of(case: Case) -> Recipe:
     """The case's recipe, its options small."""
     axes = find_axes()
