@@ -25,8 +25,8 @@ Examples:
   accel-compile explain snapkv
   accel-compile smoke llama
 
-Every command has --help. Errors are one line and exit 1 (wrong usage: 2); set ACCEL_TRACEBACK=1
-for the traceback.
+Every command has --help. An error prints one line and exits with 1 (wrong usage: 2). Set
+ACCEL_TRACEBACK=1 for the traceback.
 """
 
 
@@ -80,7 +80,7 @@ def start(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Compile a language model to an ONNX artifact, and run it without PyTorch."""
+    """Compile a language model to an ONNX artifact and run it without PyTorch."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
@@ -134,7 +134,7 @@ def told(error: Exception) -> tuple[str, int]:
         return "out of memory; close other programs, or give a smaller model or --max-context", 1
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror}; give another path, or make this one usable", 1
+        return f"{place}{error.strerror}; give another path, or fix this one", 1
     return (
         f"{type(error).__name__}: {error}: this is a bug in accel: run again with "
         "ACCEL_TRACEBACK=1 and report what it prints"

@@ -43,7 +43,7 @@ class Fields:
         """A string that is not empty."""
         found = self._typed(self._get(key), str, "a string", self._name(key))
         if not found:
-            raise self.wrong(key, found, "a string that is not empty")
+            raise self.wrong(key, found, "a non-empty string")
         return str(found)
 
     def array(self, key: str) -> list[Any]:

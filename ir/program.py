@@ -259,7 +259,7 @@ class Editor:
         size = symbolic_size(self.fake, example)
         if not isinstance(size, torch.SymInt):
             raise PassError(
-                f"size {letter}: torch takes an example of {example} as a constant; give one of at least 2"
+                f"size {letter}: torch treats an example size of {example} as a constant; give one of at least 2"
             )
         self.program.dims[str(size)] = letter
         return size

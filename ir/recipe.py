@@ -117,7 +117,7 @@ def _from_text(name: str, text: str, where: str = "") -> Recipe:
 def _from_dict(name: str, data: dict[str, Any], where: str = "recipe") -> Recipe:
     about, papers = data.get("about", ""), data.get("papers", [])
     if not isinstance(about, str) or not isinstance(papers, (list, tuple)):
-        raise RecipeError(f"{where}: about is a text and papers a list of titles")
+        raise RecipeError(f"{where}: about must be a string and papers a list of titles")
     tables: dict[str, dict[str, Any]] = {}
     body = {k: v for k, v in data.items() if k not in (*_HEADER, "name")}
     _flatten(where, "", body.pop("tables", body), tables)
@@ -130,12 +130,10 @@ def _flatten(where: str, axis: str, data: Any, tables: dict[str, dict[str, Any]]
         raise RecipeError(f"{where}: '{axis}' is a {type(data).__name__}, not a table with `use`")
     if "use" in data:
         if not isinstance(data["use"], str):
-            raise RecipeError(f"{where}: {axis}.use is {data['use']!r}, not a method's name")
+            raise RecipeError(f"{where}: {axis}.use is {data['use']!r}, not the name of a method")
         tables[axis] = dict(data)
         return
     if axis and not any(isinstance(v, Mapping) for v in data.values()):
-        raise RecipeError(
-            f'{where}: table [{axis}] has no `use`; say which method, as use = "name"'
-        )
+        raise RecipeError(f'{where}: table [{axis}] has no `use`; name a method: use = "name"')
     for key, value in data.items():
         _flatten(where, f"{axis}.{key}" if axis else str(key), value, tables)

@@ -34,7 +34,9 @@ def _graph_rules(program: Program, graph: fx.Graph) -> list[str]:
         if node.op in ("call_function", "placeholder", "get_attr") and "val" not in node.meta:
             broken.append(f"{node.name} has no shape (meta['val']); insert it with Editor.call")
         if node.op in ("call_module", "call_method"):
-            broken.append(f"{node.name} is a {node.op}; only functions may stand in a program")
+            broken.append(
+                f"{node.name} is a {node.op}; only function calls are allowed in a program"
+            )
         if node.target is attention.default:
             broken += _attention_rules(node)
     return broken

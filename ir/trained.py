@@ -33,7 +33,9 @@ def opened(
             told = inside.metadata() or {}
             tensors = {name: inside.get_tensor(name).astype(np.float32) for name in inside.keys()}
     except (OSError, SafetensorError) as error:
-        raise kind(f"{key}: {file} is no whole safetensors file ({error}); {another}") from error
+        raise kind(
+            f"{key}: {file} is not a complete safetensors file ({error}); {another}"
+        ) from error
     if told.get("method") != key:
         raise kind(
             f"{key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}"

@@ -120,7 +120,7 @@ def refuse(passes: Sequence[Pass], facts: Facts, recipe: str) -> None:
         if reason := step.refuse(facts):
             raise RecipeError(
                 f"recipe '{recipe}': {type(step).__name__} cannot take {facts.name}: {reason}; "
-                "leave it out, or see what others do: accel-compile recipes"
+                "leave it out, or choose another recipe (accel-compile recipes)"
             )
 
 
@@ -132,7 +132,7 @@ def _measure(check: Check, step: Pass, program: Program, name: str) -> float:
         raise
     except Exception as error:
         raise PassError(
-            f"{name} left a program that does not run: {type(error).__name__}: {error}. "
+            f"{name} produced a program that does not run: {type(error).__name__}: {error}. "
             "Report it with the model's configuration"
         ) from error
 
@@ -145,6 +145,6 @@ def _apply(step: Pass, program: Program, name: str) -> Report:
         raise
     except Exception as error:
         raise PassError(
-            f"{name} does not take this model: {type(error).__name__}: {error}. "
+            f"{name} failed on this model: {type(error).__name__}: {error}. "
             f"Report it with the model's configuration"
         ) from error

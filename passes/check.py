@@ -77,7 +77,7 @@ class NumericCheck:
         if worst > bound:
             raise Miscompiled(
                 f"{type(step).__name__} changed what the program computes: the logits differ by {worst:.2e} "
-                f"of the largest, more than {bound:.0e}. Report it; verify=False builds without the check"
+                f"of the largest, more than {bound:.0e}. Please report it; verify=False builds without the check"
             )
         if step.error > Pass.error:
             self._rebase(program, found)

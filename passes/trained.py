@@ -28,7 +28,7 @@ _LINEAR = torch.ops.aten.linear.default
 
 @dataclass(frozen=True)
 class Trained(ABC):
-    """A method with tensors that training finds. `trained`: their file; empty: what comes with accel."""
+    """A method with trained tensors. `trained`: their file; empty: the bundled file."""
 
     trained: str = ""
     key: ClassVar[str]  # the method's name
@@ -44,13 +44,13 @@ class Trained(ABC):
         """
         file = found(self.key, self.trained)
         another = (
-            f"train it: python tools/train/train.py {self.key} MODEL --out FILE, and name the FILE in the recipe, "
-            f"as `trained`"
+            f"train it: python tools/train/train.py {self.key} MODEL --out FILE, and set `trained` to the "
+            f"FILE in the recipe"
         )
         arrays, told = opened(self.key, file, another, PassError)
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if not same_model(told.get("model", ""), sample(program, keys)):
-            whose = str(file) if self.trained else "what comes with accel"
+            whose = str(file) if self.trained else "the bundled file"
             raise PassError(
                 f"{self.key}: {whose} was trained for another model; for {program.facts.name}, {another}"
             )
@@ -103,8 +103,8 @@ def source(keys: fx.Node) -> fx.Node:
     one = next(iter(found), None)
     if len(found) != 1 or not isinstance(one, fx.Node):
         raise PassError(
-            f"{keys.name}: these keys are made of {len(found)} values, and a trained part reads the one hidden "
-            "state that they are made of; use another method for this model"
+            f"{keys.name}: these keys are computed from {len(found)} values, but a trained gate "
+            "reads the one hidden state behind them; use another method for this model"
         )
     return one
 

@@ -229,7 +229,7 @@ def test_the_compiled_model_is_right(mix):
 
 def test_a_sink_that_is_lost_is_caught(monkeypatch):
     monkeypatch.setattr(recognise, "read_sink", lambda *_: None)
-    with pytest.raises(PassError, match="no scale, soft cap, mask or bias"):
+    with pytest.raises(PassError, match="not a scale, soft cap, mask or bias"):
         recognised(SCORES["sink"], 40)
 
 
@@ -253,15 +253,15 @@ Layers2.__name__ = "Layers"
 REFUSED = {
     "mask under the cap": (
         written(lambda m, s, a: torch.tanh(hide(s, a) / 1.5) * 1.5),
-        "lets a token see later ones",
+        "lets a token attend to later tokens",
     ),
     "heads that talk": (
         written(lambda m, s, a: hide(m.talk(s.transpose(1, 3)).transpose(1, 3), a)),
-        "no scale, soft cap, mask or bias",
+        "not a scale, soft cap, mask or bias",
     ),
     "talk after": (
         written(lambda m, s, a: hide(s, a), lambda m, p: m.talk(p.transpose(1, 3)).transpose(1, 3)),
-        "no scale, soft cap, mask or bias",
+        "not a scale, soft cap, mask or bias",
     ),
     "a bias from the tokens": (
         lambda m, q, k, v: written(
@@ -269,7 +269,10 @@ REFUSED = {
         )(m, q, k, v),
         "its scores depend on .* beside",
     ),
-    "squares": (written(lambda m, s, a: hide(s * s.abs(), a)), "no scale, soft cap, mask or bias"),
+    "squares": (
+        written(lambda m, s, a: hide(s * s.abs(), a)),
+        "not a scale, soft cap, mask or bias",
+    ),
     "heads first": (
         lambda m, q, k, v: (
             torch.bmm(

@@ -77,7 +77,7 @@ def test_what_stands_is_added_up():
 
 
 def test_an_artifact_without_drafts_is_refused(build):
-    with pytest.raises(InputError, match="loop = autoregressive, which guesses no tokens"):
+    with pytest.raises(InputError, match="loop = autoregressive, which does not draft"):
         speculation.measure(build("llama").compiled.artifact.path, count=1, tokens=8, repeat=1)
     found = CliRunner().invoke(cli.app, ["bench", "somewhere", "--speculation", "--context", "4"])
     assert found.exit_code != 0 and "--context is for random prompts" in found.output

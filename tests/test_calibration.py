@@ -235,9 +235,9 @@ def test_what_cannot_be_read(given, message):
     ("given", "message"),
     [
         (torch.arange(5), "5 tokens; give at least 32"),
-        (torch.arange(5000), "they are of another tokenizer"),
-        (torch.full((4, 9), -1), "they are of another tokenizer"),
-        ("some text", "no tokenizer to read a text with"),
+        (torch.arange(5000), "they come from another tokenizer"),
+        (torch.full((4, 9), -1), "they come from another tokenizer"),
+        ("some text", "no tokenizer for a text"),
     ],
 )
 def test_what_a_model_cannot_use(given, message):
@@ -246,7 +246,7 @@ def test_what_a_model_cannot_use(given, message):
 
 
 def test_a_recipe_without_use_for_it_says_so(build):
-    with pytest.raises(RecipeError, match="no use for calibration"):
+    with pytest.raises(RecipeError, match="does not use calibration"):
         accel.optimize(build("llama").model, calibration=[[1, 2]] * 20)
 
 
@@ -302,7 +302,7 @@ def test_the_commands_show_bits_and_loss(tmp_path, monkeypatch):
     (tmp_path / "mine.txt").write_text("some text", encoding="utf-8")
     asked = ("--recipe", recipe, "--calibration", tmp_path / "mine.txt")
     refused = call("build", tmp_path / "model", "--out", tmp_path / "other", *asked)
-    assert refused.exit_code == 1 and "no tokenizer to read a text with" in refused.stderr
+    assert refused.exit_code == 1 and "no tokenizer for a text" in refused.stderr
     assert not (tmp_path / "other").exists()
 
 

@@ -138,10 +138,13 @@ def test_a_block_leaves_the_others_as_they_were(filler):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda s: s.write([[1, 2]], 7), "start of row 0 is 7, and it holds 6 tokens; give 0..6"),
+        (
+            lambda s: s.write([[1, 2]], 7),
+            "start of row 0 is 7, but the row holds 6 tokens; give 0..6",
+        ),
         (
             lambda s: s.write([[1, 2]], 1, [1]),
-            "1 columns of padding in front of tokens that it holds",
+            "1 padding columns in front of tokens that it holds",
         ),
         (
             lambda s: s.write([[1, 2]], 0, None, [[2]]),
@@ -149,7 +152,7 @@ def test_a_block_leaves_the_others_as_they_were(filler):
         ),
         (lambda s: s.write([[1, 2]], 0, None, [1]), "rows have shape [1]; give [1, N]"),
         (lambda s: s.write([[1] * 200], 0), "row 0 would hold 200 tokens; max_context is 96"),
-        (lambda s: s.run([[1]], run_layers=[True]), "run_layers and threshold are for models"),
+        (lambda s: s.run([[1]], run_layers=[True]), "run_layers and threshold need a model"),
         (lambda s: s.edit(0, 1, [2]), "this model cannot edit"),
     ],
 )
@@ -225,20 +228,23 @@ def refused(model, recipe, kind=accel.RecipeError):
 
 def test_a_loop_for_another_kind_of_model_is_refused():
     filler, causal = Filler(False).eval(), models.llama()
-    assert "autoregressive takes tokens one after the other, and Filler sees both ways" in refused(
-        filler, "base"
+    assert (
+        "autoregressive generates token by token, and Filler is a masked-diffusion model"
+        in refused(filler, "base")
     )
     assert "one of dllm-blockcache, dllm-lowconf" in refused(filler, {})
-    assert "loop = speculative takes tokens one after the other" in refused(filler, "prompt-lookup")
-    assert "loop = prophet fills masks, and LlamaForCausalLM names no mask" in refused(
-        causal, "prophet"
+    assert "loop = speculative generates token by token" in refused(filler, "prompt-lookup")
+    assert (
+        "loop = prophet decodes masked-diffusion models, and LlamaForCausalLM has no mask token"
+        in refused(causal, "prophet")
     )
     causal.config.mask_token_id = 3
-    assert "loop = prophet fills masks, and LlamaForCausalLM sees no later tokens" in refused(
-        causal, "prophet"
+    assert (
+        "loop = prophet decodes masked-diffusion models, and LlamaForCausalLM attends only to earlier tokens"
+        in refused(causal, "prophet")
     )
     filler.config = SimpleNamespace()
-    assert "has config.mask_token_id" in refused(filler, "base", accel.CaptureError)
+    assert "must have config.mask_token_id" in refused(filler, "base", accel.CaptureError)
     filler.config.mask_token_id = 99
     assert "mask_token_id is 99, and its logits are of 41 tokens" in refused(
         filler, "prophet", accel.CaptureError

@@ -71,7 +71,7 @@ def test_a_refusal_names_both_sides_the_sentence_and_a_way_out(what):
         assemble(recipe(one, other))
     said = str(caught.value)
     a, b = (side.replace("=", " = ") for side in (one, other))
-    assert said.startswith(f"recipe 'mine': {a} cannot go with {b}: ")
+    assert said.startswith(f"recipe 'mine': {a} cannot be combined with {b}: ")
     assert f"relies on {what.name}, which the second" in said and what.value in said
     near = re.search(r"leave one of the two out \(the nearest recipe that works: (.*)\)$", said)
     assert near is not None and works in near[1], said
@@ -85,7 +85,7 @@ def test_a_target_is_a_side_too():
     plan = assemble(recipe("kv.reuse=pie"))
     check_target(plan, "onnx")
     with pytest.raises(
-        RecipeError, match="kv.reuse = pie cannot go with target = triton: .*HOST_M"
+        RecipeError, match="kv.reuse = pie cannot be combined with target = triton: .*HOST_M"
     ):
         check_target(plan, "triton")
 

@@ -139,7 +139,7 @@ def test_weights_without_values_are_refused():
 def test_tokens_mixed_outside_attention_are_refused():
     model = Around(lambda self, t: self.inner(t) + self.inner(t).cumsum(1))
     with pytest.raises(
-        PassError, match="mixes tokens outside attention, and only attention can be"
+        PassError, match="mixes tokens outside attention; accel can cache only attention"
     ):
         optimize(model, target="eager", max_context=32)
 

@@ -127,13 +127,13 @@ def test_nothing_leaves_the_picture_or_overlaps(chain):
 
 def test_a_reason_is_shown_and_escaped_and_boxes_are_dashed():
     drawn = picture(LAYERS, STATE, "mul_3: <nothing> & more")
-    assert "not outlined as layers: mul_3: <nothing> & more" in words(drawn)
+    assert "not split into layers: mul_3: <nothing> & more" in words(drawn)
     assert drawn.count("stroke-dasharray") == 3 and "stroke-dasharray" not in picture(LAYERS, STATE)
     evil = picture([{**facts(CAUSAL), "attention": '<script>"'}], [])
     assert "<script" not in evil and '<script>"' in words(evil)
     assert (
-        words(picture([], [], "nothing to cut at"))[-1]
-        == "not outlined as layers: nothing to cut at"
+        words(picture([], [], "no layer boundary found"))[-1]
+        == "not split into layers: no layer boundary found"
     )
 
 
@@ -162,24 +162,25 @@ def twin(tmp_path_factory):
 
 def test_a_model_without_layers_says_why(twin, tmp_path):
     report = accel.load(twin).report
-    assert "share one layer" in why_not(report)
+    assert "are in one layer" in why_not(report)
     file = tmp_path / "chain.svg"
     result = CliRunner().invoke(cli.app, ["inspect", str(twin), "--picture", str(file)])
     assert result.exit_code == 0, result.output
-    assert "not outlined as layers  " in result.stdout and "share one layer" in result.stdout
+    assert "not split into layers  " in result.stdout and "are in one layer" in result.stdout
     drawn = words(file.read_text(encoding="utf-8"))
-    assert "2 × causal" in drawn and any("share one layer" in word for word in drawn)
+    assert "2 × causal" in drawn and any("are in one layer" in word for word in drawn)
     page = (twin / "report.html").read_text(encoding="utf-8")
-    assert "not outlined as layers" in page and "stroke-dasharray" in page
+    assert "not split into layers" in page and "stroke-dasharray" in page
     told = CliRunner().invoke(cli.app, ["inspect", str(twin), "--json"])
-    assert "share one layer" in json.loads(told.stdout)["layers_refused"]
+    assert "are in one layer" in json.loads(told.stdout)["layers_refused"]
 
 
 def test_a_model_with_layers_gives_no_reason():
     report = {"steps": [{"name": "Layers", "changed": 2, "refused": []}]}
     assert why_not(report) == "" and why_not({}) == ""
     assert (
-        why_not({"steps": [{"name": "Layers", "changed": 0, "refused": []}]}) == "nothing to cut at"
+        why_not({"steps": [{"name": "Layers", "changed": 0, "refused": []}]})
+        == "no layer boundary found"
     )
 
 

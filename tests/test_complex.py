@@ -118,5 +118,5 @@ def test_what_has_no_real_form_is_named():
     def magnitude(m, x, positions):
         return x * (pairs(x) * m.spin[positions].unsqueeze(2)).abs().mean(-1, True) / math.pi
 
-    with pytest.raises(PassError, match=r"abs.* computes with complex numbers.*cos and sin"):
+    with pytest.raises(PassError, match=r"abs.* uses complex numbers.*cos and sin"):
         run(program_of(magnitude), [Clean(), Reals()])

@@ -103,4 +103,4 @@ def test_the_command_line(model):
     result = CliRunner().invoke(cli.app, call)
     assert result.exit_code == 0 and answer in result.stdout
     result = CliRunner().invoke(cli.app, ["run", str(FOLDER), "--prompt", prompt])
-    assert result.exit_code != 0 and "sees both ways and fills masks" in result.stderr
+    assert result.exit_code != 0 and "is a masked-diffusion model" in result.stderr

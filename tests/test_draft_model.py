@@ -162,7 +162,7 @@ def test_an_artifact_whose_sessions_cannot_draft_is_refused_when_built(modules, 
         "kv.budget": {"use": "uniform"},
     }
     for name, made, tree, words in (
-        ("drops", dropping, "chain", "take no token back"), ("chains", "base", "dyspec", "take no trees of guesses"),
+        ("drops", dropping, "chain", "cannot rewind"), ("chains", "base", "dyspec", "take no draft trees"),
     ):  # fmt: skip
         accel.optimize(folder, made, out=tmp_path / name, verify=False, **SIZES).close()
         recipe = {"draft": {"use": "model", "path": str(tmp_path / name)}, "tree": {"use": tree}}
@@ -234,7 +234,7 @@ def test_what_has_no_tokens_in_common_is_refused_with_both_sides(modules, tmp_pa
         accel.optimize(modules[0], recipe, target="eager", **SIZES)
     recipe["draft"]["path"] = str(tmp_path / "othre")
     with pytest.raises(
-        RecipeError, match="draft.model: .*othre is no folder; give `path`: an artifact"
+        RecipeError, match="draft.model: .*othre is not a folder; set `path` to an artifact"
     ):
         accel.optimize("/no/such/model", recipe)
 
@@ -280,7 +280,7 @@ def test_a_draft_model_grows_trees(modules, folder, small):
         model.draft_model._costs = kept._costs
         with (
             model.session(1) as session,
-            pytest.raises(InputError, match="draft model take no trees of guesses"),
+            pytest.raises(InputError, match="draft model take no draft trees"),
         ):
             model._methods["draft"].open(session, rows[:1], model._context)
         model.draft_model.close()
@@ -291,12 +291,12 @@ def test_a_draft_model_grows_trees(modules, folder, small):
     [
         (
             {"draft": {"use": "layerskip"}, "tree": {"use": "static"}},
-            "layerskip cannot go with tree = static",
+            "layerskip cannot be combined with tree = static",
         ),
         ({"draft": {"use": "layerskip", "exit": -1}}, "draft.layerskip: exit is -1"),
         (
             {"draft": {"use": "layerskip"}, "depth": {"use": "shortgpt"}},
-            "layerskip cannot go with depth = short",
+            "layerskip cannot be combined with depth = short",
         ),
         ({"draft": {"use": "layerskip"}, "depth": {"use": "calm"}}, "cannot go with depth = calm"),
         ({"draft": {"use": "model", "path": 3}}, "draft.model.path = 3 is int, not str"),

@@ -173,7 +173,7 @@ def test_what_is_refused(built):
     encoder = onnx.facts.encoder
     with pytest.raises(InputError, match="give encoder_input"):
         onnx.generate([1, 2])
-    with pytest.raises(InputError, match="3 encoder inputs and 2 prompts"):
+    with pytest.raises(InputError, match="3 encoder inputs but 2 prompts"):
         onnx.generate([[1], [1]], encoder_input=sources)
     with pytest.raises(InputError, match="call session.encode"), onnx.session() as session:
         session.run(tokens[:1])
@@ -230,7 +230,7 @@ def test_what_a_decoder_starts_from():
     told, notes = model.generation_config, []
     told.decoder_start_token_id, told.forced_bos_token_id, told.num_beams = 2, 7, 4
     assert encoder_facts(model, 64, notes).start == (2, 7)
-    assert notes == ["generate does not follow num_beams of the generation's configuration"]
+    assert notes == ["generate ignores num_beams of the generation's configuration"]
     told.forced_bos_token_id, told.forced_decoder_ids = None, [[1, 5], [2, 6], [4, 8]]
     assert encoder_facts(model, 64, []).start == (2, 5, 6)
     told.decoder_start_token_id = model.config.decoder_start_token_id = None

@@ -140,7 +140,7 @@ def test_each_expert_keeps_its_own_weights(captured, architecture, monkeypatch):
 def test_what_chooses_stays_as_it_is(captured):
     program = captured("olmoe")
     steps = run(program, [*pipeline(), Int8(smallest=16)])
-    assert sum("chooses among experts" in reason for reason in steps[-1].refused) == 2
+    assert sum("router of a mixture of experts" in reason for reason in steps[-1].refused) == 2
     assert not any(routes(n) for n in program.nodes(quantized_linear.default))
 
 

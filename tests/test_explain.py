@@ -29,7 +29,7 @@ from .session_case import session_of
 
 CONTEXT = 2048
 REFUSED = {  # no rope; no gates for this model; no masks to fill
-    "pie": "kv.reuse", "trim-kv": "trained for another model", "dllm-lowconf": "fills masks",
+    "pie": "kv.reuse", "trim-kv": "trained for another model", "dllm-lowconf": "decodes masked-diffusion models",
 }  # fmt: skip
 FAST = Rates(
     {k: (4e9, 2e9) for k in measuring.KINDS},
@@ -147,7 +147,7 @@ def test_bytes_are_what_a_session_holds(tiny, name):
 
 def test_a_refused_recipe_has_a_reason_and_a_way_out(tiny):
     e = told(tiny, ["bit-exact", "knorm"])
-    assert "bit-exact cannot go with kv.score = knorm" in e.refused and e.cache is None
+    assert "bit-exact cannot be combined with kv.score = knorm" in e.refused and e.cache is None
     near = e.nearest.recipe
     assert near is not None and set(near.tables) == {"kv.score", "kv.budget"}
     assert not told(tiny, near).refused
@@ -223,7 +223,7 @@ def test_a_layer_under_a_condition_has_two_pictures(captured, tmp_path):
     e = told(captured, "unified-skip")
     assert e.pictures[1].otherwise is not None
     write_page(tmp_path / "e.html", e)
-    assert "where it is left out" in (tmp_path / "e.html").read_text()
+    assert "where the layer is skipped" in (tmp_path / "e.html").read_text()
     full = told(captured, "base")
     assert e.weights.total < full.weights.total, "layers that are left out read no weights"
 

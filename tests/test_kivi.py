@@ -371,7 +371,8 @@ def test_memory_is_its_formula(program):
 def test_what_does_not_go_with_it_is_refused():
     evict = {"kv": {"codec": {"use": "kivi"}, "score": {"use": "knorm"}}}
     with pytest.raises(
-        RecipeError, match="kv.codec = kivi cannot go with kv.score = knorm: .*without gaps"
+        RecipeError,
+        match="kv.codec = kivi cannot be combined with kv.score = knorm: .*without gaps",
     ):
         accel.optimize(models.ARCHITECTURES["llama"](), evict)
 
@@ -385,7 +386,7 @@ def test_models_that_it_cannot_serve_are_refused(stateful):
 
 def test_equal_rows_are_not_promised():
     with pytest.raises(
-        RecipeError, match="bit-exact cannot go with kv.codec = kivi: .*the same bits"
+        RecipeError, match="bit-exact cannot be combined with kv.codec = kivi: .*the same bits"
     ):
         assemble(Recipe(tables={"kv.codec": {"use": "kivi"}, "numerics": {"use": "bit-exact"}}))
 

@@ -161,7 +161,7 @@ def test_a_second_reader_of_the_cache_is_refused(stateful):
             stored.meta["val"]
         )
     with pytest.raises(
-        PassError, match="relu_default reads the cache of layer 0 beside its attention"
+        PassError, match="relu_default reads the cache of layer 0 outside its attention"
     ):
         Compress(KNorm(), Uniform(), Drop()).run(program)
 

@@ -136,7 +136,7 @@ def test_a_window_beyond_the_context_takes_no_memory(stateful):
 def test_how_without_which_is_refused():
     for axis, name in (("kv.budget", "uniform"), ("kv.when", "every"), ("kv.keep", "value-merge")):
         with pytest.raises(
-            RecipeError, match=f"{axis} says how tokens are dropped, but no kv.score says which"
+            RecipeError, match=f"{axis} sets how tokens are evicted, but no kv.score selects them"
         ):
             assemble(Recipe(tables={axis: {"use": name}}))
 

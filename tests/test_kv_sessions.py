@@ -211,7 +211,7 @@ def test_what_came_after_a_compression_may_be_forgotten(case):
     close(decoded(session, tokens[:, :3]), want)
     with pytest.raises(
         InputError,
-        match=r"cannot rewind row 0 to 39: older tokens were compressed; give 40\.\.43, or 0",
+        match=r"cannot rewind row 0 to 39: older tokens were evicted or merged; give 40\.\.43, or 0",
     ):
         session.rewind(39)
     assert session.length == 43
@@ -247,7 +247,7 @@ def test_what_was_counted_is_not_taken_back(case):
     session = case("h2o").session()
     session.run(case("h2o").tokens(1, 20))
     with pytest.raises(
-        InputError, match=r"rewind row 0 to 19: the recipe counts .* give 20\.\.20, or 0"
+        InputError, match=r"rewind row 0 to 19: the recipe accumulates .* give 20\.\.20, or 0"
     ):
         session.rewind(19)
     session.rewind(20)

@@ -143,7 +143,7 @@ def test_rows_go_on_without_guesses_that_were_not_kept():
         session.run([[4, 5, 6]])
         session.guess([[7, 8]], np.tri(2, dtype=bool)[None])
         session.select([0, 0])
-        with pytest.raises(InputError, match="no guesses to keep"):
+        with pytest.raises(InputError, match="no tree to accept from"):
             session.keep([[0], [0]])
         got = session.run([[9], [9]])
     assert np.abs(got[:, 0] - model.logits([[4, 5, 6, 9]])[0, -1]).max() < 1e-4

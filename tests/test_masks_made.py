@@ -238,5 +238,5 @@ def test_a_size_off_by_one_is_told_apart(name):
 
 @pytest.mark.parametrize("name", [n for n, (_, want) in MADE.items() if want == AHEAD])
 def test_a_mask_that_looks_ahead_is_refused(name):
-    with pytest.raises(AccelError, match="lets a token see later ones"):
+    with pytest.raises(AccelError, match="lets a token attend to later tokens"):
         optimize(Made(name), target="eager", max_context=48)

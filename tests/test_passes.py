@@ -206,7 +206,7 @@ def no_logits(program):
     [
         (forget_parameter, "reads parameter 'norm.weight', which does not exist"),
         (no_shape, "layer_norm has no shape"),
-        (a_method, "relu is a call_method; only functions"),
+        (a_method, "relu is a call_method; only function"),
         (too_late, "reads embedding before it is computed"),
         (wrong_mask, "mask 'windo' is none of"),
         (wrong_heads, "2 query heads over 2 and 1 KV heads"),

@@ -158,7 +158,7 @@ def test_what_makes_no_sense_is_named(stateful):
     with model.session() as session:
         session.run(tokens_of(model, 1, 10))
         for args, words in (
-            ((3, 2, [5]), "no span of row 0"),
+            ((3, 2, [5]), "not a span of row 0"),
             ((0, 11, [5]), "holds 10 tokens"),
             ((0, 10, []), "use rewind"),
             ((0, 1, [-1]), "token"),
@@ -176,10 +176,10 @@ def test_what_makes_no_sense_is_named(stateful):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("gpt2", "are no rotation"),
-        ("plain_latent", "are no rotation"),
+        ("gpt2", "are not rotated"),
+        ("plain_latent", "are not rotated"),
         ("bloom", "bias by position"),
-        ("falcon_h1", "recurrent.*which no rotation moves"),
+        ("falcon_h1", "recurrent.*which cannot be rotated"),
         ("mamba", "recurrent"),
     ],
 )
@@ -193,7 +193,7 @@ def test_rotations_that_do_not_add_up_are_refused(stateful):
     rotation = next(n for n in program.nodes(attention.default)).args[1].args[1]
     cos = rotation.args[2]
     program.params[cos.target] = program.params[cos.target] ** 2
-    with pytest.raises(PassError, match="do not make one"):
+    with pytest.raises(PassError, match="do not compose to one"):
         Shift().run(program)
 
 
@@ -218,7 +218,7 @@ def test_a_common_factor_is_taken_off(stateful):
 )
 def test_what_it_cannot_go_with_is_refused(axis, use):
     recipe = Recipe(name="both", tables={"kv.reuse": {"use": "pie"}, axis: {"use": use}})
-    with pytest.raises(RecipeError, match=f"kv.reuse = pie cannot go with {axis} = {use}"):
+    with pytest.raises(RecipeError, match=f"kv.reuse = pie cannot be combined with {axis} = {use}"):
         assemble(recipe)
 
 

@@ -184,14 +184,15 @@ def test_options_that_make_no_sense(options, why):
 
 def test_who_counts_attention_is_refused():
     with pytest.raises(
-        RecipeError, match="h2o cannot go with kv.select = quest: .*every query reads every key"
+        RecipeError,
+        match="h2o cannot be combined with kv.select = quest: .*every query attends to every key",
     ):
         assemble(Recipe(tables={"kv.score": {"use": "h2o"}, "kv.select": {"use": "quest"}}))
 
 
 def test_equal_bits_are_refused():
     with pytest.raises(
-        RecipeError, match="bit-exact cannot go with kv.select = quest: .*the same bits"
+        RecipeError, match="bit-exact cannot be combined with kv.select = quest: .*the same bits"
     ):
         assemble(Recipe(tables={"kv.select": {"use": "quest"}, "numerics": {"use": "bit-exact"}}))
 

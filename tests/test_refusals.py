@@ -70,20 +70,20 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         ({"hidden_size": 8}, ["config.json has no model_type", '"model_type": "llama"']),
         (
             {**LLAMA, "auto_map": {"AutoConfig": "own.Config"}},
-            ["brings its own Python code (auto_map in config.json)", "--trust-remote-code"],
+            ["contains its own Python code (auto_map in config.json)", "--trust-remote-code"],
         ),
         (
             {"model_type": "qwen33"},
             ["model_type", "knows no 'qwen33'; did you mean 'qwen3'", "--trust-remote-code"],
         ),
-        ({"model_type": "zzzz"}, ["knows no 'zzzz'; a type that is newer", "upgrade"]),
+        ({"model_type": "zzzz"}, ["knows no 'zzzz'; a model type newer", "upgrade"]),
         (
             {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
             ["'vit' is a vision model, not a causal language model"],
         ),
         (
             {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"]},
-            ["'distilbert' is an encoder that sees both ways", "the nearest that is one is 'bert'"],
+            ["'distilbert' is a bidirectional encoder", "the nearest causal type is 'bert'"],
         ),
         (
             {"model_type": "llava", "text_config": {"model_type": "mistral"}},
@@ -92,13 +92,13 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
         (
             {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
             [
-                "architectures of config.json says LlamaForSequenceClassification",
+                "architectures of config.json is LlamaForSequenceClassification",
                 "LlamaForCausalLM",
             ],
         ),
         (
             {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
-            ["says BertForQuestionAnswering", "no logits over a vocabulary", "BertLMHeadModel"],
+            ["is BertForQuestionAnswering", "no logits over a vocabulary", "BertLMHeadModel"],
         ),
         *(
             (
@@ -106,8 +106,8 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
                 [f"the weights are stored in {m}", "(org/base)", act, "save_pretrained"],
             )
             for m, act in {
-                "gptq": "widen it with the tools of gptq",
-                "awq": "widen it with the tools of awq",
+                "gptq": "dequantise it with the tools of gptq",
+                "awq": "dequantise it with the tools of awq",
                 "bitsandbytes": "model.dequantize()",
                 "fp8": "FineGrainedFP8Config(dequantize=True)",
                 "mxfp4": "Mxfp4Config(dequantize=True)",
@@ -159,8 +159,8 @@ def test_an_encoder_is_refused_by_the_module_that_looks_ahead():
     refused(
         bert(),
         "BertLMHeadModel is bidirectional: bert.encoder.layer.0.attention",
-        "BertSelfAttention) lets a token see later ones",
-        "config.is_decoder = True, set before it is loaded",
+        "BertSelfAttention) lets a token attend to later tokens",
+        "config.is_decoder = True, set before loading",
     )
 
 
@@ -192,7 +192,7 @@ class Mixes(nn.Module):
 def test_a_plain_module_that_looks_ahead():
     refused(
         models.randomise(Both(), "both"),
-        "Both is bidirectional: blocks.1 (Mixes) lets a token see later ones",
+        "Both is bidirectional: blocks.1 (Mixes) lets a token attend to later tokens",
         "give a causal language model",
     )
 
@@ -291,7 +291,7 @@ def test_passes_out_of_order_are_refused_before_the_model_is_touched(monkeypatch
         ({"recipe": "bse"}, "did you mean 'base'"),
         ({"recipe": {"weights": {"use": "flaot16"}}}, "did you mean 'float16'"),
         ({"max_context": 0}, "max_context is 0; give a whole number of at least 1"),
-        ({"out": "somewhere"}, "target 'eager' writes none; use target='onnx'"),
+        ({"out": "somewhere"}, "target 'eager' writes no files; use target='onnx'"),
     ],
 )
 def test_options_are_checked_first(options, words):

@@ -182,7 +182,7 @@ def test_a_fork_keeps_its_rows(opened):
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([2], "rows: 2 is no row; this session has rows 0..1"), ([-1], "-1 is no row"), ([], "rows have shape .0."),
+    [([2], "rows: 2 is not a row; this session has rows 0..1"), ([-1], "-1 is not a row"), ([], "rows have shape .0."),
      ([[0]], "rows have shape .1, 1."), ([0.5], "rows: float64 is not an integer type")],
 )  # fmt: skip
 def test_rows_that_are_none(opened, rows, words):

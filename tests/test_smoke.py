@@ -86,7 +86,7 @@ def test_a_clone_has_every_kind_of_layer(config, layers, says):
 
 def test_a_long_pattern_is_kept_and_said():
     found = built(config_of("gemma3_text"))
-    assert found.notes == ["6 layers: its pattern is that long (layer_types)"]
+    assert found.notes == ["6 layers: its layer pattern is that long (layer_types)"]
     assert set(found.model.config.layer_types) == {"sliding_attention", "full_attention"}
     assert found.model.config.sliding_window == 8
 
@@ -110,7 +110,7 @@ def test_a_size_that_must_not_shrink_stays_full():
         return AutoModelForCausalLM.from_config(config)
 
     found = clone(config_of("llama", vocab_size=500), picky)
-    assert found.notes == ["full size, as smaller ones break it: vocab"]
+    assert found.notes == ["full size, because smaller values fail: vocab"]
     with pytest.raises(CaptureError, match="no small model of LlamaConfig: ValueError: 500 words"):
         clone(config_of("llama", vocab_size=400), picky)
 

@@ -265,7 +265,7 @@ def test_files_that_hold_no_head_are_refused(written, tmp_path):
     (tmp_path / "cut").write_bytes(b"123")
     for file, words in [
         (tmp_path / "none", "does not exist"),
-        (tmp_path / "cut", "no whole safetensors file"),
+        (tmp_path / "cut", "not a complete safetensors file"),
         (written("other", method="trim-kv"), "holds 'trim-kv'"),
         (
             written("small", {"0.block1": np.zeros((3, 3), np.float32)}),
@@ -298,7 +298,7 @@ def test_a_drafter_without_a_draft_model_is_refused():
     tables = {"draft": {"use": "iad"}, "length": {"use": "specdec-pp"}}
     with pytest.raises(
         RecipeError,
-        match="length = specdec-pp cannot go with draft = iad: .*a draft model.*nearest recipe",
+        match="length = specdec-pp cannot be combined with draft = iad: .*a draft model.*nearest recipe",
     ):
         assemble(Recipe(tables=tables))
     tables["draft"] = {"use": "model"}

@@ -209,6 +209,7 @@ def test_the_method_of_a_pass_is_named(stateful, monkeypatch):
 def test_an_example_of_one_is_refused():
     made = program()
     with pytest.raises(
-        PassError, match="size N: torch takes an example of 1 as a constant; give one of at least 2"
+        PassError,
+        match="size N: torch treats an example size of 1 as a constant; give one of at least 2",
     ):
         Editor(made, made.step.graph).symbol("N", 1)

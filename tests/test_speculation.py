@@ -150,7 +150,7 @@ REFUSED = {
 def test_what_cannot_take_a_draft_back_is_refused_before_any_work(name):
     with pytest.raises(
         RecipeError,
-        match=f"loop = speculative cannot go with {REFUSED[name]}: .*leave one of the two",
+        match=f"loop = speculative cannot be combined with {REFUSED[name]}: .*leave one of the two",
     ):
         accel.optimize("/no/such/model", ["prompt-lookup", name])
 
@@ -179,7 +179,7 @@ def test_what_assembles_is_what_sessions_can_do():
         ),
         (
             {"draft": {"use": "iad"}, "tree": {"use": "chain"}},
-            "draft = iad gives them a shape of its own",
+            "draft = iad sets its own draft shape",
         ),
         (
             {
@@ -187,12 +187,15 @@ def test_what_assembles_is_what_sessions_can_do():
                 "draft": {"use": "model"},
                 "verify": {"use": "sample-match"},
             },
-            "loop = pearl has a way of its own; leave .verify. out",
+            "loop = pearl has its own rule; leave .verify. out",
         ),
-        ({"tree": {"use": "chain"}}, "tree says what shape drafts take, and no .draft. drafts any"),
+        (
+            {"tree": {"use": "chain"}},
+            "tree sets the shape of drafts, but the recipe has no .draft.",
+        ),
         (
             {"length": {"use": "fixed"}},
-            "length says how many tokens are drafted, and no .draft. drafts any",
+            "length sets how many tokens are drafted, but the recipe has no .draft.",
         ),
         ({"draft": {"use": "promptlookup"}}, "did you mean 'prompt-lookup'"),
         ({"draft": {"use": "iad", "ngram": 0}}, "draft.iad: ngram is 0"),

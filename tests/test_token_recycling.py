@@ -130,11 +130,11 @@ def test_what_it_goes_with():
     for tables, words in [
         (
             {"tree": {"use": "dyspec"}},
-            "tree = dyspec cannot go with draft = token-recycling: .*gives probabilities",
+            "tree = dyspec cannot be combined with draft = token-recycling: .*gives probabilities",
         ),
         (
             {"verify": {"use": "spec-chain"}},
-            "verify = spec-chain cannot go with tree = static: .*verify rrs-wor for spec-chain",
+            "verify = spec-chain cannot be combined with tree = static: .*verify rrs-wor for spec-chain",
         ),
         ({"tree": {"use": "sequioa"}}, "did you mean 'sequoia'"),
     ]:

@@ -98,7 +98,7 @@ def test_each_path_is_as_if_alone(build, name):
                 logits[b, : len(rows)], alone(model, prompts[b], *rows), atol=off, rtol=0
             )
         kept = [[0, 1, 4, 7, 8], [0, 1, 2], []]
-        with session.fork() as other, pytest.raises(InputError, match="no guesses"):
+        with session.fork() as other, pytest.raises(InputError, match="no tree to accept from"):
             other.keep(kept)
         some = np.array([[0, 2], [1, 0], [0, 0]])
         of_some = session.guess(tokens, seen, lengths, some)
@@ -153,7 +153,7 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
             session.guess(tokens, seen.transpose(0, 2, 1), lengths)
         for columns, match in (
             ([0], r"give \[1, N\] with N of 1..4"),
-            ([[4]], r"the call's are 0\.\.3"),
+            ([[4]], r"the call has 0\.\.3"),
         ):
             with pytest.raises(InputError, match=match):
                 session.guess(tokens, seen, lengths, columns)
@@ -174,7 +174,7 @@ def test_what_no_path_is_or_no_tree_is_refused(build):
             session.keep([[0], [0]])
         session.keep([[0, 1, 3]])
         assert session.length == 5
-    with model.session() as session, pytest.raises(InputError, match="no guesses"):
+    with model.session() as session, pytest.raises(InputError, match="no tree to accept from"):
         session.keep([[]])
 
 
@@ -189,20 +189,24 @@ def test_models_without_trees_say_so(stateful):
         model.session() as session,
     ):
         assert not session.capabilities.trees
-        with pytest.raises(InputError, match="takes no trees"):
+        with pytest.raises(InputError, match="takes no draft trees"):
             session.guess([[1, 2]], np.tri(2, dtype=bool)[None])
 
 
 @pytest.mark.parametrize(
     ("architecture", "recipe", "match"),
     [
-        (mamba, "base", "not kept by token"),
+        (mamba, "base", "is not per-token state"),
         (
             models.ARCHITECTURES["llama"],
             {"kv.select": {"use": "quest", "page": 4}},
             "keeps bounds of pages",
         ),
-        (models.ARCHITECTURES["llama"], {"kv.reuse": {"use": "paged-prefix"}}, "shares blocks"),
+        (
+            models.ARCHITECTURES["llama"],
+            {"kv.reuse": {"use": "paged-prefix"}},
+            "shares token blocks",
+        ),
     ],
 )
 def test_state_that_keeps_a_trace_is_refused(architecture, recipe, match):

@@ -26,7 +26,7 @@ RECYCLING = {"draft": {"use": "token-recycling"}}
 REFUSED = {
     "quest": "kv.select = quest reads pages",
     "paged-prefix": "kv.reuse = paged-prefix shares blocks",
-    "promptdistill": "deeper layers hold other slots",
+    "promptdistill": "deeper layers use other slots",
 }
 
 
@@ -158,7 +158,7 @@ def test_recipes_of_trees_name_what_goes_with_them():
     for tables, words in [
         (
             {"tree": {"use": "static"}},
-            "tree says what shape drafts take, and no .draft. drafts any",
+            "tree sets the shape of drafts, but the recipe has no .draft.",
         ),
         (RECYCLING | {"kv.codec": {"use": "kivi"}}, "cannot go with"),
     ]:

@@ -203,7 +203,7 @@ def test_what_was_not_trained_for_this_is_refused(stateful, gates, tmp_path):
         "0.w1 of size", {n: t[:, :3].contiguous() if n == "0.w1" else t for n, t in tensors.items()}
     )
     (tmp_path / "other.safetensors").write_bytes(b"no file of tensors")
-    refused("no whole safetensors file")
+    refused("not a complete safetensors file")
     with pytest.raises(
         PassError, match="what comes with accel was trained for another model|does not exist"
     ):

@@ -187,7 +187,7 @@ def test_a_tree_is_refused_by_who_takes_chains(name):
     target = Target(tree, np.zeros((4, 3), np.float32), np.zeros(0, np.int64), Standard())
     near = AXIS.method(name).instead
     with pytest.raises(
-        InputError, match=f"verify.{name} takes chains, and node 2 .* use verify = {near}"
+        InputError, match=f"verify.{name} takes chains, but node 2 .* use verify = {near}"
     ):
         AXIS.build(name)(target, Chance(np.random.default_rng(0)))
     assert AXIS.build(near)(target, Chance(np.random.default_rng(0))) == Verdict((0,), 0)
@@ -237,7 +237,8 @@ def test_a_q_that_says_no_such_token_lets_it_fall():
 def test_a_recipe_without_a_drafter_is_refused():
     recipe = Recipe("mine", "", tables={"verify": {"use": "rrs-wor"}})
     with pytest.raises(
-        RecipeError, match="'mine': verify says which drafted tokens stand, and no .draft."
+        RecipeError,
+        match="'mine': verify sets which drafted tokens are accepted, but the recipe has no .draft.",
     ):
         assemble(recipe)
 

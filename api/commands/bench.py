@@ -1,4 +1,4 @@
-"""bench: tokens per second of an artifact, and how much of a step is spent outside onnxruntime."""
+"""bench: tokens per second of an artifact, and the share of a step spent outside onnxruntime."""
 
 from __future__ import annotations
 
@@ -50,17 +50,27 @@ def bench(
     context: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, metavar="N", help="Prompt length; may be repeated. Default: 16, 128, 512, 1024."
+            min=1,
+            metavar="N",
+            help="Prompt length in tokens. May be repeated. Default: 16, 128, 512, 1024.",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="New tokens of each run.")] = 32,
-    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Runs; the median counts.")] = 3,
+    tokens: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Number of new tokens per run.")
+    ] = 32,
+    repeat: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of runs; the median is reported.")
+    ] = 3,
     speculation: Annotated[
         bool,
-        typer.Option("--speculation", help="With drafts against without, by kind of prompt."),
+        typer.Option(
+            "--speculation",
+            help="Compare speculative decoding with plain decoding, by kind of prompt.",
+        ),
     ] = False,
     prompts: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Prompts of each kind, with --speculation.")
+        int,
+        typer.Option(min=1, metavar="N", help="Number of prompts per kind, with --speculation."),
     ] = 3,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
@@ -68,9 +78,9 @@ def bench(
 ) -> None:
     """Measure the speed of an artifact.
 
-    Random prompts; prefill and decode, time outside onnxruntime, load, peak memory. With --speculation an
-    artifact that drafts: what it gains over plain decoding, tokens per call, what of drafts stands and where the
-    time goes, over code to complete and to edit, recall, repetitive and free text, and copies with changes.
+    Reports prefill and decode speed on random prompts, time outside onnxruntime, load time and peak memory.
+    With --speculation, for a recipe that drafts: speed-up over plain decoding, tokens per call, acceptance
+    rate and time by stage, on code completion, code editing, recall, repetitive text, free text and edited copies.
     """
     from accel.runtime.model.output import peak_memory
 

@@ -24,41 +24,39 @@ def build(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
     out: Annotated[
         Path,
-        typer.Option(
-            metavar="DIR", help="Where the artifact goes. An artifact that is there is replaced."
-        ),
+        typer.Option(metavar="DIR", help="Output folder. An existing artifact there is replaced."),
     ],
     recipe: options.Recipes = None,
-    target: Annotated[str, typer.Option(metavar="NAME", help="What to build for: onnx.")] = "onnx",
+    target: Annotated[
+        str, typer.Option(metavar="NAME", help="Target to build for: onnx.")
+    ] = "onnx",
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
-    max_batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Most prompts of one call.")
-    ] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum batch size.")] = 1,
     verify: Annotated[
         bool,
         typer.Option(
             "--verify/--no-verify",
-            help="Check the logits after every pass and of the artifact; measure what weights lose.",
+            help="Compare logits with the model after every pass and in the artifact; measure quantisation loss.",
         ),
     ] = True,
     calibration: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A text to round weights by, and to measure their loss on; default: one that comes along.",
+            help="Calibration text for weight quantisation and its loss. Default: the bundled text.",
         ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     dump: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Write the program's text after each pass here."),
+        typer.Option(metavar="DIR", help="Write the program text after each pass to this folder."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Compile a model into an artifact.
 
-    An artifact is a folder that runs without PyTorch. It is written whole or not at all.
+    An artifact is a folder that runs without PyTorch. The build is atomic: a failed one writes nothing.
     """
     from accel.compiler.optimize import optimize
 

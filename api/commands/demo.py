@@ -1,4 +1,4 @@
-"""demo: the whole way once, on the model that comes with accel, checked against plain PyTorch."""
+"""demo: compile and run the bundled model, and compare it with PyTorch."""
 
 from __future__ import annotations
 
@@ -56,12 +56,14 @@ class _Plain:
 
 
 def demo(
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the artifact here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the artifact in this folder.")
+    ] = None,
 ) -> None:
-    """Show the whole way on the bundled model.
+    """Compile and run the bundled model.
 
-    Compile it, generate, load the artifact in a fresh process, check the tokens against plain
-    PyTorch, and show the speed of both. Under two minutes on two cores.
+    Compiles it, generates text, loads the artifact in a new process, compares the tokens with
+    PyTorch and shows the speed of both. Takes under two minutes on two cores.
     """
     from accel.compiler.optimize import optimize
 
@@ -128,12 +130,12 @@ def _in_fresh_process(artifact: Path, prompts: list[list[int]]) -> list[list[int
         [sys.executable, "-c", _FRESH, *arguments], capture_output=True, text=True, check=False
     )
     if run.returncode:
-        raise AccelError(f"the fresh process failed: {run.stderr.strip()[-500:]}")
+        raise AccelError(f"the new process failed: {run.stderr.strip()[-500:]}")
     found = json.loads(run.stdout)
     if found["heavy"]:
-        raise AccelError(f"the fresh process imported {' and '.join(found['heavy'])}")
+        raise AccelError(f"the new process imported {' and '.join(found['heavy'])}")
     typer.echo(
-        f"3. a fresh process, without torch and transformers, loaded it in {found['seconds']:.1f} s"
+        f"3. a new process, without torch and transformers, loaded it in {found['seconds']:.1f} s"
     )
     tokens: list[list[int]] = found["tokens"]
     return tokens
@@ -165,7 +167,7 @@ def _side_by_side(source: Path, model: CompiledModel, prompts: list[list[int]]) 
     theirs = sum(map(len, plain.tokens)) / plain.seconds
     rows = [["accel", f"{count / mine:.0f}"], ["transformers generate", f"{theirs:.0f}"]]
     table(["4. greedy, float32", ">tokens/s"], rows)
-    typer.echo(f"   {count / mine / theirs:.1f} times as fast here, prompts included")
+    typer.echo(f"   {count / mine / theirs:.1f} times as fast on this machine, prefill included")
     return plain
 
 
@@ -193,13 +195,13 @@ def _check(plain: _Plain, prompts: list[list[int]], tokens: list[list[int]]) -> 
             gap = _gap(plain.model, prompt + theirs[:at])
             if gap > NEAR_TIE:
                 raise AccelError(
-                    f"token {at} after {PROMPTS[prompts.index(prompt)]!r} is not plain PyTorch's "
-                    f"(its two best logits differ by {gap:.2g}); please report this"
+                    f"token {at} after {PROMPTS[prompts.index(prompt)]!r} differs from PyTorch's "
+                    f"(the two highest logits differ by {gap:.2g}); please report this"
                 )
             ties += 1
     typer.echo(
-        f"5. the fresh process's tokens equal plain PyTorch's on {len(prompts) - ties} of {len(prompts)} prompts, "
-        f"{sum(map(len, tokens))} tokens in all" + (f" ({ties} differ at a tie)" if ties else "")
+        f"5. the new process gives the same tokens as PyTorch on {len(prompts) - ties} of {len(prompts)} prompts, "
+        f"{sum(map(len, tokens))} tokens in total" + (f" ({ties} differ at a tie)" if ties else "")
     )
 
 

@@ -19,44 +19,44 @@ Examples:
   accel-compile explain snapkv                        # on the bundled model
   accel-compile explain edge ./my-model --out edge.html
   accel-compile explain my.toml ./config.json --max-context 32768
-  accel-compile explain shortgpt llama --no-speed     # a transformers model type in its usual size
+  accel-compile explain shortgpt llama --no-speed     # a transformers model type in its default size
 """
 
 
 def explain(
     recipe: Annotated[
-        str, typer.Argument(metavar="RECIPE", help="A name or a TOML file; A+B merges two.")
+        str, typer.Argument(metavar="RECIPE", help="Recipe name or TOML file; A+B merges two.")
     ],
     model: Annotated[
         str | None,
         typer.Argument(
             metavar="[MODEL]",
             help="A model directory, a config.json, a transformers model type, or package.module:callable. "
-            "Default: the model that comes along.",
+            "Default: the bundled model.",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="Write a page with pictures of one layer here."),
+        typer.Option(metavar="FILE.html", help="Write an HTML page with diagrams of one layer."),
     ] = None,
     max_context: options.MaxContext = 2048,
     speed: Annotated[
         bool,
         typer.Option(
             "--speed/--no-speed",
-            help="Predict tokens per second; the machine is measured for it once, in some seconds.",
+            help="Predict tokens per second. The first use measures this machine for a few seconds.",
         ),
     ] = True,
     threads: options.Threads = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Tell what a recipe does to a model, before it is built.
+    """Show what a recipe does to a model, before it is built.
 
-    Its methods and options in words; what each pass does to the graph, one layer before and after; its
-    grade; bytes of KV and of weights per token, and the speed that follows. Of a recipe that the model
-    cannot take: why, and the nearest one that it can. Large models are counted from a sketch of a few
-    layers; their weights are not read. Exits 1 where the recipe is refused.
+    Shows its methods and options, the change that each pass makes to the graph, one layer before and
+    after, the grade, bytes of KV cache and weights per token, and the predicted speed. If the model does
+    not support the recipe: the reason and the nearest recipe that works. Large models are estimated
+    from a few layers; their weights are not read. Exits 1 if the recipe is refused.
     """
     from accel.commands.demo import reference
     from accel.compiler.explain import explain as told
@@ -146,7 +146,7 @@ def _show(e: Explanation, out: Path | None) -> None:
         return
     for rewrite in e.rewrites:
         typer.echo(f"\npass {rewrite.name}: {rewrite.about}\n  {page.effect(rewrite)}")
-        pairs([("  left as it was", reason) for reason in rewrite.refused])
+        pairs([("  not changed", reason) for reason in rewrite.refused])
     _layer(e)
     columns, rows = page.costs(e)
     table(["per token", *(f">{c}" for c in columns[1:])], rows)

@@ -1,4 +1,4 @@
-"""inspect: what an artifact holds, after the checks that loading makes."""
+"""inspect: check an artifact as loading does, and show its contents."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def inspect(
     chain: Annotated[
         Path | None,
         typer.Option(
-            "--picture", metavar="FILE.svg", help="Draw the chain of layers into this file."
+            "--picture", metavar="FILE.svg", help="Write a diagram of the layers to this file."
         ),
     ] = None,
     measure: Annotated[
         bool,
         typer.Option(
-            "--measure", help="Measure its kernels and the costs of calls here, if not yet known."
+            "--measure",
+            help="Measure kernel variants and call costs on this machine, unless already known.",
         ),
     ] = False,
     threads: options.Threads = None,
@@ -50,8 +51,8 @@ def inspect(
 ) -> None:
     """Check an artifact and show what it holds.
 
-    That is: the model, the chain of its layers with what each carries, state, entries, files,
-    passes and their errors; and what was measured of it on this machine.
+    Shows the model, its layers and their state, entries, files, passes with their errors, and the
+    measurements of this machine.
     """
     from accel.runtime.artifact.artifact import open_artifact
 
@@ -121,7 +122,7 @@ def _show(artifact: Artifact) -> None:
     errors = manifest.report.get("errors", {})
     pairs([
         ("artifact", artifact.path),
-        ("made by", f"accel {manifest.accel} for {manifest.target}, {manifest.numerics}"),
+        ("built by", f"accel {manifest.accel} for {manifest.target}, {manifest.numerics}"),
         ("model", f"{facts.name}, {facts.parameters:,} parameters, {facts.num_layers} layers"),
         ("vocabulary", facts.vocab_size),
         ("context", f"{facts.max_context} tokens, {facts.max_batch} at a time"),
@@ -154,7 +155,9 @@ def _depth(depth: Depth | None) -> list[tuple[str, str]]:
         return []
     chosen = [str(i) for i, run in enumerate(depth.plan) if run]
     which = "" if all(depth.plan) else f" ({', '.join(chosen)})"
-    exits = "" if depth.threshold is None else f", exits from a confidence of {depth.threshold:g}"
+    exits = (
+        "" if depth.threshold is None else f", early exit at a confidence of {depth.threshold:g}"
+    )
     of = f"{len(chosen)} of {len(depth.plan)} layers for a token after the prompt{which}{exits}"
     return [("depth", f"{of}; cache {depth.cache}")]
 
@@ -169,7 +172,7 @@ def _encoder(encoder: EncoderFacts | None, state: list[dict[str, Any]]) -> list[
         else f"up to {encoder.max_length} token ids of {encoder.vocab_size}"
     )
     kept = size(cross_bytes(state))
-    starts = ", ".join(map(str, encoder.start)) or "no token of its own"
+    starts = ", ".join(map(str, encoder.start)) or "no start token"
     return [
         ("encoder", f"{takes}; {kept} of state per position"),
         ("starts at", starts),

@@ -12,36 +12,44 @@ Recipes = Annotated[
     typer.Option(
         "--recipe",
         metavar="NAME|FILE",
-        help="A recipe's name or TOML file, default base; give it again to merge more.",
+        help="Recipe name or TOML file (default: base). Repeat it to merge recipes.",
     ),
 ]
 Tokenizer = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", help="tokenizer.json or its folder; a model directory's own is found."
+        metavar="PATH",
+        help="tokenizer.json, or the folder that holds it. Default: the one in the model directory.",
     ),
 ]
 MaxContext = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Longest sequence, up to the model's own limit.")
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Maximum sequence length in tokens (at most the model's own limit).",
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Let the model directory run Python code of its own."),
+    typer.Option("--trust-remote-code", help="Allow Python code from the model directory to run."),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="N", help="Compute threads; default: OMP_NUM_THREADS, or the physical cores."
+        min=1,
+        metavar="N",
+        help="Compute threads. Default: OMP_NUM_THREADS, or the number of physical cores.",
     ),
 ]
 Kernels = Annotated[
     str,
     typer.Option(
         metavar="auto|NAME",
-        help="A variant of the step (inspect lists them); default: the fastest here, by measurement.",
+        help="Kernel variant (listed by inspect). Default: auto, the fastest measured on this machine.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
 def recipe(given: list[str] | None) -> str | list[str]:

@@ -22,13 +22,13 @@ Examples:
 
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A recipe's name or TOML file.")
+        str | None, typer.Argument(metavar="[NAME]", help="Recipe name or TOML file.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the recipes, or show all of one.
+    """List all recipes, or show one in detail.
 
-    With NAME: what it does, its papers, its grade, every option with its default.
+    With NAME: its methods, papers, grade, and every option with its default.
     """
     from accel.ir.recipe import Recipe, bundled
 
@@ -41,7 +41,7 @@ def recipes(
         return
     rows = [[r.name, ", ".join(r.tables), r.about] for r in found]
     table(["recipe", "sets", "about"], rows)
-    typer.echo("accel-compile recipes NAME tells more; merge with --recipe A --recipe B.")
+    typer.echo("Details: accel-compile recipes NAME. Merge recipes with --recipe A --recipe B.")
 
 
 def _one(recipe: Recipe, as_json: bool) -> None:

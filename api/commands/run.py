@@ -1,4 +1,4 @@
-"""run: prompts in, text out, as it comes."""
+"""run: continue a prompt and stream the text."""
 
 from __future__ import annotations
 
@@ -28,48 +28,64 @@ Examples:
 
 
 def run(
-    path: Annotated[
-        Path, typer.Argument(metavar="DIR|MODEL", help="An artifact, or a model directory.")
-    ],
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
+    path: Annotated[Path, typer.Argument(metavar="DIR|MODEL", help="Artifact or model directory.")],
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", exists=True, dir_okay=False, help="A file to continue; default: stdin."
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="File with the prompt. Default: stdin.",
         ),
     ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="1,2,3", help="Token ids to continue, for models without tokenizer."),
+        typer.Option(metavar="1,2,3", help="Prompt as token ids, for models without a tokenizer."),
     ] = None,
     source: Annotated[
         str | None,
         typer.Option(
             "--input",
             metavar="TEXT|FILE.npy",
-            help="What an encoder-decoder model's encoder takes; a .npy file holds features or token "
-            "ids. The prompt is then what the decoder starts from.",
+            help="Encoder input of an encoder-decoder model: text, or a .npy file with features or token "
+            "ids. The prompt is then the start of the decoder's output.",
         ),
     ] = None,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-tokens", "--max-new-tokens", metavar="N", help="At most this many."),
+        typer.Option(
+            "--max-tokens", "--max-new-tokens", metavar="N", help="Maximum number of new tokens."
+        ),
     ] = 64,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(metavar="N", help="Only the N likeliest.")] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy decoding.")
+    ] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", help="Sample from the N most likely tokens.")
+    ] = None,
     top_p: Annotated[
-        float | None, typer.Option(metavar="X", help="Only the likeliest that add up to X.")
+        float | None,
+        typer.Option(
+            metavar="X", help="Nucleus sampling: the most likely tokens with total probability X."
+        ),
     ] = None,
     min_p: Annotated[
-        float | None, typer.Option(metavar="X", help="Only those of X times the likeliest.")
+        float | None,
+        typer.Option(
+            metavar="X", help="Sample from tokens with at least X times the highest probability."
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(metavar="X", help="Above 1 discourages tokens already seen.")
+        float,
+        typer.Option(metavar="X", help="Values above 1 penalise tokens that already occurred."),
     ] = 1.0,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Repeats a sampled run.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Random seed, for reproducible sampling.")
+    ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="End before this text; may be repeated."),
+        typer.Option(metavar="TEXT", help="Stop before this text. May be repeated."),
     ] = None,
     eos: Annotated[
         list[int] | None,
@@ -77,11 +93,11 @@ def run(
             "--stop-token-ids",
             "--eos",
             metavar="ID",
-            help="End at this token, not the model's own.",
+            help="Stop at this token instead of the model's own. May be repeated.",
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on past the model's end token.")
+        bool, typer.Option("--ignore-eos", help="Do not stop at the model's end-of-sequence token.")
     ] = False,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
@@ -91,10 +107,10 @@ def run(
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Continue a prompt, streaming text.
+    """Continue a prompt and stream the text.
 
-    A model directory is compiled first, for this run only; --recipe, --tokenizer, --max-context
-    and --trust-remote-code are for that.
+    A model directory is compiled first, for this run only. The options --recipe, --tokenizer,
+    --max-context and --trust-remote-code apply only to that build.
     """
     from accel.runtime.decode.sampling_params import SamplingParams
 
@@ -151,7 +167,7 @@ def _prompt(
     names = {"--prompt": text, "--prompt-file": file, "--tokens": tokens}
     given = [name for name, value in names.items() if value is not None]
     if len(given) > 1:
-        raise typer.BadParameter(f"{' and '.join(given)} are both a prompt; give one of them")
+        raise typer.BadParameter(f"{' and '.join(given)} both give a prompt; use one of them")
     if tokens is not None:
         return _ids(tokens)
     if text is not None:
@@ -181,7 +197,9 @@ def _ids(text: str) -> list[int]:
     parts = text.replace(",", " ").split()
     for part in parts:
         if not part.removeprefix("-").isdecimal():
-            raise typer.BadParameter(f"--tokens: {part!r} is no token id; write them as 1,2,3")
+            raise typer.BadParameter(
+                f"--tokens: {part!r} is not a token id; write token ids as 1,2,3"
+            )
     return [int(part) for part in parts]
 
 
@@ -199,7 +217,9 @@ def _stream(model: CompiledModel, prompt: str | list[int] | None, settings: dict
     if sys.stderr.isatty():
         figures = stats["speculation"]
         drafts = (
-            f"{figures['accepted']} of {figures['drafted']} drafted ones stood, " if figures else ""
+            f"{figures['accepted']} of {figures['drafted']} drafted tokens accepted, "
+            if figures
+            else ""
         )
         typer.echo(
             f"[{stats['tokens']} tokens ({stats['finish'][0]}), {drafts}"

@@ -35,7 +35,7 @@ def show_chain(
     if rows:
         table([*columns, "state"], rows)
     if refused:
-        pairs([("not outlined as layers", refused)])
+        pairs([("not split into layers", refused)])
 
 
 def show_steps(steps: list[dict[str, Any]]) -> None:
@@ -54,7 +54,14 @@ def show_steps(steps: list[dict[str, Any]]) -> None:
 def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
     """The variant of the step on this machine, what its kernels cost in each, and the costs of calls."""
     if tuning is None:
-        pairs([("kernels", "not measured on this machine yet: --measure, or the first use, does")])
+        pairs(
+            [
+                (
+                    "kernels",
+                    "not measured on this machine yet; --measure or the first use measures them",
+                )
+            ]
+        )
     else:
         pairs([("kernels", f"{tuning.kernels} ({tuning.why})"), *tuning.refused.items()])
         names = list(tuning.costs[0].seconds) if tuning.costs else []
@@ -65,7 +72,7 @@ def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:
         if rows:
             table([">tokens", ">slots", *(f">{name} ms" for name in names)], rows)
     if costs is None:
-        pairs([("costs of a call", "not measured on this machine yet: --measure does")])
+        pairs([("costs of a call", "not measured on this machine yet; --measure measures them")])
         return
     least = costs.seconds[0]
     bars = [
@@ -95,7 +102,7 @@ def show_report(report: dict[str, Any]) -> None:
     pairs([
         ("model", f"{model['name']}, {model['parameters']:,} parameters"),
         ("recipe", f"{report['recipe']['name']} ({report['grade']})"),
-        ("layers", model["num_layers"] or "none found: the model is one piece"),
+        ("layers", model["num_layers"] or "none found: the model is not split into layers"),
         ("entries", entries),
         ("bytes", f"{size(total)}: {files}" if files else ""),
         *weights_text(report.get("weights", {}), size),

@@ -32,25 +32,26 @@ def smoke(
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME|FILE", help="Only this recipe; may be repeated. Default: every recipe."
+            metavar="NAME|FILE",
+            help="Try only this recipe. May be repeated. Default: every recipe.",
         ),
     ] = None,
     target: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="This target: onnx, eager or triton; may be repeated. Default: onnx and eager.",
+            help="Try this target: onnx, eager or triton. May be repeated. Default: onnx and eager.",
         ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
-    """Try a new architecture in seconds, without its weights.
+    """Test a model architecture in seconds, without its weights.
 
-    A clone of two layers (more where the pattern of layers is longer) with random weights goes
-    through every recipe on the targets, and is compared with the module in PyTorch: a prefill,
-    single tokens over the cache, several tokens after a rewind, a ragged batch. Exits 1 where
-    anything is wrong or crashes; a refusal is an answer.
+    Builds a clone of two layers (more if the layer pattern is longer) with random weights, with every
+    recipe and target, and compares it with the module in PyTorch: prefill, single-token decoding,
+    several tokens after a rewind, a ragged batch. Exits 1 if a result is wrong or a build
+    crashes; a refusal is not a failure.
     """
     from accel.compiler.smoke.smoke import smoke as try_out
 

@@ -69,14 +69,15 @@ def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
     loop = artifact.recipe.get("tables", {}).get("loop", {}).get("use", "autoregressive")
     if loop == "autoregressive" or artifact.facts.diffusion is not None:
         raise InputError(
-            f"{path} was built with loop = {loop}, which guesses no tokens; give an artifact of a recipe that does, as "
+            f"{path} was built with loop = {loop}, which does not draft; give an artifact of a "
+            "recipe that drafts, such as "
             "prompt-lookup (accel-compile recipes lists them)"
         )
     drafting = from_artifact(artifact, threads=threads, kernels=kernels)
     if drafting.tokenizer is None:
         drafting.close()
         raise InputError(
-            f"{path} holds no tokenizer, and these prompts are text; build it with --tokenizer"
+            f"{path} has no tokenizer, but the prompts are text; build it with --tokenizer"
         )
     return from_artifact(artifact, threads=threads, kernels=kernels, plain=True), drafting
 
@@ -89,7 +90,7 @@ def _prompt(
     ids = plain.tokenizer.encode(prompt)
     if len(ids) + tokens > plain.facts.max_context:
         raise InputError(
-            f"a prompt of {len(ids)} tokens and {tokens} new ones are more than max_context = "
+            f"a prompt of {len(ids)} tokens plus {tokens} new tokens exceeds max_context = "
             f"{plain.facts.max_context}; give fewer --tokens"
         )
     ratios, speeds, wholes = [], [], []
@@ -148,8 +149,8 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """On a screen."""
     columns = [
-        "prompts", ">speed-up", ">least", ">tokens/s", ">a check", ">stand", "% by place", ">draft call host",
-        ">equal",
+        "prompts", ">speed-up", ">minimum", ">tokens/s", ">per call", ">accepted", "% by position",
+        ">draft verify host", ">equal",
     ]  # fmt: skip
     rows = [
         [
@@ -166,6 +167,6 @@ def show(result: dict[str, Any]) -> None:
         ("recipe", result["recipe"]),
         ("kernels", result["kernels"]),
         ("calls of T tokens", ", ".join(f"{t}: {c:.2f}" for t, c in result["costs"].items())),
-        ("measured", f"{result['prompts']} prompts of a kind, {result['new_tokens']} tokens each, {result['repeat']} "
-                     "pairs of runs with and without drafts in turns; medians"),
+        ("measured", f"{result['prompts']} prompts per kind, {result['new_tokens']} tokens each, {result['repeat']} "
+                     "alternating runs with and without drafts; medians"),
     ])  # fmt: skip

@@ -18,9 +18,9 @@ from accel.passes.state.trees import Trees
 EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together
 DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
-    "verify": "verify says which drafted tokens stand",
-    "length": "length says how many tokens are drafted",
-    "tree": "tree says what shape drafts take",
+    "verify": "verify sets which drafted tokens are accepted",
+    "length": "length sets how many tokens are drafted",
+    "tree": "tree sets the shape of drafts",
 }
 GRADES = ("bit-exact", "distribution-exact", "approximate")
 
@@ -64,8 +64,8 @@ def _assembled(recipe: Recipe) -> Plan:
     plan = Plan(recipe)
     if "sample" in recipe.tables:
         raise RecipeError(
-            f"recipe '{recipe.name}': how tokens are picked is asked with each request, not built in; leave [sample] "
-            "out, and give generate(temperature=…, top_k=…, top_p=…) or the same options to accel-compile run"
+            f"recipe '{recipe.name}': sampling is set per request, not in a recipe; leave "
+            "[sample] out, and pass generate(temperature=…, top_k=…, top_p=…) or the same options to accel-compile run"
         )
     for name, table in recipe.tables.items():
         axis = _axis(axes, recipe, name)
@@ -121,15 +121,20 @@ def fit(plan: Plan, facts: Any, captured: bool = True) -> None:
         for diffusion in (True, False)
     }
     if loop.masked_diffusion and facts.diffusion is None:
-        why = "sees no later tokens" if captured else "names no mask (config.mask_token_id)"
+        why = (
+            "attends only to earlier tokens"
+            if captured
+            else "has no mask token (config.mask_token_id)"
+        )
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': loop = {use} fills masks, and {facts.name} {why}; give a masked-diffusion "
+            f"recipe '{plan.recipe.name}': loop = {use} decodes masked-diffusion models, and "
+            f"{facts.name} {why}; give a masked-diffusion "
             f"model, or a recipe with one of {ways[False]}"
         )
     if captured and facts.diffusion is not None and not loop.masked_diffusion:
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': loop = {use} takes tokens one after the other, and {facts.name} sees both "
-            f"ways and fills masks; give a recipe with [loop], one of {ways[True]}"
+            f"recipe '{plan.recipe.name}': loop = {use} generates token by token, and {facts.name} is a "
+            f"masked-diffusion model; give a recipe with [loop], one of {ways[True]}"
         )
 
 
@@ -140,7 +145,8 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
     name, asked = plan.recipe.name, [axis for axis in DRAFTING if axis in plan.methods]
     if asked and "draft" not in asked:
         raise RecipeError(
-            f"recipe '{name}': {DRAFTING[asked[0]]}, and no [draft] drafts any; leave [{asked[0]}] out, or add [draft] "
+            f"recipe '{name}': {DRAFTING[asked[0]]}, but the recipe has no [draft]; leave "
+            f"[{asked[0]}] out, or add [draft] "
             f"with one of {', '.join(axes['draft'].names())}"
         )
     if "draft" in asked and "loop" not in plan.methods:
@@ -151,8 +157,8 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
         wanted |= plan.methods["draft"].asks
     for axis in asked:
         if axis not in wanted and "draft" in wanted:
-            own = f"draft = {uses['draft']} gives them a shape of its own"
-            why = own if axis == "tree" else f"loop = {uses['loop']} has a way of its own"
+            own = f"draft = {uses['draft']} sets its own draft shape"
+            why = own if axis == "tree" else f"loop = {uses['loop']} has its own rule"
             raise RecipeError(f"recipe '{name}': {DRAFTING[axis]}, and {why}; leave [{axis}] out")
         if axis not in wanted:
             raise RecipeError(
@@ -206,8 +212,8 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
     if named := [axis for axis in methods if axis in EVICTION]:
         if "kv.score" not in methods:
             raise RecipeError(
-                f"recipe '{plan.recipe.name}': {', '.join(named)} says how tokens are dropped, but no kv.score "
-                f"says which; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
+                f"recipe '{plan.recipe.name}': {', '.join(named)} sets how tokens are evicted, but no "
+                f"kv.score selects them; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
             )
         compress = Compress(methods["kv.score"], methods["kv.budget"], methods["kv.keep"])
         found.insert(0, compress)  # before what it keeps is encoded

@@ -69,7 +69,7 @@ def told(conflict: Conflict, uses: Mapping[str, str]) -> str:
         return f"{one} relies on {what.name}, which no method of the recipe provides: {what.value}"
     verb = "does not provide" if what in PROVIDED else "breaks"
     return (
-        f"{one} cannot go with {conflict.other} = {uses[conflict.other]}: the first relies on {what.name}, "
+        f"{one} cannot be combined with {conflict.other} = {uses[conflict.other]}: the first relies on {what.name}, "
         f"which the second {verb}: {what.value}"
     )
 

@@ -40,8 +40,8 @@ def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build 
         return None
     if not path.is_dir():
         raise RecipeError(
-            f"recipe '{plan.recipe.name}': draft.model: {path} is no folder; give `path`: an artifact (accel-compile "
-            "build), or a Hugging Face directory, which is then built along"
+            f"recipe '{plan.recipe.name}': draft.model: {path} is not a folder; set `path` to an artifact "
+            "(accel-compile build) or a Hugging Face directory, which is then built as part of this build"
         )
     if not (path / MANIFEST).is_file():
         assemble(_recipe(plan))
@@ -118,13 +118,11 @@ def _check(
 ) -> None:
     """Raise RecipeError where the model from this folder cannot draft for the target, with both sides."""
     if facts.encoder is not None:
-        raise RecipeError(
-            f"draft.model: {path} has an encoder, and what drafts continues text; give a decoder"
-        )
+        raise RecipeError(f"draft.model: {path} has an encoder; a draft model must be a decoder")
     if facts.max_batch < target.max_batch:
         raise RecipeError(
-            f"draft.model: {path} was built for batches of up to {facts.max_batch}, and the model for "
-            f"{target.max_batch}; build it with max_batch = {target.max_batch}"
+            f"draft.model: {path} was built for batches of up to {facts.max_batch}, but the "
+            f"model for {target.max_batch}; build it with max_batch = {target.max_batch}"
         )
     _check_tokens(path, target, tokenizer, facts.vocab_size, theirs)
 

@@ -134,7 +134,7 @@ def why_not(report: Mapping[str, Any]) -> str:
     """Why a build outlined no layers, out of its report; "" where it did."""
     for step in report.get("steps", []):
         if step.get("name") == "Layers" and not step.get("changed"):
-            return "; ".join(dict.fromkeys(step.get("refused", []))) or "nothing to cut at"
+            return "; ".join(dict.fromkeys(step.get("refused", []))) or "no layer boundary found"
     return ""
 
 
@@ -154,7 +154,7 @@ def picture(
         drawn.group(group, colours)
     drawn.pill("logits")
     if refused:
-        drawn.line(f"not outlined as layers: {refused}")
+        drawn.line(f"not split into layers: {refused}")
     return drawn.svg()
 
 

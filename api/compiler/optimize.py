@@ -187,7 +187,7 @@ def build(
     target, max_context = options.target, options.max_context
     if target != "onnx" and out is not None:
         raise LoweringError(
-            f"out is for artifacts, and target '{target}' writes none; use target='onnx'"
+            f"out is for artifacts, but target '{target}' writes no files; use target='onnx'"
         )
     if target == "triton":
         triton.need()
@@ -202,8 +202,8 @@ def build(
     reads = job.narrows or any(step.reads_text for step in job.plan.passes)
     if options.calibration is not None and not reads:
         raise RecipeError(
-            f"recipe '{job.plan.recipe.name}' has no use for calibration: it stores weights as they "
-            "are; give one with [weights], as int4-gptq"
+            f"recipe '{job.plan.recipe.name}' does not use calibration, because it does not quantise "
+            "weights; give a recipe with [weights], such as int4-gptq"
         )
     given = read_calibration(options.calibration)
     path = Path(model) if isinstance(model, (str, Path)) else None

@@ -126,9 +126,9 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
                 fixed += count
     text = f"{size(sum(state_bytes(state).values()))} per token"
     recurrent = any(value["role"] == Part.RECURRENT for value in state)
-    more = f", {size(kept)} per token that is kept" if kept else ""
-    more += f", {size(fixed)} per row that do not grow" if fixed else ""
-    return text + more + (" (a rewind runs some tokens again)" if recurrent else "")
+    more = f", {size(kept)} per kept token" if kept else ""
+    more += f", {size(fixed)} per row, independent of length" if fixed else ""
+    return text + more + (" (rewinding recomputes some tokens)" if recurrent else "")
 
 
 def weights_text(weights: Mapping[str, Any], size: Callable[[int], str]) -> list[tuple[str, str]]:

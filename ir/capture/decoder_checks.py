@@ -28,8 +28,8 @@ def refuse_kind(model: Any, arguments: Sequence[str]) -> None:
     name, takes = type(model).__name__, getattr(model, "main_input_name", "input_ids")
     if takes != "input_ids" and not {"input_ids", "decoder_input_ids"} & set(arguments):
         raise CaptureError(
-            f"{name}.forward takes {takes}, not token ids [B,T]: it is no language model; give the causal "
-            "language model that it belongs to, where there is one"
+            f"{name}.forward takes {takes}, not token ids [B,T]: it is not a language model; give "
+            "the causal language model that contains it, if there is one"
         )
     if _HEAD.search(name):
         raise CaptureError(
@@ -82,9 +82,9 @@ def both_ways(
             )
         return traits.diffusion
     raise CaptureError(
-        f"{traits.name} is bidirectional: {_culprit(model, run)} lets a token see later ones, "
-        f"so it cannot be decoded token by token; {_causal_form(traits)}. One that was trained to fill masks "
-        "(LLaDA, Dream) has config.mask_token_id"
+        f"{traits.name} is bidirectional: {_culprit(model, run)} lets a token attend to later "
+        f"tokens, so it cannot be decoded token by token; {_causal_form(traits)}. A masked-diffusion model "
+        "(LLaDA, Dream) must have config.mask_token_id"
     )
 
 
@@ -97,8 +97,8 @@ def _differ(value: Tensor) -> bool:
 def _causal_form(traits: ModelTraits) -> str:
     if traits.config.get("is_decoder") is False:
         return (
-            "config.is_decoder = True, set before it is loaded, makes a decoder of it (whose words are "
-            "only as good as it was trained for that)"
+            "config.is_decoder = True, set before loading, makes it a decoder (its output "
+            "is only as good as its training for that)"
         )
     return "give a causal language model"
 

@@ -28,8 +28,8 @@ def encoder_facts(model: Any, max_context: int, notes: list[str]) -> EncoderFact
     strides = [m.stride[0] for m in model.get_encoder().children() if isinstance(m, nn.Conv1d)]
     if name != "input_features" or frames is None or mel is None or not strides:
         raise CaptureError(
-            f"{type(model).__name__} takes {name}, whose shape accel does not know; it compiles "
-            "encoders over token ids, and over a fixed number of audio frames as Whisper has them"
+            f"{type(model).__name__} takes {name}, whose shape accel does not know; accel "
+            "compiles encoders over token ids, or over a fixed number of audio frames as in Whisper"
         )
     return EncoderFacts(0, frames, (mel, frames * int(torch.tensor(strides).prod())), start)
 
@@ -54,8 +54,8 @@ def _limits(config: Any, notes: list[str]) -> list[int]:
         # up to here such an encoder attends to all of its input, by its own choice
         found.append((5 + 2 * config.num_random_blocks) * config.block_size)
         notes.append(
-            f"the encoder takes {found[-1]} tokens at most: past that its attention is block-sparse, "
-            "which accel does not compute"
+            f"the encoder takes {found[-1]} tokens at most: beyond that its attention is "
+            "block-sparse, which accel does not support"
         )
     return found
 
@@ -69,9 +69,7 @@ def _start(model: Any, notes: list[str]) -> list[int]:
     ]
     asked = [n for n in _NOT_FOLLOWED if getattr(holders[0], n, None) not in (None, 0, 1, [])]
     if asked:
-        notes.append(
-            f"generate does not follow {', '.join(asked)} of the generation's configuration"
-        )
+        notes.append(f"generate ignores {', '.join(asked)} of the generation's configuration")
     for name in ("decoder_start_token_id", "bos_token_id"):
         for holder in holders:
             first = getattr(holder, name, None)

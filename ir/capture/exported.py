@@ -28,8 +28,8 @@ def interface_of(exported: ExportedProgram) -> tuple[Interface, int]:
     if not all(ints) or sorted(inputs) not in (["tokens"], ["positions", "tokens"]):
         raise CaptureError(
             f"the ExportedProgram takes {names}; accel needs one with tokens [B,T] int64, and optionally "
-            "positions [B,T] under a name like position_ids, and nothing else: wrap the model and export "
-            "again"
+            "positions [B,T] under a name like position_ids, and no other input: wrap the model "
+            "and export again"
         )
     for value in shapes:
         assert isinstance(value, Tensor)

@@ -50,8 +50,8 @@ def turns_anew(module: nn.Module) -> bool:
 
 
 _SPARSE = (
-    "past that its sparse attention leaves keys out, by an index that is no part of this cache; up to it "
-    "every query sees all keys. Give prompts that fit, or a model of dense attention"
+    "beyond that its sparse attention skips keys by an index that accel does not cache; up to it "
+    "every query attends to all keys. Use shorter prompts or a model with dense attention"
 )
 
 
@@ -88,8 +88,8 @@ def _rotary_limit(module: nn.Module, longest: int) -> Limit:
     kinds = sorted(set(_types(module).values()))
     act = "set short_factor to long_factor" if "longrope" in kinds else "use rope_type 'yarn'"
     return low, (
-        f"its rotary embedding ({', '.join(kinds)}) turns every position anew in longer sequences, those "
-        f"in the cache too. For longer ones {act} in the configuration's rope_parameters"
+        f"its rotary embedding ({', '.join(kinds)}) changes the rotation of all positions in longer sequences, "
+        f"including cached keys. For longer sequences {act} in the configuration's rope_parameters"
     )
 
 

@@ -146,4 +146,4 @@ def _input(
 
 
 def _no_weights(name: str, value: object) -> Any:
-    raise ValueError(f"a probe holds no weights, yet {name} is one")
+    raise ValueError(f"a probe has no weights, but {name} is a weight")

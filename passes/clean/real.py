@@ -69,8 +69,8 @@ def _rewrite(
     rule = _RULES.get(getattr(node.target, "overloadpacket", node.target))
     if rule is None:
         raise PassError(
-            f"{node.name} ({node.target}) computes with complex numbers, which have no real form here; "
-            "write it with cos and sin"
+            f"{node.name} ({node.target}) uses complex numbers that accel cannot rewrite as real "
+            "numbers; write it with cos and sin"
         )
     return rule(editor, pairs, node)
 

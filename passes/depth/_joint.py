@@ -25,8 +25,8 @@ def layers(program: Program) -> list[fx.Node]:
     calls = [n for n in program.step.graph.nodes if isinstance(n.target, Region)]
     if len(calls) != len(program.facts.layers) or not calls:
         raise PassError(
-            f"depth: {len(calls)} of {len(program.facts.layers)} layers were found in the graph, and only "
-            "a layer that stands apart can be left out; build it without a depth method"
+            f"depth: {len(calls)} of {len(program.facts.layers)} layers were found in the graph, "
+            "but only separate layers can be skipped; build without a depth method"
         )
     state = {value.output for value in program.state}
     names = {node: name for name, node in program.step.output_nodes().items()}
@@ -39,9 +39,9 @@ def layers(program: Program) -> list[fx.Node]:
                 alone = name in state and len(item.users) == 1
             if not alone:
                 raise PassError(
-                    f"depth: layer {calls.index(call)} gives more than the residual stream and its own "
-                    f"state ({name}), so it cannot be left out; leave out the depth method, or what asks "
-                    "for that (a kv.score that observes queries)"
+                    f"depth: layer {calls.index(call)} outputs more than the residual stream and "
+                    f"its own state ({name}), so it cannot be skipped; leave out the depth "
+                    "method, or the method that needs this output (a kv.score that observes queries)"
                 )
     return calls
 
@@ -55,8 +55,8 @@ def conditions(program: Program, cache: str) -> list[fx.Node]:
     recurrent = [s.layer for s in program.state if s.part is Part.RECURRENT]
     if recurrent:
         raise PassError(
-            f"depth: layer {recurrent[0]} carries a recurrent state, which a rewind computes again from the "
-            "tokens, and nobody knows which layers each had run; build it without a depth method"
+            f"depth: layer {recurrent[0]} has a recurrent state, which a rewind recomputes from "
+            "the tokens without knowing which layers each token ran; build without a depth method"
         )
     calls = layers(program)
     graph = program.step.graph

@@ -99,7 +99,7 @@ def _head(program: Program) -> list[fx.Node]:
             found.append(node)
     if not found or found[-1] is not logits:
         raise PassError(
-            "calm: the head was not found, which tells how sure the model is of a token"
+            "calm: the LM head, which gives the confidence, was not found; build without calm"
         )
     return found
 

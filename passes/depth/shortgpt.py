@@ -45,10 +45,12 @@ class ShortGPT(Base):
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise RecipeError(
-                f"share = {self.share}; give the share of the layers to delete, 0 to below 1"
+                f"share = {self.share}; give the fraction of layers to delete, at least 0 and below 1"
             )
         if self.tokens < 1:
-            raise RecipeError(f"tokens = {self.tokens}; give how many to measure on, 1 or more")
+            raise RecipeError(
+                f"tokens = {self.tokens}; give the number of calibration tokens, 1 or more"
+            )
 
     def run(self, program: Program) -> Report:
         calls = layers(program)
@@ -57,8 +59,8 @@ class ShortGPT(Base):
             return Report(refused=[f"{self.share:g} of {len(calls)} layers is none"])
         if count > len(calls) - 2:
             raise PassError(
-                f"shortgpt: {self.share:g} of {len(calls)} layers are {count}, and the first and the last "
-                f"stay; give a share of at most {(len(calls) - 2) / len(calls):.3g}"
+                f"shortgpt: {self.share:g} of {len(calls)} layers are {count}, but the first and the "
+                f"last layer stay; give a share of at most {(len(calls) - 2) / len(calls):.3g}"
             )
         scores = influence(program, calls, self.tokens)
         gone = sorted(sorted(range(1, len(calls) - 1), key=lambda i: scores[i])[:count])

@@ -37,11 +37,11 @@ class UnifiedSkip(Base):
     def run(self, program: Program) -> Report:
         count = len(program.facts.layers)
         if count < 2:
-            raise PassError(f"unified-skip: {count} layers, and the first and the last always run")
+            raise PassError(f"unified-skip: {count} layers, but the first and the last always run")
         if int(count / self.speedup) < 2:
             raise PassError(
                 f"unified-skip: {count} layers at speedup = {self.speedup:g} leave "
-                f"{int(count / self.speedup)}, and the first and the last always run; give a speedup of at "
+                f"{int(count / self.speedup)}, but the first and the last always run; give a speedup of at "
                 f"most {count / 2:g}"
             )
         calls = conditions(program, self.cache)

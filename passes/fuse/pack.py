@@ -69,7 +69,7 @@ def _apart(node: fx.Node, uses: Counter[str]) -> str:
     ):
         return "its bias is computed"
     if routes(node):
-        return "it chooses among experts"
+        return "it belongs to a mixture of experts"
     return ""
 
 

@@ -33,23 +33,23 @@ class BitExact(Base):
     def run(self, program: Program) -> Report:
         if any(s.part is Part.RECURRENT for s in program.state):
             raise PassError(
-                "bit-exact: this model has recurrent state, which is summed in another order when "
-                "several tokens share a call; build it without the bit-exact recipe"
+                "bit-exact: this model has recurrent state, which is summed in another order "
+                "if several tokens share a call; build without the bit-exact recipe"
             )
         if program.nodes(expert_linear.default, quantized_expert_linear.default):
             raise PassError(
-                "bit-exact: this model has experts, whose products are grouped by how many tokens "
-                "share a call; build it without the bit-exact recipe"
+                "bit-exact: this model has experts, whose products are grouped by the number "
+                "of tokens in a call; build without the bit-exact recipe"
             )
         if program.facts.encoder is not None:
             raise PassError(
-                "bit-exact: cross-attention over an encoder's positions sums in an order that the call's "
-                "tokens change; build it without the bit-exact recipe"
+                "bit-exact: cross-attention sums in an order that depends on the number "
+                "of tokens in a call; build without the bit-exact recipe"
             )
         nodes = program.nodes(attention.default, entry=program.step)
         if any(int(node.all_input_nodes[0].meta["val"].shape[3]) > WIDEST for node in nodes):
             raise PassError(
-                f"bit-exact: this model's heads are wider than {WIDEST}, and onnxruntime cuts products "
-                "of that length by how many tokens share a call; build it without the bit-exact recipe"
+                f"bit-exact: this model's heads are wider than {WIDEST}, and onnxruntime splits "
+                "products of that length by the number of tokens in a call; build without the bit-exact recipe"
             )
         return Report()

@@ -96,7 +96,7 @@ class Attention(Pass):
                     masks[site.key] = _mask_of(program, kinds, site)
                 found = masks[site.key]
                 if isinstance(found, Class) and site.written and not _holds(program, site, found):
-                    found = "what is done to its scores is no scale, soft cap, mask or bias"
+                    found = "an operation on its scores is not a scale, soft cap, mask or bias"
                 if isinstance(found, str):
                     report.refused.append(f"{node.name}: {found}")
                     continue

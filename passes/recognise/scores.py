@@ -196,7 +196,7 @@ def read_scale(program: Program, written: Written) -> tuple[float, float] | str:
     if abs(far - 16 * near) <= 1e-5 * abs(far) and far:
         return gain(2.0**20) / 2.0**20, 0.0
     if not abs(far - near) <= 1e-5 * abs(far) or not far > 0:
-        return "what is done to its scores is no scale, soft cap, mask or bias"
+        return "an operation on its scores is not a scale, soft cap, mask or bias"
     fill = 1.0
     for _ in range(_LIMIT):  # to where the tangent is bent, but not flat
         part = gain(fill) / far

@@ -44,8 +44,8 @@ def positions_of(program: Program, width: str) -> fx.Node:
         found = _frames(program, int(width))
     if found is None or sizes(found)[1] != width:
         raise PassError(
-            f"an attention over {width} keys: neither one per token nor one per position of an encoder, "
-            "and accel takes attention over the one or the other"
+            f"an attention over {width} keys: neither one per token nor one per encoder "
+            "position; accel supports these two only"
         )
     return found
 

@@ -50,19 +50,19 @@ class Cache(Pass):
         mixed = mixes_tokens(program)
         if mixed:
             raise PassError(
-                f"{mixed}: this mixes tokens outside attention, and only attention can be cached, or a "
-                "recurrence that accel has an operator for"
+                f"{mixed}: this mixes tokens outside attention; accel can cache only attention "
+                "and the recurrences that it has an operator for"
             )
         for node in attentions:
             if _looks_ahead(program, node) and program.facts.diffusion is None:
                 raise PassError(
-                    f"{node.name} lets a token see later ones, so it cannot be decoded token by token; "
-                    "accel needs causal attention"
+                    f"{node.name} lets a token attend to later tokens, so it cannot be decoded "
+                    "token by token; accel needs causal attention"
                 )
         if program.facts.diffusion is not None and len(attentions) < sum(map(len, groups)):
             raise PassError(
-                "a recurrence goes from one token to the next, and a model that fills masks rewrites tokens in their "
-                "midst; accel takes such models with attention alone"
+                "a recurrence runs from token to token, but a masked-diffusion model rewrites tokens "
+                "in the middle; accel supports such models with attention only"
             )
         letters = {"B": step.input("tokens").meta["val"].shape[0], "C": editor.symbol("C", _SLOTS)}
         slots = editor.placeholder("slots", (letters["B"],), torch.int64)

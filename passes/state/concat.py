@@ -42,26 +42,32 @@ class Concat(Pass):
         parts = [s.part for s in own]
         if parts.count(Part.KEYS) != parts.count(Part.VALUES):
             return Report(
-                refused=["onnxruntime-genai keeps keys and values apart, a latent is one of them"]
+                refused=[
+                    "onnxruntime-genai stores keys and values separately, but a latent serves as both"
+                ]
             )
         if program.facts.depth is not None:
             return Report(
-                refused=["onnxruntime-genai runs all layers, and has no input for a plan"]
+                refused=["onnxruntime-genai runs all layers and has no input for a layer plan"]
             )
         if "commit" in program.entries:
-            return Report(refused=["onnxruntime-genai takes no trees of guesses"])
+            return Report(refused=["onnxruntime-genai does not support draft trees"])
         if program.facts.prefill is not None:
-            return Report(refused=["onnxruntime-genai runs prompts as they are"])
+            return Report(refused=["onnxruntime-genai does not prune prompts"])
         if program.facts.diffusion is not None:
             return Report(
-                refused=["onnxruntime-genai decodes token by token, and this model fills masks"]
+                refused=[
+                    "onnxruntime-genai decodes token by token, but this is a masked-diffusion model"
+                ]
             )
         if any(layer.shares is not None for layer in program.facts.layers):
             return Report(
-                refused=["onnxruntime-genai keeps a cache in every layer, some share one"]
+                refused=[
+                    "onnxruntime-genai needs a cache in every layer, but some layers share one"
+                ]
             )
         if any(s.name != POSITIONS and (s not in own or s.dtype == "int8") for s in program.state):
-            return Report(refused=["onnxruntime-genai holds a plain dense cache only"])
+            return Report(refused=["onnxruntime-genai supports a dense cache only"])
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         _inputs(program, graph, copied, own)

@@ -44,7 +44,7 @@ class Cross(Pass):
         if not crossing:
             raise PassError(
                 f"{program.facts.name} has no cross-attention that accel recognises, so its encoder "
-                "cannot be run apart from its decoder"
+                "cannot run separately from its decoder"
             )
         wanted = _wanted([n for n in sites if n in decoder], crossing)
         program.entries["encode"] = _encode(program, given, wanted)
@@ -53,7 +53,7 @@ class Cross(Pass):
         if left:
             raise PassError(
                 f"the decoder reads the encoder outside cross-attention, by {', '.join(left[:3])}; "
-                "accel keeps only the keys and values of cross-attention"
+                "accel caches only the keys and values of cross-attention"
             )
         for node in given:
             step.graph.erase_node(node)

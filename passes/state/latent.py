@@ -98,7 +98,7 @@ def _read(program: Program, kinds: Kinds, order: dict[fx.Node, int], node: fx.No
             continue
         key, value = (_matrix(program, latent, n) for n in (own[0], v))
         if key is None or value is None:
-            why = f"its keys and values are no linear function of {latent.name}"
+            why = f"its keys and values are not a linear function of {latent.name}"
             continue
         if x.softcap and bool(key[1].any()):
             return "a soft cap over keys that have a bias"

@@ -56,14 +56,14 @@ def _bounds(
     for site, _ in layers:
         before = [c for c in cuts if order[c] < order[site] and c.op == "call_function"]
         if not before:
-            return f"{site.name}: nothing separates it from the tokens"
+            return f"{site.name}: no layer boundary between it and the tokens"
         if starts and starts[-1] is before[-1]:
-            return f"{site.name} and what mixes tokens before it share one layer"
+            return f"{site.name} and the previous token mixer are in one layer"
         starts.append(before[-1])
     site = layers[-1][1]
     joins = [c for c in cuts if order[c] > order[site] and _joins(c)]
     if not joins:
-        return f"{site.name}: the residual stream does not go on after it"
+        return f"{site.name}: the residual stream ends after it"
     end = cuts.index(joins[-1])
     while end + 1 < len(cuts) and cuts[end + 1].target is aten.reshape.default:  # as in the others
         end += 1

@@ -60,18 +60,18 @@ def _check(state: State, written: dict[str, fx.Node]) -> None:
     new = written.get(state.output)
     if state.shared:
         raise PassError(
-            "kv.reuse shares blocks of tokens between sessions, which no path of a tree can be kept in yet; leave "
-            "kv.reuse out, or draft a chain"
+            "kv.reuse shares token blocks between sessions, which do not support draft trees yet; "
+            "leave kv.reuse out, or draft a chain"
         )
     if state.part is Part.PAGES:
         raise PassError(
-            "kv.select keeps bounds of pages, in which guesses that fall would leave a trace; leave kv.select out, or "
-            "draft a chain"
+            "kv.select keeps bounds of pages, which rejected tokens of a tree would change; leave kv.select "
+            "out, or draft a chain"
         )
     if not (state.cross or state.kept or (new is not None and new.target is kv_append.default)):
         raise PassError(
-            f"'{state.name}' is state that is not kept by token, so the guesses of a tree cannot be taken back from "
-            "it; draft a chain"
+            f"'{state.name}' is not per-token state, so rejected tokens of a tree cannot be removed "
+            "from it; draft a chain"
         )
 
 

@@ -125,7 +125,7 @@ def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
                 if user.target is aten.linear.default and _reads_as(user, node, "weight"):
                     site.linears.append(user)
                     if routes(user):  # a few rows, of which an error gives other experts
-                        other[name] = f"{name}: it chooses among experts"
+                        other[name] = f"{name}: it is the router of a mixture of experts"
                 elif user.target is aten.embedding.default and _reads_as(user, node, "weight"):
                     site.embeddings.append(user)
                 elif user.target is expert_linear.default and _reads_as(user, node, "weight"):
@@ -135,7 +135,7 @@ def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
                     other[name] = ""
                 else:
                     kind = getattr(user.target, "__name__", str(user.target))
-                    other[name] = f"{name}: read by {kind}, which takes no packed weights"
+                    other[name] = f"{name}: read by {kind}, which does not support packed weights"
     return [s for name, s in found.items() if name not in other], [w for w in other.values() if w]
 
 

@@ -40,7 +40,9 @@ class Calibrated(Blocks):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tokens < 1:
-            raise RecipeError(f"tokens = {self.tokens}; give how many to calibrate on, 1 or more")
+            raise RecipeError(
+                f"tokens = {self.tokens}; give the number of calibration tokens, 1 or more"
+            )
 
     @abstractmethod
     def rounded(self, weight: Tensor, inputs: Tensor, bits: int) -> Packed:

@@ -25,7 +25,7 @@ class Int4Gptq(Calibrated):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.damping > 0:
-            raise RecipeError(f"damping = {self.damping}; give a share above 0, as 0.01")
+            raise RecipeError(f"damping = {self.damping}; give a fraction above 0, such as 0.01")
 
     def bits(self, site: Site, layers: int) -> int:
         return 4

@@ -145,7 +145,7 @@ def _check_folder(folder: Path) -> None:
             f"accel-compile build {folder} --out DIR, or accel.optimize({str(folder)!r})"
         )
     raise ArtifactError(
-        f"{folder} has no {MANIFEST}, so it is not an artifact (or not a whole one); "
+        f"{folder} has no {MANIFEST}, so it is not a complete artifact; "
         "make one with accel-compile build"
     )
 

@@ -180,7 +180,7 @@ class AtomicOutputDir:
         try:
             free = f"{shutil.disk_usage(self.out.parent).free:,} were free"
         except OSError:
-            free = "how many are free is not known"
+            free = "free space is unknown"
         if self.needs is not None:
             return f"{self.needs:,} bytes are needed; {written:,} had been written, {free}"
         return f"{written:,} bytes had been written, {free}"

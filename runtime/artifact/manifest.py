@@ -115,7 +115,7 @@ def parse(raw: Any) -> Manifest:
     facts = Facts.from_json(top.object("model"))
     state = tuple(_state(f) for f in top.objects("state"))
     if len({v.name for v in state}) < len(state):
-        raise ArtifactError(f"{MANIFEST}: state has two values of one name; {BUILD_AGAIN}")
+        raise ArtifactError(f"{MANIFEST}: two state values have the same name; {BUILD_AGAIN}")
     entries = {name: _entry(f) for name, f in top.object("entries").each()}
     if STEP.name not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {BUILD_AGAIN}")
@@ -124,7 +124,7 @@ def parse(raw: Any) -> Manifest:
         there = sorted(name for name in entries if kind_of(name) is kind)
         if kind.feature and wanted != there:
             raise ArtifactError(
-                f"{MANIFEST}: model.{kind.feature} and entries.{kind.name} go together: the model has "
+                f"{MANIFEST}: model.{kind.feature} and entries.{kind.name} must match: the model has "
                 f"{', '.join(wanted) or 'none'}, the entries {', '.join(there) or 'none'}; {BUILD_AGAIN}"
             )
     for name, entry in entries.items():

@@ -54,9 +54,7 @@ class Drafters(ABC):
         """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
         without a draft: how many tokens each, and how many of them stand, the newest last. For less than drafts cost.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} says that it can probe (probes), and has no probe"
-        )
+        raise NotImplementedError(f"{type(self).__name__} declares probes, but has no probe method")
 
     @abstractmethod
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
@@ -83,7 +81,7 @@ class Base(Method):
 
     def begin(self, prompt: Ints) -> Drafter:
         """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""
-        raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once: use open")
+        raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once; use open")
 
     def draft_folder(self) -> Path | None:
         """The folder of a smaller model that a build puts into the artifact (`context.model.draft_model`), or None."""

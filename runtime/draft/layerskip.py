@@ -36,7 +36,7 @@ class LayerSkip(Base):
     def __post_init__(self) -> None:
         if self.exit < 0:
             raise RecipeError(
-                f"draft.layerskip: exit is {self.exit}; give how many layers draft, or 0: a quarter"
+                f"draft.layerskip: exit is {self.exit}; give the number of draft layers, or 0 for a quarter"
             )
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
@@ -47,14 +47,14 @@ class LayerSkip(Base):
         depth = None if context.model is None else context.model.facts.depth
         if depth is None:
             raise InputError(
-                "draft.layerskip needs layers that a call may leave out; build with depth = by-call"
+                "draft.layerskip needs a model whose calls can skip layers; build with depth = by-call"
             )
         count = len(depth.plan)
         last = self.exit or max(1, count // 4)
         if not 0 < last < count:
             raise InputError(
-                f"draft.layerskip: exit = {last}, and the model has {count} layers; give 1 to {count - 1}, so that a "
-                "draft costs less than a check"
+                f"draft.layerskip: exit = {last}, but the model has {count} layers; give 1 to {count - 1}, so that "
+                "drafting costs less than verification"
             )
         return np.arange(count) < last
 

@@ -62,8 +62,8 @@ class Model(Base):
         if here is not None and there is not None and not same_tokens(here, there):
             if branches:
                 raise InputError(
-                    "draft.model: the draft model has another tokenizer, and texts go over as chains; build with "
-                    "tree = chain"
+                    "draft.model: the draft model has another tokenizer, which supports chains "
+                    "only; build with tree = chain"
                 )
             return ByText(draft_model, rows, here, there, draft_cost)
         follower = Follower(draft_model, len(rows), branches)

@@ -71,8 +71,8 @@ def tree_of(tree: Any, shape: tuple[int, ...]) -> Bools:
     seen = np.asarray(tree)
     if seen.dtype != np.bool_ or seen.shape != (*shape, shape[1]):
         raise InputError(
-            f"tree is {seen.dtype} {list(seen.shape)}; give bools {[*shape, shape[1]]}, of each token which tokens of "
-            "the call it sees (Tree.mask)"
+            f"tree is {seen.dtype} {list(seen.shape)}; give bools {[*shape, shape[1]]}, for each token the tokens "
+            "of the call that it sees (Tree.mask)"
         )
     if np.triu(seen, 1).any() or not np.einsum("btt->bt", seen).all():
         raise InputError(
@@ -88,12 +88,12 @@ def columns_of(columns: Any, shape: tuple[int, ...]) -> Ints:
     found = as_ints(columns, "columns")
     if found.ndim != 2 or len(found) != shape[0] or not 0 < found.shape[1] <= shape[1]:
         raise InputError(
-            f"columns have shape {list(found.shape)}; give [{shape[0]}, N] with N of 1..{shape[1]}: of each row those "
-            "after which logits are wanted"
+            f"columns have shape {list(found.shape)}; give [{shape[0]}, N] with N of 1..{shape[1]}: for each row "
+            "the columns whose logits are wanted"
         )
     if found.min() < 0 or found.max() >= shape[1]:
         raise InputError(
-            f"columns {found.min()} to {found.max()} are asked for; the call's are 0..{shape[1] - 1}"
+            f"columns {found.min()} to {found.max()} were requested; the call has 0..{shape[1] - 1}"
         )
     return found
 
@@ -119,6 +119,6 @@ def check_no_plan(run_layers: Any, threshold: Any) -> None:
     """Of a model that always runs all layers. Raises InputError."""
     if run_layers is not None or threshold is not None:
         raise InputError(
-            "run_layers and threshold are for models whose layers may be left out; build this one with a "
-            "depth recipe, as unified-skip"
+            "run_layers and threshold need a model whose layers can be skipped; build this one "
+            "with a depth recipe, such as unified-skip"
         )

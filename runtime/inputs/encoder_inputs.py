@@ -22,7 +22,7 @@ def entry_inputs(inputs: Any, lengths: Any, batch: int, facts: EncoderFacts) -> 
     """
     if facts.features:
         if lengths is not None:
-            raise InputError("lengths go with token ids; this model's encoder takes features")
+            raise InputError("lengths apply to token ids; this model's encoder takes features")
         return {"features": _features(inputs, (batch, *facts.features), "encoder inputs")}
     ids = as_ints(inputs, "encoder inputs")
     if ids.ndim != 2 or ids.shape[0] != batch or ids.shape[1] == 0:
@@ -63,7 +63,7 @@ def encoder_rows(
     if facts is None:
         if value is not None:
             raise InputError(
-                "encoder_input was given, and this model has no encoder; give its prompt alone"
+                "encoder_input was given, but this model has no encoder; give the prompt alone"
             )
         return None
     if value is None:
@@ -99,12 +99,12 @@ def padded(
 def _features(value: Any, shape: tuple[int, ...], name: str) -> npt.NDArray[np.float32]:
     """A float32 array of exactly this shape."""
     if is_text(value):
-        raise InputError(f"{name} is text, and this model's encoder takes features {list(shape)}")
+        raise InputError(f"{name} is text, but this model's encoder takes features {list(shape)}")
     try:
         found = np.ascontiguousarray(np.asarray(value), dtype=np.float32)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{name} is no array of numbers ({error}); give features {list(shape)}"
+            f"{name} is not an array of numbers ({error}); give features {list(shape)}"
         ) from None
     if found.shape != shape:
         raise InputError(
@@ -121,7 +121,7 @@ def _tokens(value: Any, index: int, facts: EncoderFacts, tokenizer: Tokenizer | 
     if is_text(value):
         if tokenizer is None:
             raise InputError(
-                f"{name} is text and this model has no tokenizer; give token ids, or build with tokenizer="
+                f"{name} is text, but this model has no tokenizer; give token ids, or build with tokenizer="
             )
         value = np.array(tokenizer.encode(value), np.int64)
     ids = as_ints(value, name)

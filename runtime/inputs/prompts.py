@@ -28,7 +28,9 @@ def as_prompts(
     for i, prompt in enumerate(prompts):
         name = f"prompt {i}"
         if not prompt.size:
-            raise InputError(f"{name} is empty; give at least one token (a model's bos will do)")
+            raise InputError(
+                f"{name} is empty; give at least one token, such as the model's bos token"
+            )
         if prompt.size > facts.max_context:
             raise InputError(
                 f"{name} has {prompt.size} tokens; max_context is {facts.max_context}. "
@@ -65,12 +67,10 @@ def as_stops(value: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     stops = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            raise InputError(
-                f"stop = {value!r}: give a string that is not empty, or a list of them"
-            )
+            raise InputError(f"stop = {value!r}: give a non-empty string or a list of them")
     if stops and tokenizer is None:
         raise InputError(
-            "stop needs a tokenizer and this model has none; use eos=[token ids], or build with "
+            "stop needs a tokenizer, but this model has none; use eos=[token ids], or build with "
             "tokenizer="
         )
     return stops
@@ -113,7 +113,7 @@ def _one(value: Any, index: int, tokenizer: Tokenizer | None, start: Sequence[in
     if is_text(value):
         if tokenizer is None:
             raise InputError(
-                f"prompt {index} is text and this model has no tokenizer; "
+                f"prompt {index} is text, but this model has no tokenizer; "
                 "give token ids, or build with tokenizer="
             )
         if start is not None:

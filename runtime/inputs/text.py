@@ -175,7 +175,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]):
         """Raises InputError for an empty stop string."""
         if any(not isinstance(s, str) or not s for s in stops):
-            raise InputError(f"stop = {list(stops)!r}: give strings that are not empty")
+            raise InputError(f"stop = {list(stops)!r}: give non-empty strings")
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._buffer = ""

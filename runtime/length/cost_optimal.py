@@ -27,7 +27,7 @@ class CostOptimal(Base):
             raise RecipeError(f"length.cost-optimal: most is {self.most}; give at least 1")
         if not 0 < self.fade <= 1:
             raise RecipeError(
-                f"length.cost-optimal: fade is {self.fade}; give more than 0, and 1 at most"
+                f"length.cost-optimal: fade is {self.fade}; give a value above 0, at most 1"
             )
 
     def begin(self, cost: RoundCost) -> Pace:

@@ -36,7 +36,7 @@ class HfAssist(Base):
             raise RecipeError(unknown("length.hf-assist schedule", self.schedule, SCHEDULES))
         if not 0 <= self.threshold <= 1:
             raise RecipeError(
-                f"length.hf-assist: threshold is {self.threshold}; give a probability, 0 to 1"
+                f"length.hf-assist: threshold is {self.threshold}; give a probability from 0 to 1"
             )
 
     def begin(self, cost: RoundCost) -> Pace:

@@ -32,7 +32,7 @@ Array = npt.NDArray[np.float32]
 @dataclass(frozen=True)
 class SpecdecPp(Base):
     """Drafts of `least` to `most` tokens, ended where the chance that one of them falls is above `threshold`.
-    `trained`: the head's file, by `tools/train/train.py specdec-pp`; empty: what comes with accel, for the bundled
+    `trained`: the head's file, by `tools/train/train.py specdec-pp`; empty: the bundled one, for the bundled
     model and its draft.
     """
 
@@ -47,11 +47,11 @@ class SpecdecPp(Base):
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
             raise RecipeError(
-                f"length.specdec-pp: threshold is {self.threshold}; give a probability, 0 to 1"
+                f"length.specdec-pp: threshold is {self.threshold}; give a probability from 0 to 1"
             )
         if not 1 <= self.least <= self.most:
             raise RecipeError(
-                f"length.specdec-pp: least is {self.least} and most {self.most}; give 1 or more, and no less as most"
+                f"length.specdec-pp: least is {self.least} and most {self.most}; give least >= 1 and most >= least"
             )
 
     def fit(self, model: Any) -> None:
@@ -62,7 +62,7 @@ class SpecdecPp(Base):
         told = json.loads(_head(self.trained)[1])
         for name, one in (("model", model), ("draft", model.draft_model)):
             if one is None or not alike(told[name], sample(one.session)):
-                whose = self.trained or "what comes with accel"
+                whose = self.trained or "the bundled file"
                 what = "model" if name == "model" else "draft model"
                 raise InputError(
                     f"length.specdec-pp: {whose} was trained for another {what}; {ANOTHER}"
@@ -74,8 +74,8 @@ class SpecdecPp(Base):
 
 
 ANOTHER = (
-    "train it: python tools/train/train.py specdec-pp MODEL --draft DRAFT --text TEXT --out FILE, and name the FILE in "
-    "the recipe, as `trained`"
+    "train it: python tools/train/train.py specdec-pp MODEL --draft DRAFT --text TEXT --out FILE, and set `trained` "
+    "to the FILE in the recipe"
 )
 _FITS: WeakKeyDictionary[Any, set[str]] = (
     WeakKeyDictionary()
@@ -146,7 +146,7 @@ def _head(trained: str) -> tuple[Tensors, str]:
     for name, size in want.items():
         if (has := np.shape(tensors.get(name, []))) != size:
             raise InputError(
-                f"{key}: {file} has {name} of size {list(has)}, where {list(size)} is needed; {ANOTHER}"
+                f"{key}: {file} has {name} of size {list(has)}, but {list(size)} is needed; {ANOTHER}"
             )
     return tensors, told["model"]
 

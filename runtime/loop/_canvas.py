@@ -58,7 +58,8 @@ class Canvas:
         canvas = session.observer(CanvasState)
         if canvas is None:
             raise InputError(
-                "this loop fills masks, and the model decodes token by token; build it with loop = autoregressive"
+                "this loop needs a masked-diffusion model, but the model decodes token by token; "
+                "build it with loop = autoregressive"
             )
         self.session, self.rows, self._block, self._cache = session, rows, block, cache
         self._mask, self._shift = canvas.diffusion.mask, int(canvas.diffusion.shift)

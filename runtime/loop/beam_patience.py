@@ -42,7 +42,7 @@ class BeamPatience(Base):
             raise RecipeError(f"loop.beam-patience: beams is {self.beams}; give at least 1")
         if not self.patience > 0:
             raise RecipeError(
-                f"loop.beam-patience: patience is {self.patience}; give a number above 0, 1 is usual"
+                f"loop.beam-patience: patience is {self.patience}; give a number above 0 (1 is standard beam search)"
             )
 
     def tokens(
@@ -50,7 +50,8 @@ class BeamPatience(Base):
     ) -> Iterator[tuple[int, int]]:
         if any(not row.sampler.greedy for row in rows):
             raise InputError(
-                "loop = beam-patience searches for the likeliest text and draws nothing; leave temperature at 0, or "
+                "loop = beam-patience searches for the most likely text and does not sample; "
+                "leave temperature at 0, or "
                 "build with another loop"
             )
         return branched(session, rows, lambda row: _Beams(row, self))

@@ -45,7 +45,7 @@ class Freedave(Blocks):
                 np.zeros(canvas.session.vocab_size, np.float32), row.seen
             ).random:
                 raise InputError(
-                    "loop = freedave checks what one token per call would give, which is certain only where greedy; "
+                    "loop = freedave verifies greedy one-token-per-call decoding; "
                     "give temperature 0, or build with loop = dllm-lowconf"
                 )
         known = canvas.look() if canvas.waiting.any() else {}

@@ -64,9 +64,9 @@ class Lookahead(Base):
         wide = session.capabilities.width
         if wide is not None and wide < self.widest:
             raise InputError(
-                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} take calls "
-                f"of up to {self.widest} tokens, and of this model those of up to {wide} give what single ones do "
-                "(session.capabilities); build with smaller ones"
+                f"loop.lookahead: window = {self.window}, ngram = {self.ngram} and guesses = {self.guesses} need calls "
+                f"of up to {self.widest} tokens, but this model gives exact results only up to "
+                f"{wide} (session.capabilities); build with smaller values"
             )
         yield from first_tokens(session, rows)
         rounds = _Rounds(session, rows, self, context)

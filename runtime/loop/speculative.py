@@ -60,10 +60,11 @@ def reach(capabilities: Capabilities) -> int:
     wide = CHUNK if capabilities.width is None else min(capabilities.width, CHUNK)
     found = wide - 1 if capabilities.back is None else min(wide - 1, capabilities.back)
     if found < 1:
-        back = "any number" if capabilities.back is None else capabilities.back
+        back = "any number of" if capabilities.back is None else capabilities.back
         raise InputError(
-            "loop = speculative checks several tokens in one call and takes back those that fall; sessions of this "
-            f"model can take back {back}, and calls of up to {wide} give what single ones do (session.capabilities); "
+            "loop = speculative verifies several tokens in one call and rewinds rejected ones; "
+            f"sessions of this model can rewind {back} tokens, and give exact results for calls "
+            f"of up to {wide} tokens (session.capabilities); "
             "build with loop = autoregressive"
         )
     return found
@@ -194,16 +195,17 @@ class _Rounds:
         name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
         if len(tree) > most:
             raise InputError(
-                f"{name} drafted {len(tree)} tokens where {most} were asked for; give that many or fewer"
+                f"{name} drafted {len(tree)} tokens but {most} were requested; give at most that many"
             )
         if tree.branch is not None and not self._session.capabilities.trees:
             raise InputError(
-                f"{name} drafted a tree that branches, and this model takes chains only (session.capabilities); build "
-                "it with a recipe whose tree branches, or draft chains (Tree.chain)"
+                f"{name} drafted a branching tree, but this model takes chains only (session.capabilities); "
+                "build it with a recipe with a branching tree, or draft chains (Tree.chain)"
             )
         if len(tree) and (wrong := int(tree.tokens.max())) >= self._session.vocab_size:
             raise InputError(
-                f"{name} drafted token {wrong}, and the model's are 0..{self._session.vocab_size - 1}; draft from "
+                f"{name} drafted token {wrong}, but the model's tokens are "
+                f"0..{self._session.vocab_size - 1}; draft from "
                 "the same vocabulary"
             )
 

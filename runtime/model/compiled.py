@@ -166,7 +166,7 @@ class CompiledModel:
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
             raise InputError(
-                f"tokens have shape {list(ids.shape)}; logits takes [B, T], both 1 or more"
+                f"tokens have shape {list(ids.shape)}; logits takes [B, T] with B >= 1 and T >= 1"
             )
         sources = encoder_rows(encoder_input, self.facts.encoder, self.tokenizer)
         _one_each(sources, len(ids))
@@ -214,9 +214,7 @@ class CompiledModel:
             return None, prompts
         start = list(encoder.start)
         if prompts is None and not start:
-            raise InputError(
-                "this model names no token that its decoder starts from; give a prompt of token ids"
-            )
+            raise InputError("this model has no decoder start token; give a prompt of token ids")
         if prompts is None:
             return sources, [start] * len(sources)
         items = as_prompts(prompts, self.facts, self.tokenizer, start)
@@ -368,7 +366,7 @@ def from_artifact(
     """
     if artifact.manifest.target != "onnx":
         raise ArtifactError(
-            f"{artifact.path}: target {artifact.manifest.target!r} is not one that this accel runs ('onnx'); "
+            f"{artifact.path}: target {artifact.manifest.target!r} is not supported by this version of accel ('onnx'); "
             "upgrade accel"
         )
     named, inner = "tokenizer.json" in artifact.files, artifact.path / DRAFT_FOLDER
@@ -399,5 +397,5 @@ def from_artifact(
 def _one_each(sources: Sources, prompts: int) -> None:
     if sources is not None and len(sources) != prompts:
         raise InputError(
-            f"there are {len(sources)} encoder inputs and {prompts} prompts; give as many"
+            f"there are {len(sources)} encoder inputs but {prompts} prompts; give one for each prompt"
         )

@@ -44,7 +44,12 @@ class Standard(Base):
             inside = value is None or 0 <= _number(value) <= 1
             _check(name, value, inside and not (name == "top_p" and value == 0), f"{low}, or None")
         penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0; 1 is none")
+        _check(
+            "repetition_penalty",
+            penalty,
+            0 < _number(penalty) < math.inf,
+            "above 0 (1 has no effect)",
+        )
 
     @property
     def greedy(self) -> bool:

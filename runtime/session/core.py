@@ -18,7 +18,7 @@ from accel.runtime.session.rows import Kin, wanted_rows
 
 CHUNK = 512  # most tokens of one graph call, so that attention scores [.., T, C] stay bounded
 LOST = (
-    "a call failed ({}) after some of its tokens were compressed or counted, which cannot be taken back; "
+    "a call failed ({}) after some of its tokens had been evicted or counted, which cannot be undone; "
     "this session is closed, open another with model.session()"
 )
 _NO_QUERIES: Arrays = {}

@@ -56,7 +56,7 @@ class Guesses:
         """See `Session.keep`."""
         core, backend, tree = self._core, self._core.backend, self._tree
         if tree is None:
-            raise InputError("there are no guesses to keep; call session.guess first")
+            raise InputError("no tree to accept from; call session.guess first")
         if len(paths) != core.batch:
             raise InputError(f"there are {len(paths)} paths; give one for each row, {core.batch}")
         chosen = [path_of(p, tree.seen, b, int(tree.counts[b])) for b, p in enumerate(paths)]

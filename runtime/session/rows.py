@@ -49,8 +49,10 @@ def wanted_rows(rows: Any, batch: int) -> Ints:
     found = as_ints(rows, "rows")
     if found.ndim != 1 or not found.size:
         raise InputError(
-            f"rows have shape {list(found.shape)}; give [n], each the row that row i goes on as"
+            f"rows have shape {list(found.shape)}; give [n], where row i continues from row rows[i]"
         )
     if (wrong := (found < 0) | (found >= batch)).any():
-        raise InputError(f"rows: {found[wrong][0]} is no row; this session has rows 0..{batch - 1}")
+        raise InputError(
+            f"rows: {found[wrong][0]} is not a row; this session has rows 0..{batch - 1}"
+        )
     return found

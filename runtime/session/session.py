@@ -191,7 +191,7 @@ class Session:
         self._open()
         if not self.capabilities.trees:
             raise InputError(
-                "this model takes no trees of guesses; build it with a recipe that drafts them (as token-recycling)"
+                "this model takes no draft trees; build it with a recipe that drafts trees (such as token-recycling)"
             )
         return self._guesses.run(tokens, tree, lengths, columns)
 
@@ -215,7 +215,7 @@ class Session:
             if (logits := one.edit(core, start, stop, tokens, row)) is not None:
                 return logits
         raise InputError(
-            "this model cannot edit what it holds; build it with kv.reuse = pie (recipe 'pie')"
+            "this model cannot edit cached tokens; build it with kv.reuse = pie (recipe 'pie')"
         )
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
@@ -232,8 +232,8 @@ class Session:
             if (logits := one.write(core, tokens, start, lengths, rows)) is not None:
                 return logits
         raise InputError(
-            "tokens of this model do not see those after them, so none can be written over; rewind to them, and run "
-            "others"
+            "this model is causal, so cached tokens cannot be overwritten; rewind and run new "
+            "tokens instead"
         )
 
     def rewind(self, length: Any) -> None:

@@ -34,14 +34,14 @@ class Follower:
         if back is not None and back < 1:
             self._session.close()
             raise InputError(
-                "draft.model: sessions of the draft model take no token back (session.capabilities), and drafts fall; "
-                "build it without what drops tokens while others come"
+                "draft.model: sessions of the draft model cannot rewind (session.capabilities), but rejected "
+                "drafts must be removed; build it without eviction during decoding"
             )
         if trees and not self._session.capabilities.trees:
             self._session.close()
             raise InputError(
-                "draft.model: calls of the draft model take no trees of guesses, which this recipe's tree asks for; "
-                "build it with a recipe that drafts them (as token-recycling), or give its Hugging Face directory"
+                "draft.model: calls of the draft model take no draft trees, which this recipe's tree needs; "
+                "build it with a recipe that drafts trees (such as token-recycling), or give its Hugging Face directory"
             )
         self._back = back
 

@@ -121,8 +121,8 @@ class Tree:
         whole = Distribution(self._ids, self.q[row])
         if not (abs(whole.total - 1) < 1e-3 and whole.weights.min() >= 0):  # NaN is not near
             raise InputError(
-                f"tree: row {row} of q is no distribution: it sums to {whole.total:.6g} and its least is "
-                f"{whole.weights.min():.6g}; give the probabilities that node {node} was drawn from"
+                f"tree: row {row} of q is not a distribution: its sum is {whole.total:.6g}, its minimum "
+                f"{whole.weights.min():.6g}; give the probabilities that node {node} was sampled from"
             )
         return without(whole, tried) if tried.size else whole
 
@@ -167,8 +167,8 @@ class Tree:
                 token = int(self.tokens[node])
                 if (other := first.setdefault(token, node)) != node:
                     raise InputError(
-                        f"tree: siblings {other} and {node} hold token {token} both; merge them, or say "
-                        "replacement = True where they were drawn so"
+                        f"tree: siblings {other} and {node} both hold token {token}; merge them, or "
+                        "set replacement = True if they were sampled with replacement"
                     )
 
     def _check_rows(self) -> None:
@@ -182,14 +182,14 @@ class Tree:
         wrong = np.flatnonzero((rows < -1) | (rows >= count))
         if wrong.size:
             raise InputError(
-                f"tree: node {wrong[0]} was drawn from row {rows[wrong[0]]} of q, which has {count} rows; give "
-                "each drawn node its row, and -1 to what was not drawn"
+                f"tree: node {wrong[0]} was sampled from row {rows[wrong[0]]} of q, which has {count} "
+                "rows; give each sampled node its row, and -1 for all others"
             )
         wrong = np.flatnonzero((rows >= 0) & (self.tokens >= width))
         if wrong.size:
             raise InputError(
-                f"tree: node {wrong[0]} holds token {self.tokens[wrong[0]]}, and q has columns for 0..{width - 1}; "
-                "give the distribution that it was drawn from"
+                f"tree: node {wrong[0]} holds token {self.tokens[wrong[0]]}, but q has columns for "
+                f"0..{width - 1}; give the distribution that it was sampled from"
             )
 
 

@@ -35,13 +35,13 @@ class Dyspec(Base, Shape):
     def __post_init__(self) -> None:
         if not 0 <= self.threshold < 1:
             raise RecipeError(
-                f"tree.dyspec: threshold is {self.threshold}; give 0 or more, below 1"
+                f"tree.dyspec: threshold is {self.threshold}; give a value of at least 0 and below 1"
             )
         if self.depth < 1:
             raise RecipeError(f"tree.dyspec: depth is {self.depth}; give at least 1")
         if not 0 < self.temperature <= 1:
             raise RecipeError(
-                f"tree.dyspec: temperature is {self.temperature}; give more than 0, and 1 at most"
+                f"tree.dyspec: temperature is {self.temperature}; give a value above 0, at most 1"
             )
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:

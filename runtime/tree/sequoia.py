@@ -46,8 +46,9 @@ class Sequoia(Base):
         )
         if not numbers or isinstance(self.rates, str) or not 0 < sum(self.rates) <= 1:
             raise RecipeError(
-                f"tree.sequoia: rates are {self.rates!r}; give a share of each rank, 0 or more, 1 in all at most, as "
-                "[0.5, 0.12, 0.06]"
+                f"tree.sequoia: rates are {self.rates!r}; give one acceptance rate per rank, each "
+                "at least 0, with a sum "
+                "of at most 1, such as [0.5, 0.12, 0.06]"
             )
         object.__setattr__(self, "rates", tuple(map(float, self.rates)))
 

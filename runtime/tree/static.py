@@ -74,16 +74,16 @@ def _checked(paths: Any) -> tuple[Path, ...]:
         whole = isinstance(path, Sequence) and path and all(type(r) is int and r >= 0 for r in path)
         if not whole or isinstance(path, str):
             raise RecipeError(
-                f"tree.static: path {path!r} is no list of ranks; give paths as [[0], [1], [0, 0]]"
+                f"tree.static: path {path!r} is not a list of ranks; give paths as [[0], [1], [0, 0]]"
             )
         path = tuple(path)
         before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
         for wanted in (path[:-1], before):
             if wanted and wanted not in found:
                 raise RecipeError(
-                    f"tree.static: path {list(path)} comes without {list(wanted)}; put that before it"
+                    f"tree.static: path {list(path)} lacks its parent {list(wanted)}; put that before it"
                 )
         if path in found:
-            raise RecipeError(f"tree.static: path {list(path)} comes twice; leave one out")
+            raise RecipeError(f"tree.static: path {list(path)} occurs twice; remove one")
         found[path] = None
     return tuple(found)

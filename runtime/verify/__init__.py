@@ -60,8 +60,8 @@ class Target:
         check_vocabulary(tree.tokens, logits.shape[1], "verify: tree")
         if tree.q is not None and tree.q.shape[1] > logits.shape[1]:
             raise InputError(
-                f"verify: q has {tree.q.shape[1]} columns and the target {logits.shape[1]} tokens; draw from a q "
-                "without the tokens that the target lacks"
+                f"verify: q has {tree.q.shape[1]} columns and the target {logits.shape[1]} tokens; sample from "
+                "a q without the tokens that the target lacks"
             )
         self.tree = tree
         self._logits = logits
@@ -107,7 +107,7 @@ class Base(Method, ABC):
         if node is not None and not self.branches:
             name = type(self).__module__.rpartition(".")[2].replace("_", "-")
             raise InputError(
-                f"verify.{name} takes chains, and node {node} of the tree follows node "
+                f"verify.{name} takes chains, but node {node} of the tree follows node "
                 f"{target.tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
             )
         if target.choices is not None or not target.law(ROOT).random:

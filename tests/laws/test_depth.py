@@ -159,7 +159,7 @@ def test_plans_of_rows_and_forks_stay_apart(name, cache, deep):
         other = session.fork()
         session.run(TOKENS[:, 5:7], [0, 2], run_layers=WHOLE)
         if cache == "nested":
-            with pytest.raises(InputError, match="layer 1 was left out for token 5 of row 0"):
+            with pytest.raises(InputError, match="layer 1 was skipped for token 5 of row 0"):
                 other.run(TOKENS[:, 5:6], run_layers=WHOLE)
         other.rewind([5, 5])
         again = other.run(TOKENS[:, 5:7], run_layers=WHOLE)
@@ -171,12 +171,12 @@ def test_plans_of_rows_and_forks_stay_apart(name, cache, deep):
     ("given", "words"),
     [
         ({"run_layers": [True] * 3}, r"bool \[3\]; give 4 bools"),
-        ({"run_layers": [False] * 4}, "leaves out every layer"),
+        ({"run_layers": [False] * 4}, "skips every layer"),
         ({"run_layers": [0, 1, 1, 1]}, r"int64 \[4\]; give 4 bools"),
         ({"run_layers": [[True] * 4]}, r"bool \[1, 4\]"),
         ({"run_layers": [[True], [True, False]]}, "give 4 bools"),
         ({"run_layers": "all"}, "give 4 bools"),
-        ({"threshold": 0.5}, "no exits"),
+        ({"threshold": 0.5}, "no early exits"),
     ],
 )
 def test_a_bad_plan_is_refused_and_changes_nothing(given, words, deep):

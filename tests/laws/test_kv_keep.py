@@ -149,5 +149,5 @@ def test_a_cosine_is_a_cosine():
 
 
 def test_values_that_are_keys_are_not_merged(stateful):
-    with pytest.raises(PassError, match="those of layer 0 are its keys too"):
+    with pytest.raises(PassError, match="the values of layer 0 are also its keys"):
         evicting(stateful("plain_latent"), recipe(keep="value-merge"))

@@ -293,7 +293,7 @@ def test_hf_assist_stops_where_the_drafter_is_unsure():
         ("hf-assist", {"schedule": "heuristics"}, "did you mean 'heuristic'"),
         ("hf-assist", {"threshold": 1.5}, "threshold is 1.5; give a probability"),
         ("cost-optimal", {"most": 0}, "most is 0; give at least 1"),
-        ("cost-optimal", {"fade": 0.0}, "fade is 0.0; give more than 0"),
+        ("cost-optimal", {"fade": 0.0}, "fade is 0.0; give a value above 0"),
     ],
 )
 def test_options_that_cannot_be(name, options, words):

@@ -278,11 +278,11 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
     [
         (
             {"kv.score": {"use": "knorm"}},
-            "knorm cannot go with prefill.prune = promptdistill: .*; leave one of the two out .*gemfilter",
+            "knorm cannot be combined with prefill.prune = promptdistill: .*; leave one of the two out .*gemfilter",
         ),
         (
             {"numerics": {"use": "bit-exact"}},
-            "bit-exact cannot go with prefill.prune = promptdistill",
+            "bit-exact cannot be combined with prefill.prune = promptdistill",
         ),
     ],
 )

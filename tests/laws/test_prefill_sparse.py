@@ -140,7 +140,7 @@ def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
     [
         ({"segment": 0}, "segment is 0"),
         ({"threshold": -1}, "threshold -1"),
-        ({"block": 3}, "must be whole blocks of 3 tokens"),
+        ({"block": 3}, "must be multiples of block = 3"),
         ({"fusion": 1.5}, "fusion is 1.5"),
     ],
 )
@@ -154,15 +154,15 @@ def test_sizes_that_make_no_sense_are_refused(options, words):
     [
         (
             {"prefill.prune": {"use": "promptdistill"}},
-            "critiprefill cannot go with prefill.prune = promptdistill: .*the same slots.*gemfilter",
+            "critiprefill cannot be combined with prefill.prune = promptdistill: .*the same slots.*gemfilter",
         ),
         (
             {"kv.score": {"use": "h2o"}},
-            "h2o cannot go with prefill.sparse = critiprefill: .*every query reads every key",
+            "h2o cannot be combined with prefill.sparse = critiprefill: .*every query attends to every key",
         ),
         (
             {"numerics": {"use": "bit-exact"}},
-            "bit-exact cannot go with prefill.sparse = critiprefill",
+            "bit-exact cannot be combined with prefill.sparse = critiprefill",
         ),
     ],
 )

@@ -135,7 +135,7 @@ def test_optimize_builds_and_checks_it():
         assert len(model.generate([3, 4], 3, eos=[]).tokens[0]) == 3
         with pytest.raises(AccelError, match="no artifact to save"):
             model.save("somewhere")
-    with pytest.raises(AccelError, match="target 'triton' writes none; use target='onnx'"):
+    with pytest.raises(AccelError, match="target 'triton' writes no files; use target='onnx'"):
         accel.optimize(models.tiny(), target="triton", out="somewhere")
 
 

@@ -85,7 +85,7 @@ EDITS = [
     (put("state", 1, "shape", 0, value="Z"), r"state\[1\].shape\[0\] is 'Z'"),
     (put("state", 1, "shape", 0, value=[]), r"state\[1\].shape\[0\]"),
     (put("state", 1, "dtype", value="float31"), "did you mean 'float32'"),
-    (lambda raw: raw["state"].append(raw["state"][0]), "two values of one name"),
+    (lambda raw: raw["state"].append(raw["state"][0]), "two state values have the same name"),
     (
         put("state", 1, "name", value="kv.pos"),
         r"state\[1\]: this accel knows no state kv.pos with role k",

@@ -246,9 +246,7 @@ def test_a_draft_is_no_longer_than_it_can_be_taken_back(toy, groups, monkeypatch
     sizes = rows[0].drafting["drafted"] / rows[0].drafting["rounds"]
     assert rows[0].tokens == plain(toy.session(), rows_of(groups[0][:1]))[0] and 1 < sizes <= 2
     kind.capabilities = Capabilities(back=0)
-    with pytest.raises(
-        InputError, match="draft.model: sessions of the draft model take no token back"
-    ):
+    with pytest.raises(InputError, match="draft.model: sessions of the draft model cannot rewind"):
         decoded(toy, groups[0][:1], beside)
 
 

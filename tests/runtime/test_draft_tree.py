@@ -73,21 +73,21 @@ BAD = {
     ),
     "twice": (
         ([3, 3], [-1, -1], EVEN),
-        "siblings 0 and 1 hold token 3 both; merge them, or say repl",
+        "siblings 0 and 1 both hold token 3; merge them, or set repl",
     ),
     "too few rows": (
         ([0, 1, 2], [-1, 0, 1], EVEN),
-        "node 2 was drawn from row 2 of q, which has 2 rows",
+        "node 2 was sampled from row 2 of q, which has 2 rows",
     ),
     "rows without q": (
         ([0], [-1], None, [0]),
-        "node 0 was drawn from row 0 of q, which has 0 rows",
+        "node 0 was sampled from row 0 of q, which has 0 rows",
     ),
-    "row -2": (([0], [-1], EVEN, [-2]), "node 0 was drawn from row -2 of q"),
+    "row -2": (([0], [-1], EVEN, [-2]), "node 0 was sampled from row -2 of q"),
     "rows of others": (([0], [-1], EVEN, [0, 1]), r"rows has shape \[2\]"),
     "a token beyond q": (
         ([0, 4], [-1, 0], EVEN),
-        r"node 1 holds token 4, and q has columns for 0..3",
+        r"node 1 holds token 4, but q has columns for 0..3",
     ),
     "q of one row": (([0], [-1], EVEN[0]), r"q is float64 \[4\]; give float probabilities"),
     "q of counts": (([0], [-1], EVEN.astype(int)), r"q is int64 \[2, 4\]"),
@@ -106,6 +106,6 @@ def test_parts_that_do_not_fit(given, message):
 def test_a_row_that_is_no_distribution(row):
     tree = Tree.chain([0], np.array([row], float))
     with pytest.raises(
-        InputError, match="row 0 of q is no distribution: it sums to .* node 0 was drawn"
+        InputError, match="row 0 of q is not a distribution: its sum is .* node 0 was sampled"
     ):
         tree.law(0)

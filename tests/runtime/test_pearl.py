@@ -188,7 +188,7 @@ def test_what_it_cannot_do_without_is_said(toy):
     assert assemble(Recipe.load("pearl")).grade == "bit-exact"
     with pytest.raises(
         RecipeError,
-        match="loop = pearl cannot go with draft = iad: .*a draft model is built",
+        match="loop = pearl cannot be combined with draft = iad: .*a draft model is built",
     ):
         assemble(Recipe(tables={"loop": {"use": "pearl"}, "draft": {"use": "iad"}}))
     with pytest.raises(RecipeError, match="loop = pearl needs .draft."):

@@ -301,7 +301,7 @@ def test_a_search_that_is_closed_leaves_its_session(toy, often):
 def test_a_request_that_samples_is_refused(toy):
     with toy.session() as session:
         with pytest.raises(
-            InputError, match="beam-patience searches for the likeliest text and draws nothing"
+            InputError, match="beam-patience searches for the most likely text and does not sample"
         ):
             next(BeamPatience().tokens(session, rows_of(PROMPTS[:1], WARM), DecodeContext()))
         assert session.length == 0

@@ -189,9 +189,11 @@ def test_a_rule_that_fails_leaves_what_was_judged(toy, prompts):
 
 
 BAD = {
-    "drafted 4 tokens where 3 were asked for": lambda seen, limit: Tree.chain([1] * (limit + 1)),
-    "drafted token 320, and the model's are 0..319": lambda seen, limit: Tree.chain([1, 320]),
-    "drafted a tree that branches": lambda seen, limit: Tree([1, 2], [-1, -1]),
+    "drafted 4 tokens but 3 were requested": lambda seen, limit: Tree.chain([1] * (limit + 1)),
+    "drafted token 320, but the model's tokens are 0..319": lambda seen, limit: Tree.chain(
+        [1, 320]
+    ),
+    "drafted a branching tree": lambda seen, limit: Tree([1, 2], [-1, -1]),
 }
 
 

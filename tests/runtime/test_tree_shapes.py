@@ -74,12 +74,12 @@ def test_static_takes_the_first_of_its_paths():
     [
         ([[0], [1, 0]], r"path \[1, 0\] comes without \[1\]; put that before it"),
         ([[1], [0]], r"path \[1\] comes without \[0\]"),
-        ([[0], [0]], r"path \[0\] comes twice"),
-        ([[0], []], r"path \[\] is no list of ranks"),
-        ([0], "path 0 is no list of ranks"),
-        ([["a"]], "is no list of ranks"),
-        ("01", "path '01' is no list of ranks; give paths as"),
-        ([[-1]], "is no list of ranks"),
+        ([[0], [0]], r"path \[0\] occurs twice"),
+        ([[0], []], r"path \[\] is not a list of ranks"),
+        ([0], "path 0 is not a list of ranks"),
+        ([["a"]], "is not a list of ranks"),
+        ("01", "path '01' is not a list of ranks; give paths as"),
+        ([[-1]], "is not a list of ranks"),
     ],
 )
 def test_paths_that_make_no_tree(paths, words):

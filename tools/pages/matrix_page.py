@@ -15,7 +15,9 @@ TEMPLATE = Path(__file__).with_name("composition.md")
 INK = "#1f2937"
 MANY = 15  # methods of other axes, among which all are
 # What of a refusal names this recipe, this method, or what to do: the reason is what lies between.
-NAMED = re.compile(r"^(recipe '.*?'|[\w.-]+( and [\w.]+)?): |.* cannot go with [\w.]+ = [\w-]+: ")
+NAMED = re.compile(
+    r"^(recipe '.*?'|[\w.-]+( and [\w.]+)?): |.* cannot be combined with [\w.]+ = [\w-]+: "
+)
 ACT = re.compile(r"; (leave|use|build|give|set) .*$|\s*[(;,] ?\(?gemfilter.*$")
 # Of a refusal that the table of invariants says.
 DECLARED = re.compile(r" relies on [A-Z_]+, which ")

@@ -24,7 +24,7 @@ def write_page(path: Path, e: Explanation) -> None:
             (f"with {e.recipe.name}", Markup(drawn(after))),
         ]
         if after.otherwise is not None:
-            pictures.append(("where it is left out", Markup(drawn(after.otherwise))))
+            pictures.append(("where the layer is skipped", Markup(drawn(after.otherwise))))
         chains = [Markup(picture(side["layers"], side["state"])) for side in (e.before, e.after)]
     columns, rows = costs(e)
     near = e.nearest.recipe if e.nearest is not None else None
@@ -43,12 +43,12 @@ def grade(e: Explanation) -> str:
     if not e.grade:
         return ""
     said = {
-        "bit-exact": "the model's own tokens, but for the rounding that another order of additions brings",
-        "distribution-exact": "each token has the model's own odds",
-        "approximate": "other tokens than the model's own may come",
+        "bit-exact": "same tokens as the model, up to rounding from a different summation order",
+        "distribution-exact": "each token has the model's own probabilities",
+        "approximate": "tokens may differ from the model's",
     }[e.grade]
     bound = (
-        f"; a build stops where logits move by more than {e.error:g} of the largest"
+        f"; a build fails if logits change by more than {e.error:g} of the largest"
         if e.error
         else ""
     )
@@ -70,8 +70,8 @@ def nearest(e: Explanation) -> str:
     if e.nearest is None:
         return ""
     if e.nearest.recipe is None:
-        return f"No small change of it was accepted ({e.nearest.tried} were tried)."
-    return f"The nearest that is accepted: {e.recipe.name} {e.nearest.change}"
+        return f"No small change of the recipe works ({e.nearest.tried} were tried)."
+    return f"The nearest recipe that works: {e.recipe.name} {e.nearest.change}"
 
 
 def title(e: Explanation) -> str:
@@ -94,10 +94,10 @@ def costs(e: Explanation) -> tuple[list[str], list[list[str]]]:
     base, made = e.cache_base, e.cache
     rows = [_row("KV of a token", base.slot, made.slot)]
     if made.kept:
-        rows.append(["KV of a token that was kept", "", bytes_text(made.kept), ""])
+        rows.append(["KV per kept token", "", bytes_text(made.kept), ""])
     for prompt in made.tokens:
         rows.append(_row(f"KV after a prompt of {prompt}", base.bytes(prompt), made.bytes(prompt)))
-    rows.append(_row("weights read for a token", e.weights_base.total, e.weights.total))
+    rows.append(_row("weights read per token", e.weights_base.total, e.weights.total))
     for prompt, pair in e.speed.items():
         rows.append(_speed(f"tokens/s after {prompt}, predicted", *pair))
     return ["", "base", e.recipe.name, "ratio"], rows
@@ -117,13 +117,15 @@ def rests(e: Explanation) -> list[str]:
     """What the figures rest on."""
     if e.cache is None:
         return []
-    lines = ["Bytes are by formula, from the layout of the state and the budget, slots by 256."]
+    lines = [
+        "Bytes are computed from the state layout and the budget, with slots allocated by 256."
+    ]
     if e.after.get("depth", {}).get("threshold") is not None:
-        lines.append("Weights and speed are those of a token that leaves nowhere early.")
+        lines.append("Weights and speed are for a token without early exit.")
     if any(m.axis == "loop" for m in e.methods):
         lines.append(
-            "Figures are of one call for each token. How many tokens its loop makes of a call hangs on the text; "
-            "accel-compile bench measures it, with --speculation where it guesses."
+            "Figures assume one call per token. How many tokens the loop gains per call depends on the text; "
+            "accel-compile bench measures it, with --speculation for recipes that draft."
         )
     r = e.rates
     if r is None:
@@ -136,7 +138,7 @@ def rests(e: Explanation) -> list[str]:
         + ", ".join(f"{k} {v}" for k, v in large.items())
         + ", KV "
         + ", ".join(f"{k} {v}" for k, v in held.items())
-        + " (more where all of it fits a processor's cache). docs/figures/details/builds.md tells how far off that was."
+        + " (faster if all data fits in a processor cache). docs/figures/details/builds.md has the measured error."
     )
     lines += [
         f"Not predicted: {x}." for pair in e.speed.values() for x in pair if isinstance(x, str)

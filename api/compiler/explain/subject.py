@@ -86,7 +86,7 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
         loaded = load_model(path, trust_remote_code)
         return _whole(loaded.model, max_context, check, loaded.stored)
     made = randomise(source.of_config(config, trust_remote_code), str(config.model_type))
-    note = "there are no weights beside the configuration: random ones stand for them"
+    note = "there are no weights beside the configuration: random weights are used"
     return Subject(_whole(made.eval(), max_context, check).program, notes=[note])
 
 
@@ -121,13 +121,13 @@ def _sketch(
     try:
         small = clone.shrunk(config, count, clone.KINDS, head)
         module = randomise(source.of_config(small, trust_remote_code), str(config.model_type))
-        note = f"counted from a sketch of {count} of its {total} layers with fewer heads"
+        note = f"estimated from {count} of its {total} layers with fewer heads"
     except (
         Exception
     ):  # sizes that do not fit together fail in many ways: as the clone of `smoke` then
         found = clone.clone(config, lambda c: source.of_config(c, trust_remote_code))
         module, small = found.model, found.model.config
-        note = "counted from a small clone of it, whose heads are smaller too: figures are rough"
+        note = "estimated from a small clone, whose heads are smaller too: figures are rough"
     limit = min(max_context, traits.own_limit or max_context)
     program = capture(module.eval(), max_context=limit)
     program.facts.name = traits.name

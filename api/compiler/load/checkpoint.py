@@ -188,12 +188,12 @@ def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
     for name, found, wanted in sorted(info["mismatched_keys"], key=str):
         raise CaptureError(
             f"{path}: {name} is {list(found)} in the checkpoint and {list(wanted)} in {kind} as "
-            "config.json describes it: the two do not belong together"
+            "config.json describes it: checkpoint and configuration do not match"
         )
     if missing := sorted(info["missing_keys"]):
         raise CaptureError(
             f"{path} lacks {len(missing)} of {kind}'s tensors: {', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}; its weights are incomplete, or of another model"
+            f"{', …' if len(missing) > 3 else ''}; the checkpoint is incomplete or belongs to another model"
         )
     return model
 
@@ -211,7 +211,9 @@ def tokenizer_json(tokenizer: Any, model_path: Path | None) -> str | None:
         file = Path(tokenizer)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
-            raise CaptureError(f"{file}: no such tokenizer; give a tokenizer.json or its directory")
+            raise CaptureError(
+                f"{file}: no tokenizer there; give a tokenizer.json or its directory"
+            )
         return file.read_text(encoding="utf-8")
     inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(inner, "to_str"):

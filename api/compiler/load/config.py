@@ -55,8 +55,8 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
     if config.get("auto_map"):
         if not trust_remote_code:
             raise CaptureError(
-                f"{path} brings its own Python code (auto_map in config.json), which accel does not run; "
-                "read that code, then allow it with --trust-remote-code (trust_remote_code=True)"
+                f"{path} contains its own Python code (auto_map in config.json), which accel "
+                "does not run; review that code, then allow it with --trust-remote-code (trust_remote_code=True)"
             )
         return  # what it is only its code knows
     kind = config.get("model_type")
@@ -69,8 +69,8 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
     for name in config.get("architectures") or []:
         if _HEADLESS.search(str(name)):
             raise CaptureError(
-                f"{path}: architectures of config.json says {name}, whose head gives no logits over a "
-                f"vocabulary; the nearest that works is {language_types()[kind]}: save the weights of that"
+                f"{path}: architectures of config.json is {name}, whose head gives no logits "
+                f"over a vocabulary; the nearest class that works is {language_types()[kind]}: save the weights of that"
             )
 
 
@@ -80,13 +80,13 @@ def refuse_quantised(path: Path, config: dict[str, Any]) -> None:
     if not told:
         return
     method = str(told.get("quant_method", "")) if isinstance(told, dict) else ""
-    act = _WIDEN.get(method, f"widen it with the tools of {method or 'its method'}")
+    act = _WIDEN.get(method, f"dequantise it with the tools of {method or 'its method'}")
     base = config.get("_name_or_path")
     raise CaptureError(
-        f"{path}: quantization_config of config.json says that the weights are stored in "
-        f"{method or 'a quantised form'}, which accel does not read; give the checkpoint that it was made "
-        f"from{f' ({base})' if base else ''}, or {act}, save it with save_pretrained and compile that; accel's own "
-        "recipes make weights small (accel-compile recipes)"
+        f"{path}: quantization_config of config.json means that the weights are stored in "
+        f"{method or 'a quantised form'}, which accel does not read; give the unquantised "
+        f"checkpoint{f' ({base})' if base else ''}, or {act}, save it with save_pretrained and compile that; accel's "
+        "own recipes quantise weights (accel-compile recipes)"
     )
 
 
@@ -105,18 +105,18 @@ def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> N
     if kind not in CONFIG_MAPPING_NAMES:
         hint = f"did you mean '{near}'? If not, " if near else ""
         raise CaptureError(
-            f"{where}: transformers knows no '{kind}'; {hint}a type that is newer than this "
+            f"{where}: transformers knows no '{kind}'; {hint}a model type newer than this "
             "transformers needs an upgrade (pip install -U transformers), one with Python code of its own "
             "needs auto_map in its config.json and --trust-remote-code"
         )
     inner = (config or {}).get("text_config")
     text = inner.get("model_type") if isinstance(inner, dict) else None
     nearest = (
-        f"its text part is a '{text}': save that part alone and give it"
+        f"its text part is a '{text}': save that part alone and compile it"
         if text in causal
-        else f"the nearest that is one is '{near}'"
+        else f"the nearest causal type is '{near}'"
         if near
-        else f"any of the {len(causal)} types that are will do, as 'llama'"
+        else f"any of the {len(causal)} causal types works, for example 'llama'"
     )
     raise CaptureError(
         f"{where}: '{kind}' is {_what(kind)}, not a causal language model; {nearest}"
@@ -169,7 +169,7 @@ def _what(kind: str) -> str:
 
     uses = {
         "IMAGE_TEXT_TO_TEXT": "a model of images and text", "MULTIMODAL_LM": "a model of several inputs",
-        "MASKED_LM": "an encoder that sees both ways", "IMAGE_CLASSIFICATION": "a vision model",
+        "MASKED_LM": "a bidirectional encoder", "IMAGE_CLASSIFICATION": "a vision model",
         "OBJECT_DETECTION": "a vision model", "AUDIO_CLASSIFICATION": "an audio model",
         "SEQUENCE_CLASSIFICATION": "a classifier",
     }  # fmt: skip

@@ -92,7 +92,7 @@ def _tensor(data: Tensor, entry: dict[str, Any]) -> Tensor:
     start, end = entry["data_offsets"]
     dtype = _DTYPES[entry["dtype"]]
     if not 0 <= start <= end <= len(data):
-        raise ValueError(f"its data ends at {len(data)}, a tensor at {end}")
+        raise ValueError(f"its data ends at byte {len(data)}, a tensor at byte {end}")
     part = data[start:end]
     if part.data_ptr() % dtype.itemsize:  # nothing promises that a tensor is aligned
         part = part.clone()

@@ -65,8 +65,8 @@ def make_calibration(
     elif given is not None:
         if tokenizer is None:
             raise InputError(
-                f"calibration: {facts.name} has no tokenizer to read a text with; give one, as "
-                "tokenizer=…, or token ids"
+                f"calibration: {facts.name} has no tokenizer for a text; pass "
+                "tokenizer=…, or give token ids"
             )
         rows = _of_text(given, tokenizer, facts)
     elif tokenizer is not None:
@@ -123,5 +123,5 @@ def _check_ids(ids: Tensor, facts: Facts) -> None:
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < facts.vocab_size:
         raise InputError(
             f"calibration holds token ids from {int(ids.min())} to {int(ids.max())}, and "
-            f"{facts.name}'s go from 0 to {facts.vocab_size - 1}: they are of another tokenizer"
+            f"{facts.name}'s go from 0 to {facts.vocab_size - 1}: they come from another tokenizer"
         )

@@ -88,7 +88,7 @@ def clone(config: Any, make: Callable[[Any], nn.Module]) -> Clone:
         said = why if count == layers else f"with {layers} it cannot be built"
         notes = [f"{count} layers: {said}"] if count > 2 else []
         full = [k for k in KINDS if k not in kinds]
-        notes += [f"full size, as smaller ones break it: {', '.join(full)}"] if full else []
+        notes += [f"full size, because smaller values fail: {', '.join(full)}"] if full else []
         return Clone(model, notes)
     raise CaptureError(
         f"no small model of {type(config).__name__}: {type(first).__name__}: "
@@ -101,7 +101,9 @@ def _made(config: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         count = sum(p.numel() for p in make(config).parameters())
     if count > _MOST:
-        raise CaptureError(f"it has {count:,} parameters, more than a small model's {_MOST:,}")
+        raise CaptureError(
+            f"it has {count:,} parameters, more than the limit for a small model, {_MOST:,}"
+        )
     model = randomise(make(config), str(config.model_type))
     tokens = torch.arange(1, 11).reshape(2, 5)
     if not bool(own_logits(model, tokens).isfinite().all()):
@@ -183,7 +185,7 @@ def depth(config: Any) -> tuple[int, str]:
             found = max(found, (value + (name.startswith("first")), name))
     shared = getattr(text, "num_kv_shared_layers", 0) or 0
     layers = found[0] * 2 if shared else found[0]  # those that own keys, then those that share
-    return min(layers, total), f"its pattern is that long ({found[1]})"
+    return min(layers, total), f"its layer pattern is that long ({found[1]})"
 
 
 def _by_layer(name: str, value: list[Any], total: int) -> list[Any] | None:

@@ -165,7 +165,7 @@ def _failed(error: Exception) -> dict[str, Any]:
     """A refusal, numbers that a check found wrong, or a crash: in a pass or anywhere else."""
     reason = " ".join(str(error).split())
     if isinstance(error, Miscompiled):
-        return {"status": "wrong", "where": "a check of the build", "reason": reason}
+        return {"status": "wrong", "where": "a build check", "reason": reason}
     cause = error.__cause__ if isinstance(error, PassError) else error
     if cause is None or isinstance(cause, AccelError):
         return {"status": "refused", "reason": reason}

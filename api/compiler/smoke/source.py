@@ -73,7 +73,7 @@ def configuration(path: Path, trust_remote_code: bool) -> Any:
         )
     except Exception as error:  # transformers raises many kinds
         raise CaptureError(
-            f"{path}: config.json is refused by transformers: {type(error).__name__}: {error}"
+            f"{path}: config.json is rejected by transformers: {type(error).__name__}: {error}"
         ) from error
     if hasattr(found, "quantization_config"):
         del found.quantization_config
@@ -116,7 +116,7 @@ def _source(name: str, model: nn.Module, notes: list[str]) -> Source:
 
 
 def _as_it_is(model: nn.Module, name: str) -> Source:
-    note = "taken as it is: its own sizes, and the weights that it made"
+    note = "used unchanged: its own sizes and weights"
     return Source(name, model.eval(), notes=[note])
 
 
@@ -130,7 +130,7 @@ def _called(reference: str) -> nn.Module:
     except Exception as error:
         raise CaptureError(
             f"{reference}: importing {place} failed: {type(error).__name__}: {error}; give "
-            "package.module:callable of a module that Python finds from here"
+            "package.module:callable of an importable module"
         ) from error
     finally:
         sys.path.remove(here)
@@ -143,10 +143,10 @@ def _called(reference: str) -> nn.Module:
             made = made()
         except Exception as error:
             raise CaptureError(
-                f"{reference}: calling it failed: {type(error).__name__}: {error}; it takes no arguments"
+                f"{reference}: the call failed: {type(error).__name__}: {error}; it must take no arguments"
             ) from error
     if not isinstance(made, nn.Module):
         raise CaptureError(
-            f"{reference} gives a {type(made).__name__}, not an nn.Module; name a callable that returns one"
+            f"{reference} returned a {type(made).__name__}, not an nn.Module; give a callable that returns one"
         )
     return made

@@ -67,7 +67,7 @@ def library() -> tuple[Path | None, str]:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
             if done.returncode:
                 reason = (
-                    f"{compiler} refused accel's operators; name another in CXX, or remove {failed} "
+                    f"{compiler} failed to compile accel's operators; name another compiler in CXX, or remove {failed} "
                     f"to try again: {done.stderr.strip()[:500]}"
                 )
                 failed.write_text(reason, encoding="utf-8")

@@ -75,7 +75,7 @@ def quantized_expert_linear(
     weights = [p for p in (q, scales, zeros) if p is not None]
     if bits not in (4, 8) or not all(isinstance(p, Param) for p in weights):
         raise LoweringError(
-            "onnx: a product with experts of few bits takes constant weights of 4 or 8 bits"
+            "onnx: a quantised expert product needs constant weights of 4 or 8 bits"
         )
     count, width = (int(d) for d in b.shape(q)[:2])
     chosen, _, _, counts = b.node("Unique", ids, outputs=4)  # in rising order

@@ -24,7 +24,7 @@ def quantized_linear(
     block: int,
 ) -> str:
     if bits not in (4, 8):
-        raise LoweringError(f"onnx: no fast product with {bits}-bit weights; use 4 or 8")
+        raise LoweringError(f"onnx: no matmul with {bits}-bit weights; use 4 or 8")
     sizes = {"K": int(b.shape(x)[-1]), "N": int(b.shape(q)[0]), "bits": bits, "block_size": block}
     operands = (x, q, scales, zeros, None, bias)
     return str(b.node("MatMulNBits", *operands, domain=MICROSOFT, accuracy_level=4, **sizes))

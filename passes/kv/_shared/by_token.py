@@ -21,17 +21,18 @@ def check_by_token(program: Program, sites: Sequence[fx.Node], why: str) -> None
     for node in sites:
         if operands_of(node).bias is not None:
             raise PassError(
-                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read keys that were made elsewhere "
-                "yet; leave kv.reuse out for this model"
+                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read reused keys yet; "
+                "leave kv.reuse out for this model"
             )
     known = {POSITIONS, *(name for node in sites for name in _caches(node))}
     if other := [s.name for s in program.state if s.name not in known]:
         raise PassError(
-            f"'{other[0]}' is state that is no cache of keys and values by token, {why}; leave kv.reuse out for this "
+            f"'{other[0]}' is state other than a per-token cache of keys and values, {why}; leave "
+            "kv.reuse out for this "
             "model"
         )
     if not sites:
-        raise PassError("no layer of this model has a cache of keys; leave kv.reuse out for it")
+        raise PassError("no layer of this model has a key cache; leave kv.reuse out for it")
 
 
 def _caches(node: fx.Node) -> list[str]:

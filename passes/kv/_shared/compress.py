@@ -74,7 +74,7 @@ class Compress(Pass):
         sites = _sites(program, "mass" in _parameters(self.score))
         if not sites:
             return Report(
-                refused=["no layer of this model has a cache of keys; leave kv.score out for it"]
+                refused=["no layer of this model has a key cache; leave kv.score out for it"]
             )
         _check_values(self.keep, sites)
         _check_readers(program, sites)
@@ -101,8 +101,8 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
     shared = [i for i, layer in enumerate(program.facts.layers) if layer.shares is not None]
     if shared:
         raise PassError(
-            f"layer {shared[0]} reads the cache of layer {program.facts.layers[shared[0]].shares}, and what it "
-            "keeps would be chosen by one of them alone; leave kv.score out for this model"
+            f"layer {shared[0]} reads the cache of layer {program.facts.layers[shared[0]].shares}, so one layer "
+            "alone would select the tokens that both keep; leave kv.score out for this model"
         )
     for node in program.nodes(attention.default, entry=program.step):
         layer = node.meta.get("layer")
@@ -115,7 +115,7 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
             )
         if layer in found:
             raise PassError(
-                f"layer {layer} attends twice over one cache, which kv.score does not take"
+                f"layer {layer} attends twice over one cache, which kv.score does not support"
             )
         found[layer] = _Site(layer, node, mass)
     return list(found.values())
@@ -125,8 +125,8 @@ def _check_values(keep: Keep, sites: list[_Site]) -> None:
     same = [s.layer for s in sites if cache_of(s.node, Part.KEYS) is cache_of(s.node, Part.VALUES)]
     if keep.merges and same:
         raise PassError(
-            f"kv.keep changes values, but those of layer {same[0]} are its keys too (a latent, MLA); "
-            "leave kv.keep out for this model, or use 'drop'"
+            f"kv.keep changes values, but the values of layer {same[0]} are also its keys (a "
+            "latent, MLA); leave kv.keep out for this model, or use 'drop'"
         )
 
 
@@ -141,13 +141,13 @@ def _check_readers(program: Program, sites: list[_Site]) -> None:
             for user in stored.users:
                 if user is not site.node and user.op != "output":
                     raise PassError(
-                        f"{user.name} reads the cache of layer {site.layer} beside its attention, and would "
-                        "miss what was dropped; leave kv.score out for this model"
+                        f"{user.name} reads the cache of layer {site.layer} outside its attention, "
+                        "and would miss evicted tokens; leave kv.score out for this model"
                     )
     if other := [s.name for s in program.state if "C" in s.shape and s.name not in taken]:
         raise PassError(
-            f"'{other[0]}' holds something of every token that no attention of kv.score reads; leave kv.score "
-            "out for this model"
+            f"'{other[0]}' stores a value per token that kv.score does not evict; leave "
+            "kv.score out for this model"
         )
 
 

@@ -41,10 +41,10 @@ class Paged(Pass):
         nodes = [n for n in program.nodes(attention.default, entry=program.step) if appends(n)]
         if program.facts.encoder is not None:
             raise PassError(
-                "what this decoder makes of a token depends on the encoder's input too, which kv.reuse does not "
-                "compare; leave it out for this model"
+                "this decoder's keys and values also depend on the encoder input, which kv.reuse "
+                "does not compare; leave it out for this model"
             )
-        check_by_token(program, nodes, "so another session cannot go on from its middle")
+        check_by_token(program, nodes, "so another session cannot continue from the middle of it")
         editor = Editor(program, program.step.graph)
         batch = program.step.input("tokens").meta["val"].shape[0]
         letters = {"B": batch, "M": editor.symbol("M", _BLOCKS), "Z": editor.symbol("Z", _POOL)}

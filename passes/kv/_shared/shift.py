@@ -84,19 +84,19 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
     """Layer -> the rotation that gave the keys of its cache."""
     found: dict[int, fx.Node] = {}
     sites = program.nodes(attention.default, entry=program.step)
-    check_by_token(program, sites, "which no rotation moves to another position")
+    check_by_token(program, sites, "which cannot be rotated to another position")
     owners = {s.name: s.layer for s in program.state}
     for node in sites:
         layer = node.meta.get("layer")
         if not appends(node) or layer is None:
             raise PassError(
-                f"{node.name} reads keys that no cache of tokens holds; leave kv.reuse out for it"
+                f"{node.name} reads keys that are not in a per-token cache; leave kv.reuse out for it"
             )
         new = operand_of(operand_of(node, Part.KEYS), "new")
         if not (isinstance(new, fx.Node) and new.target is rope.default):
             raise PassError(
-                f"layer {layer}: the keys of its cache are no rotation by position (learned positions, a latent, a "
-                "layer without rope), so they cannot be moved to another; leave kv.reuse = pie out for this model"
+                f"layer {layer}: its cached keys are not rotated by position (learned positions, "
+                "a latent, a layer without rope), so they cannot be moved; leave kv.reuse = pie out for this model"
             )
         owner = owners[str(cache_of(node, Part.KEYS).target)]
         assert owner is not None
@@ -120,8 +120,8 @@ def _tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, T
     off = (c[a] * c[b] - s[a] * s[b] - c[a + b]).abs().max()
     if not float(off) < _CLOSE:
         raise PassError(
-            f"layer {layer}: two of its rotations do not make one (off by {float(off):.1g}), as where rope is "
-            "scaled by length, so keys cannot be moved; leave kv.reuse = pie out for this model"
+            f"layer {layer}: two of its rotations do not compose to one (error {float(off):.1g}), for example "
+            "because rope is scaled by length, so keys cannot be moved; leave kv.reuse = pie out for this model"
         )
     back = torch.arange(c.shape[0] - 1, 0, -1)
     tables = torch.cat((c[back], c)), torch.cat((-s[back], s))

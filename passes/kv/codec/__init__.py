@@ -100,11 +100,13 @@ class Base(Pass, Method, ABC):
                 layout[state.name] = self._layout(state)
                 report.changed += 1
             elif state.stored and state.cross:
-                report.refused.append(f"{state.name}: the encode entry writes it, once, as it is")
+                report.refused.append(
+                    f"{state.name}: the encode entry writes it once, uncompressed"
+                )
         if not report.changed:
             raise PassError(
-                f"{type(self).__name__}: {program.facts.name} has no cache of keys and values to store "
-                "otherwise; leave the kv.codec recipe out"
+                f"{type(self).__name__}: {program.facts.name} has no cache of keys and "
+                "values to quantise; leave kv.codec out"
             )
         for entry in program.entries.values():
             outputs = entry.output_nodes()

@@ -57,8 +57,8 @@ def hold(codec: Codec, program: Program) -> Report:
     sites = _sites(program)
     if not sites:
         raise PassError(
-            f"{type(codec).__name__}: {program.facts.name} has no cache of keys and values to store "
-            "otherwise; leave the kv.codec recipe out"
+            f"{type(codec).__name__}: {program.facts.name} has no cache of keys and "
+            "values to quantise; leave kv.codec out"
         )
     editor = Editor(program, program.step.graph)
     batch = program.step.input("tokens").meta["val"].shape[0]
@@ -87,8 +87,8 @@ def _sites(program: Program) -> list[fx.Node]:
             continue
         if operands_of(node).bias is not None:
             raise PassError(
-                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read stored blocks yet; "
-                "use a codec of single tokens (kv-int8), or leave kv.codec out"
+                f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read quantised "
+                "blocks yet; use a per-token codec (kv-int8), or leave kv.codec out"
             )
         found.append(node)
     return found
@@ -101,9 +101,8 @@ def _declare(
     state = next(s for s in program.state if s.name == recent.target)
     if state.shape[2] != "C":
         raise PassError(
-            f"layer {state.layer} has slots of its own for the tokens that prefill.prune leaves it, and kv.codec of "
-            "blocks stores the same tokens of every layer; use a codec of single tokens (kv-int8), or leave "
-            "one of the two out"
+            f"layer {state.layer} has its own slots after prefill.prune, but a block kv.codec "
+            "stores the same tokens in every layer; use a per-token codec (kv-int8), or leave one of the two out"
         )
     _, heads, _, width = sizes(recent)
     layout = []

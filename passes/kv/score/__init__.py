@@ -67,6 +67,4 @@ class Base(Method):
         """What is noted of each token when it is cached, for scores that name `notes`: hidden
         [B,T,E], that its key is made of -> [B,T,G]. `trained`: a layer's trained tensors, if any.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} asks for notes and says nothing of a token"
-        )
+        raise NotImplementedError(f"{type(self).__name__} sets `notes`, but has no note method")

@@ -75,7 +75,7 @@ class Base(Pass, Method, ABC):
         name = type(self).__name__
         if self.page < 1 or LARGEST % self.page:
             raise RecipeError(
-                f"{name}: page = {self.page}; give a power of two up to {LARGEST}, so that pages fill the buffers"
+                f"{name}: page = {self.page}; give a power of two up to {LARGEST}, so that buffers hold whole pages"
             )
         if self.tokens_read < 1:
             raise RecipeError(f"{name}: tokens_read = {self.tokens_read}; give 1 or more")
@@ -146,16 +146,16 @@ class Base(Pass, Method, ABC):
         layer = node.meta.get("layer")
         states = {s.name for s in program.state}
         if layer is None or POSITIONS not in states or not _recent(program, x):
-            return "it reads no cache that steps append to"
+            return "it does not read a cache that steps append to"
         if layer < self.dense_layers:
-            return f"it is of layer {layer}, and dense_layers is {self.dense_layers}"
+            return f"it is in layer {layer}, and dense_layers is {self.dense_layers}"
         if x.bias is not None:
-            return "a bias by position (ALiBi, T5) is no part of what bounds a page's scores"
+            return "the score bound of a page does not include a position bias (ALiBi, T5)"
         if x.tree is not None:
-            return "tokens of a tree do not lie in the order of their positions"
+            return "tokens of a draft tree are not in position order"
         shares = program.facts.layers[layer].shares
         if shares is not None:
-            return f"it reads the cache of layer {shares}, which knows its own pages alone"
+            return f"it reads the cache of layer {shares}, whose pages belong to that layer"
         return ""
 
     def _select(

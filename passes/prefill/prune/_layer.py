@@ -16,19 +16,21 @@ def deciding(program: Program, method: str, layer: int, share: float, last: bool
     """
     if program.facts.encoder is not None:
         raise PassError(
-            f"{method}: the prompt of an encoder-decoder is what its decoder starts from, and nothing of "
-            "that can go; leave prefill.prune out for this model"
+            f"{method}: the prompt of an encoder-decoder is the start of the decoder's output "
+            "and cannot be pruned; leave prefill.prune out for this model"
         )
     facts = program.facts.layers
     own = [i for i, f in enumerate(facts) if f.attention != "recurrent" and f.shares is None]
     if not own:
-        raise PassError(f"{method}: no layer of this model attends; leave prefill.prune out for it")
+        raise PassError(
+            f"{method}: no layer of this model has attention; leave prefill.prune out for it"
+        )
     if layer >= 0:
         if layer not in own:
             names = ", ".join(map(str, own))
             raise PassError(
-                f"{method}: layer = {layer}, and the layers that attend to keys of their own are {names}; "
-                "give one of these, or -1"
+                f"{method}: layer = {layer}, but the layers with their own keys are "
+                f"{names}; give one of these, or -1"
             )
         return layer
     wanted = share * len(facts)

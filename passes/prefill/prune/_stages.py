@@ -25,17 +25,17 @@ def check_state(program: Program, method: str) -> None:
     reason = None
     if "commit" in program.entries:
         reason = (
-            "deeper layers hold other slots, and a path of a tree of guesses is kept in those of all layers; draft "
-            "chains (tree = chain), or use gemfilter"
+            "deeper layers use other slots, but a draft tree needs the same slots in all layers; "
+            "draft chains (tree = chain), or use gemfilter"
         )
     elif any(s.part is Part.RECURRENT for s in program.state):
         reason = (
-            "a recurrent state is computed again from the tokens after a rewind, and deeper layers saw only "
-            "some; leave prefill.prune out for this model, or use gemfilter"
+            "a rewind recomputes recurrent state from the tokens, but deeper layers saw only "
+            "some of them; leave prefill.prune out for this model, or use gemfilter"
         )
     elif any(layer.shares is not None for layer in program.facts.layers):
         reason = (
-            "layers of this model read the keys of others, which hold other tokens; leave prefill.prune "
+            "layers of this model read keys of other layers, which hold other tokens; leave prefill.prune "
             "out for it, or use gemfilter"
         )
     if reason:

@@ -57,8 +57,8 @@ class PromptDistill(Base):
         count = len(program.facts.layers)
         if layer == count - 1:
             raise PassError(
-                f"promptdistill: no layer comes after layer {layer} of {count}, so nothing would be saved; "
-                "give an earlier one"
+                f"promptdistill: no layer comes after layer {layer} of {count}, so no layer would run on "
+                "fewer tokens; give an earlier layer"
             )
         own_slots(program, layer + 1, 1)
         program.entries["prompt.0"] = scoring(

@@ -53,8 +53,8 @@ class Base(Pass, Method, ABC):
             )
         if self.segment % self.block or self.budget % self.block:
             raise RecipeError(
-                f"{name}: segment = {self.segment} and budget = {self.budget} must be whole blocks of "
-                f"{self.block} tokens"
+                f"{name}: segment = {self.segment} and budget = {self.budget} must be multiples "
+                f"of block = {self.block}"
             )
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Base(Pass, Method, ABC):
             why = f"prompts of at most {program.facts.max_context} tokens read all keys"
             return Report(
                 refused=[
-                    f"{why}: no segment of {self.segment} from {threshold} on is followed by others"
+                    f"{why}: no segment of {self.segment} tokens after token {threshold} has a successor"
                 ]
             )
         entry, layers = sparse_entry(program, self)

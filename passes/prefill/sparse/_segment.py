@@ -83,16 +83,16 @@ def _check(program: Program) -> None:
     """Raise PassError where a prompt cannot be read so."""
     facts = program.facts
     if facts.encoder is not None:
-        reason = "the prompt of an encoder-decoder is what its decoder starts from"
+        reason = "the prompt of an encoder-decoder is the start of the decoder's output"
     elif any(s.part is Part.RECURRENT for s in program.state):
-        reason = "a recurrent state is computed again from the tokens after a rewind, which reads all keys"
+        reason = "a rewind recomputes recurrent state from the tokens and reads all keys"
     elif any(layer.shares is not None for layer in facts.layers):
-        reason = "layers of this model read the keys of others"
+        reason = "layers of this model read keys of other layers"
     elif any(
         operands_of(n).bias is not None
         for n in program.nodes(attention.default, entry=program.step)
     ):
-        reason = "keys that are gathered have no bias by position (ALiBi, T5)"
+        reason = "gathered keys have no position bias (ALiBi, T5)"
     else:
         return
     raise PassError(f"prefill.sparse: {reason}; leave one of the two out")

@@ -30,7 +30,7 @@ class CritiPrefill(Base):
         super().__post_init__()
         if not 0 <= self.fusion < 1:
             raise RecipeError(
-                f"prefill.sparse.critiprefill: fusion is {self.fusion}; give a share from 0 to below 1"
+                f"prefill.sparse.critiprefill: fusion is {self.fusion}; give a fraction of at least 0 and below 1"
             )
 
     def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:

@@ -136,8 +136,8 @@ def check_controls(session: Any, depth: Depth | None, trees: bool, path: Path) -
         there.pop("tree", None)
     if wanted != there:
         raise ArtifactError(
-            f"{path}: the graph chooses layers by {there or 'nothing'}, and accel.json says "
-            f"{wanted or 'nothing'}; build the artifact again"
+            f"{path}: the graph selects layers by {there or 'nothing'}, but "
+            f"accel.json says {wanted or 'nothing'}; build the artifact again"
         )
 
 

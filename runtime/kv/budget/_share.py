@@ -21,8 +21,8 @@ class Share:
             raise RecipeError(f"kv.budget: tokens_kept is {self.tokens_kept}; give at least 1")
         if not 0 <= self.compression_ratio < 1:
             raise RecipeError(
-                f"kv.budget: compression_ratio is {self.compression_ratio}; give a share of at least 0 "
-                "and below 1 (the part that goes)"
+                f"kv.budget: compression_ratio is {self.compression_ratio}; give the fraction of "
+                "tokens to evict, at least 0 and below 1"
             )
 
     def average(self, seen: int) -> int:

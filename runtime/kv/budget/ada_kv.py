@@ -25,7 +25,7 @@ class AdaKV(Share, Base):
         super().__post_init__()
         if not 0 <= self.safeguard <= 1:
             raise RecipeError(
-                f"kv.budget.ada-kv: safeguard is {self.safeguard}; give a share from 0 to 1"
+                f"kv.budget.ada-kv: safeguard is {self.safeguard}; give a fraction from 0 to 1"
             )
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:

@@ -50,7 +50,7 @@ class CanvasState(SessionObserver):
         if (bad := (first < 0) | (first > before)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"start of row {row} is {first[row]}, and it holds {before[row]} tokens; give "
+                f"start of row {row} is {first[row]}, but the row holds {before[row]} tokens; give "
                 f"0..{before[row]}"
             )
         ids, real = call_tokens(tokens, lengths, first, calls.vocab_size, calls.max_context)
@@ -59,7 +59,7 @@ class CanvasState(SessionObserver):
         if (bad := (counts < ids.shape[1]) & (first + counts < after)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"row {row} has {ids.shape[1] - counts[row]} columns of padding in front of tokens that it holds "
+                f"row {row} has {ids.shape[1] - counts[row]} padding columns in front of tokens that it holds "
                 f"({first[row] + counts[row]} of {after[row]}); give as many tokens as the call is wide, or up to "
                 "its end"
             )

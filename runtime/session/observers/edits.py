@@ -86,7 +86,7 @@ def _checked(calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Ints
     length = int(calls.lengths[row])
     if not 0 <= start <= stop <= length:
         raise InputError(
-            f"start = {start} and stop = {stop} are no span of row {row}, which holds {length} tokens; give "
+            f"start = {start} and stop = {stop} are not a span of row {row}, which holds {length} tokens; give "
             f"0 <= start <= stop <= {length}"
         )
     ids = as_ints(tokens, "tokens") if np.size(tokens) else np.zeros(0, np.int64)

@@ -202,9 +202,9 @@ class EvictionState(SessionObserver):
         if (short := (wanted < low) & (wanted > 0)).any():
             row = int(short.argmax())
             why = (
-                "the recipe counts what each token drew"
+                "the recipe accumulates attention per token"
                 if self.plan.counts
-                else "older tokens were compressed"
+                else "older tokens were evicted or merged"
             )
             raise InputError(
                 f"cannot rewind row {row} to {wanted[row]}: {why}; give {low[row]}..{lengths[row]}, or 0"

@@ -87,8 +87,8 @@ class LayerSchedule(SessionObserver):
                 layer = int(late.argmax())
                 row = int((self._lacks[layer] < before).argmax())
                 raise InputError(
-                    f"run_layers: layer {layer} was left out for token {self._lacks[layer, row]} of row {row} "
-                    "and lacks its keys; leave it out, rewind to that token, or build with "
+                    f"run_layers: layer {layer} was skipped for token {self._lacks[layer, row]} of row {row} "
+                    "and lacks its keys; skip it, rewind to that token, or build with "
                     'cache = "propagate"'
                 )
         elif not complete[found.layers].all():
@@ -142,14 +142,14 @@ class LayerSchedule(SessionObserver):
                 "where the layer runs"
             )
         if not plan.any():
-            raise InputError("run_layers leaves out every layer; at least one must run")
+            raise InputError("run_layers skips every layer; at least one must run")
         return plan.copy()
 
     def _limit(self, threshold: Any) -> float:
         """A confidence to exit from."""
         if self.depth.threshold is None:
             raise InputError(
-                "threshold: this model has no exits; build it with a recipe that has, as calm"
+                "threshold: this model has no early exits; build it with a recipe that has, such as calm"
             )
         if (
             isinstance(threshold, bool)

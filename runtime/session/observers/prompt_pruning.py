@@ -68,8 +68,9 @@ class PromptPruning(SessionObserver):
         if (bad := (wanted < self.ends) & (wanted > 0)).any():
             row = int(bad.argmax())
             raise InputError(
-                f"cannot rewind row {row} to {wanted[row]}: deeper layers dropped tokens of its prompt of "
-                f"{self.ends[row]}, and which they would hold of fewer is not known; give {self.ends[row]} "
+                f"cannot rewind row {row} to {wanted[row]}: deeper layers dropped tokens of its prompt "
+                f"of {self.ends[row]} tokens, and their selection for a shorter prompt is "
+                f"unknown; give {self.ends[row]} "
                 "or more, or 0"
             )
 
