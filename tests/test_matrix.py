@@ -56,7 +56,10 @@ def test_a_wrong_cache_is_caught(runner, monkeypatch):
 
 def test_the_page_says_what_was_found(tmp_path):
     quest, bits, snap = ("kv.select", "quest"), ("numerics", "bit-exact"), ("kv.score", "snapkv")
-    why = "recipe 'x': numerics = bit-exact cannot be combined with kv.select = quest: pages turn; leave one of the two out"
+    why = (
+        "recipe 'x': numerics = bit-exact cannot be combined with kv.select = quest: pages turn; "
+        "leave one of the two out"
+    )
     found = [
         matrix.Outcome(matrix.Case("llama", (quest, bits)), "refused", why),
         matrix.Outcome(matrix.Case("gpt2", (quest, bits)), "equal"),
