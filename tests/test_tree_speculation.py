@@ -24,8 +24,8 @@ from .test_speculation import CASES, texts
 
 RECYCLING = {"draft": {"use": "token-recycling"}}
 REFUSED = {
-    "quest": "kv.select = quest reads pages",
-    "paged-prefix": "kv.reuse = paged-prefix shares blocks",
+    "quest": "kv.select = quest cannot be combined with tree = static",
+    "paged-prefix": "kv.reuse = paged-prefix cannot be combined with tree = static",
     "promptdistill": "deeper layers use other slots",
 }
 

@@ -60,7 +60,7 @@ def ran(session, *widths, start=PROMPT):
 
 def positions(session):
     """Of each place that holds tokens of a row (a layer's, a head's): their positions, in the order of slots."""
-    state = session._backend._state
+    state = session._core.backend._state
     named = {name: state[name].numpy() for name in state if re.search(r"^(kv|kept)\b.*\bpos\b", name)}  # fmt: skip
     if any(name.startswith("pool.") for name in state):  # blocks hold what slots do not
         return [list(range(int(session.lengths[0])))]
@@ -114,7 +114,7 @@ def tokens_contiguous(model, near=NEAR):
 def uniform_slots(model, near=NEAR):
     """There is one table of the slots' positions, not one more for some layers."""
     with prompted(model) as session:
-        assert {n for n in session._backend._state if n.startswith("kv.pos")} <= {"kv.pos"}
+        assert {n for n in session._core.backend._state if n.startswith("kv.pos")} <= {"kv.pos"}
 
 
 def fixed_layers(model, near=NEAR):
@@ -135,7 +135,7 @@ def all_layers_run(model, near=NEAR):
 
 def plain_keys(model, near=NEAR):
     with prompted(model) as session:
-        state = session._backend._state
+        state = session._core.backend._state
         keys = [x for name, x in state.items() if re.search(r"\bk\b", name)]
         assert all(x.is_floating_point() for x in keys)
         assert not any(name.startswith("pages.") for name in state), "something was made of them"
@@ -145,14 +145,14 @@ def full_attention(model, near=NEAR):
     """Where a value of the first layer is another, the next token's logits are: each is read. Prompts alike."""
     assert "sparse" not in model.program.entries
     with prompted(model) as session:
-        value = session._backend._state.get("kv.0.v")
+        value = session._core.backend._state.get("kv.0.v")
         if value is None or not value.is_floating_point() or not value.numel():
             return
-        there = session._backend._state["kv.pos"][0] >= 0
+        there = session._core.backend._state["kv.pos"][0] >= 0
         want = ran(session.fork(), 1)
         for slot in there.nonzero()[:, 0].tolist():
             with session.fork() as other:
-                state = other._backend._state
+                state = other._core.backend._state
                 state["kv.0.v"] = state["kv.0.v"].clone()
                 state["kv.0.v"][:, :, slot] += 5
                 assert far(ran(other, 1), want) > 1e-6, f"slot {slot} is not read"

@@ -259,7 +259,7 @@ def test_the_error_says_why_it_cannot_run_and_what_to_do():
 
 def test_optimize_refuses_before_any_work(monkeypatch):
     with pytest.raises(
-        AccelError, match="equal bits for equal rows, which target 'triton' does not"
+        AccelError, match="numerics = bit-exact cannot be combined with target = triton"
     ):
         accel.optimize("there/is/no/model", "bit-exact", target="triton")
     monkeypatch.setattr(triton, "missing", lambda: "the reason")
