@@ -72,8 +72,8 @@ def test_static_takes_the_first_of_its_paths():
 @pytest.mark.parametrize(
     ("paths", "words"),
     [
-        ([[0], [1, 0]], r"path \[1, 0\] comes without \[1\]; put that before it"),
-        ([[1], [0]], r"path \[1\] comes without \[0\]"),
+        ([[0], [1, 0]], r"path \[1, 0\] lacks its parent \[1\]; put that before it"),
+        ([[1], [0]], r"path \[1\] lacks its parent \[0\]"),
         ([[0], [0]], r"path \[0\] occurs twice"),
         ([[0], []], r"path \[\] is not a list of ranks"),
         ([0], "path 0 is not a list of ranks"),
