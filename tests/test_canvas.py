@@ -255,7 +255,7 @@ def test_a_loop_for_another_kind_of_model_is_refused():
     "other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "bit-exact"]
 )
 def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
-    assert "cannot go with loop = dllm-threshold" in refused(
+    assert "cannot be combined with loop = dllm-threshold" in refused(
         Filler(False), ["dllm-threshold", other]
     )
 

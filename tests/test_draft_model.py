@@ -298,7 +298,10 @@ def test_a_draft_model_grows_trees(modules, folder, small):
             {"draft": {"use": "layerskip"}, "depth": {"use": "shortgpt"}},
             "layerskip cannot be combined with depth = short",
         ),
-        ({"draft": {"use": "layerskip"}, "depth": {"use": "calm"}}, "cannot go with depth = calm"),
+        (
+            {"draft": {"use": "layerskip"}, "depth": {"use": "calm"}},
+            "cannot be combined with depth = calm",
+        ),
         ({"draft": {"use": "model", "path": 3}}, "draft.model.path = 3 is int, not str"),
     ],
 )

@@ -233,7 +233,7 @@ def test_what_cannot_take_guesses_back_is_refused_before_any_work():
                 assert any(isinstance(step, Trees) for step in plan.passes) and plan.grade
             except RecipeError as error:
                 assert re.search(
-                    "cannot go with.*loop = lookahead|loop = lookahead cannot", str(error)
+                    "cannot be combined with.*loop = lookahead|loop = lookahead cannot", str(error)
                 )
                 refused.add(name)
     assert refused == REFUSED

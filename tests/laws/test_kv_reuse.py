@@ -1,4 +1,4 @@
-"""Laws of reuse: a method says what it promises, what it cannot go with, and both sides hear why."""
+"""Laws of reuse: a method says what it promises, what it cannot be combined with, and both sides hear why."""
 
 import pytest
 
