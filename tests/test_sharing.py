@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accel
-from accel.compiler.layer_summary import groups, links
+from accel.compiler.layer_summary import groups, summaries
 from accel.compiler.optimize import pipeline
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.arch.cla import ClaConfig
@@ -80,7 +80,7 @@ def test_the_layers_stand_apart_and_say_whose_cache_they_read(built):
     assert all(layer.nodes for layer in layers)
     assert [n for n in kv_shapes(built.program)] == ["kv.0.k", "kv.0.v", "kv.2.k", "kv.2.v"]
     state = [s for s in built.report["state"]]
-    chain = links([asdict(layer) for layer in layers], state)
+    chain = summaries([asdict(layer) for layer in layers], state)
     assert [link.back for link in chain] == [0, 1, 0, 1]
     assert chain[1].state() == "cache of 1 before" and "token" in chain[0].state()
     (pattern,) = groups(chain)

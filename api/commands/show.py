@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import error_text, pairs, size, table
-from accel.compiler.layer_summary import groups, links, why_not
+from accel.compiler.layer_summary import groups, summaries, why_not
 from accel.compiler.report import state_text, weights_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def show_chain(
     each attends to, its heads, its state. `refused`: why they were not outlined.
     """
     rows = []
-    for group in groups(links(layers, state)):
+    for group in groups(summaries(layers, state)):
         for index, (link, count) in enumerate(group.runs):
             last = index == len(group.runs) - 1
             bracket = "" if len(group.runs) == 1 else "┌└│"[0 if not index else 1 if last else 2]

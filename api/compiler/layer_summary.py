@@ -1,4 +1,4 @@
-"""The chain of layers: what each carries, equal ones as runs, repeated patterns once; as rows and as SVG."""
+"""The layers of a model: what each carries, equal ones as runs, repeated patterns once; as rows and as SVG."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDE, _BOX, _HIGH, _GAP, _ROW = 940, 158, 78, 26, 128  # pixels; _ROW: from lin
 
 
 @dataclass(frozen=True)
-class Link:
+class LayerSummary:
     """What one layer carries. Bytes of state are of one row: for each token, for each that eviction kept,
     fixed, and for each token that an encoder read. back: how many layers before it the one is whose keys and
     values it reads; 0: itself.
@@ -54,12 +54,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Group:
-    """Layers `first` to `last`: a pattern of runs (a link and how many there are of it), `times` over."""
+    """Layers `first` to `last`: a pattern of runs (a layer and how many there are of it), `times` over."""
 
     first: int
     last: int
     times: int
-    runs: tuple[tuple[Link, int], ...]
+    runs: tuple[tuple[LayerSummary, int], ...]
 
     @property
     def which(self) -> str:
@@ -70,8 +70,10 @@ class Group:
 _WRITTEN = {Writer.ENCODE: "cross", Writer.COMPRESS: "kept", Writer.SESSION: "kept"}
 
 
-def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]]) -> list[Link]:
-    """One link per layer, out of the facts of layers and the state layout of a report or manifest."""
+def summaries(
+    layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]]
+) -> list[LayerSummary]:
+    """One summary per layer, out of the facts of layers and the state layout of a report or manifest."""
     import numpy as np
 
     kept: dict[tuple[Any, str], float] = {}
@@ -87,7 +89,7 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
         key = (value["layer"], what)
         kept[key] = kept.get(key, 0) + size
     return [
-        Link(
+        LayerSummary(
             str(layer.get("attention", "")),
             int(layer.get("window") or 0),
             heads=int(layer.get("num_heads") or 0),
@@ -103,18 +105,18 @@ def links(layers: Sequence[Mapping[str, Any]], state: Sequence[Mapping[str, Any]
     ]
 
 
-def groups(chain: Sequence[Link]) -> list[Group]:
-    """The chain in order: from each layer on the pattern that covers most by repeating, else one layer."""
+def groups(layers: Sequence[LayerSummary]) -> list[Group]:
+    """The layers in order: from each layer on the pattern that covers most by repeating, else one layer."""
     found: list[Group] = []
     start = 0
-    while start < len(chain):
+    while start < len(layers):
         period, times = 1, 1
-        for length in range(1, (len(chain) - start) // 2 + 1):
-            again = _repeats(chain, start, length)
+        for length in range(1, (len(layers) - start) // 2 + 1):
+            again = _repeats(layers, start, length)
             if again > 1 and again * length > period * times:
                 period, times = length, again
-        pattern = chain[start : start + period]
-        runs = tuple((link, len(list(same))) for link, same in groupby(pattern))
+        pattern = layers[start : start + period]
+        runs = tuple((layer, len(list(same))) for layer, same in groupby(pattern))
         if period == 1:
             runs, times, period = ((pattern[0], times),), 1, times
         found.append(Group(start, start + period * times - 1, times, runs))
@@ -122,10 +124,10 @@ def groups(chain: Sequence[Link]) -> list[Group]:
     return found
 
 
-def _repeats(chain: Sequence[Link], start: int, length: int) -> int:
+def _repeats(layers: Sequence[LayerSummary], start: int, length: int) -> int:
     """How often the `length` layers from `start` on follow each other."""
-    times, pattern = 1, chain[start : start + length]
-    while chain[start + times * length : start + (times + 1) * length] == pattern:
+    times, pattern = 1, layers[start : start + length]
+    while layers[start + times * length : start + (times + 1) * length] == pattern:
         times += 1
     return times
 
@@ -143,14 +145,14 @@ def picture(
     state: Sequence[Mapping[str, Any]],
     refused: str = "",
 ) -> str:
-    """The chain as one <svg>: a box for each run, a frame around a pattern that repeats.
+    """The layers as one <svg>: a box for each run, a frame around a pattern that repeats.
 
     Where the layers were `refused` the boxes are dashed: they stand for attentions, not for layers.
     """
     drawn = _Drawing(dashed=bool(refused))
     drawn.pill("tokens")
-    colours: dict[Link, str] = {}
-    for group in groups(links(layers, state)):
+    colours: dict[LayerSummary, str] = {}
+    for group in groups(summaries(layers, state)):
         drawn.group(group, colours)
     drawn.pill("logits")
     if refused:
@@ -177,7 +179,7 @@ class _Drawing:
         self._text(self.x + 35, middle + 4, text, 12, _INK)
         self.x += 70
 
-    def group(self, group: Group, colours: dict[Link, str]) -> None:
+    def group(self, group: Group, colours: dict[LayerSummary, str]) -> None:
         """The boxes of a pattern; framed, where they fit into one line, when it repeats."""
         wide = len(group.runs) * (_BOX + _GAP) - _GAP
         repeats = len(group.runs) > 1
@@ -185,19 +187,19 @@ class _Drawing:
         if framed:
             self._room(wide + 20)
         first = group.first
-        for index, (link, count) in enumerate(group.runs):
+        for index, (layer, count) in enumerate(group.runs):
             self._room(_BOX)
             self._arrow()
             if framed and not index:
                 self._frame(wide)
-            fill = colours.setdefault(link, FILLS[len(colours) % len(FILLS)])
+            fill = colours.setdefault(layer, FILLS[len(colours) % len(FILLS)])
             over = f"{group.times} times, layers {group.which}" if index == 0 else ""
-            self._box(link, count, fill, over if repeats else _range(first, count))
+            self._box(layer, count, fill, over if repeats else _range(first, count))
             first += count
         self.x += 10 if framed else 0
 
     def line(self, text: str) -> None:
-        """Words below the chain, cut where they are too long for it; all of them as a title."""
+        """Words below the layers, cut where they are too long for it; all of them as a title."""
         shown = text if len(text) <= 150 else text[:149] + "…"
         self.y += _ROW - 16
         self.parts.append(
@@ -235,7 +237,7 @@ class _Drawing:
             f'stroke="{_LINE}"/>'
         )
 
-    def _box(self, link: Link, count: int, fill: str, which: str) -> None:
+    def _box(self, layer: LayerSummary, count: int, fill: str, which: str) -> None:
         self.parts.append(
             f'<rect x="{self.x}" y="{self.y}" width="{_BOX}" height="{_HIGH}" rx="6" fill="{fill}" stroke="{_LINE}"'
             f"{self.dash}/>"
@@ -243,11 +245,13 @@ class _Drawing:
         middle = self.x + _BOX // 2
         if which:
             self._text(self.x, self.y - 5, which, 11, _DIM, "start")
-        title = f"{count} × {link.name}" if count > 1 else link.name
+        title = f"{count} × {layer.name}" if count > 1 else layer.name
         self._text(middle, self.y + 22, title, 14, _INK)
-        heads = f"{link.heads} heads over {link.kv_heads} × {link.head_dim}" if link.heads else ""
+        heads = (
+            f"{layer.heads} heads over {layer.kv_heads} × {layer.head_dim}" if layer.heads else ""
+        )
         self._text(middle, self.y + 42, heads or "no attention", 11, _INK)
-        self._text(middle, self.y + 62, link.state(), 11, _DIM)
+        self._text(middle, self.y + 62, layer.state(), 11, _DIM)
         self.x += _BOX
 
     def _text(

@@ -19,7 +19,7 @@ from accel.ir.capture.traits import Limit, Swaps
 
 
 @contextlib.contextmanager
-def steady(model: nn.Module, swaps: Swaps) -> Iterator[None]:
+def short_forms(model: nn.Module, swaps: Swaps) -> Iterator[None]:
     """Hold such modules to what they do in short sequences."""
     with contextlib.ExitStack() as held, torch.no_grad():
         for name in swaps.rotaries:

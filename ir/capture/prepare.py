@@ -17,7 +17,7 @@ from accel.ir.capture.adapter import Adapter, EncoderDecoder, UsersProgram
 from accel.ir.capture.flex import flex_uncompiled
 from accel.ir.capture.forms import short_chunks
 from accel.ir.capture.inspect import unwrapped
-from accel.ir.capture.length_limits import steady
+from accel.ir.capture.length_limits import short_forms
 from accel.ir.capture.traits import Kind, ModelTraits, Swaps
 from accel.ir.weights import Stored, reading, stand_in
 
@@ -54,7 +54,7 @@ def prepared(
         flex_uncompiled(),
         _uncached(),
         short_chunks(model, traits.swaps.chunked),
-        steady(model, traits.swaps),
+        short_forms(model, traits.swaps),
     ):
         yield Prepared(kind(model, traits).eval(), stored, tuple(notes))
 

@@ -1,4 +1,4 @@
-"""The chain of layers: what each carries, runs and patterns, the picture, and why there are none."""
+"""The layers of a model: what each carries, runs and patterns, the picture, and why there are none."""
 
 import json
 from xml.etree import ElementTree
@@ -11,20 +11,23 @@ from typer.testing import CliRunner
 
 import accel
 from accel import cli
-from accel.compiler.layer_summary import Link, groups, links, picture, why_not
+from accel.compiler.layer_summary import LayerSummary, groups, picture, summaries, why_not
 
-CAUSAL, WINDOW = Link("causal", 0, 8, 4, 64, 2048), Link("window", 512, 8, 4, 64, 2048)
-MAMBA = Link("recurrent", fixed=65_536)
+CAUSAL, WINDOW = (
+    LayerSummary("causal", 0, 8, 4, 64, 2048),
+    LayerSummary("window", 512, 8, 4, 64, 2048),
+)
+MAMBA = LayerSummary("recurrent", fixed=65_536)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def shape(chain):
+def shape(layers):
     """Each group as (layers, times, counts)."""
-    return [(g.which, g.times, [n for _, n in g.runs]) for g in groups(chain)]
+    return [(g.which, g.times, [n for _, n in g.runs]) for g in groups(layers)]
 
 
 @pytest.mark.parametrize(
-    ("chain", "want"),
+    ("layers", "want"),
     [
         ([], []),
         ([CAUSAL], [("0", 1, [1])]),
@@ -36,17 +39,21 @@ def shape(chain):
         (([MAMBA] * 4 + [CAUSAL] + [MAMBA] * 3) * 4, [("0-31", 4, [4, 1, 3])]),
     ],
 )
-def test_runs_and_patterns(chain, want):
-    assert shape(chain) == want
+def test_runs_and_patterns(layers, want):
+    assert shape(layers) == want
     again = [
-        link for g in groups(chain) for _ in range(g.times) for link, n in g.runs for _ in range(n)
+        layer
+        for g in groups(layers)
+        for _ in range(g.times)
+        for layer, n in g.runs
+        for _ in range(n)
     ]
-    assert again == chain, "nothing is lost and the order stays"
+    assert again == layers, "nothing is lost and the order stays"
 
 
-def facts(link):
-    heads = {"num_heads": link.heads, "num_kv_heads": link.kv_heads, "head_dim": link.head_dim}
-    return {"attention": link.attention, "window": link.window, **heads}
+def facts(layer):
+    heads = {"num_heads": layer.heads, "num_kv_heads": layer.kv_heads, "head_dim": layer.head_dim}
+    return {"attention": layer.attention, "window": layer.window, **heads}
 
 
 def value(layer, role, *dims, dtype="float32"):
@@ -70,7 +77,7 @@ STATE = [
 
 def test_what_each_layer_carries():
     """Bytes per token, fixed bytes, bytes per token of an encoder; what layers share is none's."""
-    found = links(LAYERS, STATE)
+    found = summaries(LAYERS, STATE)
     assert [(f.per_token, f.fixed, f.cross) for f in found] == [
         (1536, 0, 2048), (0, 65_536, 0), (0, 0, 0),
     ]  # fmt: skip
@@ -105,16 +112,16 @@ def boxes(svg):
 
 
 @pytest.mark.parametrize(
-    "chain",
+    "layers",
     [
-        [Link("causal", head_dim=i % 7, heads=1) for i in range(40)],
-        [Link("causal", head_dim=i % 7, heads=1) for i in range(14)],
+        [LayerSummary("causal", head_dim=i % 7, heads=1) for i in range(40)],
+        [LayerSummary("causal", head_dim=i % 7, heads=1) for i in range(14)],
         ([WINDOW] * 5 + [CAUSAL]) * 4 + [WINDOW] * 2,
         ([MAMBA] * 4 + [CAUSAL] + [MAMBA] * 3) * 4 + [CAUSAL, WINDOW] * 3,
     ],
 )
-def test_nothing_leaves_the_picture_or_overlaps(chain):
-    drawn = picture([facts(link) for link in chain], [])
+def test_nothing_leaves_the_picture_or_overlaps(layers):
+    drawn = picture([facts(layer) for layer in layers], [])
     width, height = map(int, ElementTree.fromstring(drawn).get("viewBox").split()[2:])
     found = [b for b in boxes(drawn) if b[2] < 160]  # frames hold others
     assert all(
