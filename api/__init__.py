@@ -5,7 +5,7 @@
     compiled.save("artifact/")
     compiled = accel.load("artifact/")
 
-`load` and what it returns need neither torch nor transformers.
+`load` and the models that it returns need neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A folder is an axis, a file is a method, its name is the name that a recipe uses: no registry to edit."""
+"""Axes and methods: a folder is an axis, a file is a method, and the file name is the name in recipes. There
+is no registry.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +17,23 @@ from accel.ir.errors import RecipeError, unknown
 
 @dataclass(frozen=True)
 class Axis:
-    """One folder of interchangeable methods.
+    """A folder of interchangeable methods.
 
-    `package` is importable and its `Base` is the interface; each module in it that does not start
-    with an underscore holds exactly one subclass of `Base`, a dataclass whose fields are its options.
+    `package` is importable and its `Base` is the interface. Each module in it without a leading underscore
+    holds exactly one subclass of `Base`: a dataclass whose fields are its options.
     """
 
     name: str
     package: str
 
     def names(self) -> list[str]:
-        """Names of the methods, as recipes write them (a dash where the file has an underscore)."""
+        """Names of the methods as recipes write them (with dashes for the underscores of the file name)."""
         path = importlib.import_module(self.package).__path__
         found = (m.name for m in pkgutil.iter_modules(path) if not m.ispkg)
         return sorted(n.replace("_", "-") for n in found if not n.startswith("_"))
 
     def method(self, name: str) -> type[Any]:
-        """The class behind a name; an unknown name is an error with the near one."""
+        """The class of a method. Raises RecipeError with the nearest name if it does not exist."""
         if name.replace("_", "-") not in self.names():
             raise RecipeError(unknown(f"{self.name} method", name, self.names()))
         module = importlib.import_module(f"{self.package}.{name.replace('-', '_')}")
@@ -48,11 +50,11 @@ class Axis:
         return found[0]
 
     def small(self, name: str) -> dict[str, Any]:
-        """What the method declares as `small`: laws, matrices and started tests take these options."""
+        """The options of a method for tiny models (its `small`), as used by laws, matrices and `tools/new.py`."""
         return dict(self.method(name).small)
 
     def build(self, name: str, **options: Any) -> Any:
-        """The method with its options; unknown options and wrong types are errors."""
+        """The method with its options. Raises RecipeError for an unknown option or a wrong type."""
         cls = self.method(name)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for option, value in options.items():
@@ -74,7 +76,7 @@ def _check_type(where: str, field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def host_method(tables: Any, name: str, default: str) -> Any:
-    """The method of a host's axis that a recipe's tables (JSON) name, or the default. Raises RecipeError."""
+    """The method of an axis of `runtime` that a recipe's tables (JSON) name, or the default. Raises RecipeError."""
     table = tables.get(name, {}) if isinstance(tables, Mapping) else None
     if not isinstance(table, Mapping) or not isinstance(table.get("use", default), str):
         raise RecipeError(f"recipe: tables.{name} is not a table; write {{'use': '{default}'}}")
@@ -84,7 +86,7 @@ def host_method(tables: Any, name: str, default: str) -> Any:
 
 @cache
 def find_axes(roots: tuple[str, ...] = ("accel.passes", "accel.runtime")) -> dict[str, Axis]:
-    """Every axis below the root packages: a sub-package that defines `Base`."""
+    """All axes of the root packages, by name: sub-packages that define `Base`."""
     axes: dict[str, Axis] = {}
     for root in roots:
         path = importlib.import_module(root).__path__

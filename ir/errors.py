@@ -1,4 +1,4 @@
-"""What goes wrong, in words a user can act on: the thing, the place, the near name, the next act."""
+"""Errors that a user can act on: each names the thing, the place, the nearest valid name and the next step."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from collections.abc import Iterable
 
 
 class AccelError(Exception):
-    """Every error that accel raises on purpose; catch this one."""
+    """Base class of all errors that accel raises on purpose."""
 
 
 class CaptureError(AccelError):
-    """The model cannot be captured, or is not a model that accel can take."""
+    """The model cannot be captured, or its kind is not supported."""
 
 
 class RecipeError(AccelError):
-    """A recipe names something that does not exist, clashes, or does not suit the model."""
+    """A recipe has an unknown name, a conflict, or a method that does not support the model."""
 
 
 class PassError(AccelError):
-    """A pass found nothing it had to find, or changed what the program computes."""
+    """A pass did not find a required pattern, or does not support the model."""
 
 
 class TextError(AccelError):
-    """The text of a program cannot be read: with the line, the column and what to write there."""
+    """The text of a program is invalid: with line, column and the expected input."""
 
 
 class LoweringError(AccelError):
-    """An operator has no form on the target."""
+    """An operator has no lowering for the target."""
 
 
 class Miscompiled(PassError, LoweringError):
-    """A check found other numbers than the model's: a bug of accel, stopped before it did harm."""
+    """A numeric check failed: the program differs from the model. This is a bug in accel."""
 
 
 class ArtifactError(AccelError):
-    """A saved artifact is missing, damaged, newer than this version, or unsafe."""
+    """An artifact is missing, damaged, newer than this version, or unsafe."""
 
 
 class InputError(AccelError, ValueError):
-    """A prompt, token or sampling parameter is out of range."""
+    """A prompt, token or option is out of range."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """`kind 'name' does not exist; did you mean 'near'?`, or the list where nothing is near."""
+    """`kind 'name' does not exist; did you mean 'near'?`, or with the list of names if none is near."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     if near:

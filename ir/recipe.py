@@ -1,4 +1,4 @@
-"""Recipes: TOML <-> plain data. A table is an axis, `use` a method, the rest its options."""
+"""Recipes as TOML files: a table is an axis, `use` names the method, the other keys are its options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _HEADER = ("about", "papers")
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to do to a model: one method per axis. Names are looked up when the recipe is assembled."""
+    """One method per axis, with options. Names are resolved when the recipe is assembled.
+
+    Attributes: `name`; `tables` (axis -> table with `use` and options); `about`; `papers`.
+    """
 
     name: str = "recipe"
     about: str = ""
@@ -26,10 +29,10 @@ class Recipe:
 
     @staticmethod
     def load(spec: Any) -> Recipe:
-        """A recipe out of a name, a list of names (merged), a path, a dict, or a Recipe.
+        """Load a recipe from a name, a list of names (merged), a path to a TOML file, a dict, or a Recipe.
 
         Raises:
-            RecipeError: no such recipe, not a recipe, or two that set one axis.
+            RecipeError: the recipe does not exist or is invalid, or two recipes set the same axis.
         """
         if isinstance(spec, Recipe):
             return spec
@@ -52,7 +55,7 @@ class Recipe:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The form that an artifact keeps."""
+        """The JSON form, as stored in an artifact."""
         return {
             "name": self.name,
             "about": self.about,
@@ -62,7 +65,7 @@ class Recipe:
 
 
 def bundled() -> dict[str, Traversable]:
-    """Name -> file of every recipe that comes with accel, sorted by name."""
+    """Name -> file of every bundled recipe, sorted by name."""
     found: dict[str, Traversable] = {}
     todo = [files("accel.recipes")]
     while todo:
@@ -75,7 +78,7 @@ def bundled() -> dict[str, Traversable]:
 
 
 def merge(recipes: Sequence[Recipe]) -> Recipe:
-    """One recipe out of several; two that set one axis differently clash."""
+    """Merge recipes. Raises RecipeError if two set the same axis differently."""
     tables: dict[str, dict[str, Any]] = {}
     owner: dict[str, str] = {}
     for recipe in recipes:

@@ -212,7 +212,7 @@ WRONG = {
     "min_p": (["--prompt", "0", "--min-p", -0.1], ["min_p", "0"]),
     "seed": (["--prompt", "0", "--seed", -1], ["seed", "0 or more"]),
     "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_tokens", "1 or more"]),
-    "stop": (["--prompt", "0", "--stop", ""], ["stop", "not empty"]),
+    "stop": (["--prompt", "0", "--stop", ""], ["stop", "non-empty"]),
     "eos": (["--prompt", "0", "--eos", 999], ["stop_token_ids", "999", "0..100"]),
     "bytes": (["--prompt", b"a\xff".decode("utf-8", "surrogateescape")], ["UTF-8", "byte 1"]),
 }

@@ -1,4 +1,4 @@
-"""The options of a build, as one object that is checked when it is made."""
+"""The options of a build as one object, checked on creation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TARGETS = ("onnx", "eager", "triton")
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What `optimize` takes beside the model and the recipe; it says what each means. Raises RecipeError that names
-    the option, its value and the range.
+    """The options of `optimize` besides the model and the recipe; `optimize` documents them. Raises
+    RecipeError with the option, its value and the range.
     """
 
     target: str = "onnx"

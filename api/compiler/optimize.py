@@ -1,4 +1,4 @@
-"""optimize(model, recipe) -> CompiledModel: the whole way through, with a report of each step."""
+"""optimize(model, recipe) -> CompiledModel: capture, passes, lowering, checks, with a report of each step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Progress = Callable[[str, float], None]
 
 
 def pipeline(encoder: bool = False, own: Sequence[Pass] = ()) -> list[Pass]:
-    """The passes that every model goes through, in order, and a recipe's own among or after them."""
+    """The passes of every model, in order, with the recipe's own passes among or after them."""
     own = sorted(own, key=lambda step: step.rank)
     return [
         Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
@@ -135,32 +135,34 @@ def optimize(
     dump: str | Path | None = None,
     threads: int | None = None,
 ) -> CompiledModel:
-    """Compile a language model: a causal decoder, or a Hugging Face encoder-decoder.
+    """Compile a language model: a causal decoder, an encoder-decoder or a masked-diffusion model.
 
     Args:
         model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
             model directory, or a `torch.export.ExportedProgram` with symbolic B and T.
         recipe: a name, a list of names (merged), a path to a TOML file, a dict, or a `Recipe`.
-        target: "onnx" (an artifact run by ONNX Runtime), "triton" (kernels on a CUDA GPU, in this
-            process) or "eager" (every operator by its reference: slow, and the others' oracle).
-        tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path; a model
-            directory's own is found.
-        max_context: longest sequence; lowered to the model's own limit where that is shorter.
-        max_batch: rows of one session; a loop that searches makes several of each.
-        out: write the artifact here; by default it lives in a temporary folder until `close()`.
-        verify: check the logits after every pass and of the written graph. The captured program is
-            always checked against the module. Where the recipe stores weights in fewer bits, the
-            loss that this brings is measured too.
-        calibration: what weights are rounded by (int4-awq, int4-gptq) and their loss measured on: the
-            path of a text file, or token ids [n,T]. A fifth is kept for measuring. By default a text
-            that comes with accel; random tokens where the model has no tokenizer.
-        progress: called with (what is being done, share of the work done).
-        trust_remote_code: let a model directory run Python code of its own.
-        dump: a folder for the program's text before and after each pass.
-        threads: compute threads of the model that is returned, as of `accel.load`.
+        target: "onnx" (an artifact for ONNX Runtime), "triton" (Triton kernels on a CUDA GPU, in this
+            process) or "eager" (the PyTorch reference of every operator; slow).
+        tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path. Default: the
+            tokenizer in the model directory.
+        max_context: maximum sequence length in tokens; at most the model's own limit.
+        max_batch: maximum number of prompts per call; a search uses several rows per prompt.
+        out: folder for the artifact. Default: a temporary folder until `close()`.
+        verify: compare the logits after every pass and for the written graph, and measure the loss of
+            weight quantisation. The captured program is always compared with the module.
+        calibration: calibration text for weight quantisation (int4-awq, int4-gptq) and its loss: the
+            path of a text file, or token ids [n,T]. A fifth is held out for the loss. Default: the
+            bundled text; random tokens if the model has no tokenizer.
+        progress: called with (name of the step, fraction of the work done).
+        trust_remote_code: allow Python code from the model directory to run.
+        dump: folder for the program's text before and after each pass.
+        threads: compute threads of the returned model, as in `accel.load`.
+
+    Returns:
+        The compiled model. Close it, or use it in a `with` statement.
 
     Raises:
-        AccelError: with what is wrong, where, and what to do next. Nothing half-written stays.
+        AccelError: with the place, the reason and the next step. No partial output remains.
     """
     options = BuildOptions(
         target,

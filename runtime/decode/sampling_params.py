@@ -1,4 +1,4 @@
-"""How tokens are drawn and when a row ends, as one object with vLLM's names."""
+"""Sampling and stop options as one object, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ MAX_TOKENS = 64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Options of `generate` and `stream`. Raises InputError that names the option, its value and the range.
+    """Options of `generate` and `stream`. Raises InputError with the option, its value and the range.
 
     Args:
-        max_tokens: most new tokens of each prompt.
-        temperature: 0 is greedy, whatever the options of sampling are.
-        top_k, top_p, min_p: which tokens may be drawn; None: all.
-        repetition_penalty: above 1 discourages tokens that the prompt or the text holds.
-        seed: makes sampling repeatable; each prompt has a generator of its own from it.
-        stop: strings that end a row; they are cut from its text.
-        stop_token_ids: tokens that end a row, beside the model's own.
-        ignore_eos: go on past the model's own end tokens.
+        max_tokens: maximum number of new tokens per prompt.
+        temperature: sampling temperature; 0 is greedy decoding, whatever the other sampling options.
+        top_k: sample from the k most likely tokens; None: all.
+        top_p: sample from the most likely tokens with this total probability; None: all.
+        min_p: sample from tokens with at least this fraction of the highest probability; None: all.
+        repetition_penalty: above 1 penalises tokens of the prompt and the output.
+        seed: random seed for reproducible sampling; each prompt has its own generator from it.
+        stop: strings that end a row; they are not part of its text.
+        stop_token_ids: token ids that end a row, in addition to the model's own.
+        ignore_eos: do not stop at the model's own end tokens.
     """
 
     max_tokens: int = MAX_TOKENS
@@ -49,13 +51,13 @@ class SamplingParams:
 
     @property
     def sampler(self) -> Standard:
-        """What draws."""
+        """The sampler of these options."""
         return Standard(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         )
 
     def ends(self, facts: Facts) -> tuple[int, ...]:
-        """The tokens that end a row of this model. Raises InputError for one outside its vocabulary."""
+        """The token ids that end a row of this model. Raises InputError for an id outside its vocabulary."""
         more = as_ints(self.stop_token_ids, "stop_token_ids").reshape(-1)
         check_vocabulary(more, facts.vocab_size, "stop_token_ids")
         own = () if self.ignore_eos else tuple(facts.eos)
@@ -65,8 +67,7 @@ class SamplingParams:
 def sampling_params(
     given: SamplingParams | None, facts: Facts, max_new_tokens: int, eos: Any, **options: Any
 ) -> SamplingParams:
-    """The object that a caller gave, or one made of the keyword arguments that stand for it. Raises InputError where
-    both say something.
+    """`given`, or an object made from the keyword arguments. Raises InputError if both are set.
 
     `eos` replaces the model's own end tokens: an id, a list, or [] for none; None: the model's own.
     """

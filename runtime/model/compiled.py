@@ -1,4 +1,4 @@
-"""A model that is ready to run: generate, stream, logits, sessions, save."""
+"""A compiled model: generate, stream, logits, sessions, save."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ __all__ = ["CompiledModel", "Output", "Stream", "load"]
 
 
 class CompiledModel:
-    """What `accel.optimize` and `accel.load` give. Threads may share it; each session belongs to
-    one thread.
+    """A compiled model, as `accel.optimize` and `accel.load` return it.
+
+    It may be used from several threads. Each session must be used by one thread at a time.
     """
 
     def __init__(
@@ -93,17 +94,28 @@ class CompiledModel:
         stop: str | list[str] | None = None,
         eos: Any = None,
     ) -> Output:
-        """Continue prompts: text, token ids [n], or a list of either; each gets the tokens that it
-        would get alone.
+        """Continue prompts. Each prompt gets the tokens that it would get alone.
 
-        At most `max_new_tokens` (1 or more) each; fewer where a row reaches an `eos` token (None:
-        the model's own, []: none; it is kept in the tokens), a `stop` string (cut from the text) or
-        the end of the context. temperature 0 is greedy. `seed` makes sampling repeatable.
-        `sampling_params` takes the place of all these keywords. Raises InputError.
+        Args:
+            prompts: text, token ids [n], or a list of either. For an encoder-decoder model: the start
+                of the decoder's output, after the model's start tokens if it is text (default: the
+                start tokens alone).
+            max_new_tokens: maximum number of new tokens per prompt, at least 1. A row also ends at
+                an `eos` token, a `stop` string or the end of the context.
+            encoder_input: for an encoder-decoder model, one per prompt: text, token ids [n], features,
+                or a list of those.
+            sampling_params: all options below as one object; do not combine it with them.
+            temperature: sampling temperature; 0 is greedy decoding.
+            top_k: sample from the k most likely tokens (None: all).
+            top_p: sample from the most likely tokens with this total probability (None: all).
+            min_p: sample from tokens with at least this fraction of the highest probability (None: all).
+            repetition_penalty: above 1 penalises tokens that already occurred.
+            seed: random seed; sampling is reproducible with it.
+            stop: strings that end a row; they are not part of the text.
+            eos: token ids that end a row and stay in its tokens. None: the model's own; []: none.
 
-        An encoder-decoder model takes `encoder_input`, one per prompt: text, token ids, features, or
-        a list of those. Its prompts are what the decoder starts from, by default the model's own
-        start tokens; they also come before a text prompt.
+        Raises:
+            InputError: a prompt or an option is out of range.
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -138,11 +150,10 @@ class CompiledModel:
         stop: str | list[str] | None = None,
         eos: Any = None,
     ) -> Stream:
-        """Like `generate` for one prompt, as it comes: pieces of text for a text prompt, else token
-        ids.
+        """Like `generate`, for one prompt: iterate over pieces of text (text prompt) or token ids.
 
-        Ending the iteration early, or `close()`, frees the session. `stats` holds the figures so
-        far.
+        The session is freed when the iteration ends or by `close()`. `stats` holds the statistics so
+        far. Raises InputError.
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -160,8 +171,10 @@ class CompiledModel:
         return Stream(pieces(tokens, script if text else None), meter, row)
 
     def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
-        """Logits after each of tokens [B,T], float32 [B,T,V], from an empty cache. Any B. Raises
-        InputError. An encoder-decoder model takes an `encoder_input` per row, as `generate` does.
+        """Logits float32 [B,T,V] after each of tokens [B,T], from an empty cache.
+
+        B may exceed `max_batch`. An encoder-decoder model needs an `encoder_input` per row, as in
+        `generate`. Raises InputError.
         """
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
@@ -178,7 +191,10 @@ class CompiledModel:
         return out[0] if len(out) == 1 else np.concatenate(out)
 
     def session(self, batch: int = 1) -> Session:
-        """An empty session of `batch` rows, at most max_batch. Close it, or use it in a `with`."""
+        """An empty session of `batch` rows, at most `max_batch`. Close it or use it in a `with` statement.
+
+        Raises InputError.
+        """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
         if isinstance(batch, int) and batch > self.facts.max_batch:
@@ -223,21 +239,22 @@ class CompiledModel:
 
     @property
     def pool(self) -> dict[str, int] | None:
-        """Blocks of tokens that the model's sessions share (`Pool.stats`); None: they share none."""
+        """Statistics of the KV block pool that the model's sessions share; None without prefix caching."""
         return next((one.shared() for one in self._observers if one.shared is not None), None)
 
     @property
     def tuning(self) -> Tuning | None:
-        """The variant of the step that is used, and why, with what each costs here; measured when
-        first asked for, under two seconds. None where there is no artifact.
+        """The selected kernel variant, the reason, and its measured costs on this machine. Measured on first
+        use, in under two seconds. None for a model without an artifact.
         """
         return self._backend.tuning if isinstance(self._backend, OrtBackend) else None
 
     @property
     def costs(self) -> Costs:
-        """What a call of 1..32 tokens costs here; measured when first asked for (or when a model that drafts
-        first generates), in a few seconds at most, by the first loads on a machine, and remembered. Raises InputError
-        where the model is closed.
+        """The cost of a call of 1..32 tokens on this machine.
+
+        Measured on first use (or by the first `generate` of a model that drafts) in a few seconds, on the first
+        loads on a machine, then cached. Raises InputError if the model is closed.
         """
         if self._costs is None:
             if self._backend is None:
@@ -266,7 +283,7 @@ class CompiledModel:
         return known(self._cost_key)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the artifact to a folder, whole or not at all. Raises ArtifactError."""
+        """Write the artifact to a folder, atomically. Raises ArtifactError."""
         if self.artifact is None:
             raise ArtifactError(
                 "this model has no artifact to save; build it with accel.optimize(…, target='onnx')"
@@ -336,12 +353,16 @@ class CompiledModel:
 def load(
     path: str | os.PathLike[str], *, threads: int | None = None, kernels: str = AUTO
 ) -> CompiledModel:
-    """Open an artifact after checking it. Imports neither torch nor transformers. Raises
-    ArtifactError.
+    """Open an artifact. Its files are checked first. Imports neither torch nor transformers.
 
-    `threads`: compute threads of one call; by default `OMP_NUM_THREADS`, or the physical cores that it may use.
-    `kernels`: a variant of the step (`accel-compile inspect` lists them), or "auto": the fastest
-    on this machine, measured at first use in under two seconds and then remembered.
+    Args:
+        path: the artifact's folder.
+        threads: compute threads per call. Default: `OMP_NUM_THREADS`, or the number of physical cores.
+        kernels: a kernel variant (`accel-compile inspect` lists them), or "auto": the fastest on this
+            machine, measured on first use in under two seconds and then cached.
+
+    Raises:
+        ArtifactError: the artifact is missing, damaged, newer than this version, or unsafe.
     """
     if threads is not None:
         as_count(threads, "threads", 1)
@@ -359,10 +380,10 @@ def from_artifact(
     in_turns: bool = False,
     plain: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that was checked or just written; `in_turns`: as of `OrtBackend`; `plain`: it decodes
-    one token per call, whatever its recipe says of that. Raises ArtifactError.
+    """A model over an artifact that is already checked. `in_turns`: as in `OrtBackend`; `plain`: decode one token per
+    call, whatever the recipe. Raises ArtifactError.
 
-    A small draft model gets one thread, so that those of the target need not rest while it computes.
+    A small draft model gets one thread, so that the target's threads need not stop while it computes.
     """
     if artifact.manifest.target != "onnx":
         raise ArtifactError(

@@ -1,4 +1,4 @@
-"""What generation gives: tokens, text, figures, and the stream of a single prompt."""
+"""The result of generation: tokens, text, statistics, and the stream of one prompt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,25 @@ from accel.runtime.session.session import Session
 
 @dataclass(frozen=True)
 class Output:
-    """tokens: the new ones of each prompt; text: theirs, None without a tokenizer; stats: see
-    `Meter.stats`.
+    """The result of `generate`.
+
+    Attributes:
+        tokens: the new token ids of each prompt.
+        text: the new text of each prompt; None without a tokenizer.
+        stats: a dict of statistics:
+
+            - `calls`: graph calls; `tokens`: new tokens; `tokens_per_call`; `prompt_tokens`;
+            - `reused`: prompt tokens that a prefix cache provided;
+            - `prefill_seconds`, `decode_seconds`; `tokens_per_second`: in decoding, without the first
+              token of each group;
+            - `kv_bytes`: state of the largest group, in bytes; `peak_memory`: of the process, in bytes;
+            - `kernels`: the kernel variant; `costs`: cost of a call of T tokens relative to one
+              token, None if not measured on this machine;
+            - `speculation`: None if the loop does not draft; else `drafted` and `accepted` tokens,
+              `rounds` (rows with a draft), `fallback` (plain steps because drafting was slower),
+              `by_place` (tested and accepted tokens by position in the draft), and `seconds` of
+              `draft`, `verify` and `host`;
+            - `finish`: the reason why each row ended.
     """
 
     tokens: list[list[int]]
@@ -29,7 +46,7 @@ class Output:
 
 
 class Transcript:
-    """The text of one row as its tokens come, cut at the first stop string."""
+    """The text of one row, decoded incrementally, cut at the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...]):
         self._tokenizer = tokenizer
@@ -61,13 +78,13 @@ class Transcript:
         return other
 
     def take(self) -> str:
-        """The text that became certain since the last call."""
+        """The text that became final since the last call."""
         fresh = "".join(self._pieces[self._taken :])
         self._taken = len(self._pieces)
         return fresh
 
     def finish(self) -> str:
-        """The rest, now that no more tokens come; what `take` has not given yet."""
+        """The remaining text at the end of a row."""
         if not self._finished and self._stream is not None:
             self._finished = True
             piece = self._stream.finish()
@@ -101,8 +118,8 @@ class Meter:
     def watch(
         self, tokens: Iterator[tuple[int, int]], session: Session, rows: list[Row]
     ) -> Iterator[tuple[int, int]]:
-        """Pass a loop's tokens on; time until the prompts of its rows have run is prefill, the rest decode, the
-        consumer's own is neither.
+        """Pass on a loop's tokens and measure time. Prefill lasts until the prompts of the rows have run;
+        the rest is decode. The consumer's own time is excluded.
         """
         first, before, reused = True, self.calls, self.reused
         while True:
@@ -123,16 +140,7 @@ class Meter:
             yield pair
 
     def stats(self, rows: list[Row]) -> dict[str, Any]:
-        """calls: of the graph; tokens: new ones; reused: tokens of prompts that had been run before;
-        tokens_per_call: of the two; tokens_per_second: while decoding, without each group's first
-        token; kv_bytes: largest state of a group; peak_memory: of the process, bytes; kernels: the
-        variant of the step; costs: c(T)/c(1) of a call of T tokens, None where `CompiledModel.costs`
-        was never asked for on this machine; speculation: tokens drafted, those of them accepted, rounds of a
-        row with a draft, steps of a row without one because drafts did not pay (fallback), for each place of a
-        draft how many tokens were tested there and how many of them stood (by_place), and the seconds that went
-        into drafts, into calls and into the rest (draft, verify, host), None where the loop drafts none; finish:
-        why each row ended.
-        """
+        """The statistics so far: the keys of `Output.stats`."""
         tokens = sum(len(row.tokens) for row in rows)
         return {
             "calls": self.calls,
@@ -177,8 +185,8 @@ def speculation(rows: list[Row]) -> dict[str, Any] | None:
 
 
 class Stream:
-    """Iterates over the pieces of one prompt's continuation; `stats` at any time, `close()` to end
-    early.
+    """Iterator over the text pieces or token ids of one prompt. `stats` is available at any time; `close()`
+    ends it early.
     """
 
     def __init__(self, pieces: Iterator[Any], meter: Meter, row: Row):
@@ -194,16 +202,16 @@ class Stream:
 
     @property
     def tokens(self) -> list[int]:
-        """The new tokens so far; of a loop that drafts, all that stand, a few more than were given."""
+        """The new tokens so far. With drafting these can be a few more than were yielded."""
         return list(self._row.tokens)
 
     @property
     def stats(self) -> dict[str, Any]:
-        """The figures so far, as in `Output.stats`."""
+        """The statistics so far, as in `Output.stats`."""
         return self._meter.stats([self._row])
 
     def close(self) -> None:
-        """End it and free the session."""
+        """End the generation and free the session."""
         if isinstance(self._pieces, Generator):
             self._pieces.close()
 
@@ -226,7 +234,7 @@ def pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:
 
 
 def peak_memory() -> int:
-    """Most memory that this process has held, in bytes; 0 where the system does not say."""
+    """Peak memory of this process in bytes; 0 if the system does not report it."""
     try:
         import resource
     except ImportError:  # Windows

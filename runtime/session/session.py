@@ -1,4 +1,4 @@
-"""One conversation per row: a cache, how many tokens each row holds, and calls that add to them."""
+"""A session: a KV cache of B rows, the number of tokens in each, and the calls that append to them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Observer = TypeVar("Observer", bound=SessionObserver)
 
 
 class Session:
-    """A cache of B rows. `run` appends tokens, `rewind` forgets them, `fork` copies the whole.
+    """A KV cache of B rows. `run` appends tokens, `rewind` removes the newest ones, `fork` copies the session.
 
-    What a recipe makes of the cache, observers of the session know (`runtime/session/observers`), and `capabilities`
-    says what follows for a caller: whether rewinding is free, how far back it goes, how wide a call may be.
-    A session of an encoder-decoder model begins with `encode`.
+    Observers of the session (`runtime/session/observers`) implement what a recipe does to the cache.
+    `capabilities` tells, before anything runs, whether rewind is free, how far back it goes and how wide a
+    call may be. A session of an encoder-decoder model starts with `encode`.
 
-    One thread at a time may use a session; different sessions of one model may run in different
+    A session must be used by one thread at a time. Different sessions of one model may run in different
     threads.
     """
 
@@ -47,33 +47,33 @@ class Session:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows, B."""
         return self._core.batch
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that there are."""
+        """Size of the vocabulary, V."""
         return self._core.vocab_size
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a row."""
+        """Maximum number of tokens per row."""
         return self._core.max_context
 
     @property
     def length(self) -> int | list[int]:
-        """Tokens held: an int where all rows agree, else one per row."""
+        """Number of tokens held: an int if all rows are equal, else one per row."""
         lengths: list[int] = self._core.lengths.tolist()
         return lengths[0] if len(set(lengths)) == 1 else lengths
 
     @property
     def lengths(self) -> Ints:
-        """Tokens held by each row, [B]; a copy."""
+        """Number of tokens of each row [B] int64 (a copy)."""
         return self._core.lengths.copy()
 
     @property
     def capabilities(self) -> Capabilities:
-        """What can be relied on before anything runs."""
+        """The capabilities of this session, fixed before anything runs."""
         backend = self._core.backend
         found = Capabilities(width=backend.alike, trees=backend.trees)
         for one in self._core.observers:
@@ -82,7 +82,7 @@ class Session:
 
     @property
     def held_from(self) -> Ints:
-        """The position of each row [B] up to which it can be rewound; 0 where nothing was dropped."""
+        """The lowest length [B] that each row can be rewound to, besides 0; 0 if nothing was evicted."""
         found = np.zeros_like(self._core.lengths)
         for one in self._core.observers:
             found = np.maximum(found, one.held_from)
@@ -90,8 +90,8 @@ class Session:
 
     @property
     def stats(self) -> dict[str, float]:
-        """calls: graph calls; tokens: real ones run; reused: those that others had run; seconds in the
-        graph; kv_bytes: state buffers now, without blocks that sessions share.
+        """`calls`: graph calls; `tokens`: tokens run, without padding; `reused`: tokens from a prefix cache;
+        `seconds` in the graph; `kv_bytes`: size of the state buffers, without shared blocks.
         """
         core = self._core
         found: dict[str, float] = {
@@ -107,18 +107,18 @@ class Session:
 
     @property
     def kv_most(self) -> int:
-        """Most bytes of state buffers: now, or when rows were let go (`select`)."""
+        """Peak size of the state buffers, in bytes."""
         return self._core.kv_most
 
     def observer(self, kind: type[Observer]) -> Observer | None:
-        """The observer of a class; None where the session does without."""
+        """The observer of a class; None if the session has none."""
         return next((one for one in self._core.observers if isinstance(one, kind)), None)
 
     def encode(self, inputs: Any, lengths: Any = None) -> None:
-        """Give the encoder its input, once for all steps: token ids [B,X] or features [B, ...].
+        """Run the encoder on its input: token ids [B,X] or features [B, ...]. All later steps use the result.
 
-        `lengths` [B], each 1..X: how many of a row's token ids are real; the rest, on the right, is
-        padding. Tokens that the session held are forgotten. Raises InputError.
+        `lengths` [B], each 1..X: the number of valid token ids per row; the rest, on the right, is padding. The
+        session is emptied. Raises InputError.
         """
         core = self._open()
         if not any([one.encode(core, inputs, lengths) for one in core.observers]):
@@ -136,26 +136,32 @@ class Session:
     ) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
 
-        `lengths` [B], each 0..T: how many of a row's tokens are real; the rest, on the right, is
-        padding, may hold anything, leaves no trace, and has logits 0. `last_only` gives [B,1,V]:
-        the logits of each row's last real token, the others not computed. Long calls are cut into
-        graph calls of at most CHUNK tokens. Raises InputError; a call that fails leaves the session
-        as it was, or closes it where that cannot be: tokens of the call were compressed or counted.
+        A call of more than 512 tokens is split into several graph calls.
 
-        Of a model built with a depth method: `run_layers` [L] bools say which layers run (default:
-        all for a prompt, the recipe's for single tokens after it), and `threshold` from which
-        confidence on an exit is taken (default: none in a prompt, then the recipe's).
+        Args:
+            tokens: token ids [B,T].
+            lengths: number of valid tokens per row [B], each 0..T (default: T). The rest, on the right, is
+                padding: any ids, with logits 0 and no effect.
+            last_only: return only the logits of each row's last valid token, [B,1,V].
+            run_layers: bools [L], the layers to run; for a model with a depth method. Default: all layers
+                for a prompt, the recipe's for single tokens after it.
+            threshold: confidence for early exit; for a model with exits. Default: no exit in a prompt,
+                then the recipe's.
+
+        Raises:
+            InputError: the call is invalid. The session is unchanged, or closed if tokens of a failed
+                call were already evicted or counted.
         """
         return self._open().run(tokens, lengths, last_only, run_layers, threshold)
 
     def prompt(self, tokens: Any, lengths: Any = None) -> Logits:
-        """Append whole prompts [B,T], `lengths` [B] of them real, and return float32 [B,1,V]: the logits
-        after each row's last token. What the recipe does to prompts is done, and `end_prompt`.
+        """Append whole prompts [B,T] and return the logits after each row's last token, float32 [B,1,V].
 
-        Tokens are taken from the prompts of an empty session only; later ones are seen whole. Where a
-        recipe filters them, what is left, at positions from 0 on, is what the session holds (`lengths`),
-        counts towards max_context and can be rewound. Where deeper layers drop some, the session holds
-        them all, and goes back to the prompt's end or to 0. Raises InputError, as `run`.
+        Applies the recipe's prompt methods, then `end_prompt`. `lengths` [B]: valid tokens per row, as in `run`.
+
+        Prompts are pruned only in an empty session. With `gemfilter` the session then holds the kept tokens, at
+        positions from 0 on; these count towards max_context and can be rewound. With `promptdistill` it holds
+        all tokens, and can be rewound to the end of the prompt or to 0. Raises InputError, as `run`.
         """
         core = self._open()
         if empty := not core.lengths.any():
@@ -173,20 +179,28 @@ class Session:
         return logits
 
     def end_prompt(self) -> None:
-        """Say that a prompt is whole: what the recipe does then, as dropping tokens, is done now.
+        """Mark the end of a prompt, after `run`. The recipe's eviction after a prompt happens here.
 
-        Where that fails the session stays as it was.
+        If it fails, the session is unchanged.
         """
         self._open().end_prompt()
 
     def guess(self, tokens: Any, tree: Any, lengths: Any = None, columns: Any = None) -> Logits:
-        """Run a tree of guesses, tokens [B,T] behind what each row holds, and return the logits after each, float32
-        [B,T,V]. `tree` [B,T,T] bools: which tokens of the call each one sees, itself and its ancestors. `columns`
-        [B,N]: after which of them logits are wanted, [B,N,V]; others are not computed.
+        """Run a draft tree, tokens [B,T] after the tokens of each row, and return the logits after each,
+        float32 [B,T,V].
 
-        Nothing of it is held until `keep` says which path stands; any other call drops it. `lengths` as in `run`.
-        One graph call, so T is at most `CHUNK` and `capabilities.width`. Raises InputError, and where the model was
-        built without trees (`capabilities.trees`).
+        Nothing is committed until `keep`; any other call discards the tree. It is one graph call, so T is at most
+        512 and `capabilities.width`.
+
+        Args:
+            tokens: token ids [B,T] of the tree, parents before children.
+            tree: bools [B,T,T]: for each token the tokens of the call that it attends to, itself and its
+                ancestors.
+            lengths: valid tokens per row [B], as in `run`.
+            columns: [B,N], the tokens whose logits are returned as [B,N,V]; the others are not computed.
+
+        Raises:
+            InputError: the call is invalid, or the model was built without trees (`capabilities.trees`).
         """
         self._open()
         if not self.capabilities.trees:
@@ -196,19 +210,19 @@ class Session:
         return self._guesses.run(tokens, tree, lengths, columns)
 
     def keep(self, paths: Any) -> None:
-        """Hold of the last `guess`, for each row, the tokens in these columns [n]: a path from the root on, or none.
+        """Commit one path of the last `guess` per row: the columns [n] of its tokens from the root on, or none.
 
-        Raises InputError, and then nothing has changed.
+        Raises InputError; then the session is unchanged.
         """
         self._guesses.keep(paths)
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
-        """Replace the tokens from `start` up to `stop` of a row by `tokens` [n], and return the logits [B,1,V]
-        after the row's last token (0 for other rows). Of a model built with `kv.reuse = pie`.
+        """Replace the tokens `start` .. `stop` - 1 of a row by `tokens` [n], and return the logits [B,1,V]
+        after the row's last token (0 for other rows). Needs a model built with `kv.reuse = pie`.
 
-        The new tokens see what comes before them. Tokens behind them keep their values, and their keys
-        are rotated to where they now are; only the last one is run again. So an edit at the end is exact, and
-        others are close. Raises InputError; an edit that fails leaves the session as it was.
+        The new tokens attend to the tokens before them. Tokens after them keep their values, and their keys are
+        rotated to the new positions; only the last token is recomputed. So an edit at the end is exact, other edits
+        are approximate ("Let the Code LLM Edit Itself"). Raises InputError; if an edit fails, the session is unchanged.
         """
         core = self._open()
         for one in core.observers:
@@ -219,13 +233,13 @@ class Session:
         )
 
     def write(self, tokens: Any, start: Any, lengths: Any = None, rows: Any = None) -> Logits:
-        """Let each row hold tokens [B,T] from position `start` on, an int or [B], and return the logits [B,N,V] of
-        columns `rows` [B,N], by default of all. What a row holds before and behind them stays, as it was. Of a model
-        that fills masks.
+        """Overwrite or append tokens [B,T] from position `start` on, and return the logits [B,N,V] of
+        columns `rows` [B,N]
+        (default: all). Needs a masked-diffusion model. Other tokens of the row keep their keys and values.
 
-        `lengths` [B], each 0..T: how many are real; the rest, on the right, is padding, and may stand only where
-        a row then ends. `start` is at most what the row holds. Raises InputError; after a call that fails
-        for another reason the tokens from `start` on are to be written again.
+        `start`: an int or [B], at most the row's length. `lengths` [B], each 0..T: valid tokens; the rest, on the
+        right, is padding, which is allowed only at the end of a row. Raises InputError; after any other
+        error the tokens from `start` on must be written again.
         """
         core = self._open()
         for one in core.observers:
@@ -237,26 +251,28 @@ class Session:
         )
 
     def rewind(self, length: Any) -> None:
-        """Forget every token from `length` on: an int, or one per row [B]. Forward is an
-        InputError.
+        """Remove all tokens from `length` on: an int, or one per row [B].
+
+        Raises InputError for a length above the current one or below `held_from`.
         """
         core = self._open()
         core.rewind(rewind_target(length, core.lengths))
 
     def select(self, rows: Any) -> None:
-        """Let row i go on as what row rows[i] was: `rows` [n], any number of them, each any row or several times
-        the same. Of what rows that began as copies of one still share, nothing is copied. Raises InputError.
+        """Reorder, repeat or drop rows: row i continues from row rows[i]. `rows` [n], any number of rows.
+
+        Data that copies of a row still share is not copied. Raises InputError.
         """
         self._open().select(rows)
 
     def fork(self) -> Self:
-        """An independent session that holds the same tokens; its stats start at 0."""
+        """Return an independent session with the same tokens; its stats start at 0."""
         other = type(self).__new__(type(self))
         other._parts(self._open().fork())
         return other
 
     def close(self) -> None:
-        """Free the cache. Closing twice is harmless."""
+        """Free the cache. Closing again has no effect."""
         self._core.close()
 
     def __enter__(self) -> Session:

@@ -1,6 +1,6 @@
-"""smoke(model): a small clone of an architecture through every recipe on every target, in seconds each.
+"""smoke(model): build a small clone of an architecture with every recipe and target, in seconds each.
 
-It is the first thing to run on a new architecture: it needs a configuration and no weights.
+Run it first on a new architecture: it needs a configuration, but no weights.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ PARTS = ("ir", "passes", "lowering", "runtime", "compiler")  # where a crash is 
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of one recipe on one target.
+    """The result of one recipe on one target.
 
-    status: "right" (as exact as the recipe promises: the module's logits but for rounding),
-    "approximate" (within the error that a lossy recipe declares), "refused" (accel said that it
-    cannot), "wrong" or "crashed". error: largest difference of a logit from the module's, relative
-    to the largest logit (at least 1); None where nothing was run. where: the part that was worst,
-    or the line that crashed. reason: of a refusal, a crash or a wrong result.
+    Attributes:
+        status: "right" (equal to the module's logits up to rounding), "approximate" (within the
+            declared error of a lossy recipe), "refused", "wrong" or "crashed".
+        error: largest difference of a logit from the module's, relative to the largest logit (at
+            least 1); None if nothing ran.
+        where: the call with the largest error, or the line of a crash.
+        reason: of a refusal, a crash or a wrong result.
     """
 
     recipe: str
@@ -70,7 +72,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Smoke:
-    """All cells, and what was run."""
+    """The results of all recipes and targets."""
 
     model: str
     layers: int
@@ -81,11 +83,11 @@ class Smoke:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was wrong and nothing crashed; a refusal is an answer."""
+        """True if nothing was wrong and nothing crashed; a refusal is not a failure."""
         return not any(c.status in ("wrong", "crashed") for c in self.cells)
 
     def to_json(self) -> dict[str, Any]:
-        """The form that `--json` prints."""
+        """The JSON form, as printed by `--json`."""
         return {**asdict(self), "ok": self.ok}
 
 
@@ -97,19 +99,19 @@ def smoke(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Smoke:
-    """Run a small clone of a model with random weights through recipes on targets.
+    """Build a small clone of a model with random weights, with recipes and targets, and compare it with PyTorch.
 
     Args:
         model: a directory with a config.json (weights are not read), a config.json, a transformers
-            configuration, model or model type, `package.module:callable` of a callable that returns
-            an `nn.Module`, or such a module, which is taken as it is.
-        recipes: as `optimize` takes them; every recipe that comes with accel where None.
-        targets: "onnx", "eager", "triton"; the first two where None.
-        trust_remote_code: let a model directory run Python code of its own.
-        progress: called with (what is being done, share of the work done).
+            configuration, model or model type, `package.module:callable` that returns an
+            `nn.Module`, or such a module, which is used unchanged.
+        recipes: as for `optimize`. Default: every bundled recipe.
+        targets: of "onnx", "eager" and "triton". Default: the first two.
+        trust_remote_code: allow Python code from the model directory to run.
+        progress: called with (name of the step, fraction of the work done).
 
     Raises:
-        AccelError: no such model, recipe or target, or no small model can be made of it.
+        AccelError: the model, recipe or target does not exist, or no small model can be built.
     """
     start = time.perf_counter()
     report = progress or (lambda *_: None)

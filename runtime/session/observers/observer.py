@@ -14,12 +14,14 @@ from accel.runtime.inputs.ints import Ints
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a loop may rely on before anything runs: of calls of one graph call each, after a prompt (`end_prompt`).
+    """What a loop may rely on before anything runs, for calls of one graph call each, after a prompt (`end_prompt`).
 
-    free_rewind: whether a rewind costs nothing; else the next call first runs some tokens again. back: how
-    many of the newest tokens since the prompt can at least be taken back; None: all. width: most tokens of
-    a call whose rows of logits are those of as many calls of one, up to rounding; None: any number. trees:
-    whether a call may be a tree of guesses (`Session.guess`).
+    Attributes:
+        free_rewind: a rewind costs nothing; if False, the next call first recomputes some tokens.
+        back: number of newest tokens since the prompt that can always be rewound; None: all.
+        width: most tokens per call whose logits equal those of single-token calls, up to rounding; None:
+            any number.
+        trees: a call may be a draft tree (`Session.guess`).
     """
 
     free_rewind: bool = True
