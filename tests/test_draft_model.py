@@ -148,7 +148,7 @@ def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
     recipe["draft"]["path"] = str(small)
     with pytest.raises(
         RecipeError,
-        match="built for batches of up to 3, and the model for 4; build it with max_batch",
+        match="built for batches of up to 3, but the model for 4; build it with max_batch",
     ):
         accel.optimize(
             modules[0], recipe, target="eager", verify=False, max_context=96, max_batch=4
@@ -245,7 +245,7 @@ def test_an_exit_that_is_none_is_refused(built):
     for layers in (count, count + 4):
         model._methods["draft"], kept = LayerSkip(layers), model._methods["draft"]
         with pytest.raises(
-            InputError, match=f"exit = {layers}, and the model has {count} layers; give 1 to"
+            InputError, match=f"exit = {layers}, but the model has {count} layers; give 1 to"
         ):
             model.generate([5, 6], 9)
         model._methods["draft"] = kept

@@ -200,7 +200,7 @@ def test_a_large_model_is_counted_from_a_sketch(tmp_path, monkeypatch):
     assert e.weights_base.total == pytest.approx(
         want, rel=2e-3
     )  # norms are counted with the products
-    assert any("sketch of 2 of its 12 layers" in note for note in e.notes)
+    assert any("estimated from 2 of its 12 layers" in note for note in e.notes)
 
 
 def test_pictures_mark_what_is_new(captured):

@@ -246,7 +246,7 @@ def test_only_what_guesses_takes_trees():
 
 def test_calls_wider_than_a_session_allows_are_refused():
     session = SimpleNamespace(capabilities=Capabilities(width=32))
-    with pytest.raises(InputError, match="lookahead: window = 12, ngram = 4 .* up to 32 give"):
+    with pytest.raises(InputError, match="lookahead: window = 12, ngram = 4 .* only up to 32"):
         next(Lookahead(12, 4).tokens(session, rows_of(texts()), DecodeContext()))
 
 

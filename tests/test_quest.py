@@ -200,7 +200,7 @@ def test_equal_bits_are_refused():
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("bloom", {}, "a bias by position"),
+        ("bloom", {}, "does not include a position bias"),
         ("llama", {"dense_layers": 9}, "dense_layers is 9"),
     ],
 )

@@ -280,7 +280,7 @@ def test_a_reference_to_a_callable(tmp_path, monkeypatch):
     assert isinstance(source.model, models.PlainSdpa) and sys.path == before
     for name, words in {
         "own_net:mak": "did you mean 'make'",
-        "own_net:number": "gives a int, not an nn.Module",
+        "own_net:number": "returned a int, not an nn.Module",
         "no_such_net:make": "importing no_such_net failed: ModuleNotFoundError",
     }.items():
         with pytest.raises(CaptureError, match=words):

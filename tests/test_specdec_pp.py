@@ -257,7 +257,7 @@ def test_a_head_of_other_models_is_refused(written):
         told = f"was trained for {words}; train it: python tools/train/train.py specdec-pp"
         with pytest.raises(InputError, match=told):
             method.fit(wrong)
-    with pytest.raises(InputError, match="what comes with accel was trained for another model"):
+    with pytest.raises(InputError, match="the bundled file was trained for another model"):
         SpecdecPp().fit(Model(0, Model(1)))
 
 
@@ -269,11 +269,11 @@ def test_files_that_hold_no_head_are_refused(written, tmp_path):
         (written("other", method="trim-kv"), "holds 'trim-kv'"),
         (
             written("small", {"0.block1": np.zeros((3, 3), np.float32)}),
-            r"block1 of size \[3, 3\], where \[8, 8\]",
+            r"block1 of size \[3, 3\], but \[8, 8\]",
         ),
         (
             written("less", {"0.first": np.zeros((2, 8), np.float32)}),
-            r"first of size \[2, 8\], where \[18, 8\]",
+            r"first of size \[2, 8\], but \[18, 8\]",
         ),
     ]:
         with pytest.raises(

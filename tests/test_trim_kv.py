@@ -205,7 +205,7 @@ def test_what_was_not_trained_for_this_is_refused(stateful, gates, tmp_path):
     (tmp_path / "other.safetensors").write_bytes(b"no file of tensors")
     refused("not a complete safetensors file")
     with pytest.raises(
-        PassError, match="what comes with accel was trained for another model|does not exist"
+        PassError, match="the bundled file was trained for another model|does not exist"
     ):
         evicting(stateful("llama"), {**tables(""), "kv.score": {"use": "trim-kv"}})
 
