@@ -1,9 +1,8 @@
-"""depth: how many of the layers a call runs, and what becomes of the keys that the others would have made.
+"""depth: which layers a call runs, and how the cache of skipped layers is handled.
 
-A layer that is left out passes the residual stream through. Its cache has two kinds (the option
-`cache`): `nested`, where it writes nothing, and whoever runs the graph keeps the layer off until the
-tokens that it missed are forgotten (`runtime.depth`); and `propagate`, where it makes its keys and values
-from what passes through, so that any call may run any layers.
+A skipped layer passes the residual stream through. Its cache has two modes (the option `cache`): `nested`: the layer
+writes nothing, and the session keeps it off until the tokens that it missed are rewound (`runtime.depth`);
+`propagate`: it computes keys and values from the residual stream, so any call may run any layers.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from accel.passes.state.layers import Layers
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """A method is a pass over the layers: it takes them out, or puts each under a condition
-    (`_joint.conditions`) and says in `program.facts.depth` which of them a call runs by default.
+    """A pass over the layers: it deletes layers, or makes each conditional (`_joint.conditions`) and sets in
+    `program.facts.depth` the layers that a call runs by default.
     """
 
     after = (Layers, Residual)

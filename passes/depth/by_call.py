@@ -1,4 +1,4 @@
-"""Depth as an input: a call says which layers it runs (`run_layers`), and all of them do where it says nothing."""
+"""Layers as an input: a call selects the layers that it runs (`run_layers`); the default is all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.passes.depth._joint import conditions
 
 @dataclass(frozen=True)
 class ByCall(Base):
-    """For drafts of fewer layers, as `draft = layerskip`. A layer that is left out for a token stays off until that
+    """For drafts of fewer layers, such as `draft = layerskip`. A layer that is skipped for a token stays off until that
     token is rewound.
     """
 

@@ -1,4 +1,6 @@
-"""CALM (arXiv:2207.07061): a token goes no deeper once the model is sure of the next one."""
+"""CALM (arXiv:2207.07061): early exit; a token skips the remaining layers when the model is confident of the
+next token.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,13 @@ _NEVER = 2.0  # above any difference of two probabilities
 
 @dataclass(frozen=True)
 class Calm(Base):
-    """After every `every`-th layer from the `first` on (0: the middle one) the head is read, and where the
-    two likeliest tokens lie `threshold` apart for every row of the call, the layers above only make
-    their keys and values, from what left the last one.
+    """After every `every`-th layer from `first` on (0: the middle layer) the LM head is applied. If the
+    probabilities of
+    the two most likely tokens differ by at least `threshold` for every row of the call, the layers above only compute
+    their keys and values, from the output of the exit layer.
 
-    A session decodes so, token by token; a prompt goes through all layers. The head is computed once
-    more at each of these layers.
+    This applies in decoding, token by token; a prompt runs all layers. The head is computed once more at each of
+    these layers.
     """
 
     threshold: float = 0.9

@@ -1,4 +1,4 @@
-"""ShortGPT (arXiv:2403.03853): the layers that turn the residual stream least are deleted."""
+"""ShortGPT (arXiv:2403.03853): delete the layers with the lowest block influence."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from accel.passes.weights._calibrated import calibration_of
 
 @dataclass(frozen=True)
 class ShortGPT(Base):
-    """A `share` of the layers goes, with their weights and caches; the first and the last stay.
+    """Deletes the fraction `share` of the layers, with weights and caches; the first and the last layer stay.
 
-    The influence of a layer is 1 - cos(before, after) of the residual stream, mean over `tokens` of the
-    calibration text without each row's first, which many models use as a sink.
+    The block influence of a layer is 1 - cos(before, after) of the residual stream, averaged over `tokens` tokens of
+    the calibration text without the first of each row, which many models use as an attention sink.
     """
 
     share: float = 0.25

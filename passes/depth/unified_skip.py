@@ -1,4 +1,4 @@
-"""Unified layer skipping (arXiv:2404.06954): evenly spaced layers, as many as a target speed allows."""
+"""Unified layer skipping (arXiv:2404.06954): run evenly spaced layers, as many as a target speed-up allows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel.passes.depth._joint import conditions
 
 @dataclass(frozen=True)
 class UnifiedSkip(Base):
-    """A prompt goes through all layers, each token after it through floor(L / speedup) of them."""
+    """A prompt runs all L layers, each generated token floor(L / speedup) of them."""
 
     speedup: float = 2.0
     cache: str = NESTED

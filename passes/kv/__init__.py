@@ -1,1 +1,1 @@
-"""What a recipe does to the KV cache: which tokens stay, how they are stored, which of them a step reads."""
+"""KV-cache methods: which tokens are kept, how they are stored, which of them a step reads."""

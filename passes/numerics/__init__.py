@@ -1,4 +1,4 @@
-"""numerics: what is promised of the numbers beside being near the model's own."""
+"""numerics: numeric guarantees beyond the error bound."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from accel.passes import Pass
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """Refuses models for which it cannot hold its promise; lowering and runtime keep it."""
+    """A numeric guarantee. The pass refuses models that cannot have it; lowering and runtime implement it."""

@@ -1,4 +1,4 @@
-"""A token's logits have the same bits however many tokens share its call."""
+"""The logits of a token have the same bits for every number of tokens in its call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ WIDEST = 128  # head size whose products are never cut
 
 @dataclass(frozen=True)
 class BitExact(Base):
-    """A call of T tokens gives the rows of T calls of one, bit for bit.
+    """A call of T tokens gives bit for bit the logits of T single-token calls.
 
-    Kernels take rows two by two, and a last one that is left over in another way (4-bit products, on some
-    processors 8-bit ones, attention with one query head per KV head), so every call has an even number: the
-    session adds a column of padding to an odd one.
-    Variants of the step that do not promise equal rows are not written.
+    Kernels process rows in pairs, and a single remaining row differently (4-bit matmul, on some processors 8-bit
+    matmul, attention with one query head per KV head). So every call has an even number of rows: the session
+    pads an odd one. Variants of the step without this guarantee are not written.
     """
 
     rank = 3  # after methods of depth and prefill: it looks at what they leave

@@ -1,1 +1,1 @@
-"""What becomes of a prompt before the first token: fewer of its tokens, or fewer keys for each of them."""
+"""Methods on a prompt before the first token: fewer tokens, or fewer keys per token."""

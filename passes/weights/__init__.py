@@ -11,4 +11,4 @@ from accel.passes import Pass
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """Rewrites how weights are stored; `error` says how far the logits may move."""
+    """Rewrites how weights are stored; `error` bounds the relative change of the logits."""

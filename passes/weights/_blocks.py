@@ -71,10 +71,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Blocks(Base):
-    """weight [N,K] -> codes, and a scale (with a zero point, unless symmetric) per row and block of K.
+    """weight [N,K] -> codes, and a scale (and a zero point, unless `symmetric`) per row and block of `block` columns.
 
-    Matrices, embeddings and experts of at least `smallest` elements; convolutions stay as they are.
-    The integer products round their input too, to 8 bits per block.
+    Applies to matrices, embeddings and experts of at least `smallest` elements, not to convolutions. The integer
+    matmuls also round their input, to 8 bits per block.
     """
 
     block: int = 32

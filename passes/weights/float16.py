@@ -1,4 +1,4 @@
-"""Weights stored in float16 and widened when the model is loaded: half the artifact, float32 speed."""
+"""Weights stored in float16 and converted to float32 at load: half the artifact size, float32 speed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _RANGE = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class Float16(Base):
-    """matrix or embedding [>= smallest elements] -> float16, cast to float32 where it is read.
+    """matrix or embedding [>= `smallest` elements] -> float16, cast to float32 where it is read.
 
-    Values beyond float16's range (65504) stay in float32, tensor by tensor.
+    A tensor with values beyond float16's range (65504) stays float32.
     """
 
     smallest: int = 4096

@@ -1,4 +1,4 @@
-"""Weights in 4 bits, rounded to nearest in blocks: an eighth of the bytes, and of the time to read them."""
+"""4-bit weights, rounded to nearest in blocks: an eighth of the bytes and of the time to read them."""
 
 from __future__ import annotations
 

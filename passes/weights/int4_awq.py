@@ -1,4 +1,4 @@
-"""Weights in 4 bits, finer where inputs are large: AWQ (arXiv:2306.00978)."""
+"""AWQ (arXiv:2306.00978): 4-bit weights with channel scales from activation magnitudes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in 4 bits, each column's rounding error made good by the others: GPTQ (arXiv:2210.17323)."""
+"""GPTQ (arXiv:2210.17323): 4-bit weights; each column's rounding error is compensated in the remaining columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in 8 bits, rounded to nearest in blocks: a quarter of the bytes."""
+"""8-bit weights, rounded to nearest in blocks: a quarter of the bytes."""
 
 from __future__ import annotations
 

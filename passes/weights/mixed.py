@@ -1,4 +1,4 @@
-"""Weights in 4 bits, but 8 where an error costs most: both ends of the layers, the head, the embedding."""
+"""Mixed precision: 4-bit weights; 8 bits in the first and last layers, the LM head and the embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from accel.passes.weights._blocks import Blocks, Site
 
 @dataclass(frozen=True)
 class Mixed(Blocks):
-    """`body` bits inside, `ends` bits in the first and last `edge` layers, `head` outside the layers."""
+    """`body`: bits of the inner layers; `ends`: bits of the first and last `edge` layers; `head`: bits
+    outside the layers.
+    """
 
     body: int = 4
     ends: int = 8

@@ -71,8 +71,8 @@ class Drafters(ABC):
 
 
 class Base(Method):
-    """A method: a frozen dataclass whose fields are its options. It gives `begin` where each row is drafted for by
-    itself on the host, and `open` where one call of a model drafts for all.
+    """A method: a frozen dataclass whose fields are its options. It implements `begin` to draft for each row
+    on the host, or `open` to draft for all rows with one model call.
     """
 
     # Other axes whose methods it works with, and the one that is taken where a recipe names none.

@@ -1,5 +1,5 @@
-"""Input-guided aggressive decoding (arXiv:2205.10350): while the output follows the input, as where a text is
-edited, the input's next tokens are the draft.
+"""Input-guided aggressive decoding (arXiv:2205.10350): while the output copies the input, as in edits, draft
+the next input tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from accel.runtime.tree import NONE, Tree
 
 @dataclass(frozen=True)
 class Iad(Base):
-    """The input is the prompt. The newest token says where in it the output is; where it occurs more than once,
-    the newest two do, and so on up to `ngram`; then there is no draft.
+    """The input is the prompt. The position in it is the unique occurrence of the newest token, or else of
+    the newest two, up to `ngram` tokens; otherwise there is no draft.
     """
 
     ngram: int = 3

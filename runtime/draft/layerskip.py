@@ -1,4 +1,6 @@
-"""LayerSkip (arXiv:2404.16710): the model's own first layers draft, and all of them check; both share one cache."""
+"""LayerSkip (arXiv:2404.16710): self-speculative decoding; the first layers draft, all layers verify, with
+one cache.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ Layers = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class LayerSkip(Base):
-    """A drafted token goes through the first `exit` layers (0: a quarter), the final norm and the head. What it
-    leaves in those layers' cache is taken back with it, and written again by the call that checks.
+    """A drafted token runs the first `exit` layers (0: a quarter), the final norm and the LM head. Its cache
+    entries in those layers are rewound and written again by the verification call.
     """
 
     exit: int = 0

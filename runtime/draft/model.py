@@ -1,4 +1,6 @@
-"""A draft model (arXiv:2211.17192): a smaller model drafts, with a cache of its own; of another tokenizer, by text."""
+"""Speculative decoding with a draft model (arXiv:2211.17192), which has its own cache; models with different
+tokenizers exchange text.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,14 @@ OWN = "draft"  # of accel.reference: the draft model of the bundled one
 
 @dataclass(frozen=True)
 class Model(Base):
-    """`path`: an artifact, or a Hugging Face directory, which is built along; either is put into the artifact. Empty:
-    the draft model that comes with accel, for the bundled model. It draws with each row's sampler; with another
-    tokenizer it chooses.
+    """`path`: an artifact, or a Hugging Face directory, which is compiled in the same build; both are copied
+    into the artifact.
+    Empty: the bundled draft model, for the bundled model. It samples with each row's sampler; with a
+    different tokenizer it decodes greedily.
 
-    `weights`: how those of a directory that is built along are stored, a method of the axis `weights` (empty: as they
-    are). In 8 bits nearly as many drafts stand, and each takes less memory and time; what stands is exact all the same.
+    `weights`: the weight format of a Hugging Face directory, a method of the axis `weights` (empty:
+    unchanged). With 8 bits
+    nearly as many drafted tokens are accepted, at less memory and time; the output stays exact.
     """
 
     path: str = ""

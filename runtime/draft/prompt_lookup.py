@@ -1,5 +1,5 @@
-"""Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): what followed the newest tokens where they
-occurred before, in the prompt or since.
+"""Prompt lookup (github.com/apoorvumang/prompt-lookup-decoding): draft the tokens after an earlier
+occurrence of the newest tokens, in the prompt or the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accel.runtime.tree import NONE, Tree
 
 @dataclass(frozen=True)
 class PromptLookup(Base, Drafter):
-    """The newest `ngram` tokens are looked for, then fewer, down to one; the first place counts, as in
+    """Searches for the newest `ngram` tokens, then for fewer, down to one; the first occurrence is used, as in
     transformers.
     """
 

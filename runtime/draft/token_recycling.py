@@ -1,5 +1,5 @@
-"""Token Recycling (arXiv:2408.08696): what the model found likely after each token, in drafts that fell too, is a
-matrix that drafts are grown from.
+"""Token Recycling (arXiv:2408.08696): draft trees from a matrix of the most likely successors of each token,
+which is updated from the logits of all drafted tokens, also rejected ones.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Matrix = npt.NDArray[np.int32]  # [V,followers], the likeliest first; -1: none
 
 @dataclass(frozen=True)
 class TokenRecycling(Base):
-    """`followers`: tokens kept for each token, the likeliest when it was last read. Each row has a matrix of its own,
-    int32 [V,followers] (512 KB of a vocabulary of 16384), so that what a request drafts hangs on that request only. It
-    begins with what follows each token in the prompt, the newest first; the paper's is empty, and lives on.
+    """`followers`: successors kept per token, the most likely ones at its last occurrence. Each row has its own matrix,
+    int32 [V,followers] (512 KB for a vocabulary of 16384), so drafts depend only on the request. It is
+    initialised from the
+    prompt, the newest successor first; the paper's is empty at first and shared between requests.
     """
 
     followers: int = 8

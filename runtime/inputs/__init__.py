@@ -1,1 +1,1 @@
-"""What users give: token ids, texts, prompts, encoder inputs."""
+"""User input: token ids, text, prompts, encoder inputs."""

@@ -1,1 +1,1 @@
-"""What is decided on numbers about the KV cache: how many tokens stay, and when."""
+"""Decisions on the host about the KV cache: how many tokens to keep, and when to evict."""

@@ -1,5 +1,5 @@
-"""The draft that gives most tokens for its time: the chance of each place, as it was lately, against what calls of this
-machine and the drafter cost (arXiv:2211.17192; by place, as trees do, arXiv:2402.12374).
+"""The draft length with the most expected tokens per time, from recent acceptance by position and the costs of calls
+and drafter (arXiv:2211.17192; by position, as for trees, arXiv:2402.12374).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from accel.runtime.speculation.round_cost import RoundCost
 
 @dataclass(frozen=True)
 class CostOptimal(Base):
-    """Drafts of up to `most` tokens. None where that gives most; a token is then tried after a pause, twice as long
-    each time that it falls. `fade`: what a draft weighs after each later one.
+    """Drafts of up to `most` tokens, and none if drafting is slower; a token is then tried after a pause,
+    which doubles after each rejection. `fade`: decay of older acceptance statistics per draft.
     """
 
     most: int = 31

@@ -1,4 +1,4 @@
-"""The same number in every round (arXiv:2211.17192)."""
+"""A constant draft length (arXiv:2211.17192)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel.runtime.speculation.round_cost import RoundCost
 
 @dataclass(frozen=True)
 class Fixed(Base, Pace):
-    """Drafts of up to `tokens`, by default as many as transformers looks up."""
+    """Drafts of up to `tokens` tokens; the default is that of transformers' prompt lookup."""
 
     tokens: int = 10
 

@@ -1,5 +1,5 @@
-"""The lengths of transformers' assisted generation: a number that follows what stood, and a stop where the drafter is
-unsure, by a threshold that follows it too (huggingface.co/blog/dynamic_speculation_lookahead).
+"""The draft lengths of transformers' assisted generation: adapted to acceptance, and stopped at low
+confidence with an adaptive threshold.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MISSED = 3  # what a draft ended too early costs, where one that went on in vain
 
 @dataclass(frozen=True)
 class HfAssist(Base):
-    """Drafts of up to `tokens`; with schedule "heuristic" of two more after each that stood whole, of one less after
-    any other. A drafter that chooses by logits stops after a token less likely than `threshold` (0: never).
+    """Drafts of up to `tokens`; with schedule "heuristic" plus two after each fully accepted draft, minus
+    one after any other. A drafter with logits stops after a token with probability below `threshold` (0: never).
     """
 
     tokens: int = 20

@@ -1,9 +1,4 @@
-"""A trained head says how likely each drafted token stands, and a draft ends where one of them has likely fallen
-(SpecDec++, arXiv:2405.19715).
-
-There the head reads the draft model's hidden state; here the odds that it gave, so that any drafter serves as it is
-and a token's own odds count. Blocks, loss and the rule that stops are the paper's.
-"""
+"""SpecDec++ (arXiv:2405.19715): a trained head predicts acceptance, and the draft ends when a rejection is likely."""
 
 from __future__ import annotations
 
@@ -31,9 +26,9 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SpecdecPp(Base):
-    """Drafts of `least` to `most` tokens, ended where the chance that one of them falls is above `threshold`.
-    `trained`: the head's file, by `tools/train/train.py specdec-pp`; empty: the bundled one, for the bundled
-    model and its draft.
+    """Drafts of `least` to `most` tokens, ended when the probability of a rejection is above `threshold`.
+    `trained`: the head's
+    file, from `tools/train/train.py specdec-pp`; empty: the bundled file, for the bundled model and its draft model.
     """
 
     threshold: float = 0.3

@@ -1,4 +1,4 @@
-"""Axis: how calls of the model become tokens: one at a time, drafted and checked, masks filled, or by a search."""
+"""Axis: how calls of the model become tokens: autoregressive, speculative, masked diffusion, or search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chosen(tables: Any) -> tuple[Base, dict[str, Any]]:
 
 
 class Base(Method, ABC):
-    """A method is a frozen dataclass whose fields are its options."""
+    """A frozen dataclass whose fields are its options."""
 
     # Other axes whose methods it works with, and the one that is taken where a recipe names none ("": it must).
     asks: ClassVar[Mapping[str, str]] = {}

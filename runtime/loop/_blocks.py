@@ -20,12 +20,13 @@ from accel.runtime.session.session import Session
 
 @dataclass(frozen=True)
 class Blocks(Base):
-    """A row is its prompt and masks for all that may come; blocks of `block` slots are filled from left to right.
+    """A row is its prompt, then mask tokens for the whole answer; blocks of `block` slots are unmasked from
+    left to right.
 
-    A call gives a token for each mask, and how sure the model is of it; the method says which stay. Those
-    stay for good. A row takes its tokens as soon as all before them are known, and ends with them. `cache`: what
-    calls after a block's first leave as it was: none of it; prefix: what stands before the block; dual: what
-    stands behind it too (arXiv:2505.22618).
+    A call gives a token and its confidence for each mask; the method selects the tokens to keep, which do
+    not change again.
+    Tokens are emitted when all tokens before them are known. `cache`: the keys and values that calls after a block's
+    first reuse: none; prefix: those before the block; dual: also those after it (arXiv:2505.22618).
     """
 
     block: int = 32

@@ -1,4 +1,4 @@
-"""One token per row and call: the plain way, and what every other loop is compared with."""
+"""Plain decoding: one token per row and call. The baseline of every other loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from accel.runtime.session.session import Session
 
 @dataclass(frozen=True)
 class Autoregressive(Base):
-    """One call for all prompts, padded on the right; then one column per call, without the rows
-    that ended.
-    """
+    """One call for all prompts, padded on the right; then one column per call, without the rows that ended."""
 
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext

@@ -1,6 +1,4 @@
-"""Beam search with controlled patience (arXiv:2204.05424): the likeliest of many ways on, and how many of them have to
-end before the search does.
-"""
+"""Beam search with controlled patience (arXiv:2204.05424): it stops after a set number of finished hypotheses."""
 
 from __future__ import annotations
 
@@ -21,13 +19,13 @@ from accel.runtime.session.session import Session
 
 @dataclass(frozen=True)
 class BeamPatience(Base):
-    """The best of what `beams` ways on from each prompt come to. Each call goes one token further with those that are
-    likeliest; what ends among the first `beams` is a hypothesis, and the search is over when there are `beams` times
-    `patience` of them, or when no way on could be better than the best. 1 is beam search as libraries have it, more
-    searches longer.
+    """Each call extends the `beams` most likely beams of a prompt by one token. A beam that ends among the
+    first `beams` is a
+    hypothesis. The search stops at `beams` times `patience` hypotheses, or when no beam can be better than
+    the best one. 1 is the usual beam search; higher values search longer.
 
-    A hypothesis of n tokens, eos included, is worth the sum of their log-probabilities over n ** `length_penalty`.
-    Equals go by beam and then by token, the lower first. Requests that sample are refused.
+    The score of a hypothesis of n tokens, eos included, is the sum of its log-probabilities over n **
+    `length_penalty`. Ties go to the lower beam, then to the lower token. Requests that sample are refused.
     """
 
     beams: int = 4

@@ -1,4 +1,4 @@
-"""Fast-dLLM's block caches (arXiv:2505.22618): a call of a block reads what the others were at the block's begin."""
+"""Fast-dLLM's block caches (arXiv:2505.22618): calls within a block reuse the keys and values of other blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-confidence remasking in blocks, LLaDA's own loop (arXiv:2502.09992): of each call the surest tokens stay."""
+"""Low-confidence remasking in blocks (LLaDA, arXiv:2502.09992): each call keeps the most confident tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confidence-aware parallel decoding (Fast-dLLM, arXiv:2505.22618): what a call is sure enough of stays."""
+"""Confidence-aware parallel decoding (Fast-dLLM, arXiv:2505.22618): each call keeps all tokens above a confidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""First Finish Search (arXiv:2505.18149): several samples of one prompt at once; the first that ends is the answer."""
+"""First Finish Search (arXiv:2505.18149): draw several samples of a prompt in parallel; the first that ends
+is the answer.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,10 @@ from accel.runtime.session.session import Session
 
 @dataclass(frozen=True)
 class FirstFinish(Base):
-    """`samples` of each prompt, one token of each in a call; a greedy request has one, since all would be the same.
-    The first draws as plain decoding would from the same seed. Of those that reach eos or a stop string in one call
-    the first counts; where none does in time, the one whose tokens the model held likeliest on average.
+    """`samples` per prompt, one token of each per call; a greedy request has one, because all would be
+    equal. The first sample
+    equals plain decoding with the same seed. If several reach eos or a stop string in one call, the first is
+    used; if none does in time, the one with the highest mean log-probability.
     """
 
     samples: int = 4

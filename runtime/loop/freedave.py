@@ -1,4 +1,4 @@
-"""Free draft-and-verify (FreeDave, arXiv:2510.00294): one call checks several steps of one-token-per-call decoding."""
+"""Free draft-and-verification (FreeDave, arXiv:2510.00294): one call verifies several one-token steps."""
 
 from __future__ import annotations
 

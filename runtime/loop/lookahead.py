@@ -1,5 +1,5 @@
-"""Lookahead decoding (arXiv:2402.02057): each call also guesses tokens further on, and what such guesses once said to
-follow a token is checked when that token comes.
+"""Lookahead decoding (arXiv:2402.02057): each call also generates n-grams by Jacobi iteration, and verifies
+the stored n-grams that begin with the newest token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from accel.runtime.verify import Chance, Target, match
 
 @dataclass(frozen=True)
 class Lookahead(Base):
-    """A call holds the last token; a window of guesses, `window` columns of the next tokens in `ngram` - 1 rows, each
-    what the model made of the row before; and up to `guesses` n-grams that begin with the last token, of which those
-    tokens stand that come without them, too. A row's n-grams are of its prompt, of what came, and of its window.
+    """A call contains the last token; the lookahead window, `window` columns and `ngram` - 1 rows, each row
+    the model's output for
+    the row before; and up to `guesses` n-grams that begin with the last token, of which the tokens that
+    plain decoding would give are accepted. The n-grams of a row come from its prompt, its output and its window.
     """
 
     window: int = (

@@ -1,4 +1,4 @@
-"""PEARL (arXiv:2408.11850): a draft model and its target at work at the same time, each a step ahead of the other."""
+"""PEARL (arXiv:2408.11850): draft model and target model run in parallel, each one step ahead of the other."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ ALONE = 2  # steps without a draft, which say what those with one beside them co
 
 @dataclass(frozen=True)
 class Pearl(Base):
-    """While a call checks what was drafted, the draft model drafts `ahead` tokens that would follow. Where all stood,
-    and the token after them is the first of these, the others are checked by the next call; else they fall, and the
-    next call checks none. What stands is what comes without drafts, sampled tokens too.
+    """While a call verifies a draft, the draft model drafts `ahead` tokens that would follow. If the draft
+    is fully accepted and the
+    next token is the first of these, the next call verifies the others; otherwise they are rejected, and the
+    next call verifies none. The output is that of plain decoding, also when sampling.
     """
 
     ahead: int = 4

@@ -1,4 +1,6 @@
-"""Early commit (Prophet, arXiv:2508.19982): when the answer is clear, all that is left is filled at once."""
+"""Early commit (Prophet, arXiv:2508.19982): when the model is confident in the answer, all remaining masks
+are filled at once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Speculative decoding (arXiv:2211.17192): tokens are drafted, one call of the model checks them all, and a rule
-says which stand.
+"""Speculative decoding (arXiv:2211.17192): tokens are drafted, one call of the model verifies them, a rule
+accepts or rejects.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Met
 
 @dataclass(frozen=True)
 class Speculative(Base):
-    """Rows draft for themselves and share each call, padded on the right; a row without a draft takes one token in it.
-    Where calls cost too much for what stands, there are no drafts for a while (`length/_guard.py`).
+    """Rows draft independently and share each call, padded on the right; a row without a draft takes one
+    token in it. Drafting pauses while it is slower than plain decoding (`length/_guard.py`).
     """
 
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}

@@ -1,4 +1,4 @@
-"""Axis: how the next token is picked from its logits: from which distribution, and the draw from it."""
+"""Axis: how the next token is sampled from its logits."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ def numbers(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 class Base(Method, ABC):
-    """A method is a frozen dataclass whose fields are its options; wrong values are InputErrors
-    when it is made.
-    """
+    """A frozen dataclass whose fields are its options. Raises InputError for invalid values on creation."""
 
     @property
     def greedy(self) -> bool:

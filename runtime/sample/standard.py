@@ -17,7 +17,7 @@ from accel.runtime.sample import Base, Distribution, numbers
 
 @dataclass(frozen=True)
 class Standard(Base):
-    """temperature 0 is greedy (the lowest id among equals), repetition penalty still applied."""
+    """temperature 0 is greedy (the lowest id among equals), with the repetition penalty applied."""
 
     temperature: float = 0.0
     top_k: int | None = None

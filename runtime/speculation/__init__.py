@@ -1,1 +1,1 @@
-"""What drafters and loops share: whether drafts pay, how likely they stand, a draft model that follows."""
+"""Shared by drafters and loops: the guard, acceptance statistics, the session of a draft model."""

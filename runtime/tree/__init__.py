@@ -1,5 +1,5 @@
-"""Axis: what shape drafts take. And what a drafter proposes and a rule of verification judges: a tree of tokens, each
-with the law it was drawn from.
+"""Axis: the shape of drafts. And the token tree that a drafter proposes and verification reads, with the
+distribution that each token was sampled from.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One token after another, as many as may be (arXiv:2211.17192)."""
+"""A chain: each token follows the one before (arXiv:2211.17192)."""
 
 from __future__ import annotations
 

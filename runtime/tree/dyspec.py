@@ -1,5 +1,5 @@
-"""DySpec (arXiv:2410.11744): a tree grown at run time where the drafter's probabilities say that most tokens will
-stand.
+"""DySpec (arXiv:2410.11744): a dynamic token tree, grown where the draft probabilities predict the most
+accepted tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from accel.runtime.tree._nodes import Nodes, drawn, likeliest
 
 @dataclass(frozen=True)
 class Dyspec(Base, Shape):
-    """`threshold`: least value of a node; `depth`: most levels, each a call of the drafter. Of all nodes those with the
-    largest values are kept: chosen ones by the product of the probabilities on their path; drawn ones by how likely a
-    rule gets to try them, which is settled before they are drawn.
+    """`threshold`: minimum value of a node; `depth`: maximum number of levels, each a call of the drafter.
+    The nodes with the
+    largest values are kept: for chosen nodes the product of the probabilities on their path; for sampled
+    nodes the probability that verification reaches them, which is fixed before they are sampled.
 
-    `temperature`: of the probabilities that chosen nodes go by. The likeliest token of a greedy target is the drafter's
-    likeliest far oftener than the drafter would draw it, so that they understate what stands.
+    `temperature`: applied to the probabilities of chosen nodes. A greedy target agrees with the drafter's
+    most likely token more often than the draft probabilities suggest.
     """
 
     threshold: float = 0.02

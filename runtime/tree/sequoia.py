@@ -1,6 +1,4 @@
-"""Sequoia (arXiv:2402.12374): the form of which most tokens stand for what its call costs on this machine, by how
-often the child of each rank stands.
-"""
+"""Sequoia (arXiv:2402.12374): the tree with the most expected accepted tokens per time, from acceptance by rank."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ BELIEF = 8.0  # nodes, for what is believed before any was seen
 
 @dataclass(frozen=True)
 class Sequoia(Base):
-    """`depth`: most levels. `rates`: how often the first, the second, … child of a node that stands is the one that
-    stands; by default measured for each row while it runs.
+    """`depth`: maximum number of levels. `rates`: probability that the first, second, … child of an accepted
+    node is the accepted one; by default measured for each row while it runs.
     """
 
     depth: int = 8

@@ -1,4 +1,4 @@
-"""One form for every draft, as Medusa (arXiv:2401.10774) and Token Recycling (arXiv:2408.08696) have it."""
+"""A fixed tree for every draft, as in Medusa (arXiv:2401.10774) and Token Recycling (arXiv:2408.08696)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ NODES, DEPTH = 80, 6
 
 @dataclass(frozen=True)
 class Static(Base):
-    """`paths`: nodes as ranks from the root on, as Medusa's choices ([0] is the root's first child, [0, 1] the second
-    child of that); where the limit is lower, the first ones of them. By default as many, of up to 80 that stand most
-    often where each rank does as often as it did for token recycling, as then pay most by what calls cost here.
+    """`paths`: nodes as paths of ranks from the root, like Medusa's choices ([0] is the root's first child,
+    [0, 1] its second child);
+    with a lower limit the first nodes are used. Default: the most often accepted nodes of up to 80, by the
+    acceptance rates of token recycling, as many as give the most tokens per time.
     """
 
     paths: Any = None

@@ -1,4 +1,4 @@
-"""Axis: which drafted tokens stand, and which token follows them, by the target's own distributions."""
+"""Axis: which drafted tokens are accepted, and which token follows them, from the target's distributions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Target:
 
 
 class Base(Method, ABC):
-    """A rule: a frozen dataclass whose fields are its options; it keeps nothing between rounds."""
+    """A rule: a frozen dataclass whose fields are its options; it has no state between rounds."""
 
     # How tokens compare with those that the target alone would give: bit-exact (the same, given the same
     # random numbers), distribution-exact or approximate.

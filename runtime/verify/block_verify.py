@@ -1,5 +1,5 @@
-"""Block verification (arXiv:2403.10444): a chain is judged as a whole, and of all its beginnings that stand the
-longest is taken; on average at least as many tokens stand as by themselves.
+"""Block verification (arXiv:2403.10444): a chain is verified as a whole, and its longest accepted prefix is taken; on
+average at least as many tokens are accepted as token by token.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from accel.runtime.verify._residual import excess, ratio, residual
 
 @dataclass(frozen=True)
 class BlockVerify(Base):
-    """Chains. Each beginning has a weight b(i) = min(1, b(i-1) p(x) / q(x)), which stands for how much of it the
-    target bears out.
+    """Chains. Each prefix has a weight b(i) = min(1, b(i-1) p(x) / q(x)), the probability with which the
+    target supports it.
     """
 
     grade = "distribution-exact"

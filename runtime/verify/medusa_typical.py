@@ -1,5 +1,5 @@
-"""Typical acceptance (Medusa, arXiv:2401.10774): a token stands where its probability is above
-min(epsilon, delta exp(-entropy)). Not the target's distribution: likely drafts come more often than they should.
+"""Typical acceptance (Medusa, arXiv:2401.10774): a token is accepted if its probability is above
+min(epsilon, delta exp(-entropy)). The output distribution differs from the target's: likely drafts are favoured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accel.runtime.verify import Base, Chance, Target, Verdict
 
 @dataclass(frozen=True)
 class MedusaTypical(Base):
-    """Trees; q is not read. The longest path of tokens that stand is taken, among equals the likeliest."""
+    """Trees; q is not read. The longest accepted path is taken, among equals the most likely."""
 
     epsilon: float = 0.09
     delta: float = 0.3

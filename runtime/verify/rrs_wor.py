@@ -1,5 +1,5 @@
-"""Recursive rejection sampling without replacement (MCSD, arXiv:2401.06706; Sequoia, arXiv:2402.12374): siblings
-are tried in the order in which they were drawn, each against what the target still owes after those before it.
+"""Recursive rejection sampling without replacement (MCSD, arXiv:2401.06706; Sequoia, arXiv:2402.12374): siblings are
+tested in sampling order, each against the residual distribution after the siblings before it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from accel.runtime.verify._residual import descend
 
 @dataclass(frozen=True)
 class RrsWor(Base):
-    """Trees. Each sibling counts as drawn from what the tree says of it: without replacement, with it, or
-    chosen.
-    """
+    """Trees. Siblings are treated as sampled without replacement, with replacement, or chosen, as the tree declares."""
 
     grade = "distribution-exact"
 

@@ -1,5 +1,5 @@
-"""Sample from the target, follow if proposed: what prompt lookup does in transformers, and MCSD's baseline
-(arXiv:2401.06706).
+"""Sample from the target and accept the draft while it matches, as transformers does for prompt lookup; the baseline of
+MCSD (arXiv:2401.06706).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from accel.runtime.verify import Base, Chance, Target, Verdict, match
 
 @dataclass(frozen=True)
 class SampleMatch(Base):
-    """Trees of any origin; q is not read. It takes one random number for each token that comes out, as
-    plain sampling does, so the same generator gives the same tokens whatever is drafted.
+    """Trees of any origin; q is not read. It uses one random number per emitted token, as plain sampling
+    does, so the same generator gives the same tokens for every draft.
     """
 
     grade = "bit-exact"

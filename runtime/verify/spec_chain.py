@@ -1,5 +1,5 @@
-"""Speculative sampling (arXiv:2211.17192): a drafted token x stands with probability min(1, p(x) / q(x)); the
-first that falls is drawn again from max(p - q, 0).
+"""Speculative sampling (arXiv:2211.17192): a drafted token x is accepted with probability min(1, p(x) /
+q(x)); the first rejected token is resampled from max(p - q, 0).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from accel.runtime.verify._residual import descend
 
 @dataclass(frozen=True)
 class SpecChain(Base):
-    """Chains, token by token. A token that was chosen, not drawn, stands with probability p(x)."""
+    """Chains, token by token. A token that was chosen, not sampled, is accepted with probability p(x)."""
 
     grade = "distribution-exact"
     branches = False

@@ -1,5 +1,5 @@
-"""kv.codec: in what form keys and values are stored. A method is a few pure functions of tensors, and this
-pass puts them between attention and the cache.
+"""kv.codec: how keys and values are stored. A method is a few pure functions of tensors; this pass inserts them between
+attention and the cache.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ BLOCKS_BREAK = frozenset(
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """`kv.<layer>.k/v [B,G,C,D]`, and what eviction kept of them -> the parts that a codec makes of them,
-    for each slot by itself, or for blocks of R = `block` tokens. `role` is "k" or "v".
+    """How keys and values are stored: `kv.<layer>.k/v` [B,G,C,D], and the tokens that eviction kept, are
+    replaced by the parts of the codec, per slot, or per block of R = `block` tokens. `role` is "k" or "v".
 
-    By itself: a call's own keys and values are read back as they are stored too, so that a call of T
-    tokens gives what T calls of one do, and a slot that is written again leaves no trace.
-    In blocks: the newest R tokens at least stay exact, and older ones go into `kept.<layer>` (_blocks.py).
+    Per slot: a call also reads its own keys and values as they are stored, so a call of T tokens gives the logits of
+    T single-token calls, and an overwritten slot leaves no trace.
+    Per block: at least the newest R tokens stay exact; older tokens go into `kept.<layer>` (_blocks.py).
     """
 
     after = (Cache,)

@@ -1,4 +1,6 @@
-"""KIVI (arXiv:2402.02750): keys by channel, values by token, in 2 or 4 bits; the newest tokens stay as they are."""
+"""KIVI (arXiv:2402.02750): 2- or 4-bit KV cache, keys per channel and values per token; the newest tokens
+stay float32.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from accel.passes.kv.codec import Base, Sizes
 
 @dataclass(frozen=True)
 class Kivi(Base):
-    """`bits` 2, 4 or 8; `group`: tokens of a channel of the keys, or channels of a token of the values, that
-    share a step and a smallest number, float16 each; `residual`: so many tokens at least stay exact,
-    and so many are encoded together.
+    """`bits`: 2, 4 or 8. `group`: elements with a common scale and minimum (float16): tokens of a channel
+    for keys, channels
+    of a token for values. `residual`: at least so many tokens stay exact, and so many are quantised together.
     """
 
     bits: int = 2

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits, each head of each token in steps of its own: a quarter of the bytes."""
+"""8-bit KV cache: int8 keys and values with a scale per token and head, a quarter of the bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.passes.kv.codec import Base, Sizes
 
 @dataclass(frozen=True)
 class KvInt8(Base):
-    """Symmetric int8 with one float32 scale per token and head (largest / 127); no calibration."""
+    """Symmetric int8 with one float32 scale per token and head (maximum / 127); no calibration."""
 
     error = 0.5  # of random weights, where errors grow from layer to layer
 

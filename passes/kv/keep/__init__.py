@@ -1,4 +1,4 @@
-"""Axis: what becomes of the tokens that do not stay."""
+"""Axis: what happens to tokens that are not kept."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ Parts = dict[str, tuple[str, int]]  # name -> (dtype, numbers of a token); the f
 
 
 class Base(Method):
-    """A pure function of tensors, traced into the graph: the values that are kept.
+    """What happens to evicted tokens: a pure function of tensors, traced into the graph, that returns the
+    values to store.
 
-    Given `keys`, `values` [B,G,S,D] of all slots, `positions` [B,G,S] (-1: nothing there), and of those
-    that stay `chosen` [B,G,N] (slots; which of them are real: `real` [B,G,N]), it gives the values
-    [B,G,N,D] that are stored with the keys of the chosen slots. A method that `demotes` keeps the others too, in
-    the `parts` that it makes of D numbers: `encode` [B,G,S,D], and `decode` them again.
+    Inputs: `keys`, `values` [B,G,S,D] of all slots; `positions` [B,G,S] (-1: empty); `chosen` [B,G,N], the slots of the
+    kept tokens, and `real` [B,G,N], which of them are valid. Output: values [B,G,N,D], stored with the keys
+    of the chosen
+    slots. A method that `demotes` also keeps the other tokens, as `parts` of D numbers, with `encode`
+    [B,G,S,D] and `decode`.
     """
 
     grade: ClassVar[str] = "approximate"

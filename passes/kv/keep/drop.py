@@ -1,4 +1,4 @@
-"""What does not stay is gone."""
+"""Evict: tokens that are not kept are removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.passes.kv.keep import Base
 
 @dataclass(frozen=True)
 class Drop(Base):
-    """The values as they were."""
+    """The values are unchanged."""
 
     merges: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""MiKV (arXiv:2402.18096): no token is left behind: those that do not stay go on in few bits, in their places."""
+"""MiKV (arXiv:2402.18096): no eviction; tokens that are not kept are quantised, at their positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel.passes.kv.keep import Base, Parts
 
 @dataclass(frozen=True)
 class MiKV(Base):
-    """`bits` 2, 4 or 8, by token; each half of a head's channels has its own step and smallest number."""
+    """`bits`: 2, 4 or 8, per token; each half of a head's channels has its own scale and minimum."""
 
     bits: int = 4
     breaks = Base.breaks | {Invariant.PLAIN_KEYS}

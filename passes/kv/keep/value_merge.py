@@ -1,7 +1,4 @@
-"""Value merging: what does not stay is added to the value of the most similar key that does.
-
-As kvpress' MergingPress, after ToMe (arXiv:2210.09461) and D2O (arXiv:2406.13035).
-"""
+"""Value merging: the value of an evicted token is added to that of the kept token with the most similar key."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from accel.passes.kv.keep import Base
 
 @dataclass(frozen=True)
 class ValueMerge(Base):
-    """`threshold`: least cosine of two keys whose values are merged. Keys stay as they are."""
+    """`threshold`: minimum cosine similarity of the two keys. Keys are unchanged."""
 
     threshold: float = 0.0
 

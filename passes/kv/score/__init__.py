@@ -1,4 +1,4 @@
-"""Axis: what a cached token is worth. The entry `compress` keeps those of the highest scores."""
+"""Axis: the importance of a cached token. The entry `compress` keeps the tokens with the highest scores."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ __all__ = ["Base"]
 
 
 class Base(Method):
-    """A pure function of tensors, traced into the graph; only what its parameters name is computed.
+    """The importance of a cached token: a pure function of tensors, traced into the graph. The parameter
+    names select its inputs; only these are computed.
 
     | parameter | |
     |---|---|
-    | `keys`, `values` [B,G,S,D] | as they are cached, keys after RoPE; slots go by position |
-    | `positions` [B,G,S] | of each slot; -1: nothing there |
+    | `keys`, `values` [B,G,S,D] | as cached, keys after RoPE; slots ordered by position |
+    | `positions` [B,G,S] | position of each slot; -1: empty |
     | `seen` [B] | tokens of each row so far |
-    | `queries` [B,H,W,D], `query_positions` [B,W] | the last `observe` queries; -1: fewer |
-    | `notes` [B,G,S] | what `note` said of the slot's token |
-    | `mass` [B,G,S] | attention that every query so far gave to the slot, summed |
-    | `scale` | what attention multiplies q k^T by |
+    | `queries` [B,H,W,D], `query_positions` [B,W] | the last `observe` queries; position -1: fewer |
+    | `notes` [B,G,S] | the value that `note` computed for the slot's token |
+    | `mass` [B,G,S] | accumulated attention of all queries so far to the slot |
+    | `scale` | attention scale of q k^T |
 
-    It gives [B,G,S], higher is kept; what it says of empty slots does not matter. The first `sinks`
-    and the last `recent` tokens stay whatever it says.
+    It returns scores [B,G,S]; the highest are kept, empty slots are ignored. The first `sinks` and the last `recent`
+    tokens are always kept.
     """
 
     when: ClassVar[str] = "prompt"  # what a recipe without [kv.when] means

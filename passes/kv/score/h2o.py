@@ -1,4 +1,4 @@
-"""H2O (arXiv:2306.14048): tokens that drew most attention so far stay, and the newest."""
+"""H2O (arXiv:2306.14048): keep the tokens with the most accumulated attention (heavy hitters) and the newest tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.passes.kv.score import Base
 
 @dataclass(frozen=True)
 class H2O(Base):
-    """`recent`: newest tokens that stay; heavy hitters fill the rest of the budget."""
+    """`recent`: number of newest tokens to keep; heavy hitters fill the rest of the budget."""
 
     recent: int = 128
     when: ClassVar[str] = "every"

@@ -1,4 +1,4 @@
-"""KeyDiff (arXiv:2504.15364): keys that are unlike the average one say something of their own."""
+"""KeyDiff (arXiv:2504.15364): keep the tokens whose keys are least similar to the mean key."""
 
 from __future__ import annotations
 

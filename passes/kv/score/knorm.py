@@ -1,4 +1,4 @@
-"""K-norm (arXiv:2406.11430): a key of small norm draws attention, so it stays."""
+"""K-norm (arXiv:2406.11430): keep the tokens with the smallest key norms, which draw the most attention."""
 
 from __future__ import annotations
 

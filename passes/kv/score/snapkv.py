@@ -1,4 +1,4 @@
-"""SnapKV (arXiv:2404.14469): the last queries of a prompt show which of its tokens will be looked at."""
+"""SnapKV (arXiv:2404.14469): keep the prompt tokens that the last queries of the prompt attend to most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from accel.passes.kv.score._window import observed, pooled
 
 @dataclass(frozen=True)
 class SnapKV(Base):
-    """`window`: last queries, whose tokens stay too; `kernel`: odd, neighbours that share a score."""
+    """`window`: number of last queries that vote; their tokens are kept. `kernel`: pooling width over
+    neighbouring tokens, odd.
+    """
 
     window: int = 32
     kernel: int = 5

@@ -1,7 +1,4 @@
-"""StreamingLLM (arXiv:2309.17453): the first few tokens draw attention whatever they say; then the newest count.
-
-Positions stay those of the text, so this is the paper's set of tokens without its re-numbering.
-"""
+"""StreamingLLM (arXiv:2309.17453): keep the first tokens (attention sinks) and the newest tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from accel.passes.kv.score import Base
 
 @dataclass(frozen=True)
 class StreamingLlm(Base):
-    """`sinks`: first tokens that stay; the window is what the budget leaves beside them."""
+    """`sinks`: number of first tokens to keep; the rest of the budget is the window of newest tokens."""
 
     sinks: int = 4
     when: ClassVar[str] = "every"

@@ -1,4 +1,6 @@
-"""TRIM-KV (arXiv:2512.03324): a trained gate says, when a token is cached, how fast it will fade."""
+"""TRIM-KV (arXiv:2512.03324): a trained retention gate predicts, when a token is cached, how fast its
+importance decays.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ from accel.passes.trained import Trained
 
 @dataclass(frozen=True)
 class TrimKV(Trained, Base):
-    """What a token is worth after n more is n log(beta), beta in (0, 1) its own, by the hidden state that
-    its key is made of. The newest is worth most; no token is kept for its place.
+    """The score of a token after n more tokens is n log(beta), with beta in (0, 1) predicted from the hidden
+    state of its key. The newest token scores highest; no token is kept for its position.
     """
 
     key: ClassVar[str] = "trim-kv"

@@ -1,5 +1,5 @@
-"""kv.select: which pages of the cache a token reads. Nothing is dropped. A method is two pure functions, of the
-keys of a page and of a query and what is known of pages; this pass puts them around attention.
+"""kv.select: which pages of the cache a token attends to; nothing is evicted. A method is two pure
+functions, a summary of a page's keys and a score of pages by queries; this pass inserts them around attention.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ _PAGES = 43  # example size while shapes are worked out
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """attention over the recent slots -> attention over some of their pages, which each token and KV head
-    chooses: its own page (the newest, which may not be full) and the best of those before it.
+    """Sparse attention over pages: each token and KV head attends to its own page (the newest, maybe not
+    full) and to the best earlier pages.
 
-    What a method keeps of each page, `pages.<layer>.<part> [B,G,C/page,…]`, is a function of the
-    page's keys alone. It is computed anew for the pages that a call writes to, or fills, so that a page's value
-    holds from the call on that fills it; before, no token asks for it, since it would be that token's own page.
-    So rewinding stays free, and a call of up to FEW tokens gives what as many calls of one do. Longer
-    calls read everything, as do the first `dense_layers` layers, and all of them while the buffers
-    have no more pages than are read. What eviction kept is always read.
+    The summary of each page, `pages.<layer>.<part> [B,G,C/page,…]`, is a function of the page's keys. It is
+    computed for
+    the pages that a call writes or fills, and used from the call that fills the page on; before, the page is
+    the own page
+    of every reader. So rewinding stays free, and a call of up to FEW tokens gives the logits of single-token
+    calls. Longer
+    calls attend to all pages, as do the first `dense_layers` layers, and all layers while the buffers have
+    no more pages than are read. Tokens kept by eviction are always read.
     """
 
     tokens_read: int = 1024

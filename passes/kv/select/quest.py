@@ -1,4 +1,4 @@
-"""Quest (arXiv:2406.10774): a page's largest and smallest keys, channel by channel, bound what a query gives."""
+"""Quest (arXiv:2406.10774): the channel-wise minimum and maximum of a page's keys bound its attention scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel.passes.kv.select import Base, Sizes
 
 @dataclass(frozen=True)
 class Quest(Base):
-    """Read the pages whose bound on q · k is highest: sum over the channels of max(q high, q low)."""
+    """Attend to the pages with the highest bound on q · k: the sum over channels of max(q high, q low)."""
 
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 12, "page": 4, "dense_layers": 0}
 

@@ -1,4 +1,4 @@
-"""prefill.prune: the tokens of a prompt that the model, or its deeper layers, go on with."""
+"""prefill.prune: which prompt tokens the model, or its deeper layers, continue with."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Base"]
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """A method is a pass that says what a prompt's tokens are worth (`score`), at which layer, and how many
-    stay. `_cut.py` asks that before the model runs, or on the way, where `_stages.py` gives the layers after
-    it slots of their own.
+    """Prompt pruning: a pass with the score of prompt tokens (`score`), the layer that computes it, and the number of
+    tokens to keep. `_cut.py` runs it before the model, or `_stages.py` at a layer, with separate slots for
+    the layers after it.
 
-    Sessions prune what they are given as a prompt (`Session.prompt`); the step itself computes what it
-    did, so that `Session.run` and the numeric check see the whole model.
+    Sessions prune prompts only (`Session.prompt`). The step is unchanged, so `Session.run` and the numeric
+    check use the whole model.
     """
 
     after = (Layers, Residual)

@@ -1,4 +1,4 @@
-"""GemFilter (arXiv:2409.17422): an early layer's last query picks the tokens that the model then sees."""
+"""GemFilter (arXiv:2409.17422): the last query at an early layer selects the prompt tokens that the model runs on."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
 
 @dataclass(frozen=True)
 class GemFilter(Base):
-    """A prompt first goes through the layers before `layer` (-1: 13 of 32) and that layer's queries and
-    keys. The `tokens` that its last query likes best, by q k^T summed over the heads and averaged over
-    `kernel` neighbours, are a new and shorter prompt, at positions from 0 on, in their order.
+    """A prompt first runs through the layers before `layer` (-1: 13 of 32) and that layer's queries and
+    keys. The `tokens`
+    tokens with the highest q k^T for the last query, summed over the heads and averaged over `kernel`
+    neighbours, become a new, shorter prompt, at positions from 0 on, in their order.
 
-    The first `sinks` and the last `recent` tokens stay in any case (0 and 0 in the paper's code, where a
-    prompt may lose its question's end).
+    The first `sinks` and the last `recent` tokens are always kept (0 and 0 in the paper's code, where the
+    end of the question may be pruned).
     """
 
     tokens: int = 1024

@@ -1,4 +1,4 @@
-"""PromptDistill (arXiv:2503.23274): past a middle layer, only the prompt's best tokens go on."""
+"""PromptDistill (arXiv:2503.23274): after a middle layer only the selected prompt tokens continue."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
 
 @dataclass(frozen=True)
 class PromptDistill(Base):
-    """A prompt goes through the layers up to `layer` (-1: 13 of 32, and not the last). The `tokens` that its last
-    query likes best there, by q k^T averaged over the heads and over `kernel` neighbours, go on through the
-    others, at their own positions; the last token is one of them. Layers after `layer` hold no others of the prompt.
+    """A prompt runs through the layers up to `layer` (-1: 13 of 32, and not the last). The `tokens` tokens
+    with the highest
+    q k^T for the last query there, averaged over the heads and over `kernel` neighbours, continue through
+    the other layers, at
+    their own positions; the last token is one of them. Layers after `layer` cache only these tokens.
 
-    The first layers keep the keys of all of the prompt's tokens, which later tokens look at: what the
-    paper's cache truncation would drop of them, kv.score does by layer and head.
+    The first layers cache all prompt tokens. The paper's cache truncation for these layers is an eviction by
+    layer and head: use `kv.score`.
     """
 
     tokens: int = 1024

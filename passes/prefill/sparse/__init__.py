@@ -21,12 +21,13 @@ __all__ = ["Base"]
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """A session gives a prompt in segments of `segment` tokens, from an empty cache on. One that begins at
-    `threshold` or later, and is not a prompt's last, reads its own tokens and `budget` of those before it, in
-    blocks of `block` that every KV head chooses for itself in each layer from `first` on, where these see all
-    tokens. All others, and all that is not given as a prompt, read everything.
+    """Sparse prefill. A session splits a prompt into segments of `segment` tokens, from an empty cache on. A
+    segment that begins
+    at `threshold` or later, and is not the last, attends to its own tokens and to `budget` earlier tokens, in blocks of
+    `block`, selected per KV head in each layer from `first` on that has full causal attention. All other
+    segments and calls attend to all keys.
 
-    Segments that begin before there is more than the budget to choose from read everything too.
+    A segment with no more earlier tokens than the budget also attends to all keys.
     """
 
     segment: int = 512

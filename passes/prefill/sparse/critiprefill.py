@@ -1,4 +1,4 @@
-"""CritiPrefill (arXiv:2409.12490): queries of a segment agree on the blocks of keys that matter to them."""
+"""CritiPrefill (arXiv:2409.12490): the queries of a segment share the key blocks that they attend to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from accel.passes.prefill.sparse import Base
 
 @dataclass(frozen=True)
 class CritiPrefill(Base):
-    """A block is worth what the middle between the largest and the smallest numbers of a segment's queries
-    makes of the block's largest or smallest ones, whichever is more, as a mean over the heads of a group.
-    Blocks are chosen by the softmax of that, of which a share `fusion` comes from the layer before.
+    """The score of a block is the product of the segment's query midpoint (of the channel-wise minimum and
+    maximum) with the
+    block's maximum or minimum keys, whichever is larger, averaged over the heads of a group. Blocks are selected by the
+    softmax of the scores, with a fraction `fusion` from the previous layer.
 
-    The paper's code leaves out the attention's own factor (1/sqrt(D)); without it the softmax of most blocks
-    is exactly 0, and which of these are chosen is chance.
+    The paper's code omits the attention scale (1/sqrt(D)); without it the softmax of most blocks is exactly 0, and the
+    selection among them is arbitrary.
     """
 
     fusion: float = 0.25

@@ -15,7 +15,7 @@ EMPTY = -float(np.finfo(np.float32).max)  # the score of a slot that holds nothi
 
 
 class Base(Method, ABC):
-    """`tokens` is asked by a session before each compression; `heads` is traced into the graph."""
+    """How many tokens to keep: a session calls `tokens` before each eviction; `heads` is traced into the graph."""
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
 

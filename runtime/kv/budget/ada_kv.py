@@ -1,4 +1,4 @@
-"""Ada-KV (arXiv:2407.11550): a layer's heads share its budget by what their tokens are worth."""
+"""Ada-KV (arXiv:2407.11550): the heads of a layer share its budget according to their scores."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from accel.runtime.kv.budget._share import Share
 
 @dataclass(frozen=True)
 class AdaKV(Share, Base):
-    """`safeguard`: the part of the mean that every head keeps. As kvpress' AdaKVPress: those tokens count
-    as the best, then the best of all heads together stay. Scores must compare across heads, as
-    attention does and norms do not.
+    """`safeguard`: fraction of the mean budget that every head keeps. As kvpress' AdaKVPress: these tokens
+    are kept first, then
+    the highest-scoring tokens of all heads. Scores must be comparable across heads, as attention is and norms are not.
     """
 
     safeguard: float = 0.2

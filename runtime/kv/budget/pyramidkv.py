@@ -1,4 +1,4 @@
-"""PyramidKV (arXiv:2406.02069): attention narrows from layer to layer, so lower layers keep more."""
+"""PyramidKV (arXiv:2406.02069): lower layers keep more tokens, because attention is broader there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from accel.runtime.kv.budget._share import Share
 
 @dataclass(frozen=True)
 class PyramidKV(Share, Base):
-    """`beta`: how steep; `window`: tokens that every layer keeps beside its share, as the score's.
+    """`beta`: steepness; `window`: tokens that every layer keeps in addition, as in the score.
 
-    As kvpress' PyramidKVPress: where the least layer would get fewer than `window` tokens, all get the
-    same.
+    As kvpress' PyramidKVPress: if the smallest budget is below `window` tokens, all layers get the same.
     """
 
     beta: float = 20.0

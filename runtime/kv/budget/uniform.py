@@ -1,4 +1,4 @@
-"""The same for every layer and head."""
+"""The same budget for every layer and head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel.runtime.kv.budget._share import Share
 
 @dataclass(frozen=True)
 class Uniform(Share, Base):
-    """`tokens_kept` of each row, or all but the share `compression_ratio` of what it has seen; the first
+    """Keeps `tokens_kept` tokens per row, or, with `compression_ratio` r, the fraction 1 - r of its tokens; the first
     `dense_layers` layers keep every token.
     """
 

@@ -1,4 +1,4 @@
-"""Axis: what one session does with tokens that the model has seen before, in another one or elsewhere."""
+"""Axis: how a session reuses keys and values that another session, or an earlier text, computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Base"]
 
 
 class Base(Method, ABC):
-    """A method is a frozen dataclass. `steps` are its passes; a session does the rest."""
+    """A frozen dataclass. `steps` are its passes; a session does the rest."""
 
     grade: str
     relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.HOST_MEMORY})

@@ -1,5 +1,5 @@
-"""Paged KV with shared prefixes (vLLM, RadixAttention): tokens that two rows begin with are computed and
-stored once.
+"""Paged KV cache with prefix sharing (vLLM's PagedAttention, SGLang's RadixAttention): a common prefix is
+computed and stored once.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from accel.runtime.kv.reuse import Base
 
 @dataclass(frozen=True)
 class PagedPrefix(Base):
-    """`block`: tokens of a block. `blocks`: of the pool that all sessions of a model share; memory is taken
-    when they are first filled.
+    """`block`: tokens per block. `blocks`: size of the block pool that all sessions of a model share; memory
+    is allocated on first use.
     """
 
     block: int = 16

@@ -1,4 +1,4 @@
-"""Positional Integrity Encoding (Let the Code LLM Edit Itself): what follows an edit is moved, not recomputed."""
+"""Positional Integrity Encoding ("Let the Code LLM Edit Itself"): keys after an edit are rotated, not recomputed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel.runtime.kv.reuse import Base
 
 @dataclass(frozen=True)
 class Pie(Base):
-    """`session.edit` replaces tokens: keys after them are rotated to their new positions, values stay."""
+    """`session.edit` replaces tokens: keys after them are rotated to their new positions, values are unchanged."""
 
     relies = Base.relies | {
         Invariant.ALL_LAYERS_RUN,

@@ -1,4 +1,4 @@
-"""Axis: when a session compresses its cache."""
+"""Axis: when a session evicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOMENTS = (
 
 
 class Base(Method, ABC):
-    """Asked at each moment; a budget that keeps everything makes it a no-op."""
+    """When to evict. A session asks at each point; with a budget that keeps all tokens nothing happens."""
 
     @abstractmethod
     def due(self, moment: str, recent: int) -> bool:

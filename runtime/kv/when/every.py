@@ -1,4 +1,4 @@
-"""Whenever so many tokens have come, in the prompt and after it: the cache never grows beyond that."""
+"""Every `tokens` tokens, in the prompt and in decoding: the cache size stays bounded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel.runtime.kv.when import Base
 
 @dataclass(frozen=True)
 class Every(Base):
-    """`tokens` beyond the budget are held at most, after a call."""
+    """After a call the cache holds at most `tokens` more than the budget."""
 
     tokens: int = 128
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}

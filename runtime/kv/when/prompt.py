@@ -1,4 +1,4 @@
-"""Once a prompt is whole: its last token still saw everything."""
+"""After the prompt: its last token still attended to all tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel.runtime.kv.when import Base
 
 @dataclass(frozen=True)
 class Prompt(Base):
-    """What is generated afterwards stays whole."""
+    """Generated tokens are not evicted."""
 
     def due(self, moment: str, recent: int) -> bool:
         return moment == "prompt"
