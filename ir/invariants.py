@@ -1,4 +1,4 @@
-"""What methods of a recipe may rely on, break or provide: the one vocabulary of what goes with what."""
+"""Invariants that methods of a recipe rely on, break or provide: the vocabulary of compatibility."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ __all__ = ["PROVIDED", "Invariant", "Method"]
 
 
 class Invariant(Enum):
-    """A sentence that holds of a session unless a method of its recipe breaks it; those of `PROVIDED` hold only where a
-    method provides them. The value is the sentence that an error prints.
+    """A property of a session that holds unless a method of the recipe breaks it; those in `PROVIDED` hold
+    only if a method provides them. The value is the sentence that an error prints.
     """
 
     UNIFORM_SLOTS = "all layers write the same tokens into the same slots"
@@ -38,24 +38,25 @@ PROVIDED = frozenset({Invariant.PROBABILITIES, Invariant.DRAFT_MODEL, Invariant.
 
 
 class Method:
-    """What a method declares, as class attributes, or as properties where an option decides. A recipe is refused
-    exactly where one method relies on what another breaks, or on what is to be provided and no method provides.
-    `small`: options with which a tiny model and a few dozen tokens feel the method, where its defaults are too large.
+    """The declarations of a method, as class attributes, or as properties if they depend on an option. A
+    recipe is refused if
+    and only if one method relies on an invariant that another breaks, or on one in `PROVIDED` that no method provides.
+    `small`: options for tiny models and a few dozen tokens, if the defaults are too large.
     """
 
     small: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def relies(self) -> frozenset[Invariant]:
-        """What it cannot work without."""
+        """The invariants that the method needs."""
         return frozenset()
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        """What no longer holds with it."""
+        """The invariants that do not hold with the method."""
         return frozenset()
 
     @property
     def provides(self) -> frozenset[Invariant]:
-        """What of `PROVIDED` holds by it."""
+        """The invariants of `PROVIDED` that the method makes hold."""
         return frozenset()
