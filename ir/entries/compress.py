@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -27,7 +26,6 @@ def queries_of(layer: int) -> str:
     return f"queries.{layer}"
 
 
-@dataclass(frozen=True)
 class _Compress(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Two rows, the second shorter, each head with some slots that are empty."""

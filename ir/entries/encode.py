@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -11,7 +10,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True)
 class _Encode(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Two rows of different lengths."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -24,7 +23,6 @@ def present_of(state: StateValue) -> str:
     return f"present.{state.layer}.{_PARTS[state.part]}"
 
 
-@dataclass(frozen=True)
 class _Genai(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Two rows with nothing before them."""

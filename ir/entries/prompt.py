@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -19,7 +18,6 @@ def part_of(number: int) -> str:
     return f"{PROMPT.name}.{number}"
 
 
-@dataclass(frozen=True)
 class _Prompt(EntryKind):
     def names(self, facts: Facts) -> Sequence[str]:
         """By the plan of the prompt: one part more than stages."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -21,7 +20,6 @@ def turned_of(layer: int) -> str:
     return f"turned.{layer}"
 
 
-@dataclass(frozen=True)
 class _Shift(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Random keys of two rows that go forth and back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from accel.ir.facts import Facts
 
 
-@dataclass(frozen=True)
 class _Sparse(EntryKind):
     def names(self, facts: Facts) -> Sequence[str]:
         """By the plan of the prompt."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel.ir.entries import EntryKind
@@ -19,7 +18,6 @@ def given_beside(output: str) -> bool:
     return output != LOGITS and not writes_state(output)
 
 
-@dataclass(frozen=True)
 class _Step(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Two rows of an empty cache, with logits for every token."""
