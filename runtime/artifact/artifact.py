@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
 __all__ += ["FORMAT", "MANIFEST", "copy_artifact", "open_artifact", "write_manifest"]
+
+_CLONE = 0x40049409  # FICLONE of Linux
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,9 @@ def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artif
 
 
 def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:
-    """The artifact at another place, as hard links where the file system has them. Raises
-    ArtifactError.
+    """A copy of the artifact at another place. Where the file system can, both share their blocks until one changes.
+
+    Raises ArtifactError.
     """
     names = [MANIFEST, *source.files]
     size = sum(f.bytes for f in source.files.values())
@@ -111,16 +115,30 @@ def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             here = (source.path / name).resolve()
-            try:
-                os.link(here, target)
-            except OSError:  # another file system, or one without links
-                free = shutil.disk_usage(folder).free
-                if free < here.stat().st_size:
-                    raise ArtifactError(
-                        f"no space for the artifact in {folder.parent}: {size:,} bytes are needed, "
-                        f"{free:,} are free. Free some, or give another output folder"
-                    ) from None
-                shutil.copyfile(here, target)
+            if _cloned(here, target):
+                continue
+            free = shutil.disk_usage(folder).free
+            if free < here.stat().st_size:
+                raise ArtifactError(
+                    f"no space for the artifact in {folder.parent}: {size:,} bytes are needed, "
+                    f"{free:,} are free. Free some, or give another output folder"
+                )
+            shutil.copyfile(here, target)
+
+
+def _cloned(here: Path, target: Path) -> bool:
+    """Whether the file system made a copy that shares the blocks of a file (btrfs, XFS)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import fcntl
+
+    try:
+        with here.open("rb") as source, target.open("wb") as copy:
+            fcntl.ioctl(copy.fileno(), _CLONE, source.fileno())
+    except OSError:  # another file system, or one that cannot
+        target.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _check_folder(folder: Path) -> None:

@@ -1,11 +1,13 @@
-"""All or nothing: a hidden folder beside the destination that is renamed when it is whole.
+"""All or nothing: a hidden folder beside the destination that takes its place when it is whole.
 
-An exception removes it; so does a tiny watchdog process when this one is killed.
+An exception removes it; so does a tiny watchdog process when this one is killed. Where the system can exchange two
+folders (Linux), there is no moment without the destination; elsewhere the watchdog brings the old one back.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
 import shutil
@@ -36,6 +38,7 @@ if not os.path.lexists(target):
         except OSError:
             break
 """
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,8 +46,8 @@ class AtomicOutputDir:
     """`with AtomicOutputDir(out) as folder:` write into `folder`; afterwards it is `out`. Raises
     ArtifactError.
 
-    `out` may exist if it is empty or an artifact, which is replaced. `needs`: bytes to be written,
-    where known; too little free space is then refused before any work.
+    `out` may exist if it is empty, or an artifact with no file beside those that its manifest lists; that is
+    replaced. `needs`: bytes to be written, where known; too little free space is then refused before any work.
     """
 
     def __init__(self, out: str | os.PathLike[str], needs: int | None = None):
@@ -134,16 +137,39 @@ class AtomicOutputDir:
             return
         if not self.out.is_dir():
             raise ArtifactError(f"{self.out} is a file; give another output folder")
-        if any(self.out.iterdir()) and not (self.out / MANIFEST).is_file():
+        if not any(self.out.iterdir()):
+            return
+        if not (self.out / MANIFEST).is_file():
             raise ArtifactError(
                 f"{self.out} holds files but no {MANIFEST}, so it is not an artifact to replace; "
                 "empty it, or give another output folder"
             )
+        listed = _listed(self.out / MANIFEST)
+        if listed is None:
+            raise ArtifactError(
+                f"{self.out} holds a {MANIFEST} that lists no files, so it is not an artifact to replace; "
+                "move it away, or give another output folder"
+            )
+        found = (
+            p.relative_to(self.out)
+            for p in sorted(self.out.rglob("*"))
+            if not p.is_dir() or p.is_symlink()
+        )
+        others = [p.as_posix() for p in found if p.as_posix() not in listed]
+        if others:
+            more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+            raise ArtifactError(
+                f"{self.out} holds {', '.join(others[:3])}{more} beside the files of an artifact; "
+                "move them away, or give another output folder"
+            )
 
     def _commit(self) -> None:
-        """Rename into place; what stood there is set aside first and removed afterwards."""
+        """Put it into place; what stood there is removed afterwards."""
         self._check_replaceable()
         if self.out.exists():
+            if _exchanged(self._folder, self.out):
+                shutil.rmtree(self._folder, ignore_errors=True)
+                return
             os.rename(self.out, self._aside)
         try:
             os.rename(self._folder, self.out)
@@ -190,6 +216,29 @@ class AtomicOutputDir:
             f"no space for the artifact in {self.out.parent}: {words}. Free some, or give another "
             "output folder"
         )
+
+
+def _listed(manifest: Path) -> set[str] | None:
+    """The files of the artifact that a manifest is of, itself among them; None where it is no manifest."""
+    try:
+        told = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    files = told.get("files") if isinstance(told, dict) else None
+    return {MANIFEST, *files} if isinstance(files, dict) and files else None
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether two folders took each other's place, in one step; False where the system cannot do that."""
+    if not sys.platform.startswith("linux"):
+        return False
+    import ctypes  # not while an artifact is loaded
+
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):  # a C library without it
+        return False
+    return bool(call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0)
 
 
 def _disk_full(error: BaseException | None) -> bool:

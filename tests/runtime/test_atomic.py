@@ -10,11 +10,13 @@ import time
 import pytest
 
 from accel.ir.errors import ArtifactError
+from accel.runtime.artifact import atomic
 from accel.runtime.artifact.atomic import AtomicOutputDir
 
 
-def write(folder, text="{}"):
-    (folder / "accel.json").write_text(text)
+def write(folder, text="1"):
+    (folder / "weights.bin").write_text(text)
+    (folder / "accel.json").write_text('{"files": {"weights.bin": {}}}')
 
 
 def names(path):
@@ -26,7 +28,7 @@ def test_it_appears_whole(tmp_path):
     with AtomicOutputDir(out) as folder:
         assert folder.parent == out.parent and not out.exists()
         write(folder)
-    assert names(out) == ["accel.json"] and names(out.parent) == ["out"]
+    assert names(out) == ["accel.json", "weights.bin"] and names(out.parent) == ["out"]
     umask = os.umask(0)
     os.umask(umask)
     assert out.stat().st_mode & 0o777 == 0o777 & ~umask
@@ -46,11 +48,54 @@ def test_what_may_be_replaced(tmp_path):
     for text in ("1", "2"):  # an empty folder, then an artifact
         with AtomicOutputDir(out) as folder:
             write(folder, text)
-    assert (out / "accel.json").read_text() == "2" and names(tmp_path) == ["out"]
+    assert (out / "weights.bin").read_text() == "2" and names(tmp_path) == ["out"]
     with pytest.raises(ValueError), AtomicOutputDir(out) as folder:
         write(folder, "3")
         raise ValueError
-    assert (out / "accel.json").read_text() == "2", "a failed build keeps the old artifact"
+    assert (out / "weights.bin").read_text() == "2", "a failed build keeps the old artifact"
+
+
+@pytest.mark.parametrize(
+    "manifest, other, told",
+    [
+        ("{}", "thesis.tex", "lists no files"),
+        ("not JSON", "thesis.tex", "lists no files"),
+        ('{"files": []}', "thesis.tex", "lists no files"),
+        ('{"files": {"weights.bin": {}}}', "thesis.tex", "holds thesis.tex beside the files"),
+        ('{"files": {"weights.bin": {}}}', "deep/er/notes", "holds deep/er/notes beside the files"),
+    ],
+)
+def test_a_file_that_no_manifest_lists_is_kept(tmp_path, manifest, other, told):
+    out = tmp_path / "out"
+    (out / other).parent.mkdir(parents=True)
+    (out / other).write_text("years of work")
+    (out / "accel.json").write_text(manifest)
+    (out / "weights.bin").write_text("1")
+    with pytest.raises(ArtifactError, match=told), AtomicOutputDir(out):
+        raise AssertionError("the body must not run")
+    assert (out / other).read_text() == "years of work"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="exchanges two folders")
+def test_there_is_no_moment_without_the_destination(tmp_path, monkeypatch):
+    """Were renames needed to replace it, it would be gone between them."""
+    with AtomicOutputDir(tmp_path / "out") as folder:
+        write(folder, "old")
+    seen = []
+    plain = os.rename
+    monkeypatch.setattr(
+        os, "rename", lambda a, b: (seen.append(os.path.exists(tmp_path / "out")), plain(a, b))
+    )
+    with AtomicOutputDir(tmp_path / "out") as folder:
+        write(folder, "new")
+    assert seen == [] and (tmp_path / "out" / "weights.bin").read_text() == "new"
+    assert names(tmp_path) == ["out"]
+    monkeypatch.setattr(
+        atomic, "_exchanged", lambda *_: False
+    )  # the control: elsewhere it takes renames
+    with AtomicOutputDir(tmp_path / "out") as folder:
+        write(folder, "newer")
+    assert seen == [True, False] and (tmp_path / "out" / "weights.bin").read_text() == "newer"
 
 
 def test_what_may_not_be_replaced(tmp_path):
@@ -118,7 +163,7 @@ def stuck(a, b, plain=os.rename):
     time.sleep(60)
 with atomic.AtomicOutputDir(sys.argv[1]) as folder:
     (folder / "accel.json").write_text("new")
-    os.rename = stuck
+    os.rename, atomic._exchanged = stuck, lambda *_: False
 """
 
 
@@ -166,4 +211,4 @@ def test_kill_9_between_the_renames_brings_the_old_one_back(tmp_path):
         write(folder, "old")
     kill_in(KILLED_AT_RENAME, tmp_path / "out")
     eventually(lambda: names(tmp_path) == ["out"])
-    assert (tmp_path / "out" / "accel.json").read_text() == "old"
+    assert (tmp_path / "out" / "weights.bin").read_text() == "old"
