@@ -133,6 +133,26 @@ def test_run_takes_a_model_directory(model, artifact):
     assert "compile: 100% done" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ("--recipe", "int4"),
+        ("--max-context", 2048),
+        ("--tokenizer", "tokenizer.json"),
+        ("--trust-remote-code",),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_option_of_a_build_cannot_apply_to_an_artifact(artifact, option):
+    result = call("run", artifact, "--prompt", "0123", *option)
+    one_error(result, option[0], "is an artifact; leave it out, or build again")
+
+
+def test_an_option_of_an_artifact_cannot_apply_to_a_model(model):
+    result = call("run", model, "--prompt", "0123", "--kernels", "portable")
+    one_error(result, "--kernels", "is a model directory; leave it out, or build first")
+
+
 def test_inspect(artifact):
     text = call("inspect", artifact).stdout
     assert all(w in text for w in ("LlamaForCausalLM", "causal", "0-1", "step.onnx", "Rope"))

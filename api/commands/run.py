@@ -28,6 +28,7 @@ Examples:
 
 
 def run(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="DIR|MODEL", help="Artifact or model directory.")],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None,
     prompt_file: Annotated[
@@ -137,13 +138,20 @@ def run(
         "max_context": max_context,
         "trust_remote_code": trust_remote_code,
     }
-    with open_model(path, threads=threads, kernels=kernels, **build) as model:
+    asked = {name for name in (*build, "kernels") if _given(context, name)}
+    with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
         if as_json:
             out = model.generate(given, **settings)
             text = out.text[0] if out.text is not None else None
             print_json({"tokens": out.tokens[0], "text": text, "stats": out.stats})
         else:
             _stream(model, given, settings)
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, and not left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
 
 
 def _source(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,16 @@ if TYPE_CHECKING:
 
 
 def open_model(
-    path: Path, *, threads: int | None = None, kernels: str = "auto", **build: Any
+    path: Path,
+    asked: Collection[str] = (),
+    *,
+    threads: int | None = None,
+    kernels: str = "auto",
+    **build: Any,
 ) -> CompiledModel:
     """The compiled model at a path; `build` holds options of `optimize` for a model directory.
+
+    `asked`: the options that a user gave; one that cannot apply to what the path holds is an error.
 
     Raises:
         AccelError: it is neither, or cannot be opened or compiled.
@@ -26,10 +34,21 @@ def open_model(
     if not path.exists():
         raise InputError(_missing(path))
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():
+        if "kernels" in asked:
+            raise InputError(
+                f"--kernels chooses among the kernels of an artifact, and {path} is a model directory; leave it "
+                f"out, or build first: accel-compile build {path} --out DIR"
+            )
         with progress("compile") as watch:
             from accel.compiler.optimize import optimize
 
             return optimize(path, progress=watch, threads=threads, **build)
+    if wrong := [name for name in build if name in asked]:
+        option = "--" + wrong[0].replace("_", "-")
+        raise InputError(
+            f"{option} applies when a model is built, and {path} is an artifact; leave it out, or build again: "
+            f"accel-compile build MODEL --out DIR {option} …"
+        )
     return load(path, threads=threads, kernels=kernels)
 
 
