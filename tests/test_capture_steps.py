@@ -29,7 +29,7 @@ READERS = {  # of one module for `inspect`
     "length_limits.limit_of", "length_limits.is_indexer", "length_limits.turns_anew", "length_limits._types",
     "length_limits._rotary_limit", "length_limits._tables",
 }  # fmt: skip
-SWAPS = {"length_limits.steady", "length_limits._rotary_held", "adapter.__init__"}
+SWAPS = {"length_limits.short_forms", "length_limits._rotary_held", "adapter.__init__"}
 HOOKS = {
     "decoder_checks.both_ways",
     "decoder_checks._culprit",
