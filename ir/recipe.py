@@ -105,7 +105,10 @@ def _from_file(path: Path) -> Recipe:
         raise RecipeError(
             f"{path}: no such recipe file; give an existing TOML file, or a name (see accel-compile recipes)"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: a NUL in the path, or text that is not UTF-8
         raise RecipeError(f"{path}: cannot be read as a recipe: {error}") from error
     return _from_text(path.stem, text, str(path))
 
@@ -113,7 +116,11 @@ def _from_file(path: Path) -> Recipe:
 def _from_text(name: str, text: str, where: str = "") -> Recipe:
     try:
         return _from_dict(name, tomllib.loads(text), where or f"{name}.toml")
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise RecipeError(
+            f"{where or name}: not valid TOML: tables or lists lie too deep"
+        ) from None
+    except ValueError as error:  # integers of thousands of digits, too
         raise RecipeError(f"{where or name}: not valid TOML: {error}") from error
 
 

@@ -19,7 +19,7 @@ from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
 from accel.ir.state import StateValue
-from accel.runtime.artifact.atomic import AtomicOutputDir
+from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
@@ -81,7 +81,7 @@ def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artif
 
     `hashes=False` leaves out the checksums: for a folder that this process has just written.
     """
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     _check_folder(folder)
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

@@ -42,6 +42,25 @@ _HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a user gave, `~` expanded. Raises ArtifactError where the system takes no such path."""
+    try:
+        found = Path(path).expanduser()
+        os.lstat(found)
+    except FileNotFoundError:
+        return found
+    except RuntimeError:
+        raise ArtifactError(f"{path}: there is no such user; write the folder's path out") from None
+    except ValueError:
+        raise ArtifactError(f"{str(path)!r} holds a NUL character, which no path does") from None
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise ArtifactError(
+                f"{str(path)[:60]}…: the path is too long; give a shorter one"
+            ) from None
+    return found
+
+
 class AtomicOutputDir:
     """`with AtomicOutputDir(out) as folder:` write into `folder`; afterwards it is `out`. Raises
     ArtifactError.
@@ -51,7 +70,7 @@ class AtomicOutputDir:
     """
 
     def __init__(self, out: str | os.PathLike[str], needs: int | None = None):
-        self.out = Path(out).expanduser().resolve()
+        self.out = user_path(out).resolve()
         self.needs = needs
         name = f".{self.out.name}.{secrets.token_hex(6)}"
         self._folder = self.out.parent / f"{name}.new"

@@ -56,7 +56,14 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model expects around a text (a first token)."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        try:
+            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
+        except TypeError:  # what the library says of text that is none in UTF-8
+            place = next(i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff")
+            raise InputError(
+                f"the text holds a lone surrogate (U+{ord(text[place]):04X}) at place {place}, which no UTF-8 text "
+                "does; decode its bytes as UTF-8, with errors='replace' where they may be wrong"
+            ) from None
         return ids
 
     def decode(self, tokens: Iterable[int]) -> str:

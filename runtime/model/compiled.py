@@ -159,7 +159,9 @@ class CompiledModel:
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
         )  # fmt: skip
-        text = is_text(prompt) or (isinstance(prompt, (list, tuple)) and is_text(prompt[0]))
+        text = is_text(prompt) or (
+            isinstance(prompt, (list, tuple)) and any(map(is_text, prompt[:1]))
+        )
         text = text or (prompt is None and self.tokenizer is not None)
         sources, prompt = self._sources(encoder_input, prompt)
         rows = self._rows(prompt, params)

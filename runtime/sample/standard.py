@@ -126,7 +126,10 @@ def _nucleus(weights: npt.NDArray[np.float32], top_p: float) -> npt.NDArray[np.i
 def _number(value: object) -> float:
     """A number as float; anything else as NaN, which is in no range."""
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer beyond all floats
+            return math.inf
     return math.nan
 
 

@@ -66,6 +66,10 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
     """
     entry = artifact.entries["step"]
     if asked != AUTO:
+        if not isinstance(asked, str):
+            raise ArtifactError(
+                f"kernels = {asked!r}: give one of {', '.join([AUTO, *entry.graphs])}"
+            )
         if asked not in entry.graphs:
             names = [AUTO, *entry.graphs]
             raise ArtifactError(f"{artifact.path}: {unknown('kernels', asked, names)}")

@@ -1,0 +1,62 @@
+"""What no caller should give: each is one accel error that names the thing and the next act, and the model goes on."""
+
+import sys
+
+import pytest
+
+import accel
+from accel.ir.errors import AccelError
+from accel.ir.recipe import Recipe
+
+HUGE = 10**400
+CALLS = {
+    "no tokens": (lambda m: m.session().run([[]]), "takes \\[1, T\\] with T >= 1"),
+    "an empty list to stream": (lambda m: m.stream([]), "give text, token ids"),
+    "an empty list": (lambda m: m.generate([]), "give text, token ids"),
+    "an empty text": (lambda m: m.generate(""), "give at least one token"),
+    "bytes": (lambda m: m.generate(b"abc"), "are bytes; give text"),
+    "a lone surrogate": (lambda m: m.generate("a\ud800b"), "U\\+D800\\) at place 1"),
+    "a temperature beyond floats": (lambda m: m.generate("a", temperature=HUGE), "temperature"),
+    "a top_p beyond floats": (lambda m: m.generate("a", temperature=1.0, top_p=HUGE), "top_p"),
+    "a negative seed": (lambda m: m.generate("a", seed=-1), "seed = -1"),
+    "a token beyond all": (lambda m: m.generate([10**30]), "give token ids"),
+    "an end beyond all": (lambda m: m.generate("a", eos=[10**30]), "give token ids"),
+    "no kernels": (lambda m: accel.load(m.artifact.path, kernels=None), "kernels = None: give one"),
+    "NUL in an artifact's path": (lambda m: accel.load("a\0b"), "NUL character"),
+    "NUL in an output's path": (lambda m: m.save("a\0b"), "NUL character"),
+    "NUL in a recipe's path": (lambda m: Recipe.load("./a\0.toml"), "cannot be read as a recipe"),
+    "a path too long": (lambda m: accel.load("x" * 5000), "give a shorter one"),
+    "an output's name too long": (lambda m: m.save("x" * 5000), "give a shorter one"),
+    "an unknown user": (lambda m: accel.load("~no-such-user/x"), "no such user"),
+    "an unknown user's output": (lambda m: m.save("~no-such-user/x"), "no such user"),
+}
+TEXTS = {
+    "a number of 5000 digits": (
+        "[kv.score]\nuse = 'snapkv'\nwindow = " + "9" * 5000,
+        "not valid TOML",
+    ),
+    "lists in lists": ("a = " + "[" * 5000 + "]" * 5000, "lie too deep"),
+    "NUL": ("a = '\0'", "not valid TOML"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_bad_call_is_an_error_with_the_next_act(toy, name):
+    call, told = CALLS[name]
+    with accel.load(toy.path) as model:
+        want = model.generate([3, 4], max_new_tokens=4).tokens
+        with pytest.raises(AccelError, match=told) as error:
+            call(model)
+        assert "\n" not in str(error.value)
+        assert model.generate([3, 4], max_new_tokens=4).tokens == want
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="NUL in a file")
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_bad_recipe_is_an_error_with_its_place(tmp_path, name):
+    text, told = TEXTS[name]
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(AccelError, match=told) as error:
+        Recipe.load(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
