@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from accel.compiler.build_options import TARGETS
 from accel.compiler.optimize import optimize
 from accel.compiler.smoke.clone import own_logits, sources
 from accel.compiler.smoke.source import small_model
+from accel.ir.axis import find_axes
 from accel.ir.capture.inspect import inspect
 from accel.ir.errors import AccelError, InputError, Miscompiled, PassError, RecipeError, unknown
 from accel.ir.recipe import Recipe, bundled
@@ -44,6 +45,7 @@ LONGEST, PREFILL, STEPS, KEPT = (
     9,
 )  # tokens: of a row, its first call, single ones, not rewound
 RAGGED = (11, 4, 8)
+CODEC = "kv.codec"
 Progress = Callable[[str, float], None]
 PARTS = ("ir", "passes", "lowering", "runtime", "compiler")  # where a crash is placed
 
@@ -119,7 +121,7 @@ def smoke(
     for target in targets:
         if target not in TARGETS:
             raise RecipeError(unknown("target", target, TARGETS))
-    plans = [assemble(Recipe.load(r)) for r in (bundled() if recipes is None else recipes)]
+    plans = [assemble(_small(Recipe.load(r))) for r in (bundled() if recipes is None else recipes)]
     report("clone", 0.0)
     with _quiet():
         source = small_model(model, trust_remote_code)
@@ -131,6 +133,17 @@ def smoke(
     count = sum(p.numel() for p in source.model.parameters())
     seconds = round(time.perf_counter() - start, 1)
     return Smoke(source.name, source.layers, count, source.notes, seconds, cells)
+
+
+def _small(recipe: Recipe) -> Recipe:
+    """The recipe with blocks of a codec that few tokens fill. Sizes of other methods stay: random weights say nothing of
+    how near the module a model is that evicts, or reads some pages only.
+    """
+    table = recipe.tables.get(CODEC)
+    if table is None:
+        return recipe
+    small = find_axes()[CODEC].small(table["use"])
+    return replace(recipe, tables={**recipe.tables, CODEC: {**table, **small}})
 
 
 @contextmanager
