@@ -136,8 +136,8 @@ def smoke(
 
 
 def _small(recipe: Recipe) -> Recipe:
-    """The recipe with blocks of a codec that few tokens fill. Sizes of other methods stay: random weights say nothing of
-    how near the module a model is that evicts, or reads some pages only.
+    """The recipe with blocks of a codec that few tokens fill. Sizes of other methods stay: random weights say nothing
+    of how near the module a model is that evicts, or reads some pages only.
     """
     table = recipe.tables.get(CODEC)
     if table is None:
