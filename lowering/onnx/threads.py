@@ -1,4 +1,4 @@
-"""How many threads a call computes with where nobody says."""
+"""The number of compute threads of a call, by default."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class AtomicOutputDir:
         listed = _listed(self.out / MANIFEST)
         if listed is None:
             raise ArtifactError(
-                f"{self.out} holds a {MANIFEST} that lists no files, so it is not an artifact to replace; "
+                f"{self.out}: its {MANIFEST} lists no files, so it is not an artifact to replace; "
                 "move it away, or give another output folder"
             )
         found = (
