@@ -48,7 +48,8 @@ def harm(weight, packed, inputs):
 @settings(max_examples=40, deadline=None)
 @given(sizes)
 def test_feedback_errs_less_where_inputs_are_correlated(size):
-    weight, inputs, how = case(**size)
+    """Over rows: of a single one, 10 in 6000 err as much or more, since a greedy choice may."""
+    weight, inputs, how = case(**{**size, "rows": size["rows"] + 7})
     order, factor = feedback_of(inputs, 0.01)
     fed = harm(weight, round_with_feedback(weight, order, factor, *how), inputs)
     assert fed < harm(weight, round_to_nearest(weight, *how), inputs)
