@@ -13,6 +13,7 @@ from typing import Any
 from accel.ir.errors import RecipeError, unknown
 
 _HEADER = ("about", "papers")
+_RENAMED = {"bit-exact": "batch-invariant"}
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Recipe:
             return _from_file(Path(spec))
         if isinstance(spec, str):
             found = bundled()
+            if spec in _RENAMED:
+                raise RecipeError(f"recipe {spec!r} is called {_RENAMED[spec]!r}; use that name")
             if spec not in found:
                 raise RecipeError(unknown("recipe", spec, found) + " (see accel-compile recipes)")
             return _from_text(spec, found[spec].read_text(encoding="utf-8"))

@@ -13,16 +13,16 @@ class Table:
         self,
         target: str,
         *,
-        bit_exact: bool = False,
+        batch_invariant: bool = False,
         missing: Callable[[], str] = lambda: "",
         join: Callable[[Any, Collection[str]], None] = lambda builder, outputs: None,
     ):
-        """`bit_exact`: a token's row does not depend on how many tokens share its call.
+        """`batch_invariant`: a token's row does not depend on how many tokens share its call.
         `missing`: why this machine cannot run it; "" where it can.
         `join(builder, outputs)`: puts the nodes of a finished graph together, `outputs` kept.
         """
         self.target = target
-        self.bit_exact = bit_exact
+        self.batch_invariant = batch_invariant
         self.missing = missing
         self.join = join
         self.rules: dict[Any, Callable[..., Any]] = {}

@@ -252,7 +252,7 @@ def test_a_loop_for_another_kind_of_model_is_refused():
 
 
 @pytest.mark.parametrize(
-    "other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "bit-exact"]
+    "other", ["snapkv", "kivi-4", "quest", "paged-prefix", "calm", "gemfilter", "batch-invariant"]
 )
 def test_methods_that_go_by_the_order_of_tokens_are_refused(other):
     assert "cannot be combined with loop = dllm-threshold" in refused(

@@ -26,7 +26,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.CHAINS: ("kv.select=quest", "loop=lookahead", "for lookahead"),
     Invariant.CALL_INDEPENDENT: ("kv.reuse=pie", "prefill.sparse=critiprefill", "without"),
     Invariant.DECODE_WIDTH: ("loop=lookahead", "kv.codec=kivi", "kv-int8 for kivi"),
-    Invariant.EXACT_WIDTH: ("numerics=bit-exact", "kv.select=quest", "without"),
+    Invariant.BATCH_INVARIANCE: ("numerics=batch-invariant", "kv.select=quest", "without"),
     Invariant.REWIND: ("loop=lookahead", "kv.score=h2o", "snapkv for h2o"),
     Invariant.PROBABILITIES: ("tree=dyspec", "draft=token-recycling", "static for dyspec"),
     Invariant.DRAFT_MODEL: ("length=specdec-pp", "draft=iad", "cost-optimal for specdec-pp"),

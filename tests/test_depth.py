@@ -67,11 +67,11 @@ def test_what_a_model_has_no_layers_for_is_refused(options, words, deep):
         accel.optimize(module, {"depth": options}, target="eager", max_context=64, verify=False)
 
 
-def test_bit_exact_rows_and_fewer_layers_for_single_tokens_exclude_each_other(deep):
+def test_batch_invariant_rows_and_fewer_layers_for_single_tokens_exclude_each_other(deep):
     module, _ = deep("llama")
     with pytest.raises(RecipeError, match="leave one of the two out"):
         accel.optimize(
-            module, ["bit-exact", "unified-skip"], target="eager", max_context=64, verify=False
+            module, ["batch-invariant", "unified-skip"], target="eager", max_context=64, verify=False
         )
 
 

@@ -61,14 +61,14 @@ def small(folder):
 
 @pytest.fixture(scope="module")
 def built(modules, small):
-    """built(*recipes) -> the target under them and `bit-exact`, whose calls of several tokens are single ones'."""
+    """built(*recipes) -> the target under them and `batch-invariant`, whose calls of several tokens are single ones'."""
     made, rule = {}, {"verify": {"use": "sample-match"}}
     drafts = {"model": {"draft": {"use": "model", "path": str(small)}} | rule}
     drafts["layerskip"] = {"draft": {"use": "layerskip", "exit": 1}} | rule
 
     def get(*recipes):
         if recipes not in made:
-            named = [drafts.get(recipe, recipe) for recipe in (*recipes, "bit-exact")]
+            named = [drafts.get(recipe, recipe) for recipe in (*recipes, "batch-invariant")]
             made[recipes] = unmeasured(accel.optimize(modules[0], named, verify=False, **SIZES))
         return made[recipes]
 

@@ -146,8 +146,8 @@ def test_bytes_are_what_a_session_holds(tiny, name):
 
 
 def test_a_refused_recipe_has_a_reason_and_a_way_out(tiny):
-    e = told(tiny, ["bit-exact", "knorm"])
-    assert "bit-exact cannot be combined with kv.score = knorm" in e.refused and e.cache is None
+    e = told(tiny, ["batch-invariant", "knorm"])
+    assert "batch-invariant cannot be combined with kv.score = knorm" in e.refused and e.cache is None
     near = e.nearest.recipe
     assert near is not None and set(near.tables) == {"kv.score", "kv.budget"}
     assert not told(tiny, near).refused
@@ -174,7 +174,7 @@ def test_what_no_change_helps_is_said(tiny, monkeypatch):
         raise RecipeError("no")
 
     monkeypatch.setattr(sys.modules["accel.compiler.explain.explain"], "_try", never)
-    e = told(tiny, ["bit-exact", "knorm"])
+    e = told(tiny, ["batch-invariant", "knorm"])
     assert e.nearest.recipe is None and e.nearest.tried > 5
 
 
@@ -274,7 +274,7 @@ def test_the_command(tmp_path):
         assert word in shown.stdout, word
     assert page.read_text().startswith("<!doctype html>")
     found = run(
-        cli.app, ["explain", "bit-exact+knorm", str(tmp_path / "m"), "--no-speed", "--json"]
+        cli.app, ["explain", "batch-invariant+knorm", str(tmp_path / "m"), "--no-speed", "--json"]
     )
     assert found.exit_code == 1
     value = json.loads(found.stdout)

@@ -195,10 +195,10 @@ def test_where_calls_cost_too_much_it_rests():
     assert rows[0].drafting["fallback"] > 20
 
 
-def test_bit_exact_tokens_are_those_without():
+def test_batch_invariant_tokens_are_those_without():
     models = [
         accel.optimize(module("llama"), recipe, max_context=64, max_batch=3)
-        for recipe in (["lookahead", "bit-exact"], "bit-exact")
+        for recipe in (["lookahead", "batch-invariant"], "batch-invariant")
     ]
     with models[0] as drafts, models[1] as without:
         for options in ({}, {"temperature": 0.8, "seed": 2}):

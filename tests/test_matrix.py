@@ -55,9 +55,9 @@ def test_a_wrong_cache_is_caught(runner, monkeypatch):
 
 
 def test_the_page_says_what_was_found(tmp_path):
-    quest, bits, snap = ("kv.select", "quest"), ("numerics", "bit-exact"), ("kv.score", "snapkv")
+    quest, bits, snap = ("kv.select", "quest"), ("numerics", "batch-invariant"), ("kv.score", "snapkv")
     why = (
-        "recipe 'x': numerics = bit-exact cannot be combined with kv.select = quest: pages turn; "
+        "recipe 'x': numerics = batch-invariant cannot be combined with kv.select = quest: pages turn; "
         "leave one of the two out"
     )
     found = [
@@ -69,7 +69,7 @@ def test_the_page_says_what_was_found(tmp_path):
     matrix_page.write(tmp_path, found)
     page = (tmp_path / "composition.md").read_text(encoding="utf-8")
     assert "| 2 methods | 3 | 2 | 1 | 0 |" in page and "| 3 methods | 1 | 0 | 0 | 1 |" in page
-    assert "| `quest` | `bit-exact` (llama) | pages turn |" in page
+    assert "| `quest` | `batch-invariant` (llama) | pages turn |" in page
     assert "of the 1 with a pair that is refused, 0 are refused" in page
     assert (tmp_path / "composition" / "pairs.png").stat().st_size > 1000
 

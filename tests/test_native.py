@@ -37,7 +37,7 @@ def session(shape, folder, exact, threads):
         held = torch.arange(c).repeat(b, 1)
         return [q, k, v, query_positions(rng, b, t, c), held, None, 0.3, 0.0, "causal", 0]
 
-    export(program_of(Case("rows", attention.attention, make)), folder, bit_exact=exact)
+    export(program_of(Case("rows", attention.attention, make)), folder, batch_invariant=exact)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.intra_op_num_threads = threads

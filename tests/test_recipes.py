@@ -91,3 +91,8 @@ def test_a_method_file_holds_one_class(tmp_path, monkeypatch):
     assert axis.names() == ["pair"]
     with pytest.raises(RecipeError, match="holds 2 classes"):
         axis.build("pair")
+
+
+def test_the_old_name_of_a_recipe_tells_the_new_one():
+    with pytest.raises(RecipeError, match="'bit-exact' is called 'batch-invariant'"):
+        Recipe.load(["int4", "bit-exact"])

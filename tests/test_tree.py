@@ -32,7 +32,7 @@ EVICTING = Recipe(
 KINDS = {  # architecture, recipe, target, how far logits may be from those of single calls
     "eager": ("mistral", "base", "eager", 5e-5),
     "onnx": ("mistral", "base", "onnx", 5e-5),
-    "bit-exact": ("llama", "bit-exact", "onnx", 0.0),
+    "batch-invariant": ("llama", "batch-invariant", "onnx", 0.0),
     "kv-int8": ("llama", "kv-int8", "onnx", 5e-5),
     "evicted": ("llama", EVICTING, "onnx", 5e-5),
     "positions": ("gpt2", "base", "onnx", 5e-5),
@@ -113,7 +113,7 @@ def test_each_path_is_as_if_alone(build, name):
             np.testing.assert_allclose(got[b], want, atol=off, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["eager", "bit-exact"])
+@pytest.mark.parametrize("name", ["eager", "batch-invariant"])
 def test_guesses_leave_no_trace(build, name, monkeypatch):
     """Neither those that a later call drops, nor what a failed call wrote; a commit that does nothing would."""
     model, off = build(name)
@@ -215,7 +215,7 @@ def test_state_that_keeps_a_trace_is_refused(architecture, recipe, match):
 
 
 def test_every_variant_takes_a_tree(build):
-    """The portable one, too, which bit-exact models do not take for trees."""
+    """The portable one, too, which batch-invariant models do not take for trees."""
     model, _ = build("onnx")
     tree = Tree(np.array([20, 30, 21, 31]), np.array([-1, -1, 0, 1]))
     found = []
@@ -225,7 +225,7 @@ def test_every_variant_takes_a_tree(build):
             found.append(session.guess(*call_of([tree], [5])))
     for a, b in itertools.pairwise(found):
         np.testing.assert_allclose(a, b, atol=5e-5)
-    exact, _ = build("bit-exact")
+    exact, _ = build("batch-invariant")
     with from_artifact(exact.artifact, kernels="grouped") as one, one.session() as session:
         assert not session.capabilities.trees
 

@@ -196,7 +196,7 @@ def test_a_tree_is_refused_by_who_takes_chains(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_rule_declares(name):
     rule = AXIS.method(name)
-    assert rule.grade in ("bit-exact", "distribution-exact", "approximate")
+    assert rule.grade in ("lossless", "distribution-exact", "approximate")
     assert rule.branches or AXIS.method(rule.instead).branches
 
 

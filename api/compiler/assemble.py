@@ -22,7 +22,7 @@ DRAFTING = {  # axes of speculative decoding
     "length": "length sets how many tokens are drafted",
     "tree": "tree sets the shape of drafts",
 }
-GRADES = ("bit-exact", "distribution-exact", "approximate")
+GRADES = ("lossless", "distribution-exact", "approximate")
 
 
 @dataclass

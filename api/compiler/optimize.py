@@ -24,7 +24,7 @@ from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.genai import genai_config
 from accel.compiler.load.checkpoint import load_model, tokenizer_json
-from accel.compiler.quality.bit_exact import check_rows
+from accel.compiler.quality.batch_invariant import check_rows
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
 from accel.ir.capture.capture import capture_inspected
@@ -63,7 +63,7 @@ from accel.passes.weights import Base as WeightsPass
 from accel.passes.weights._calibrated import Calibrated
 from accel.runtime.artifact.artifact import open_artifact, write_manifest
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
-from accel.runtime.artifact.manifest import BIT_EXACT, DRAFT_FOLDER
+from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.model.compiled import CompiledModel, from_artifact
@@ -357,7 +357,7 @@ def _write(
     from accel.lowering.onnx.verify import entry_error
 
     with job.part("lower", 0.8):
-        entries = export(program, folder, bit_exact="numerics" in job.plan.methods)
+        entries = export(program, folder, batch_invariant="numerics" in job.plan.methods)
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
     if tokenizer is not None:
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
@@ -401,7 +401,7 @@ def _manifest(
         "accel": report["versions"]["accel"],
         "target": job.target,
         "model": model_facts(program).to_json(),
-        "numerics": BIT_EXACT if "numerics" in job.plan.methods else "float32",
+        "numerics": BATCH_INVARIANT if "numerics" in job.plan.methods else "float32",
         "grade": job.plan.grade,
         "recipe": job.plan.recipe.to_json(),
         "state": state_json(program),

@@ -89,11 +89,11 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
             file.write(bits.flatten().view(torch.uint8).numpy().data)
 
 
-def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[str, Any]:
+def export(program: Program, folder: Path, *, batch_invariant: bool = False) -> dict[str, Any]:
     """Write every entry and the weights that they share; returns the manifest's `entries`.
 
     The step has a file more for each variant that takes any of its nodes, and then small probes by
-    which the variants are compared. `bit_exact` leaves out those that do not promise it.
+    which the variants are compared. `batch_invariant` leaves out those that do not promise it.
 
     Raises:
         LoweringError: an operator has no ONNX form.
@@ -103,7 +103,7 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
     with (folder / WEIGHTS).open("wb") as file:
         weights = WeightsFile(file)
         for name, entry in program.entries.items():
-            builder = Builder(weights.add, bit_exact=bit_exact and name == STEP.name)
+            builder = Builder(weights.add, batch_invariant=batch_invariant and name == STEP.name)
             onnx.save_model(lower_entry(program, entry, weights, builder), folder / f"{name}.onnx")
             state = {s.name for s in program.state}
             entries[name] = {
@@ -111,14 +111,14 @@ def export(program: Program, folder: Path, *, bit_exact: bool = False) -> dict[s
                 "inputs": [i for i in entry.inputs if i not in state],
                 "outputs": [o for o in entry.outputs if state_of(o) not in state],
             }
-        tables = [t for t in variants() if t.bit_exact or not bit_exact]
+        tables = [t for t in variants() if t.batch_invariant or not batch_invariant]
         for table in tables:
             if reason := table.missing():
                 program.facts.notes.append(f"without the variant '{table.target}': {reason}")
         tables = [t for t in tables if not t.missing()]
         for name in entries:
             if (kind := kind_of(name)) is not None and kind.variants:
-                entries[name].update(_variants(program, name, tables, weights, folder, bit_exact))
+                entries[name].update(_variants(program, name, tables, weights, folder, batch_invariant))
     _map_params(program, weights, folder / WEIGHTS)
     return entries
 
@@ -129,12 +129,12 @@ def _variants(
     tables: list[Table],
     weights: WeightsFile,
     folder: Path,
-    bit_exact: bool,
+    batch_invariant: bool,
 ) -> dict[str, dict[str, str]]:
     """Write an entry's variants, and the step's probes; what the manifest says of them."""
     files: dict[str, str] = {}
     for table in tables:
-        builder = Builder(weights.add, table, bit_exact=bit_exact)
+        builder = Builder(weights.add, table, batch_invariant=batch_invariant)
         model = lower_entry(program, program.entries[entry], weights, builder)
         if builder.varied:
             files[table.target] = f"{entry}.{table.target}.onnx"
@@ -148,7 +148,7 @@ def _variants(
         name = PORTABLE if variant is None else variant.target
         if program.nodes(attention.default, entry=program.step):
             found["probes"][name] = f"probe.{name}.onnx"
-            probe = attention_probe(program, variant, bit_exact)
+            probe = attention_probe(program, variant, batch_invariant)
             onnx.save_model(probe, folder / found["probes"][name])
         own = variant is None or quantized_linear.default in variant.rules
         if own and program.nodes(quantized_linear.default, entry=program.step):

@@ -31,7 +31,7 @@ LAYERS = 4  # about so many, so that a mask shared by layers weighs as it does i
 
 
 def attention_probe(
-    program: Program, variant: Table | None, bit_exact: bool = False
+    program: Program, variant: Table | None, batch_invariant: bool = False
 ) -> onnx.ModelProto:
     """Attention of each form that the step has, as often as its share of the layers asks for.
 
@@ -42,7 +42,7 @@ def attention_probe(
     nodes = program.nodes(attention.default, entry=program.step)
     forms = Counter(_form(node) for node in nodes)
     kinds = {_form(node): node for node in nodes}
-    b = Builder(_no_weights, variant, bit_exact=bit_exact)
+    b = Builder(_no_weights, variant, batch_invariant=batch_invariant)
     inputs: dict[str, onnx.ValueInfoProto] = {}
     outputs: list[onnx.ValueInfoProto] = []
     for form, count in forms.items():

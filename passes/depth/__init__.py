@@ -36,7 +36,7 @@ class Base(Pass, Method, ABC):
                 Invariant.ALL_LAYERS_RUN,
                 Invariant.CALL_INDEPENDENT,
                 Invariant.DECODE_WIDTH,
-                Invariant.EXACT_WIDTH,
+                Invariant.BATCH_INVARIANCE,
             }
         )
 

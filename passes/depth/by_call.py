@@ -18,7 +18,7 @@ class ByCall(Base):
     token is rewound.
     """
 
-    grade = "bit-exact"
+    grade = "lossless"
     breaks = frozenset({Invariant.ALL_LAYERS_RUN})
 
     def run(self, program: Program) -> Report:

@@ -19,7 +19,8 @@ from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
 FORMAT = 1
 DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
-BIT_EXACT = "bit-exact"
+BATCH_INVARIANT = "batch-invariant"
+BIT_EXACT = "bit-exact"  # in earlier artifacts: the grade "lossless", and the numerics "batch-invariant"
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 
 
@@ -65,7 +66,7 @@ class File:
 class Manifest:
     """All of `accel.json`, checked; `raw` is the JSON as read.
 
-    numerics: "float32", or "bit-exact" where a call of T tokens must give the bits of T single ones.
+    numerics: "float32", or "batch-invariant" where a call of T tokens must give the bits of T single ones.
     """
 
     accel: str
@@ -85,7 +86,7 @@ class Manifest:
         """A graph call has a multiple of so many tokens: kernels take rows in tiles, and what is left over,
         a single row, in another way.
         """
-        return 2 if self.numerics == BIT_EXACT else 1
+        return 2 if self.numerics == BATCH_INVARIANT else 1
 
     @property
     def trees(self) -> bool:
@@ -96,7 +97,7 @@ class Manifest:
         """Whether it may with a variant of the step: one that sums a token's keys as if no other guess lay there,
         where bits matter.
         """
-        return self.trees and (self.numerics != BIT_EXACT or kernels == NATIVE)
+        return self.trees and (self.numerics != BATCH_INVARIANT or kernels == NATIVE)
 
 
 def parse(raw: Any) -> Manifest:
@@ -132,19 +133,33 @@ def parse(raw: Any) -> Manifest:
         for part in PARTS:
             for key, file in getattr(entry, part).items():
                 _listed(f"entries.{name}.{part}.{key}", file, files)
+    numerics, grade = top.text("numerics"), top.text("grade")
+    recipe, report = top.object("recipe").value, top.object("report").value
+    if BIT_EXACT in (numerics, grade):
+        numerics = BATCH_INVARIANT if numerics == BIT_EXACT else numerics
+        grade = "lossless" if grade == BIT_EXACT else grade
+        recipe, report = _renamed(recipe), {**report, "grade": grade}
     return Manifest(
         accel=top.text("accel"),
         target=top.text("target"),
         facts=facts,
-        numerics=top.text("numerics"),
-        grade=top.text("grade"),
-        recipe=top.object("recipe").value,
+        numerics=numerics,
+        grade=grade,
+        recipe=recipe,
         state=state,
         entries=entries,
         files=files,
-        report=top.object("report").value,
+        report=report,
         raw=top.value,
     )
+
+
+def _renamed(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe with the method of today's name."""
+    tables = recipe.get("tables")
+    if not isinstance(tables, dict) or tables.get("numerics") != {"use": BIT_EXACT}:
+        return recipe
+    return {**recipe, "tables": {**tables, "numerics": {"use": BATCH_INVARIANT}}}
 
 
 def _entry(f: Fields) -> Entry:

@@ -47,7 +47,7 @@ class Blocks(Base):
     @property
     def grade(self) -> str:
         """Whether tokens are those of one token per call and nothing cached."""
-        return "approximate" if self.cache != "none" or not self.static else "bit-exact"
+        return "approximate" if self.cache != "none" or not self.static else "lossless"
 
     @property
     def ways(self) -> int:

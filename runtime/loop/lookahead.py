@@ -40,7 +40,7 @@ class Lookahead(Base):
     ngram: int = 5
     guesses: int = 1
 
-    grade = "bit-exact"
+    grade = "lossless"
     trees = True
     relies = DRAFTS_RELY
 

@@ -40,7 +40,7 @@ class Pearl(Base):
 
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
-    grade = "bit-exact"
+    grade = "lossless"
 
     def __post_init__(self) -> None:
         if self.ahead < 1:

@@ -91,7 +91,7 @@ class Target:
 class Base(Method, ABC):
     """A rule: a frozen dataclass whose fields are its options; it has no state between rounds."""
 
-    # How tokens compare with those that the target alone would give: bit-exact (the same, given the same
+    # How tokens compare with those that the target alone would give: lossless (the same, given the same
     # random numbers), distribution-exact or approximate.
     grade: ClassVar[str]
     branches: ClassVar[bool] = True  # False: takes chains only

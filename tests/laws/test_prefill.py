@@ -281,8 +281,8 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
             "knorm cannot be combined with prefill.prune = promptdistill: .*; leave one of the two out .*gemfilter",
         ),
         (
-            {"numerics": {"use": "bit-exact"}},
-            "bit-exact cannot be combined with prefill.prune = promptdistill",
+            {"numerics": {"use": "batch-invariant"}},
+            "batch-invariant cannot be combined with prefill.prune = promptdistill",
         ),
     ],
 )

@@ -161,8 +161,8 @@ def test_sizes_that_make_no_sense_are_refused(options, words):
             "h2o cannot be combined with prefill.sparse = critiprefill: .*every query attends to every key",
         ),
         (
-            {"numerics": {"use": "bit-exact"}},
-            "bit-exact cannot be combined with prefill.sparse = critiprefill",
+            {"numerics": {"use": "batch-invariant"}},
+            "batch-invariant cannot be combined with prefill.sparse = critiprefill",
         ),
     ],
 )

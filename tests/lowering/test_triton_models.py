@@ -259,9 +259,9 @@ def test_the_error_says_why_it_cannot_run_and_what_to_do():
 
 def test_optimize_refuses_before_any_work(monkeypatch):
     with pytest.raises(
-        AccelError, match="numerics = bit-exact cannot be combined with target = triton"
+        AccelError, match="numerics = batch-invariant cannot be combined with target = triton"
     ):
-        accel.optimize("there/is/no/model", "bit-exact", target="triton")
+        accel.optimize("there/is/no/model", "batch-invariant", target="triton")
     monkeypatch.setattr(triton, "missing", lambda: "the reason")
     with pytest.raises(AccelError, match="target 'triton': the reason"):
         accel.optimize("there/is/no/model", target="triton")

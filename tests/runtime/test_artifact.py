@@ -300,3 +300,16 @@ def test_threads_and_cores(toy, monkeypatch):
     engine = OrtBackend(open_artifact(toy.path), threads=1)
     assert engine.session is engine.session and engine.threads == 1
     assert engine.session.get_session_options().intra_op_num_threads == 1
+
+
+def test_the_words_of_earlier_artifacts_are_read_as_those_of_today(damaged):
+    def earlier(raw):
+        raw |= {"numerics": "bit-exact", "grade": "bit-exact"}
+        raw["recipe"]["tables"]["numerics"] = {"use": "bit-exact"}
+        raw["report"]["grade"] = "bit-exact"
+
+    manifest = open_artifact(damaged(earlier)).manifest
+    assert (manifest.numerics, manifest.grade) == ("batch-invariant", "lossless")
+    assert manifest.tile == 2 and manifest.report["grade"] == "lossless"
+    assert manifest.recipe["tables"]["numerics"] == {"use": "batch-invariant"}
+    assert manifest.recipe["tables"]["loop"] == {"use": "autoregressive"}

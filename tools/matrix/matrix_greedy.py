@@ -3,7 +3,7 @@ prompts, greedily, each token is that of plain decoding of the same artifact, or
 
     python tools/matrix/matrix_greedy.py [--sample N] [--seed S] [--results FILE]
 
-All of them with bit-exact rows, so that no rounding of wide calls excuses a difference.
+All of them with batch-invariant rows, so that no rounding of wide calls excuses a difference.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EACH, ROWS, LONGEST, NEW = (
     256,
     24,
 )  # prompts of a kind, rows of a session, tokens of a prompt, new ones
-EXACT = ("numerics", "bit-exact")
+EXACT = ("numerics", "batch-invariant")
 LOSSLESS = (
     "lookahead",
     "pearl",

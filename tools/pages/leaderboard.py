@@ -188,7 +188,7 @@ def _one(
     }  # fmt: skip
     try:
         tell("build")
-        built = {"grade": "bit-exact"} if case.recipe == "base" else builder.build(case, out)
+        built = {"grade": "lossless"} if case.recipe == "base" else builder.build(case, out)
         with accel.load(out, threads=measure.THREADS) as model:
             own = None if case.recipe == "base" else peer
             return {

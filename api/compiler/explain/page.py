@@ -43,7 +43,7 @@ def grade(e: Explanation) -> str:
     if not e.grade:
         return ""
     said = {
-        "bit-exact": "same tokens as the model, up to rounding from a different summation order",
+        "lossless": "same tokens as the model, up to rounding from a different summation order",
         "distribution-exact": "each token has the model's own probabilities",
         "approximate": "tokens may differ from the model's",
     }[e.grade]

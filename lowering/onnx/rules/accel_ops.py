@@ -112,7 +112,7 @@ def _attend(b: Builder, x: Operands) -> str:
     if x.kept_v is not None:
         shared = x.v == x.k and x.kept_v == x.kept_k
         v = keys if shared else str(b.node("Concat", x.kept_v, x.v, axis=2))
-    out = _in_blocks(b, probs, v) if b.bit_exact else b.node("MatMul", probs, v)
+    out = _in_blocks(b, probs, v) if b.batch_invariant else b.node("MatMul", probs, v)
     if heads == int(b.shape(x.k)[1]):
         return str(out)
     return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(x.q_pos, 1), wide])))

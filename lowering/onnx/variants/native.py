@@ -16,7 +16,7 @@ from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.variants import NATIVE
 from accel.lowering.onnx.writer.builder import Builder
 
-lower = Table(NATIVE, bit_exact=True, missing=lambda: library()[1], join=join)
+lower = Table(NATIVE, batch_invariant=True, missing=lambda: library()[1], join=join)
 _PAGE = 16  # slots that native/attention.cc reads together
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.h
 
@@ -31,7 +31,7 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
         return NotImplemented
     common: dict[str, Any] = dict(
         domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
-        window=x.window, exact=int(b.bit_exact), packed=0, page=x.page,
+        window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
     )  # fmt: skip
     blocks = [
         made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))
@@ -187,5 +187,5 @@ def quantized_linear(
     operands = (x, q, scales, zeros, bias)
     return b.node(
         "Linear", *operands, domain=DOMAIN, bits=bits, block=block, gate=0, epsilon=0.0,
-        exact=int(b.bit_exact),
+        exact=int(b.batch_invariant),
     )  # fmt: skip

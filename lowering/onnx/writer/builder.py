@@ -60,13 +60,13 @@ class Builder:
         weights: Callable[[str, Stored], TensorProto],
         variant: Table | None = None,
         *,
-        bit_exact: bool = False,
+        batch_invariant: bool = False,
     ):
         """`variant`: rules that come before the portable ones; `varied` counts the nodes they took.
-        `bit_exact`: a token's row must not depend on how many tokens share its call.
+        `batch_invariant`: a token's row must not depend on how many tokens share its call.
         """
         self.variant = variant
-        self.bit_exact = bit_exact
+        self.batch_invariant = batch_invariant
         self.varied = 0
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []

@@ -40,7 +40,7 @@ BLOCKS_RELY = frozenset(
     }
 )
 BLOCKS_BREAK = frozenset(
-    {Invariant.CALL_INDEPENDENT, Invariant.DECODE_WIDTH, Invariant.EXACT_WIDTH}
+    {Invariant.CALL_INDEPENDENT, Invariant.DECODE_WIDTH, Invariant.BATCH_INVARIANCE}
 )
 
 

@@ -59,7 +59,7 @@ class Base(Method):
         found = {
             Invariant.ALL_TOKENS_HELD,
             Invariant.CALL_INDEPENDENT,
-            Invariant.EXACT_WIDTH,
+            Invariant.BATCH_INVARIANCE,
             Invariant.TOKENS_CONTIGUOUS,
         }
         return frozenset(found | {Invariant.REWIND} if "mass" in self.reads else found)

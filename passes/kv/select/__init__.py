@@ -67,7 +67,7 @@ class Base(Pass, Method, ABC):
     breaks = frozenset(
         {
             Invariant.CALL_INDEPENDENT,
-            Invariant.EXACT_WIDTH,
+            Invariant.BATCH_INVARIANCE,
             Invariant.FULL_ATTENTION,
             Invariant.PLAIN_KEYS,
         }

@@ -31,7 +31,7 @@ class Base(Pass, Method, ABC):
     grade = "approximate"
 
     relies = frozenset({Invariant.APPEND_ONLY})
-    breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.EXACT_WIDTH})
+    breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
         """What queries [B,H,N,D] make of keys [B,G,S,D] at the layer that decides: [B,N,S], higher stays.

@@ -42,7 +42,7 @@ class Base(Pass, Method, ABC):
 
     relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.UNIFORM_SLOTS})
     breaks = frozenset(
-        {Invariant.CALL_INDEPENDENT, Invariant.EXACT_WIDTH, Invariant.FULL_ATTENTION}
+        {Invariant.CALL_INDEPENDENT, Invariant.BATCH_INVARIANCE, Invariant.FULL_ATTENTION}
     )
 
     def __post_init__(self) -> None:

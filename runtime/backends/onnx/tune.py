@@ -76,7 +76,7 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
         return Tuning(asked, "asked for")
     picky = artifact.manifest.trees and not artifact.manifest.keeps_trees(PORTABLE)
     if picky and NATIVE in entry.graphs and library()[0] is not None:
-        return Tuning(NATIVE, "the one whose trees are bit-exact")
+        return Tuning(NATIVE, "the one whose trees are batch-invariant")
     kinds = [kind for kind in (entry.probes, entry.products) if kind]
     if len(entry.graphs) == 1 or not kinds or any(PORTABLE not in kind for kind in kinds):
         return Tuning(PORTABLE, "the only one")

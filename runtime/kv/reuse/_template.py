@@ -21,7 +21,7 @@ class Template(Base):
         Invariant.PLAIN_KEYS,
         Invariant.TOKENS_CONTIGUOUS,
     }
-    breaks = frozenset({Invariant.EXACT_WIDTH})
+    breaks = frozenset({Invariant.BATCH_INVARIANCE})
     grade = "approximate"
 
     def steps(self) -> list[Any]:

@@ -18,7 +18,7 @@ WIDEST = 128  # head size whose products are never cut
 
 
 @dataclass(frozen=True)
-class BitExact(Base):
+class BatchInvariant(Base):
     """A call of T tokens gives bit for bit the logits of T single-token calls.
 
     Kernels process rows in pairs, and a single remaining row differently (4-bit matmul, on some processors 8-bit
@@ -27,28 +27,28 @@ class BitExact(Base):
     """
 
     rank = 3  # after methods of depth and prefill: it looks at what they leave
-    relies = frozenset({Invariant.APPEND_ONLY, Invariant.EXACT_WIDTH})
+    relies = frozenset({Invariant.APPEND_ONLY, Invariant.BATCH_INVARIANCE})
 
     def run(self, program: Program) -> Report:
         if any(s.part is Part.RECURRENT for s in program.state):
             raise PassError(
-                "bit-exact: this model has recurrent state, which is summed in another order "
-                "if several tokens share a call; build without the bit-exact recipe"
+                "batch-invariant: this model has recurrent state, which is summed in another order "
+                "if several tokens share a call; build without the batch-invariant recipe"
             )
         if program.nodes(expert_linear.default, quantized_expert_linear.default):
             raise PassError(
-                "bit-exact: this model has experts, whose products are grouped by the number "
-                "of tokens in a call; build without the bit-exact recipe"
+                "batch-invariant: this model has experts, whose products are grouped by the number "
+                "of tokens in a call; build without the batch-invariant recipe"
             )
         if program.facts.encoder is not None:
             raise PassError(
-                "bit-exact: cross-attention sums in an order that depends on the number "
-                "of tokens in a call; build without the bit-exact recipe"
+                "batch-invariant: cross-attention sums in an order that depends on the number "
+                "of tokens in a call; build without the batch-invariant recipe"
             )
         nodes = program.nodes(attention.default, entry=program.step)
         if any(int(node.all_input_nodes[0].meta["val"].shape[3]) > WIDEST for node in nodes):
             raise PassError(
-                f"bit-exact: this model's heads are wider than {WIDEST}, and onnxruntime splits "
-                "products of that length by the number of tokens in a call; build without the bit-exact recipe"
+                f"batch-invariant: this model's heads are wider than {WIDEST}, and onnxruntime splits "
+                "products of that length by the number of tokens in a call; build without the batch-invariant recipe"
             )
         return Report()

@@ -1,18 +1,18 @@
-"""The bit-exact recipe: a call of T tokens gives the bits of T calls of one."""
+"""The batch-invariant recipe: a call of T tokens gives the bits of T calls of one."""
 
 import numpy as np
 import pytest
 import torch
 
 import accel
-from accel.compiler.quality import bit_exact as exact
-from accel.compiler.quality.bit_exact import difference
+from accel.compiler.quality import batch_invariant as exact
+from accel.compiler.quality.batch_invariant import difference
 from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.facts import EncoderFacts
 from accel.ir.program import State
 from accel.ir.state import Part
-from accel.passes.numerics import bit_exact
+from accel.passes.numerics import batch_invariant
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
@@ -51,7 +51,7 @@ def exactly():
     def get(shape, weights, tied):
         if (shape, weights, tied) not in made:
             model = llama(*SHAPES[shape], tied)
-            recipe = [weights, "bit-exact"] if weights != "base" else "bit-exact"
+            recipe = [weights, "batch-invariant"] if weights != "base" else "batch-invariant"
             made[shape, weights, tied] = accel.optimize(model, recipe, max_context=CONTEXT)
         return made[shape, weights, tied].artifact
 
@@ -95,7 +95,7 @@ def worst(live: Session) -> float:
 @pytest.mark.parametrize(("shape", "weights", "tied"), CASES)
 def test_rows_have_the_same_bits(exactly, shape, weights, tied, threads):
     artifact = exactly(shape, weights, tied)
-    assert artifact.manifest.numerics == "bit-exact"
+    assert artifact.manifest.numerics == "batch-invariant"
     for variant in artifact.entries["step"].graphs:
         with session(artifact, variant, threads) as live:
             assert worst(live) == 0, variant
@@ -142,13 +142,13 @@ def test_only_variants_that_promise_it_are_there(exactly):
 def test_a_build_that_breaks_the_promise_is_refused(monkeypatch):
     monkeypatch.setattr(exact.Session, "run", off_by_a_bit(exact.Session.run))
     with pytest.raises(Miscompiled, match="a call of 9 tokens differs from single-token calls"):
-        accel.optimize(llama(4, 2, True), "bit-exact", max_context=64)
+        accel.optimize(llama(4, 2, True), "batch-invariant", max_context=64)
 
 
 def test_wide_heads_are_refused(monkeypatch):
-    monkeypatch.setattr(bit_exact, "WIDEST", 16)
+    monkeypatch.setattr(batch_invariant, "WIDEST", 16)
     with pytest.raises(PassError, match="wider than 16"):
-        accel.optimize(llama(4, 2, True), "bit-exact", max_context=64)
+        accel.optimize(llama(4, 2, True), "batch-invariant", max_context=64)
 
 
 def off_by_a_bit(run):
@@ -161,17 +161,17 @@ def off_by_a_bit(run):
 
 def test_models_whose_rows_depend_on_the_call_are_refused(captured):
     program = captured("tiny")
-    assert bit_exact.BitExact().run(program).changed == 0
+    assert batch_invariant.BatchInvariant().run(program).changed == 0
     program.state.append(State(Part.RECURRENT, 0, "float32", ("B", 4), detail="sum"))
     with pytest.raises(PassError, match="recurrent"):
-        bit_exact.BitExact().run(program)
+        batch_invariant.BatchInvariant().run(program)
     program.state.clear()
     program.facts.encoder = EncoderFacts(10, 5)
     with pytest.raises(PassError, match="cross-attention"):
-        bit_exact.BitExact().run(program)
+        batch_invariant.BatchInvariant().run(program)
 
 
 @pytest.mark.long
 def test_a_model_of_experts_is_refused():
     with pytest.raises(PassError, match="experts"):
-        accel.optimize(small_model("mixtral"), "bit-exact", max_context=64, verify=False)
+        accel.optimize(small_model("mixtral"), "batch-invariant", max_context=64, verify=False)

@@ -27,7 +27,7 @@ def check_rows(artifact: Artifact) -> None:
                 for kind, differs in kinds:
                     if off := differs(session, held, width):
                         raise Miscompiled(
-                            f"bit-exact: a {kind} of {width} tokens differs from single-token calls by {off:.1e} "
+                            f"batch-invariant: a {kind} of {width} tokens differs from single-token calls by {off:.1e} "
                             f"(kernels {variant!r}); build without the recipe, and report the model's "
                             "configuration"
                         )
