@@ -30,7 +30,9 @@ def model(request):
     if request.param == "float32":
         yield built("llama")
         return
-    with accel.optimize(module("llama"), "batch-invariant", max_context=64, max_batch=ROWS) as exact:
+    with accel.optimize(
+        module("llama"), "batch-invariant", max_context=64, max_batch=ROWS
+    ) as exact:
         yield exact
 
 

@@ -1,4 +1,4 @@
-"""The batch-invariant recipe: a call of T tokens gives the bits of T calls of one."""
+"""The batch-invariant recipe: a token has the same bits whatever tokens and rows share its call."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 import accel
 from accel.compiler.quality import batch_invariant as exact
-from accel.compiler.quality.batch_invariant import difference
+from accel.compiler.quality.batch_invariant import batch_difference, difference
 from accel.compiler.smoke.tiny_models import randomise, small_model
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.facts import EncoderFacts
@@ -17,6 +17,7 @@ from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
 
 CONTEXT = 704
+ROWS = 5
 WIDTHS = (2, 3, 5, 8, 13, 16, 31, 32)
 HELD = (1, 7, 250, 255, 256, 505, 668)
 
@@ -52,7 +53,9 @@ def exactly():
         if (shape, weights, tied) not in made:
             model = llama(*SHAPES[shape], tied)
             recipe = [weights, "batch-invariant"] if weights != "base" else "batch-invariant"
-            made[shape, weights, tied] = accel.optimize(model, recipe, max_context=CONTEXT)
+            made[shape, weights, tied] = accel.optimize(
+                model, recipe, max_context=CONTEXT, max_batch=ROWS
+            )
         return made[shape, weights, tied].artifact
 
     yield get
@@ -70,13 +73,13 @@ class Tiled:
         return getattr(self.inner, name)
 
 
-def session(artifact, variant, threads, tile=None) -> Session:
+def session(artifact, variant, threads, tile=None, rows=1) -> Session:
     facts, engine = artifact.facts, OrtBackend(artifact, threads=threads, kernels=variant)
-    backend = engine.open_session(1)
+    backend = engine.open_session(rows)
     backend = backend if tile is None else Tiled(backend, tile)
     return Session(
         backend,
-        1,
+        rows,
         vocab_size=facts.vocab_size,
         max_context=facts.max_context,
     )
@@ -99,6 +102,9 @@ def test_rows_have_the_same_bits(exactly, shape, weights, tied, threads):
     for variant in artifact.entries["step"].graphs:
         with session(artifact, variant, threads) as live:
             assert worst(live) == 0, variant
+            for rows in (2, 3, ROWS):
+                with session(artifact, variant, threads, rows=rows) as batch:
+                    assert batch_difference(live, batch, 40) == 0, (variant, rows)
 
 
 @pytest.mark.parametrize(("shape", "weights"), [("mha", "base"), ("mha", "int4")])
@@ -107,6 +113,15 @@ def test_without_it_some_bit_differs(exactly, shape, weights):
     artifact = exactly(shape, weights, weights == "int4")
     with session(artifact, "grouped", 1, tile=1) as live:
         assert worst(live) > 0
+
+
+def test_without_it_some_bit_of_a_batch_differs(exactly):
+    artifact = exactly("mha", "int4", True)
+    with (
+        session(artifact, "grouped", 1, tile=1) as one,
+        session(artifact, "grouped", 1, tile=1, rows=2) as two,
+    ):
+        assert batch_difference(one, two) > 0
 
 
 def test_a_prompt_at_once_and_token_by_token(exactly):
@@ -143,6 +158,14 @@ def test_a_build_that_breaks_the_promise_is_refused(monkeypatch):
     monkeypatch.setattr(exact.Session, "run", off_by_a_bit(exact.Session.run))
     with pytest.raises(Miscompiled, match="a call of 9 tokens differs from single-token calls"):
         accel.optimize(llama(4, 2, True), "batch-invariant", max_context=64)
+
+
+def test_a_build_whose_batches_differ_is_refused(monkeypatch):
+    monkeypatch.setattr(exact, "batch_difference", lambda *sessions: 1e-7)
+    with pytest.raises(Miscompiled, match="a batch of 3 rows differs from one row by 1.0e-07"):
+        accel.optimize(llama(4, 2, True), "batch-invariant", max_context=64, max_batch=4)
+    with accel.optimize(llama(4, 2, True), "batch-invariant", max_context=64):
+        pass
 
 
 def test_wide_heads_are_refused(monkeypatch):

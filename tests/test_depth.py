@@ -71,7 +71,11 @@ def test_batch_invariant_rows_and_fewer_layers_for_single_tokens_exclude_each_ot
     module, _ = deep("llama")
     with pytest.raises(RecipeError, match="leave one of the two out"):
         accel.optimize(
-            module, ["batch-invariant", "unified-skip"], target="eager", max_context=64, verify=False
+            module,
+            ["batch-invariant", "unified-skip"],
+            target="eager",
+            max_context=64,
+            verify=False,
         )
 
 

@@ -61,7 +61,7 @@ def small(folder):
 
 @pytest.fixture(scope="module")
 def built(modules, small):
-    """built(*recipes) -> the target under them and `batch-invariant`, whose calls of several tokens are single ones'."""
+    """built(*recipes) -> the target, `batch-invariant` too: a call of several tokens has the bits of single ones."""
     made, rule = {}, {"verify": {"use": "sample-match"}}
     drafts = {"model": {"draft": {"use": "model", "path": str(small)}} | rule}
     drafts["layerskip"] = {"draft": {"use": "layerskip", "exit": 1}} | rule

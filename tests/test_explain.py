@@ -147,7 +147,9 @@ def test_bytes_are_what_a_session_holds(tiny, name):
 
 def test_a_refused_recipe_has_a_reason_and_a_way_out(tiny):
     e = told(tiny, ["batch-invariant", "knorm"])
-    assert "batch-invariant cannot be combined with kv.score = knorm" in e.refused and e.cache is None
+    assert (
+        "batch-invariant cannot be combined with kv.score = knorm" in e.refused and e.cache is None
+    )
     near = e.nearest.recipe
     assert near is not None and set(near.tables) == {"kv.score", "kv.budget"}
     assert not told(tiny, near).refused

@@ -386,9 +386,12 @@ def test_models_that_it_cannot_serve_are_refused(stateful):
 
 def test_equal_rows_are_not_promised():
     with pytest.raises(
-        RecipeError, match="batch-invariant cannot be combined with kv.codec = kivi: .*the same bits"
+        RecipeError,
+        match="batch-invariant cannot be combined with kv.codec = kivi: .*the same bits",
     ):
-        assemble(Recipe(tables={"kv.codec": {"use": "kivi"}, "numerics": {"use": "batch-invariant"}}))
+        assemble(
+            Recipe(tables={"kv.codec": {"use": "kivi"}, "numerics": {"use": "batch-invariant"}})
+        )
 
 
 def test_blocks_are_read_by_every_layer_of_a_shared_cache(program):

@@ -55,7 +55,11 @@ def test_a_wrong_cache_is_caught(runner, monkeypatch):
 
 
 def test_the_page_says_what_was_found(tmp_path):
-    quest, bits, snap = ("kv.select", "quest"), ("numerics", "batch-invariant"), ("kv.score", "snapkv")
+    quest, bits, snap = (
+        ("kv.select", "quest"),
+        ("numerics", "batch-invariant"),
+        ("kv.score", "snapkv"),
+    )
     why = (
         "recipe 'x': numerics = batch-invariant cannot be combined with kv.select = quest: pages turn; "
         "leave one of the two out"

@@ -192,9 +192,12 @@ def test_who_counts_attention_is_refused():
 
 def test_equal_bits_are_refused():
     with pytest.raises(
-        RecipeError, match="batch-invariant cannot be combined with kv.select = quest: .*the same bits"
+        RecipeError,
+        match="batch-invariant cannot be combined with kv.select = quest: .*the same bits",
     ):
-        assemble(Recipe(tables={"kv.select": {"use": "quest"}, "numerics": {"use": "batch-invariant"}}))
+        assemble(
+            Recipe(tables={"kv.select": {"use": "quest"}, "numerics": {"use": "batch-invariant"}})
+        )
 
 
 @pytest.mark.parametrize(

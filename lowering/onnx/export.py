@@ -118,7 +118,9 @@ def export(program: Program, folder: Path, *, batch_invariant: bool = False) -> 
         tables = [t for t in tables if not t.missing()]
         for name in entries:
             if (kind := kind_of(name)) is not None and kind.variants:
-                entries[name].update(_variants(program, name, tables, weights, folder, batch_invariant))
+                entries[name].update(
+                    _variants(program, name, tables, weights, folder, batch_invariant)
+                )
     _map_params(program, weights, folder / WEIGHTS)
     return entries
 

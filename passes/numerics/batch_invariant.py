@@ -1,4 +1,4 @@
-"""The logits of a token have the same bits for every number of tokens in its call."""
+"""The logits of a token have the same bits for every number of tokens and rows in its call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ WIDEST = 128  # head size whose products are never cut
 
 @dataclass(frozen=True)
 class BatchInvariant(Base):
-    """A call of T tokens gives bit for bit the logits of T single-token calls.
+    """A call of T tokens gives bit for bit the logits of T single-token calls, and a row of a batch those of the
+    row alone.
 
     Kernels process rows in pairs, and a single remaining row differently (4-bit matmul, on some processors 8-bit
     matmul, attention with one query head per KV head). So every call has an even number of rows: the session

@@ -20,7 +20,9 @@ from accel.lowering.onnx.variants import NATIVE, PORTABLE
 FORMAT = 1
 DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
 BATCH_INVARIANT = "batch-invariant"
-BIT_EXACT = "bit-exact"  # in earlier artifacts: the grade "lossless", and the numerics "batch-invariant"
+BIT_EXACT = (
+    "bit-exact"  # in earlier artifacts: the grade "lossless", and the numerics "batch-invariant"
+)
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 
 

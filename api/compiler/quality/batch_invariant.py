@@ -1,4 +1,4 @@
-"""Does an artifact keep the promise of equal rows? Tried on the artifact itself, in every variant."""
+"""Does a token have the same bits whatever shares its call? Tried on the artifact itself, in every variant."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from accel.runtime.tree import Tree
 
 
 def check_rows(artifact: Artifact) -> None:
-    """Calls of several tokens against calls of one, and trees of guesses against their paths. Raises Miscompiled
-    where a bit differs.
+    """Calls of several tokens against calls of one, trees of guesses against their paths, and a batch against its
+    first row alone. Raises Miscompiled where a bit differs.
     """
     for variant in artifact.entries["step"].graphs:
         with from_artifact(artifact, kernels=variant) as model, model.session() as session:
+            rows = min(3, artifact.facts.max_batch)
+            if rows > 1:
+                with model.session(batch=rows) as batch:
+                    if off := batch_difference(session, batch):
+                        raise _broken(f"a batch of {rows} rows differs from one row", off, variant)
             for held, width in ((0, 9), (3, 2), (5, 4)):
                 if held + width > session.max_context:
                     continue
@@ -26,11 +31,30 @@ def check_rows(artifact: Artifact) -> None:
                 )
                 for kind, differs in kinds:
                     if off := differs(session, held, width):
-                        raise Miscompiled(
-                            f"batch-invariant: a {kind} of {width} tokens differs from single-token calls by {off:.1e} "
-                            f"(kernels {variant!r}); build without the recipe, and report the model's "
-                            "configuration"
-                        )
+                        said = f"a {kind} of {width} tokens differs from single-token calls"
+                        raise _broken(said, off, variant)
+
+
+def _broken(said: str, off: float, variant: str) -> Miscompiled:
+    return Miscompiled(
+        f"batch-invariant: {said} by {off:.1e} (kernels {variant!r}); build without the recipe, "
+        "and report the model's configuration"
+    )
+
+
+def batch_difference(one: Session, batch: Session, width: int = 5, seed: int = 0) -> float:
+    """How far the first row of a batch is from the same row alone: a call of `width` tokens, then one of a single
+    token. Both sessions are rewound to their beginning before.
+    """
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, batch.vocab_size, (batch.batch, min(width + 1, batch.max_context)))
+    found = []
+    for session in (one, batch):
+        session.rewind(0)
+        given = tokens[: session.batch]
+        found.append([session.run(given[:, :-1])[:1], session.run(given[:, -1:])[:1]])
+    alone, together = (np.concatenate(f, axis=1) for f in found)
+    return _apart(together, alone)
 
 
 def difference(session: Session, held: int, width: int, seed: int = 0) -> float:
