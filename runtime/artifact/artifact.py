@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
 from accel.ir.state import StateValue
 from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
+from accel.runtime.artifact.external_data import external_tensors
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
@@ -230,18 +231,14 @@ def _digest(manifest: dict[str, Any]) -> str:
 
 def _check_external_data(folder: Path, name: str, files: dict[str, File]) -> None:
     """Every weight that a graph keeps outside itself lies in a listed file, whole."""
-    import onnx
-
     try:
-        model = onnx.load(str(folder / name), load_external_data=False)
-    except Exception as error:  # protobuf's DecodeError has no public base
+        tensors = list(external_tensors((folder / name).read_bytes()))
+    except ValueError as error:
         raise ArtifactError(
             f"file {name!r} is not an ONNX graph ({error}); build the artifact again"
         ) from error
-    for tensor in _tensors(model):
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        info = {item.key: item.value for item in tensor.external_data}
+    for tensor in tensors:
+        info = tensor.where
         where = f"{name}: weight {tensor.name!r}"
         location = info.get("location", "")
         _inside(folder, location, f"{where}: its location")
@@ -261,28 +258,3 @@ def _check_external_data(folder: Path, name: str, files: dict[str, File]) -> Non
                 "bytes; "
                 "build the artifact again"
             )
-
-
-def _tensors(model: Any) -> Iterator[Any]:
-    """Every TensorProto of a model: initialisers, attributes; sub-graphs and functions too."""
-    graphs = [model.graph]
-    nodes = [n for f in model.functions for n in f.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            yield from graph.initializer
-            for sparse in graph.sparse_initializer:
-                yield from (sparse.values, sparse.indices)
-            nodes.extend(graph.node)
-            continue
-        for attribute in nodes.pop().attribute:
-            if attribute.HasField("t"):
-                yield attribute.t
-            if attribute.HasField("g"):
-                graphs.append(attribute.g)
-            if attribute.HasField("sparse_tensor"):
-                yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
-            yield from attribute.tensors
-            graphs.extend(attribute.graphs)
-            for sparse in attribute.sparse_tensors:
-                yield from (sparse.values, sparse.indices)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 
-import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
@@ -206,23 +205,6 @@ def external(toy, tmp_path, **entries):
 def test_weights_outside_their_file(toy, tmp_path, entries, words):
     with pytest.raises(ArtifactError, match=words):
         load(external(toy, tmp_path, **entries)).generate([1], 1)
-
-
-def test_weights_inside_sub_graphs_and_attributes_are_found():
-    from onnx import helper, numpy_helper
-
-    from accel.runtime.artifact.artifact import _tensors
-
-    def tensor(name):
-        return numpy_helper.from_array(np.zeros(1, np.float32), name)
-
-    inner = helper.make_graph(
-        [helper.make_node("Constant", [], ["c"], value=tensor("deep"))], "i", [], []
-    )
-    inner.initializer.append(tensor("inner"))
-    node = helper.make_node("If", ["x"], ["y"], then_branch=inner, else_branch=inner)
-    model = helper.make_model(helper.make_graph([node], "g", [], [], [tensor("outer")]))
-    assert sorted(t.name for t in _tensors(model)) == ["deep", "deep", "inner", "inner", "outer"]
 
 
 def test_state_that_differs_from_the_graph(damaged):
