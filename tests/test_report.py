@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from accel.commands.show import show_steps
 from accel.compiler.report import kinds, state_bytes, write_html
 
 pytestmark = pytest.mark.usefixtures("figures")
@@ -175,3 +176,16 @@ def test_loading_an_artifact_draws_nothing():
         "assert not {'matplotlib', 'jinja2', 'accel.compiler.report'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_passes_left_is_a_note_for_each_reason(capsys):
+    why = "it belongs to a mixture of experts"
+    left = [f"linear_{i}: {why}" for i in (3, 7, 9)]
+    show_steps(
+        [{"name": "Pack", "changed": 4, "refused": left, "seconds": 0.1, "error": None},
+         {"name": "Concat", "changed": 0, "refused": ["no cache"], "seconds": 0.1, "error": None}]
+    )  # fmt: skip
+    out = capsys.readouterr().out
+    assert f"note  Pack left linear_3 and 2 more as it is: {why}\n" in out
+    assert "note  Concat left the model as it is: no cache\n" in out
+    assert "refused" not in out and "left as is" in out

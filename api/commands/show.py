@@ -45,10 +45,22 @@ def show_steps(steps: list[dict[str, Any]]) -> None:
         for s in steps
     ]
     if rows:
-        table(["pass", ">changed", ">refused", ">seconds", ">largest error"], rows)
-    pairs(
-        [(f"{s['name']} refused", reason) for s in steps for reason in dict.fromkeys(s["refused"])]
-    )
+        table(["pass", ">changed", ">left as is", ">seconds", ">largest error"], rows)
+    pairs([("note", f"{s['name']} left {reason}") for s in steps for reason in _left(s["refused"])])
+
+
+def _left(reasons: list[str]) -> list[str]:
+    """`node: why`, one line for all nodes of the same reason."""
+    nodes: dict[str, list[str]] = {}
+    for reason in reasons:
+        node, colon, why = reason.partition(": ")
+        nodes.setdefault(why if colon else reason, []).append(node if colon else "the model")
+    return [_named(list(dict.fromkeys(names)), why) for why, names in nodes.items()]
+
+
+def _named(names: list[str], why: str) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{names[0]}{more} as it is: {why}"
 
 
 def show_tuning(tuning: Tuning | None, costs: Costs | None) -> None:

@@ -38,10 +38,15 @@ class Pack(Pass):
             for n in g.find_nodes(op="get_attr")
             for _ in n.users
         )
+        tied = {
+            str(weight.target)
+            for node in program.nodes(aten.embedding.default)
+            if isinstance(weight := operand_of(node, "weight"), fx.Node)
+        }
         for graph in program.graphs():
             groups: dict[tuple[object, ...], list[fx.Node]] = {}
             for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-                why = _apart(node, uses)
+                why = _apart(node, uses, tied)
                 if why:
                     report.refused.append(f"{node.name}: {why}")
                 else:
@@ -57,12 +62,14 @@ class Pack(Pass):
         return report
 
 
-def _apart(node: fx.Node, uses: Counter[str]) -> str:
+def _apart(node: fx.Node, uses: Counter[str], tied: set[str]) -> str:
     """Why a projection stays as it is; empty where it may be packed."""
     weight, bias = operand_of(node, "weight"), operand_of(node, "bias")
     if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return "its weight is computed"
     if uses[str(weight.target)] > 1:
+        if str(weight.target) in tied:
+            return f"{weight.target} is the embedding too (tied), which reads it as it is"
         return f"{weight.target} is used elsewhere too"
     if isinstance(bias, fx.Node) and (
         bias.op != "get_attr" or bias.meta["val"].shape != weight.meta["val"].shape[:1]
