@@ -12,7 +12,8 @@ from typing import Any
 
 from accel.ir.errors import RecipeError, unknown
 
-_HEADER = ("about", "papers")
+_HEADER = ("about", "when", "papers")
+_GROUP = "_group.toml"
 _RENAMED = {"bit-exact": "batch-invariant"}
 
 
@@ -20,11 +21,13 @@ _RENAMED = {"bit-exact": "batch-invariant"}
 class Recipe:
     """One method per axis, with options. Names are resolved when the recipe is assembled.
 
-    Attributes: `name`; `tables` (axis -> table with `use` and options); `about`; `papers`.
+    Attributes: `name`; `tables` (axis -> table with `use` and options); `about`: what it does; `when`: what must
+    hold for it to be the right choice ("take this when …"); `papers`.
     """
 
     name: str = "recipe"
     about: str = ""
+    when: str = ""
     papers: tuple[str, ...] = ()
     tables: dict[str, dict[str, Any]] = field(default_factory=dict)  # axis -> {"use": …, options}
 
@@ -62,22 +65,50 @@ class Recipe:
         return {
             "name": self.name,
             "about": self.about,
+            "when": self.when,
             "papers": list(self.papers),
             "tables": self.tables,
         }
 
 
+@dataclass(frozen=True)
+class Group:
+    """A folder of bundled recipes of one purpose, as its `_group.toml` tells it: `when` is what must hold for one of
+    them to be the right choice ("take these when …"); groups of lower `rank` are listed first.
+    """
+
+    name: str
+    title: str
+    when: str
+    rank: int
+    recipes: tuple[str, ...]
+
+
+def groups() -> list[Group]:
+    """The bundled recipes by what they are for."""
+    found = []
+    for folder in files("accel.recipes").iterdir():
+        if names := tuple(sorted(_recipes(folder))):
+            told = tomllib.loads((folder / _GROUP).read_text(encoding="utf-8"))
+            found.append(Group(folder.name, told["title"], told["when"], told["rank"], names))
+    return sorted(found, key=lambda group: group.rank)
+
+
 def bundled() -> dict[str, Traversable]:
     """Name -> file of every bundled recipe, sorted by name."""
-    found: dict[str, Traversable] = {}
-    todo = [files("accel.recipes")]
-    while todo:
-        for item in todo.pop().iterdir():
-            if item.is_dir():
-                todo.append(item)
-            elif item.name.endswith(".toml"):
-                found[item.name.removesuffix(".toml")] = item
-    return dict(sorted(found.items()))
+    folders = files("accel.recipes").iterdir()
+    return dict(sorted(pair for folder in folders for pair in _recipes(folder).items()))
+
+
+def _recipes(folder: Traversable) -> dict[str, Traversable]:
+    """Name -> file of the recipes of a folder of `accel.recipes`."""
+    if not folder.is_dir():
+        return {}
+    return {
+        item.name.removesuffix(".toml"): item
+        for item in folder.iterdir()
+        if item.name.endswith(".toml") and item.name != _GROUP
+    }
 
 
 def merge(recipes: Sequence[Recipe]) -> Recipe:
@@ -96,6 +127,7 @@ def merge(recipes: Sequence[Recipe]) -> Recipe:
     return Recipe(
         "+".join(r.name for r in recipes) or "recipe",
         "; ".join(r.about for r in recipes if r.about),
+        " and ".join(r.when for r in recipes if r.when),
         tuple(dict.fromkeys(p for r in recipes for p in r.papers)),
         tables,
     )
@@ -128,13 +160,15 @@ def _from_text(name: str, text: str, where: str = "") -> Recipe:
 
 
 def _from_dict(name: str, data: dict[str, Any], where: str = "recipe") -> Recipe:
-    about, papers = data.get("about", ""), data.get("papers", [])
-    if not isinstance(about, str) or not isinstance(papers, (list, tuple)):
-        raise RecipeError(f"{where}: about must be a string and papers a list of titles")
+    about, when, papers = data.get("about", ""), data.get("when", ""), data.get("papers", [])
+    if not isinstance(about, str) or not isinstance(when, str):
+        raise RecipeError(f"{where}: about and when must be strings")
+    if not isinstance(papers, (list, tuple)) or not all(isinstance(p, str) for p in papers):
+        raise RecipeError(f"{where}: papers must be a list of titles")
     tables: dict[str, dict[str, Any]] = {}
     body = {k: v for k, v in data.items() if k not in (*_HEADER, "name")}
     _flatten(where, "", body.pop("tables", body), tables)
-    return Recipe(str(data.get("name", name)), about, tuple(papers), tables)
+    return Recipe(str(data.get("name", name)), about, when, tuple(papers), tables)
 
 
 def _flatten(where: str, axis: str, data: Any, tables: dict[str, dict[str, Any]]) -> None:

@@ -164,7 +164,7 @@ def test_inspect(artifact):
 
 
 def test_recipes_and_their_options():
-    assert {"base", "float16"} <= set(re.findall(r"^ (\S+)", call("recipes").stdout, re.M))
+    assert {"base", "float16"} <= set(re.findall(r"^  (\S+)", call("recipes").stdout, re.M))
     for name, said in (("snapkv", "tokens_kept"), ("prompt-lookup", 'use = "speculative"')):
         assert said in call("recipes", name).stdout, "what the recipe leaves out is told too"
     text = call("recipes", "float16").stdout

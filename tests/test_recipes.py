@@ -1,12 +1,15 @@
 """Recipes: loading, merging, looking names up, and what is said when that fails."""
 
+import tomllib
+from importlib.resources import files
+
 import pytest
 
 import accel
 from accel.compiler.assemble import GRADES, assemble
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError
-from accel.ir.recipe import Recipe, bundled
+from accel.ir.recipe import Recipe, bundled, groups
 
 
 @pytest.mark.parametrize("name", bundled())
@@ -14,6 +17,39 @@ def test_every_bundled_recipe_assembles_and_says_what_it_is(name):
     recipe = Recipe.load(name)
     assert recipe.about and recipe.name == name
     assert assemble(recipe).grade in GRADES
+
+
+def one_line(when: str) -> bool:
+    """Short, and reads on after "take it when"."""
+    return 0 < len(when) <= 60 and when[0].islower() and not when.endswith(".")
+
+
+def test_every_recipe_says_when_to_take_it():
+    found = {name: Recipe.load(name) for name in bundled()}
+    assert all(one_line(r.when) for r in found.values())
+    assert len({r.when for r in found.values()} | {r.about for r in found.values()}) == 2 * len(
+        found
+    )
+    assert not one_line("") and not one_line("Small") and not one_line("x" * 61)  # the control
+
+
+def test_every_recipe_is_in_one_group_and_groups_are_in_order():
+    found = groups()
+    assert sorted(name for group in found for name in group.recipes) == list(bundled())
+    assert all(one_line(g.when) and len(f"{g.title}: when {g.when}") <= 80 for g in found)
+    assert len({g.rank for g in found}) == len({g.title for g in found}) == len(found)
+    keys = {"title", "when", "rank"}
+    for group in found:
+        text = files("accel.recipes").joinpath(group.name, "_group.toml").read_text()
+        assert tomllib.loads(text).keys() == keys
+
+
+def test_when_of_a_recipe_of_ones_own_may_be_left_out_and_is_text():
+    assert Recipe.load({"weights": {"use": "int4"}}).when == ""
+    assert Recipe.load({"when": "it fits"}).to_json()["when"] == "it fits"
+    for wrong in ({"when": 3}, {"papers": [3]}, {"papers": "x"}):
+        with pytest.raises(RecipeError, match="must be"):
+            Recipe.load(wrong)
 
 
 def test_axes_are_the_folders_that_define_base():

@@ -18,10 +18,14 @@ from accel.ir.errors import RecipeError, unknown
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECULATION = dict.fromkeys(("draft", "length", "tree", "verify"), "speculation")
-FAMILIES = {
+CONTEXT = dict.fromkeys(("kv.score", "kv.budget", "kv.keep", "kv.when", "kv.select"), "context")
+GROUPS = {  # axis -> folder of its recipes, where it has another name
     **SPECULATION,
+    **CONTEXT,
+    "kv.codec": "cache",
+    "kv.reuse": "reuse",
     "loop": "search",
-}  # axis -> folder of its recipes, where it has another name
+}
 HOST = ("draft", "length", "loop", "tree", "verify")  # `matrix_loops.py` compares their tokens
 TEMPLATE = "_template"
 BUILT = {
@@ -73,8 +77,8 @@ def files_of(axis: Axis, name: str) -> dict[Path, str]:
 
     made = {folder / f"{stem}.py": filled(folder / f"{TEMPLATE}.py")}
     if (recipe := folder / f"{TEMPLATE}.toml").exists():
-        family = FAMILIES.get(axis.name, axis.name.partition(".")[0])
-        made[ROOT / "recipes" / family / f"{name}.toml"] = filled(recipe)
+        group = GROUPS.get(axis.name, axis.name.partition(".")[0])
+        made[ROOT / "recipes" / group / f"{name}.toml"] = filled(recipe)
     reference = ROOT / "tests" / "references" / axis.name / f"{TEMPLATE}.py"
     if reference.exists():
         made[reference.with_name(f"{stem}.py")] = filled(reference)

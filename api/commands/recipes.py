@@ -26,21 +26,30 @@ def recipes(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List all recipes, or show one in detail.
+    """List all recipes by what they are for, or show one in detail.
 
     With NAME: its methods, papers, grade, and every option with its default.
     """
-    from accel.ir.recipe import Recipe, bundled
+    from accel.ir.recipe import Recipe, groups
 
     if name is not None:
         _one(Recipe.load(name), as_json)
         return
-    found = [Recipe.load(n) for n in bundled()]
+    found = groups()
     if as_json:
-        print_json([r.to_json() for r in found])
+        print_json([
+            {**Recipe.load(name).to_json(), "group": {"title": group.title, "when": group.when}}
+            for group in found
+            for name in group.recipes
+        ])  # fmt: skip
         return
-    rows = [[r.name, ", ".join(r.tables), r.about] for r in found]
-    table(["recipe", "sets", "about"], rows)
+    width = max(len(name) for group in found for name in group.recipes)
+    typer.echo("A recipe is right when its line holds: take it when …\n")
+    for group in found:
+        typer.echo(f"{group.title}: when {group.when}")
+        for name in group.recipes:
+            typer.echo(f"  {name:<{width}}  {Recipe.load(name).when}")
+        typer.echo("")
     typer.echo("Details: accel-compile recipes NAME. Merge recipes with --recipe A --recipe B.")
 
 
@@ -59,6 +68,7 @@ def _one(recipe: Recipe, as_json: bool) -> None:
     pairs([
         ("recipe", recipe.name),
         ("about", recipe.about),
+        ("take it when", recipe.when),
         *(("paper", paper) for paper in recipe.papers),
         ("grade", plan.grade),
     ])  # fmt: skip

@@ -12,23 +12,11 @@ from accel.compiler.capabilities import table
 from accel.compiler.explain.words import about, details, options
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
-from accel.ir.recipe import Recipe, bundled, merge
+from accel.ir.recipe import Group, Recipe, bundled, groups, merge
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
-TITLES = {  # folder of `recipes/` -> title of its page, in the order of the index
-    "basic": "Plain decoding",
-    "combined": "Ready combinations",
-    "weights": "Weights",
-    "kv": "KV cache",
-    "prefill": "Prompts",
-    "depth": "Layers",
-    "speculation": "Speculative decoding",
-    "search": "Searches",
-    "diffusion": "Masked-diffusion models",
-    "numerics": "Numerics",
-}
 INTRO = """# Recipes
 
 This reference is generated from the recipe files and the dataclass fields of the methods that they name.
@@ -41,30 +29,36 @@ see [grades](../concepts/capabilities.md#grades). Which recipe to take: [choose 
 
 
 def write(folder: Path) -> None:
-    """`index.md`, one page for each family of recipes, and the table of invariants for another page."""
-    families: dict[str, list[str]] = defaultdict(list)
-    for name, file in bundled().items():
-        families[Path(str(file)).parent.name].append(name)
-    if families.keys() != TITLES.keys():
-        raise ValueError(
-            f"folders of recipes are {sorted(families)}; give each a title in {__file__}"
-        )
+    """`index.md`, a page for each group of recipes, and what other pages include: invariants, when to take which."""
     recipes = {name: Recipe.load(name) for name in bundled()}
     plans = {name: assemble(recipe) for name, recipe in recipes.items()}
     clashes, refusals = _pairs(recipes)
     folder.mkdir(exist_ok=True)
     _put(folder / "invariants.inc", table() + "\n")
+    _put(folder / "choose.inc", "\n".join(_choice(group, plans) for group in groups()))
     index = INTRO
-    for family, title in TITLES.items():
-        page = f"# {title}\n\n"
-        for name in families[family]:
+    for group in groups():
+        page = f"# {group.title}\n\nTake one of these when {group.when}.\n\n"
+        for name in group.recipes:
             plan = plans[name]
-            index += f"| [`{name}`](#recipe-{name}) | [{title}]({family}.md) | {plan.grade} "
+            index += (
+                f"| [`{name}`](#recipe-{name}) | [{group.title}]({group.name}.md) | {plan.grade} "
+            )
             index += f"| {_cell(plan.recipe.about)} |\n"
             page += _recipe(name, recipes[name], plan, clashes[name], refusals[name])
-        _put(folder / f"{family}.md", page)
-    pages = "\n".join(TITLES)
+        _put(folder / f"{group.name}.md", page)
+    pages = "\n".join(group.name for group in groups())
     _put(folder / "index.md", f"{index}\n```{{toctree}}\n:hidden:\n\n{pages}\n```\n")
+
+
+def _choice(group: Group, plans: dict[str, Plan]) -> str:
+    """When to take each recipe of a group, and how its output compares."""
+    lines = [f"**{group.title}**: when {group.when}", "", "| recipe | take it when | the output |"]
+    lines += ["|---|---|---|"]
+    for name in group.recipes:
+        plan = plans[name]
+        lines += [f"| [`{name}`](#recipe-{name}) | {_cell(plan.recipe.when)} | {plan.grade} |"]
+    return "\n".join(lines) + "\n"
 
 
 def _pairs(
@@ -95,6 +89,7 @@ def _recipe(
     """One section: what it does, papers, the file, options, what it goes with."""
     lines = [f"(recipe-{name})=", f"## `{name}`", "", f"{recipe.about}.", ""]
     lines += [
+        f"- Take it when {recipe.when}.",
         f"- Grade: {plan.grade}",
         f"- Axes: {', '.join(f'`{axis}`' for axis in plan.recipe.tables)}",
     ]

@@ -26,7 +26,7 @@ from rich.progress import track
 
 import accel
 from accel.commands.speculation import measure
-from accel.ir.recipe import bundled
+from accel.ir.recipe import groups
 from accel.reference.kinds import KINDS, prompts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +38,7 @@ app = typer.Typer(add_completion=False)
 
 def recipes() -> list[str]:
     """Those that draft, by name."""
-    return [
-        p.stem
-        for p in sorted((ROOT / "recipes" / "speculation").glob("*.toml"))
-        if p.stem in bundled()
-    ]
+    return [name for group in groups() if group.name == "speculation" for name in group.recipes]
 
 
 @app.command()
