@@ -22,6 +22,7 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.lowering.onnx import native
+from accel.lowering.onnx.cache import private_folder
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
@@ -48,9 +49,10 @@ def pytest_configure(config):
     patch.setenv("XDG_CACHE_HOME", str(Path(__file__).parents[1] / "build" / "tests"))
     library, _ = native.library()
     patch.setenv("XDG_CACHE_HOME", str(run))
+    native.forget()
     if library:
-        native.cache_folder().mkdir()
-        (native.cache_folder() / library.name).symlink_to(library)
+        for file in library.parent.glob(f"{library.stem}.*"):
+            shutil.copy(file, private_folder())
 
 
 @pytest.fixture(autouse=True, scope="module")

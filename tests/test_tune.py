@@ -12,9 +12,10 @@ import accel
 from accel import cli
 from accel.ir.errors import ArtifactError, InputError
 from accel.lowering.onnx import native
+from accel.lowering.onnx.cache import cache_folder
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx import backend as ort
-from accel.runtime.backends.onnx import machine, tune
+from accel.runtime.backends.onnx import tune
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import AUTO, WORK, choose
 from accel.runtime.decode.costs import TOKENS, Costs, known
@@ -130,7 +131,7 @@ def test_nothing_can_be_kept(artifact, monkeypatch, tmp_path):
 def test_a_relative_cache_folder_is_none(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert machine.cache_folder() == tmp_path / ".cache" / "accel"
+    assert cache_folder() == tmp_path / ".cache" / "accel"
 
 
 def test_a_variant_that_does_not_open_is_left_out_with_its_reason(artifact, monkeypatch):

@@ -354,8 +354,11 @@ def _write(
 ) -> None:
     from accel.compiler.report import write_html
     from accel.lowering.onnx.export import export
+    from accel.lowering.onnx.native import library
     from accel.lowering.onnx.verify import entry_error
 
+    with job.part("kernels", 0.8):
+        library(lambda step, _: job.progress(step, 0.8))
     with job.part("lower", 0.8):
         entries = export(program, folder, batch_invariant="numerics" in job.plan.methods)
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file

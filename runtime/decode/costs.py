@@ -62,8 +62,8 @@ def known(key: dict[str, Any] | None) -> Costs | None:
         )
     except (KeyError, TypeError, ValueError):
         return None
-    rising = list(found.tokens) == sorted(set(found.tokens)) and found.tokens[:1] == (1,)
-    whole = rising and len(found.seconds) == len(found.tokens) and min(found.seconds) > 0
+    usual = found.tokens and found.tokens == TOKENS[: len(found.tokens)]
+    whole = usual and len(found.seconds) == len(found.tokens) and min(found.seconds) > 0
     return found if whole else None
 
 

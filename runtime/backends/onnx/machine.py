@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -12,8 +13,10 @@ from typing import Any
 
 import onnxruntime
 
-from accel.lowering.onnx.native import cache_folder
+from accel.lowering.onnx.cache import private_folder, read_private
 from accel.lowering.onnx.threads import physical_cores
+
+_MOST = 1 << 20  # bytes of a file
 
 
 def machine(threads: int) -> dict[str, Any]:
@@ -37,9 +40,11 @@ def cpu_name() -> str:
 
 
 def recall(kind: str, key: dict[str, Any]) -> Any:
-    """The JSON value kept under a key; None where there is none that can be read."""
+    """The JSON value kept under a key; None where there is none that can be read and trusted. Its numbers are finite."""
     try:
-        kept = json.loads(_file(kind, key).read_text(encoding="utf-8"))
+        folder = private_folder()
+        text = read_private(folder / _name(kind, key), _MOST).decode()
+        kept = json.loads(text, parse_float=_finite, parse_int=_short, parse_constant=_finite)
     except (OSError, ValueError, RuntimeError, RecursionError):
         return None
     return kept.get("value") if isinstance(kept, dict) and kept.get("key") == key else None
@@ -48,16 +53,32 @@ def recall(kind: str, key: dict[str, Any]) -> Any:
 def remember(kind: str, key: dict[str, Any], value: Any) -> None:
     """Keep a JSON value, whole or not at all; where nothing can be written, it is not kept."""
     try:
-        file = _file(kind, key)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = private_folder() / _name(kind, key)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            json.dump({"key": key, "value": value}, out, indent=1)
-        os.replace(part, file)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                json.dump({"key": key, "value": value}, out, indent=1)
+            os.replace(part, file)
+        except BaseException:
+            os.unlink(part)
+            raise
     except (OSError, RuntimeError):  # RuntimeError: no home folder
         return
 
 
-def _file(kind: str, key: dict[str, Any]) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return cache_folder() / kind / f"{name}.json"
+def _name(kind: str, key: dict[str, Any]) -> str:
+    return f"{kind}/{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+def _short(text: str) -> int:
+    if len(text) > 18:
+        raise ValueError("an integer of too many digits")
+    return int(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,19 +75,20 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
             raise ArtifactError(f"{artifact.path}: {unknown('kernels', asked, names)}")
         return Tuning(asked, "asked for")
     picky = artifact.manifest.trees and not artifact.manifest.keeps_trees(PORTABLE)
-    if picky and NATIVE in entry.graphs and library()[0] is not None:
+    own, missing = library() if NATIVE in entry.graphs else (None, "")
+    if picky and own is not None:
         return Tuning(NATIVE, "the one whose trees are batch-invariant")
     kinds = [kind for kind in (entry.probes, entry.products) if kind]
     if len(entry.graphs) == 1 or not kinds or any(PORTABLE not in kind for kind in kinds):
         return Tuning(PORTABLE, "the only one")
     key = {
         **machine(threads),
-        "native": str(library()[0]),
+        "native": str(own),
         "probes": [{n: artifact.files[f].sha256 for n, f in kind.items()} for kind in kinds],
         "cells": _cells(artifact.facts.max_context),
     }
     if (kept := _kept(recall("tuning", key), entry.graphs)) is not None:
-        return kept
+        return replace(kept, refused={**kept.refused, NATIVE: missing}) if missing else kept
     if not measure:
         return None
     start = time.perf_counter()
@@ -140,6 +141,9 @@ def _opened(
     """The probes' sessions; notes who is refused, and why."""
     sessions = {}
     for name, file in probes.items():
+        if name == NATIVE and (missing := library()[1]):
+            refused[name] = missing
+            continue
         try:
             sessions[name] = open_session(artifact.path / file, threads, resting=True)
         except ArtifactError as error:
