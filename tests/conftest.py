@@ -22,7 +22,7 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.lowering.onnx import native
-from accel.lowering.onnx.cache import private_folder
+from accel.lowering.onnx.native.cache import private_folder
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)

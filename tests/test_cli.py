@@ -333,7 +333,7 @@ def test_artifacts_that_are_wrong(artifact, model, tmp_path):
 
     for command in ("inspect", "bench", "run"):
         flags = ["--prompt", "0"] if command == "run" else []
-        one_error(call(command, edit(format=99), *flags), "format 99 is newer", "upgrade")
+        one_error(call(command, edit(format=99), *flags), "format 99 is newer", "it needs accel")
         one_error(call(command, broken(damage), *flags), "weights.bin", "build it again")
         one_error(
             call(command, broken(lambda copy: os.truncate(copy / "step.onnx", 1000)), *flags),

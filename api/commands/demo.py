@@ -16,6 +16,7 @@ import typer
 
 from accel.commands.console import error_text, progress, size, table
 from accel.ir.errors import AccelError, InputError
+from accel.ir.version import VERSION
 
 if TYPE_CHECKING:
     from accel.runtime.model.compiled import CompiledModel
@@ -91,7 +92,7 @@ def reference() -> Path:
     folder = Path(next(iter(accel.reference.__path__)))
     if not (folder / "model.safetensors").is_file():
         raise InputError(
-            f"the bundled model is missing from {folder}; reinstall: pip install -U accel-compile"
+            f"the bundled model is missing from {folder}; install accel {VERSION} again"
         )
     return folder
 

@@ -415,9 +415,8 @@ def _manifest(
 
 def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any]:
     """What a build did: the same dict in Python, in `--json` and in the artifact."""
-    import onnxruntime
-
     from accel.ir.version import VERSION
+    from accel.lowering.onnx.ort import ort
 
     return {
         "model": model_facts(program).to_json(),
@@ -438,6 +437,6 @@ def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any
         "notes": program.facts.notes,
         "peak_memory": peak_memory(),
         "versions": {
-            "accel": VERSION, "torch": torch.__version__, "onnxruntime": onnxruntime.__version__,
+            "accel": VERSION, "torch": torch.__version__, "onnxruntime": ort.__version__,
         },
     }  # fmt: skip

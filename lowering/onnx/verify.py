@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
-import onnxruntime as ort
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.state import Part, state_of, writes_state
 from accel.lowering.onnx.native import is_native, register
+from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.lowering.onnx.threads import default_threads
 from accel.passes.check import rounding

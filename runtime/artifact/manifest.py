@@ -4,6 +4,7 @@ names the field.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from accel.ir.facts import Facts
 from accel.ir.fields import BUILD_AGAIN, MANIFEST, Fields
 from accel.ir.sizes import LETTER
 from accel.ir.state import StateValue, Writer, writer_of
+from accel.ir.version import VERSION
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
 FORMAT = 1
@@ -107,9 +109,11 @@ def parse(raw: Any) -> Manifest:
     top = Fields(raw)
     version = top.integer("format", 1)
     if version > FORMAT:
+        writer = str(raw.get("accel"))
+        known = re.fullmatch(r"[0-9A-Za-z.+]{1,40}", writer)
         raise ArtifactError(
-            f"{MANIFEST}: format {version} is newer than this accel reads (up to {FORMAT}); "
-            "upgrade accel: pip install -U accel-compile"
+            f"{MANIFEST}: format {version} is newer than accel {VERSION} reads (up to {FORMAT}); it needs "
+            + (f"accel {writer}, which wrote it, or newer" if known else "a newer accel")
         )
     files = {
         name: File(f.integer("bytes"), _digest(f, "sha256"))

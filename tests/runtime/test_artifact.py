@@ -64,6 +64,10 @@ def put(*keys, value):
     return change
 
 
+def both(*changes):
+    return lambda raw: [change(raw) for change in changes]
+
+
 def drop(*keys):
     def change(raw):
         for key in keys[:-1]:
@@ -74,7 +78,11 @@ def drop(*keys):
 
 
 EDITS = [
-    (put("format", value=2), "format 2 is newer.*upgrade accel"),
+    (put("format", value=2), "format 2 is newer .* needs accel 0.1.0, which wrote it, or newer$"),
+    (
+        both(put("format", value=2), put("accel", value="x; pip install y")),
+        "it needs a newer accel$",
+    ),
     (put("format", value="1"), "format is '1' .str., not an integer"),
     (put("format", value=0), "format is 0"),
     (drop("format"), "format is missing"),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from accel.lowering.onnx import native
-from accel.lowering.onnx.cache import private_folder
 from accel.lowering.onnx.native import compile as compiling
+from accel.lowering.onnx.native.cache import private_folder
 
 posix = pytest.mark.skipif(os.name != "posix", reason="rights of POSIX systems")
 needs_compiler = pytest.mark.skipif(
@@ -119,7 +119,6 @@ def a_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-
 def left_over(path: Path) -> None:
     """By a process that was killed while it compiled."""
     path.unlink()
@@ -168,7 +167,8 @@ def test_a_library_that_another_user_owns_is_not_loaded(compiler, cache, monkeyp
 
 
 def owned_by_another(cache, monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda uid=os.getuid(): uid + 1)
+    user = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: user)
 
 
 def group_writable(cache, monkeypatch):
@@ -271,9 +271,7 @@ def test_a_compiler_that_hangs_is_given_up_and_not_remembered(compiler, cache, m
     assert not list(cache.glob("*.failed"))
 
 
-ONE_LOAD = (
-    "from accel.lowering.onnx import native; path, why = native.library(); assert path, why"
-)
+ONE_LOAD = "from accel.lowering.onnx import native; path, why = native.library(); assert path, why"
 
 
 def test_processes_that_start_together_compile_once(compiler, cache):
@@ -324,9 +322,7 @@ def test_where_the_system_has_no_user_ids_nothing_is_asked_of_them(compiler, cac
 @pytest.mark.long
 def test_the_real_library_cut_off_is_made_again_and_loads(cache):
     """A mapped file that is too short ends the process, so in one of its own."""
-    script = (
-        "import onnxruntime as ort; from accel.lowering.onnx import native; native.register(ort.SessionOptions())"
-    )
+    script = "import onnxruntime as ort; from accel.lowering.onnx import native; native.register(ort.SessionOptions())"
     for _ in range(2):
         subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
         (path,) = cache.glob("*.so")

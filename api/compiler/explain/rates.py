@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from accel.lowering.onnx.native import DOMAIN, library
+from accel.lowering.onnx.ort import ort
 from accel.runtime.backends.onnx.machine import machine, recall, remember
 from accel.runtime.backends.onnx.open import open_session
 

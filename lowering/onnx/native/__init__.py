@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from accel.lowering.onnx.cache import open_private, private_folder, read_private
+from accel.lowering.onnx.native.cache import open_private, private_folder, read_private
 from accel.lowering.onnx.native.compile import (
     SECONDS,
     CompileError,

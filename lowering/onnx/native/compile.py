@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from accel.lowering.onnx.threads import physical_cores
-
 Progress = Callable[[str, float], None]
 SECONDS = 120  # for all of it
 _FLAGS = (
@@ -65,7 +63,7 @@ def compile_library(compiler: str, folder: Path, progress: Progress) -> Path:
     sources = sorted(_SOURCES.glob("*.cc"), key=lambda file: -file.stat().st_size)
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     step = "compiling kernels for this processor, once"
-    with ThreadPoolExecutor(physical_cores()) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         try:
             jobs = [
                 pool.submit(_run, [compiler, *_FLAGS, "-c", str(source), "-o", made], end)

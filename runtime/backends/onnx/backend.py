@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from accel.ir.entries import kind_of
 from accel.ir.entries.compress import COMPRESS
@@ -22,6 +21,7 @@ from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows
 from accel.ir.state import POSITIONS, Part, StateValue, output_of, state_of
+from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import default_threads
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact

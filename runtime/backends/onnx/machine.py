@@ -11,9 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
-
-from accel.lowering.onnx.cache import private_folder, read_private
+from accel.lowering.onnx.native.cache import private_folder, read_private
+from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import physical_cores
 
 _MOST = 1 << 20  # bytes of a file
@@ -25,7 +24,7 @@ def machine(threads: int) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": physical_cores(),
         "threads": threads,
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": ort.__version__,
     }
 
 
@@ -40,7 +39,7 @@ def cpu_name() -> str:
 
 
 def recall(kind: str, key: dict[str, Any]) -> Any:
-    """The JSON value kept under a key; None where there is none that can be read and trusted. Its numbers are finite."""
+    """The JSON value kept under a key; None where there is none to be trusted. Its numbers are finite."""
     try:
         folder = private_folder()
         text = read_private(folder / _name(kind, key), _MOST).decode()
@@ -68,7 +67,9 @@ def remember(kind: str, key: dict[str, Any], value: Any) -> None:
 
 
 def _name(kind: str, key: dict[str, Any]) -> str:
-    return f"{kind}/{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+    return (
+        f"{kind}/{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]}.json"
+    )
 
 
 def _finite(text: str) -> float:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from accel.ir.depth import Depth
 from accel.ir.errors import ArtifactError
 from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
 from accel.lowering.onnx.native import is_native, register
+from accel.lowering.onnx.ort import ort
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.inputs.ints import Ints

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from accel.ir.state import state_of
+from accel.lowering.onnx.ort import ort
 from accel.runtime.backends.protocol import Arrays
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime as ort
 
 from accel.ir.errors import ArtifactError, unknown
 from accel.lowering.onnx.native import library
+from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.buffers import STEP

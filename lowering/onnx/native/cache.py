@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 _OPEN = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY", "O_CLOEXEC")
@@ -55,7 +55,7 @@ def private_folder() -> Path:
     return folder
 
 
-def open_private(file: Path) -> BinaryIO:
+def open_private(file: Path) -> BufferedReader:
     """A file of the user's own, opened to be read, at once whatever it is.
 
     Raises OSError where it is a link or no plain file, or where another user owns it or may write it.
