@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     )
     from accel.ir.recipe import Recipe
     from accel.ir.version import VERSION as __version__
+    from accel.runtime.decode.logprobs import Logprob
     from accel.runtime.decode.sampling_params import SamplingParams
+    from accel.runtime.decode.structured_outputs import StructuredOutputsParams
     from accel.runtime.model.compiled import CompiledModel, Output, load
     from accel.runtime.session.session import Session
 
@@ -36,7 +38,9 @@ _WHERE = {
     "load": "accel.runtime.model.compiled",
     "CompiledModel": "accel.runtime.model.compiled",
     "Output": "accel.runtime.model.compiled",
+    "Logprob": "accel.runtime.decode.logprobs",
     "SamplingParams": "accel.runtime.decode.sampling_params",
+    "StructuredOutputsParams": "accel.runtime.decode.structured_outputs",
     "Session": "accel.runtime.session.session",
     "Recipe": "accel.ir.recipe",
     "Smoke": "accel.compiler.smoke.smoke",
@@ -48,9 +52,9 @@ _WHERE = {
 }  # fmt: skip
 
 __all__ = [
-    "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "InputError", "LoweringError",
-    "Output", "PassError", "Recipe", "RecipeError", "SamplingParams", "Session", "Smoke",
-    "__version__", "load", "optimize", "smoke",
+    "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "InputError", "Logprob",
+    "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams", "Session",
+    "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip
 
 

@@ -273,7 +273,7 @@ def test_a_draft_model_grows_trees(modules, folder, small):
                         best = np.argsort(-model.draft_model.logits([path])[0, -1], kind="stable")
                         assert tree.tokens[children].tolist() == best[: len(children)].tolist()
                     for token in (*tree.tokens[list(tree.path(len(tree) - 1))], 7):
-                        rows[i].accept(int(token))
+                        rows[i].accept(int(token), None)
             drafters.close()
         model.draft_model, kept = accel.load(small), model.draft_model
         model.draft_model._costs = kept._costs

@@ -129,7 +129,7 @@ def test_n_grams_are_kept_by_their_first_token_the_newest_last():
     (row,) = rows_of([[1, 2, 3, 1, 2, 4, 1, 2, 5, 1, 2, 3]])
     window = lookahead._Window(row, Lookahead(2, 3, 2))
     assert list(window._pool[1]) == [(2, 5), (2, 3)] and list(window._pool[2]) == [(4, 1), (5, 1)]
-    row.accept(1)
+    row.accept(1, None)
     window.note(row.seen, 1)
     assert list(window._pool[2]) == [(5, 1), (3, 1)]
     call = window.call(row)
@@ -255,7 +255,7 @@ def test_a_call_is_no_wider_than_is_said(shape):
     widths = []
     method = Lookahead(*shape)
     (row,) = rows_of([np.tile(np.arange(3, 9), 5)])
-    row.accept(5)
+    row.accept(5, None)
     window = lookahead._Window(row, method)
     for _ in range(12):
         call = window.call(row)

@@ -61,7 +61,7 @@ def opened(rows, tree="static", followers=8, **options):
 
 def test_a_tree_is_read_from_the_matrix():
     rows = rows_of([[1, 2, 1, 3, 1, 2, 4]])
-    rows[0].accept(1)
+    rows[0].accept(1, None)
     drafters = opened(rows, paths=[[0], [1], [2], [0, 0], [1, 0], [0, 0, 0]])
     tree = drafters.draft({0: 9}, None)[0]
     assert tree.tokens.tolist() == [2, 3, 4, 1], (
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_plain_decoding(tree, sampler):
 
     def plain(row):
         while not row.finish:
-            row.accept(row.pick(logits_of(row.seen)))
+            row.accept(row.pick(logits_of(row.seen)), None)
         return row.tokens
 
     def decode(rows):
@@ -104,7 +104,7 @@ def test_tokens_are_those_of_plain_decoding(tree, sampler):
                 drafters.observe(i, verdict, logits)
                 for token in (*draft.tokens[list(verdict.path)].tolist(), verdict.token):
                     if not row.finish:
-                        row.accept(token)
+                        row.accept(token, None)
         return [row.tokens for row in rows], calls, trees
 
     prompts = [[1, 2, 3, 1, 2], [4, 4, 5, 6]]
@@ -119,7 +119,7 @@ def test_tokens_are_those_of_plain_decoding(tree, sampler):
 
 def test_where_nothing_is_known_nothing_is_drafted():
     rows = rows_of([[1, 2, 3]])
-    rows[0].accept(7)
+    rows[0].accept(7, None)
     assert not len(opened(rows).draft({0: 9}, None)[0])
 
 

@@ -13,7 +13,23 @@ from accel.runtime.session.session import Session
 
 
 def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
-    """One call for the prompts of all rows that run, padded on the right: the logits after each, [B,1,V]."""
+    """One call for the prompts of all rows that run, padded on the right: the logits after each, [B,1,V]. A prompt of
+    several rows runs once, and they go on from copies of its state.
+    """
+    distinct = {id(row.prompt): i for i, row in reversed(list(enumerate(rows)))}
+    if len(distinct) == len(rows):
+        return _run(session, rows)
+    first = sorted(distinct.values())
+    session.select(first)
+    logits = _run(session, [rows[i] for i in first])
+    copies = np.searchsorted(first, [distinct[id(row.prompt)] for row in rows])
+    session.select(copies)
+    for row in rows:
+        row.began = perf_counter()
+    return logits[copies]
+
+
+def _run(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
     lengths = np.array([0 if row.finish else row.prompt.size for row in rows])
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
     for row, ids in zip(rows, tokens, strict=True):
@@ -32,5 +48,5 @@ def first_tokens(session: Session, rows: list[Row]) -> Iterator[tuple[int, int]]
     logits = prompted(session, rows)
     for i in live:
         token = rows[i].pick(logits[i, 0])
-        rows[i].accept(token)
+        rows[i].accept(token, logits[i, 0])
         yield i, token

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import copy
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Base as Sampler
 
@@ -34,7 +36,8 @@ class Row:
     """One sequence being decoded: what it has, how it picks tokens, when it ends. The same for
     every loop.
 
-    `finish` is "" while it runs, then why it ended: "eos", "stop", "length" or "context".
+    `finish` is "" while it runs, then why it ended: "eos", "stop" (a stop string, or the end of a grammar), "length"
+    or "context". Rows with the same array as `prompt` are samples of one prompt, which runs once for them.
     """
 
     def __init__(
@@ -47,13 +50,17 @@ class Row:
         max_context: int,
         eos: Collection[int] = (),
         watch: Watch | None = None,
+        score: Callable[[int, Logits], dict[int, Logprob]] | None = None,
     ):
-        """`limit`: most new tokens; `watch` sees each one."""
+        """`limit`: most new tokens; `watch` sees each one; `score`: what `logprobs` are to hold of a token and the
+        logits [V] that it follows from (None: nothing).
+        """
         room = min(limit, max_context - prompt.size)
         self.prompt = prompt
         self.sampler = sampler
         self.rng = rng
         self.tokens: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] = []
         self.drafting = Counter[str]()  # figures of a loop that drafts
         self.drafts = Counter[
             tuple[int, int]
@@ -66,6 +73,7 @@ class Row:
         self._at_end = "length" if room == limit else "context"
         self._eos = frozenset(eos)
         self._watch = watch
+        self._score = score
 
     @property
     def seen(self) -> Ints:
@@ -77,18 +85,33 @@ class Row:
         """New tokens that there is still room for."""
         return self._room - len(self.tokens)
 
-    def pick(self, logits: npt.NDArray[np.float32]) -> int:
+    def pick(self, logits: Logits) -> int:
         """The sampler's choice from logits [V] that follow `seen`."""
         return self.sampler(logits, self.seen, self.rng)
 
-    def accept(self, token: int) -> None:
-        """Take a token as the next one; sets `finish` where it is the last."""
+    def accept(self, token: int, logits: Logits | None) -> None:
+        """Take a token as the next one; sets `finish` where it is the last. logits [V]: what the model gave for it,
+        None where the loop cannot tell. Raises InputError where log-probabilities are to be told of it.
+        """
+        if self._score is not None:
+            if logits is None:
+                raise InputError("this loop gives no logprobs; leave logprobs unset")
+            self.logprobs.append(self._score(token, logits))
+        self._take(token)
+
+    def follow(self, branch: Row) -> None:
+        """Take all that a branch of this row took since."""
+        self.logprobs = list(branch.logprobs)
+        for token in branch.tokens[len(self.tokens) :]:
+            self._take(token)
+
+    def _take(self, token: int) -> None:
         self._ids[self.prompt.size + len(self.tokens)] = token
         self.tokens.append(token)
         stopped = self._watch is not None and self._watch(token)
         if token in self._eos:
             self.finish = "eos"
-        elif stopped:
+        elif stopped or self.sampler.complete(self.seen):
             self.finish = "stop"
         elif len(self.tokens) == self._room:
             self.finish = self._at_end
@@ -102,6 +125,7 @@ class Row:
         """Another that goes on from here by itself, with random numbers of its own where they are given."""
         other = copy(self)
         other.tokens, other._ids, other.drafting = list(self.tokens), self._ids.copy(), Counter()
+        other.logprobs, other.sampler = list(self.logprobs), self.sampler.branch()
         other._watch = None if self._watch is None else self._watch.branch()
         other.rng = self.rng if rng is None else rng
         return other

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from accel.ir.errors import InputError
 from accel.ir.facts import Facts
+from accel.runtime.decode.logits_processors import LogitsProcessor
+from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import as_ints, check_vocabulary
 from accel.runtime.inputs.prompts import as_count, as_eos
 from accel.runtime.sample.standard import Standard
@@ -30,6 +33,15 @@ class SamplingParams:
         stop: strings that end a row; they are not part of its text.
         stop_token_ids: token ids that end a row, in addition to the model's own.
         ignore_eos: do not stop at the model's own end tokens.
+        n: samples of each prompt, which runs once for all of them; above 1 only with a temperature. The first is what
+            n = 1 gives.
+        logprobs: give the log-probability of each new token and of this many likeliest ones, under the model's own
+            distribution, before any option here (vLLM's `raw_logprobs`); 0: of the token alone; None: none.
+        logit_bias: token id -> number added to its logit; -inf bans it.
+        logits_processors: functions (token ids int64 [n], logits float32 [V]) -> logits [V], called one after the
+            other before sampling. The ids, not to be written, are prompt and new tokens; the logits may be written.
+            A function's result may depend on its arguments alone: with drafts it is called for tokens that then fall.
+        structured_outputs: what the new text must be: a JSON schema, a regular expression, a choice, a grammar.
     """
 
     max_tokens: int = MAX_TOKENS
@@ -42,12 +54,35 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: int | Sequence[int] = ()
     ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         as_count(self.max_tokens, "max_tokens", 1)
         if self.seed is not None:
             as_count(self.seed, "seed", 0)
         self.sampler  # noqa: B018  (checks its options)
+        as_count(self.n, "n", 1)
+        if self.n > 1 and self.sampler.greedy:
+            raise InputError(
+                f"n = {self.n} with temperature 0 gives the same text {self.n} times; give a temperature above 0"
+            )
+        if self.logprobs is not None:
+            as_count(self.logprobs, "logprobs", 0)
+        _check_bias(self.logit_bias)
+        given = self.logits_processors
+        if given is not None and not (isinstance(given, Sequence) and all(map(callable, given))):
+            raise InputError(
+                f"logits_processors = {given!r}: give a list of functions (token ids, logits) -> logits"
+            )
+        guide = self.structured_outputs
+        if guide is not None and not isinstance(guide, StructuredOutputsParams):
+            raise InputError(
+                f"structured_outputs is {guide!r}; give accel.StructuredOutputsParams(…)"
+            )
 
     @property
     def sampler(self) -> Standard:
@@ -55,6 +90,12 @@ class SamplingParams:
         return Standard(
             self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         )
+
+    @property
+    def token_by_token(self) -> list[str]:
+        """The options given that only a loop which takes one token after the other can follow."""
+        names = ("logprobs", "logit_bias", "logits_processors", "structured_outputs")
+        return [name for name in names if getattr(self, name) not in (None, {}, [], ())]
 
     def ends(self, facts: Facts) -> tuple[int, ...]:
         """The token ids that end a row of this model. Raises InputError for an id outside its vocabulary."""
@@ -88,3 +129,18 @@ def sampling_params(
             f"sampling_params and {', '.join(both)} were given; put all into accel.SamplingParams(…)"
         )
     return given
+
+
+def _check_bias(bias: Any) -> None:
+    """Raise InputError for what is no `logit_bias`."""
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise InputError(f"logit_bias = {bias!r}: give a dict of token id -> number")
+    for token, value in bias.items():
+        as_count(token, "logit_bias: token", 0)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not value < math.inf:
+            raise InputError(
+                f"logit_bias: token {token} has {value!r}; give a number, or -inf to ban the token"
+            )

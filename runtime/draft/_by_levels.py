@@ -55,7 +55,8 @@ class ByLevels(Beside):
         """What may follow a node, by the row's sampler; all of it where a greedy row's children are chosen."""
         logits = logits[: self._vocab]
         if self.rows[i].sampler.greedy:
-            return Distribution(np.arange(logits.size), np.exp(logits - logits.max()))
+            scores = self.rows[i].sampler.scores(logits, seen)
+            return Distribution(np.arange(scores.size), np.exp(scores - scores.max()))
         return self.rows[i].sampler.distribution(logits, seen)
 
 

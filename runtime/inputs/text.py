@@ -54,6 +54,12 @@ class Tokenizer:
         """The content of its tokenizer.json."""
         return self._json
 
+    @property
+    def settled_json(self) -> str:
+        """Its tokenizer.json with padding and truncation off."""
+        text: str = self._inner.to_str()
+        return text
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model expects around a text (a first token)."""
         try:
@@ -187,6 +193,7 @@ class StopMatcher:
         self._longest = max(map(len, stops), default=0)
         self._buffer = ""
         self.stopped = False
+        self.reason: str | None = None  # the stop string that was reached
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text to pass on, whether a stop string was reached)."""
@@ -196,7 +203,7 @@ class StopMatcher:
         found = self._find()
         may_begin = self._partial(len(self._buffer) if found is None else found)
         if found is not None and may_begin == found:
-            self.stopped = True
+            self._stop(found)
         out, self._buffer = self._buffer[:may_begin], self._buffer[may_begin:]
         if self.stopped:
             self._buffer = ""
@@ -205,9 +212,14 @@ class StopMatcher:
     def finish(self) -> tuple[str, bool]:
         """The rest, now that no more text comes, and whether a stop string was in it."""
         found = self._find() if not self.stopped else None
+        if found is not None:
+            self._stop(found)
         out, self._buffer = self._buffer[:found], ""
-        self.stopped = self.stopped or found is not None
         return out, self.stopped
+
+    def _stop(self, place: int) -> None:
+        self.stopped = True
+        self.reason = next(s for s in self._stops if self._buffer.startswith(s, place))
 
     def _find(self) -> int | None:
         """Where the earliest whole stop string begins."""

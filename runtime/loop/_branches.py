@@ -63,8 +63,7 @@ def branched(
             done = {i: group.best for i, group in groups.items() if group.best is not None}
             for i, best in done.items():
                 del groups[i]
-                for token in best.tokens:
-                    rows[i].accept(token)
+                rows[i].follow(best)
             for i, best in done.items():
                 yield from ((i, token) for token in best.tokens)
             if groups:

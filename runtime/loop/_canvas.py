@@ -173,7 +173,7 @@ class Canvas:
         for i in np.flatnonzero(self.live):
             row = self.rows[i]
             while not row.finish and not self.open[i, at := row.prompt.size + len(row.tokens)]:
-                row.accept(int(self.ids[i, 0, at]))
+                row.accept(int(self.ids[i, 0, at]), None)
                 yield int(i), row.tokens[-1]
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ class Template(Base):
             column = np.zeros((len(rows), 1), np.int64)
             for i in np.flatnonzero(live):
                 token = rows[i].pick(logits[i, 0])
-                rows[i].accept(token)
+                rows[i].accept(token, logits[i, 0])
                 column[i], live[i] = token, not rows[i].finish
                 yield int(i), token
             if not live.any():

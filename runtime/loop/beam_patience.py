@@ -68,7 +68,7 @@ class _Beams(BeamGroup):
         beams, live, sums, parents = self._method.beams, list[Row](), list[float](), list[int]()
         for rank, (total, parent, token) in enumerate(_falling(self._totals(logits))):
             branch = self.branches[parent].branch()
-            branch.accept(token)
+            branch.accept(token, logits[parent])
             if not branch.finish:
                 live, sums, parents = [*live, branch], [*sums, total], [*parents, parent]
             elif rank < beams and not self._enough:

@@ -58,7 +58,7 @@ class _Samples(BeamGroup):
             ]
             parents, logits = [0] * self._count, np.repeat(logits, self._count, axis=0)
         for branch, row in zip(self.branches, logits, strict=True):
-            branch.accept(branch.pick(row))
+            branch.accept(branch.pick(row), row)
         drawn = logits[np.arange(self._count), [branch.tokens[-1] for branch in self.branches]]
         top = logits.max(1)
         self._worth += drawn - top - np.log(np.exp(logits - top[:, None]).sum(1, dtype=np.float64))

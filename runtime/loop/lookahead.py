@@ -128,7 +128,7 @@ class _Rounds:
         logits = self._session.run(column, None if counts.all() else counts)
         spent = perf_counter() - start
         for i in live:
-            self._rows[i].accept(self._rows[i].pick(logits[i, 0]))
+            self._rows[i].accept(self._rows[i].pick(logits[i, 0]), logits[i, 0])
             self._windows[i].note(self._rows[i].seen, 1)
             self._rows[i].drafting["fallback"] += rests
         if self._guard is not None:
@@ -165,8 +165,8 @@ class _Rounds:
         window, nodes = logits[end - call.grid.shape[1] : end], logits[end : call.columns.size]
         target = Target(call.tree, np.concatenate([logits[:1], nodes]), row.seen, row.sampler)
         verdict = match(target, self._chances[i])
-        for token in (*call.tree.tokens[list(verdict.path)].tolist(), verdict.token):
-            row.accept(token)
+        for token, line in target.taken(verdict):
+            row.accept(token, line)
             if row.finish:
                 break
         taken = len(row.tokens) - before

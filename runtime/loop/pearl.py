@@ -166,11 +166,10 @@ class _Rounds:
         pending from now on, where its first token came.
         """
         row, tree, before = self._rows[i], Tree.chain(self._pending[i]), len(self._rows[i].tokens)
-        verdict = match(
-            Target(tree, logits[: len(tree) + 1], row.seen, row.sampler), self._chances[i]
-        )
-        for token in (*tree.tokens[: len(verdict.path)].tolist(), verdict.token):
-            row.accept(token)
+        target = Target(tree, logits[: len(tree) + 1], row.seen, row.sampler)
+        verdict = match(target, self._chances[i])
+        for token, line in target.taken(verdict):
+            row.accept(token, line)
             if row.finish:
                 break
         stood = min(len(verdict.path), len(row.tokens) - before)

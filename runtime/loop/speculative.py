@@ -152,7 +152,7 @@ class _Rounds:
                 token = rows[i].pick(logits[i, 0])
                 if told:
                     self._observe(i, Verdict((), token), logits[i])
-                rows[i].accept(token)
+                rows[i].accept(token, logits[i, 0])
                 taken.append((i, token))
         finally:
             if len(taken) < len(live):  # what was taken stands, even where a later row fails
@@ -230,12 +230,13 @@ class _Rounds:
         if not len(tree):  # other rows have one
             verdict = Verdict((), row.pick(logits[0]))
             self._observe(i, verdict, logits)
-            row.accept(verdict.token)
+            row.accept(verdict.token, logits[0])
             return [0]
-        verdict = self._rule(Target(tree, logits, row.seen, row.sampler), self._chances[i])
+        target = Target(tree, logits, row.seen, row.sampler)
+        verdict = self._rule(target, self._chances[i])
         self._observe(i, verdict, logits)
-        for token in (*tree.tokens[list(verdict.path)].tolist(), verdict.token):
-            row.accept(token)
+        for token, line in target.taken(verdict):
+            row.accept(token, line)
             if row.finish:
                 break
         taken = len(row.tokens) - before

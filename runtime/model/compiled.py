@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,15 +20,19 @@ from accel.runtime.backends.onnx.tune import AUTO, Tuning
 from accel.runtime.backends.protocol import Backend, Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
+from accel.runtime.decode.logits_processors import LogitsProcessor, Processed
+from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
 from accel.runtime.decode.sampling_params import sampling_params as joined_params
+from accel.runtime.decode.structured_outputs import Grammar, StructuredOutputsParams
 from accel.runtime.inputs.encoder_inputs import encoder_rows, padded
 from accel.runtime.inputs.ints import as_ints
 from accel.runtime.inputs.prompts import as_count, as_prompts, as_stops, is_text
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST, chosen
-from accel.runtime.model.output import Meter, Output, Stream, Transcript, pieces
+from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
+from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
 from accel.runtime.session.observers.prompt_filter import unseen
@@ -93,6 +97,11 @@ class CompiledModel:
         seed: int | None = None,
         stop: str | list[str] | None = None,
         eos: Any = None,
+        n: int = 1,
+        logprobs: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        structured_outputs: StructuredOutputsParams | None = None,
     ) -> Output:
         """Continue prompts. Each prompt gets the tokens that it would get alone.
 
@@ -113,25 +122,31 @@ class CompiledModel:
             seed: random seed; sampling is reproducible with it.
             stop: strings that end a row; they are not part of the text.
             eos: token ids that end a row and stay in its tokens. None: the model's own; []: none.
+            n, logprobs, logit_bias, logits_processors, structured_outputs: as in `SamplingParams`.
 
         Raises:
             InputError: a prompt or an option is out of range.
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
+            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop, n=n,
+            logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
+            structured_outputs=structured_outputs,
         )  # fmt: skip
         sources, prompts = self._sources(encoder_input, prompts)
-        rows = self._rows(prompts, params)
+        samples = self._samples(prompts, params)
         meter = Meter(self.tuning, self._context.costs)
-        for _ in self._decode(rows, sources, meter):
+        for _ in self._decode(samples, params.n, sources, meter):
             pass
         return Output(
-            tokens=[row.tokens for row, _ in rows],
+            tokens=[one.row.tokens for one in samples],
             text=None
             if self.tokenizer is None
-            else [script.text(row.tokens) for row, script in rows],
-            stats=meter.stats([row for row, _ in rows]),
+            else [one.script.text(one.row.tokens) for one in samples],
+            stats=meter.stats([one.row for one in samples]),
+            finish_reason=[one.finish_reason or "" for one in samples],
+            stop_reason=[one.stop_reason for one in samples],
+            logprobs=None if params.logprobs is None else [one.row.logprobs for one in samples],
         )
 
     def stream(
@@ -149,6 +164,10 @@ class CompiledModel:
         seed: int | None = None,
         stop: str | list[str] | None = None,
         eos: Any = None,
+        logprobs: int | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        structured_outputs: StructuredOutputsParams | None = None,
     ) -> Stream:
         """Like `generate`, for one prompt: iterate over pieces of text (text prompt) or token ids.
 
@@ -158,19 +177,26 @@ class CompiledModel:
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
             min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
+            logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
+            structured_outputs=structured_outputs,
         )  # fmt: skip
         text = is_text(prompt) or (
             isinstance(prompt, (list, tuple)) and any(map(is_text, prompt[:1]))
         )
         text = text or (prompt is None and self.tokenizer is not None)
         sources, prompt = self._sources(encoder_input, prompt)
-        rows = self._rows(prompt, params)
-        if len(rows) != 1:
-            raise InputError(f"stream takes one prompt, not {len(rows)}; use generate for several")
-        row, script = rows[0]
+        if params.n > 1:
+            raise InputError(
+                f"stream gives one sample, not n = {params.n}; use generate for several"
+            )
+        samples = self._samples(prompt, params)
+        if len(samples) != 1:
+            raise InputError(
+                f"stream takes one prompt, not {len(samples)}; use generate for several"
+            )
         meter = Meter(self.tuning, self._context.costs)
-        tokens = self._decode(rows, sources, meter)
-        return Stream(pieces(tokens, script if text else None), meter, row)
+        tokens = self._decode(samples, 1, sources, meter)
+        return Stream(pieces(tokens, samples[0].script if text else None), meter, samples[0])
 
     def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
         """Logits float32 [B,T,V] after each of tokens [B,T], from an empty cache.
@@ -315,37 +341,59 @@ class CompiledModel:
             f"context {facts.max_context}, batch {facts.max_batch})"
         )
 
-    def _rows(self, prompts: Any, params: SamplingParams) -> list[tuple[Row, Transcript]]:
-        """Everything checked, before any work: a row per prompt, each with its own generator from
-        the seed.
+    def _samples(self, prompts: Any, params: SamplingParams) -> list[Sample]:
+        """Everything checked, before any work: `n` rows per prompt, each prompt with its own generator from the
+        seed, of which its later samples' are spawned.
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
         stops = as_stops(params.stop, self.tokenizer)
-        ends = params.ends(self.facts)
-        sampler = params.sampler
-        rows = []
-        for prompt in as_prompts(prompts, self.facts, self.tokenizer):
-            script = Transcript(self.tokenizer, stops)
-            row = Row(
-                prompt,
-                sampler,
-                np.random.default_rng(params.seed),
-                limit=params.max_tokens,
-                max_context=self.facts.max_context + unseen(self.facts.prefill, prompt.size),
-                eos=ends,
-                watch=script if self.tokenizer else None,
+        ends, size = params.ends(self.facts), self.facts.vocab_size
+        if self._loop.masked_diffusion and (given := params.token_by_token):
+            raise InputError(
+                f"{', '.join(given)}: this model fills masks in any order, so no token is known to follow others; "
+                "leave it unset, or take a causal model"
             )
-            rows.append((row, script))
-        return rows
+        score = None if params.logprobs is None else TopLogprobs(params.logprobs, self.tokenizer)
+        grammar = None
+        if params.structured_outputs is not None:
+            grammar = Grammar(params.structured_outputs, self.tokenizer, size)
+        bias, processors = params.logit_bias, params.logits_processors or ()
+        samples = []
+        for prompt in as_prompts(prompts, self.facts, self.tokenizer):
+            prompt = prompt.copy()  # the array says whose samples rows are
+            rng = np.random.default_rng(params.seed)
+            for generator in [rng, *rng.spawn(params.n - 1)]:
+                sampler: Sampler = params.sampler
+                if bias or processors or grammar:
+                    guide = grammar and grammar.begin(prompt.size, ends)
+                    sampler = Processed(sampler, size, bias, processors, guide)
+                script = Transcript(self.tokenizer, stops)
+                row = Row(
+                    prompt,
+                    sampler,
+                    generator,
+                    limit=params.max_tokens,
+                    max_context=self.facts.max_context + unseen(self.facts.prefill, prompt.size),
+                    eos=ends,
+                    watch=script if self.tokenizer else None,
+                    score=score,
+                )
+                own = () if params.ignore_eos else self.facts.eos
+                samples.append(Sample(row, script, frozenset(own)))
+        return samples
 
     def _decode(
-        self, rows: list[tuple[Row, Transcript]], sources: Sources, meter: Meter
+        self, samples: list[Sample], n: int, sources: Sources, meter: Meter
     ) -> Iterator[int]:
-        """Run the loop over groups of at most max_batch rows; gives each token as it comes."""
-        for start in range(0, len(rows), self.facts.max_batch):
-            group = [row for row, _ in rows[start : start + self.facts.max_batch]]
-            with self._encoded(sources, start, len(group)) as session:
+        """Run the loop over groups of prompts, of at most max_batch rows or else of one prompt; gives each token as
+        it comes.
+        """
+        step = max(1, self.facts.max_batch // n)
+        for start in range(0, len(samples) // n, step):
+            group = [one.row for one in samples[start * n : (start + step) * n]]
+            with self._encoded(sources, start, len(group) // n) as session:
+                session.select(np.repeat(np.arange(len(group) // n), n))
                 for _, token in meter.watch(
                     self._loop.tokens(session, group, self._context), session, group
                 ):

@@ -12,6 +12,7 @@ from typing import Any
 
 from accel.runtime.backends.onnx.tune import Tuning
 from accel.runtime.decode.costs import Costs
+from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.decode.row import STAGES, Row
 from accel.runtime.inputs.text import StopMatcher, Tokenizer
 from accel.runtime.session.session import Session
@@ -37,12 +38,22 @@ class Output:
               `rounds` (rows with a draft), `fallback` (plain steps because drafting was slower),
               `by_place` (tested and accepted tokens by position in the draft), and `seconds` of
               `draft`, `verify` and `host`;
-            - `finish`: the reason why each row ended.
+            - `finish`: why each row ended: `eos`, `stop`, `length` or `context`.
+        finish_reason: why each text ended, in vLLM's words: "stop" (an end token, a stop string, the end of a
+            grammar) or "length" (`max_tokens`, or the context is full).
+        stop_reason: the stop string or the one of `stop_token_ids` that ended it; None for all other ends.
+        logprobs: for each token of each text a dict of token id -> `Logprob`, the token itself first; None if they
+            were not requested.
+
+    With `n` samples per prompt all lists are flat: those of prompt i are at i * n to i * n + n - 1.
     """
 
     tokens: list[list[int]]
     text: list[str] | None
     stats: dict[str, Any]
+    finish_reason: list[str]
+    stop_reason: list[int | str | None]
+    logprobs: list[list[dict[int, Logprob]]] | None = None
 
 
 class Transcript:
@@ -77,6 +88,11 @@ class Transcript:
         )
         return other
 
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was reached."""
+        return None if self._matcher is None else self._matcher.reason
+
     def take(self) -> str:
         """The text that became final since the last call."""
         fresh = "".join(self._pieces[self._taken :])
@@ -100,6 +116,28 @@ class Transcript:
             return self._tokenizer.decode(tokens)
         self.finish()
         return "".join(self._pieces)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text that is made: its row, its script, and which of the row's end tokens are the model's own."""
+
+    row: Row
+    script: Transcript
+    own: frozenset[int]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """See `Output`; None while it runs."""
+        reasons = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+        return reasons.get(self.row.finish)
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """See `Output`."""
+        if self.row.finish == "eos" and (token := self.row.tokens[-1]) not in self.own:
+            return token
+        return self.script.stop if self.row.finish == "stop" else None
 
 
 class Meter:
@@ -146,7 +184,7 @@ class Meter:
             "calls": self.calls,
             "tokens": tokens,
             "reused": self.reused,
-            "prompt_tokens": sum(int(row.prompt.size) for row in rows),
+            "prompt_tokens": sum({id(row.prompt): int(row.prompt.size) for row in rows}.values()),
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "tokens_per_call": tokens / self.calls if self.calls else 0.0,
@@ -189,10 +227,10 @@ class Stream:
     ends it early.
     """
 
-    def __init__(self, pieces: Iterator[Any], meter: Meter, row: Row):
+    def __init__(self, pieces: Iterator[Any], meter: Meter, sample: Sample):
         self._pieces = pieces
         self._meter = meter
-        self._row = row
+        self._sample = sample
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -203,12 +241,27 @@ class Stream:
     @property
     def tokens(self) -> list[int]:
         """The new tokens so far. With drafting these can be a few more than were yielded."""
-        return list(self._row.tokens)
+        return list(self._sample.row.tokens)
+
+    @property
+    def logprobs(self) -> list[dict[int, Logprob]]:
+        """Of `tokens`, as in `Output`; empty if they were not requested."""
+        return list(self._sample.row.logprobs)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the text ended, as in `Output`; None while it goes on."""
+        return self._sample.finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What ended it, as in `Output`."""
+        return self._sample.stop_reason
 
     @property
     def stats(self) -> dict[str, Any]:
         """The statistics so far, as in `Output.stats`."""
-        return self._meter.stats([self._row])
+        return self._meter.stats([self._sample.row])
 
     def close(self) -> None:
         """End the generation and free the session."""

@@ -84,6 +84,14 @@ class Base(Method, ABC):
         """
         return None
 
+    def complete(self, seen: Ints) -> bool:
+        """Whether a row that has accepted `seen` [n] ends there, because nothing may follow."""
+        return False
+
+    def branch(self) -> Base:
+        """The sampler of a branch of a row; one without a state of its own serves all of them."""
+        return self
+
     @abstractmethod
     def scores(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -75,6 +76,14 @@ class Target:
         """The token after ROOT and after each node, [N+1], where the sampler says it of all at once."""
         found = self._sampler.choices(self._logits)
         return None if found is None else found.tolist()
+
+    def taken(self, verdict: Verdict) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """The tokens of a verdict, each with the logits [V] that it follows from."""
+        before = ROOT
+        for node in verdict.path:
+            yield int(self.tree.tokens[node]), self._logits[before + 1]
+            before = node
+        yield verdict.token, self._logits[before + 1]
 
     def law(self, node: int) -> Distribution:
         """What the token after a node, or after ROOT, is drawn from. Raises AccelError where the logits are
