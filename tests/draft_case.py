@@ -104,12 +104,18 @@ def speculated(
 
 
 def surprise(
-    toy: Any, rule: str, drafter_of: Callable[[Any], Base], count: int = 900, **more: Any
+    toy: Any,
+    rule: str,
+    drafter_of: Callable[[Any], Base],
+    count: int = 900,
+    sampler: Any = Standard(temperature=1.5, top_k=3),  # noqa: B008  (frozen)
+    verifier: Any = None,
+    **more: Any,
 ) -> float:
     """How unlikely four tokens of `count` generations are under the target's own law: chi-square less its mean,
-    in standard deviations.
+    in standard deviations. `verifier`: what rows sample with instead, for controls.
     """
-    sampler, prompt, length = Standard(temperature=1.5, top_k=3), [3, 1, 4], 4
+    prompt, length = [3, 1, 4], 4
     law: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         grown: dict[tuple[int, ...], float] = {}
@@ -125,9 +131,12 @@ def surprise(
     found = dict.fromkeys(law, 0)
     for start in range(count):
         with toy.session(batch=3) as session:
-            rows = rows_of([prompt] * 3, sampler, limit=length)
+            rows = rows_of([prompt] * 3, limit=length)
             for i, row in enumerate(rows):
-                row.rng = np.random.default_rng([start, i])
+                row.rng, row.sampler = (
+                    np.random.default_rng([start, i]),
+                    (verifier or sampler).branch(),
+                )
             list(speculated(session, rows, drafter, rule, **more))
             for row in rows:
                 found[tuple(row.tokens)] += 1

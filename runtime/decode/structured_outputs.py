@@ -89,7 +89,9 @@ class Grammar:
             text = matcher.grammar_from_lark(source)
         vocabulary = _vocabulary(tokenizer, vocab_size)
         if wrong := matcher.validate_grammar(text, vocabulary):
-            raise InputError(f"structured_outputs: {params.kind} is not valid: {wrong.strip()}")
+            raise InputError(
+                f"structured_outputs: {params.kind} is not valid: {' '.join(wrong.split())}"
+            )
         self._start = matcher(vocabulary, text, log_level=0)
         self._own_end: list[int] = [t for t in vocabulary.eos_tokens if t < vocab_size]
 
