@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,8 @@ from accel.commands.source import open_model
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
-    from accel.runtime.model.compiled import CompiledModel
+    from accel.runtime.decode.structured_outputs import StructuredOutputsParams
+    from accel.runtime.model.compiled import CompiledModel, Output
 
 EXAMPLES = """\b
 Examples:
@@ -24,6 +26,8 @@ Examples:
   accel-compile run ./artifact --tokens 1,5,9 --json
   accel-compile run ./my-t5 --input "translate English to German: Good morning."
   accel-compile run ./my-whisper --input features.npy
+  accel-compile run ./artifact --prompt "A person: " --json-schema person.json
+  accel-compile run ./artifact --prompt "import os" -n 3 --temperature 0.8 --logprobs 2 --json
 """
 
 
@@ -100,6 +104,33 @@ def run(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at the model's end-of-sequence token.")
     ] = False,
+    samples: Annotated[
+        int,
+        typer.Option("-n", metavar="N", help="Number of samples, with --temperature and --json."),
+    ] = 1,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Give the log-probability of each token and of the N most likely ones; with --json.",
+        ),
+    ] = None,
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="The text is JSON of this schema."
+        ),
+    ] = None,
+    regex: Annotated[
+        str | None,
+        typer.Option(metavar="R", help="The text matches this regular expression (Rust's syntax)."),
+    ] = None,
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="The text follows this Lark grammar."
+        ),
+    ] = None,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
     recipe: options.Recipes = None,
@@ -115,6 +146,8 @@ def run(
     """
     from accel.runtime.decode.sampling_params import SamplingParams
 
+    if not as_json and (samples > 1 or logprobs is not None):
+        raise typer.BadParameter("-n and --logprobs give more than a text; add --json")
     given = _prompt(prompt, prompt_file, tokens, needed=source is None)
     params = SamplingParams(
         max_tokens=max_new_tokens,
@@ -127,6 +160,9 @@ def run(
         stop=stop or None,
         stop_token_ids=eos or (),
         ignore_eos=ignore_eos or bool(eos),
+        n=samples,
+        logprobs=logprobs,
+        structured_outputs=_structure(json_schema, regex, grammar),
     )
     settings: dict[str, Any] = {
         "encoder_input": None if source is None else _source(source),
@@ -142,10 +178,44 @@ def run(
     with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
         if as_json:
             out = model.generate(given, **settings)
-            text = out.text[0] if out.text is not None else None
-            print_json({"tokens": out.tokens[0], "text": text, "stats": out.stats})
+            found = [_found(out, i) for i in range(samples)]
+            shown = found[0] if samples == 1 else {"samples": found}
+            print_json({**shown, "stats": out.stats})
         else:
             _stream(model, given, settings)
+
+
+def _structure(
+    json_schema: Path | None, regex: str | None, grammar: Path | None
+) -> StructuredOutputsParams | None:
+    """What the text is to follow, of at most one option."""
+    from accel.runtime.decode.structured_outputs import StructuredOutputsParams
+
+    given = {"json": json_schema, "regex": regex, "grammar": grammar}
+    texts = {
+        kind: _valid(value.read_bytes(), str(value)) if isinstance(value, Path) else value
+        for kind, value in given.items()
+        if value is not None
+    }
+    if len(texts) > 1:
+        names = {"json": "--json-schema", "regex": "--regex", "grammar": "--grammar"}
+        raise typer.BadParameter(f"{' and '.join(names[kind] for kind in texts)}: use one of them")
+    return StructuredOutputsParams(**texts) if texts else None
+
+
+def _found(out: Output, i: int) -> dict[str, Any]:
+    """One sample, as JSON."""
+    told: dict[str, Any] = {
+        "tokens": out.tokens[i],
+        "text": out.text[i] if out.text is not None else None,
+        "finish_reason": out.finish_reason[i],
+        "stop_reason": out.stop_reason[i],
+    }
+    if out.logprobs is not None:
+        told["logprobs"] = [
+            {token: asdict(one) for token, one in line.items()} for line in out.logprobs[i]
+        ]
+    return told
 
 
 def _given(context: typer.Context, name: str) -> bool:

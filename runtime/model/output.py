@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from accel.runtime.decode.costs import Costs
 from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.decode.row import STAGES, Row
 from accel.runtime.inputs.text import StopMatcher, Tokenizer
+from accel.runtime.model.notebook import table
 from accel.runtime.session.session import Session
 
 
@@ -54,6 +55,13 @@ class Output:
     finish_reason: list[str]
     stop_reason: list[int | str | None]
     logprobs: list[list[dict[int, Logprob]]] | None = None
+
+    def _repr_html_(self) -> str:
+        shown: Sequence[Any] = self.tokens if self.text is None else self.text
+        rows = zip(range(len(shown)), shown, map(len, self.tokens), self.finish_reason, strict=True)
+        speed = f"{self.stats['tokens']} tokens, {self.stats['tokens_per_second']:.0f} tokens/s"
+        name = "tokens" if self.text is None else "text"
+        return table(speed, ["", name, "new tokens", "finish_reason"], rows)
 
 
 class Transcript:

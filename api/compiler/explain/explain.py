@@ -89,6 +89,11 @@ class Explanation:
         """The largest error that any method declares beyond rounding, of the largest logit."""
         return max((m.error for m in self.methods if m.error is not None), default=None)
 
+    def _repr_html_(self) -> str:
+        from accel.compiler.explain.page import notebook
+
+        return notebook(self)
+
 
 def explain(
     recipe: Any,
