@@ -126,6 +126,26 @@ def test_run_samples_as_asked(artifact, tmp_path):
     assert (found["tokens"], found["text"]) == (want.tokens[0], want.text[0])
 
 
+def test_run_gives_samples_log_probabilities_and_structure(artifact, tmp_path):
+    (tmp_path / "schema.json").write_text('{"enum": [10, 35]}')
+    (tmp_path / "digits.lark").write_text('start: "(" /[0-9]{2}/ ")"')
+    forms = {
+        "--json-schema": ("schema.json", "10|35"),
+        "--grammar": ("digits.lark", r"\([0-9]{2}\)"),
+    }
+    for option, (name, form) in forms.items():
+        result = call("run", artifact, "--prompt", "0", option, tmp_path / name)
+        assert re.fullmatch(form + "\n", result.stdout), result.output
+    flags = ["--regex", "[0-9]{3}", "--temperature", 1, "--seed", 2, "--logprobs", 1, "--json"]
+    one = json.loads(call("run", artifact, "--prompt", "0", *flags).stdout)
+    several = json.loads(call("run", artifact, "--prompt", "0", "-n", 3, *flags).stdout)
+    assert several.keys() == {"samples", "stats"} and len(several["samples"]) == 3
+    assert several["samples"][0] == {k: v for k, v in one.items() if k != "stats"}
+    assert one["finish_reason"] == "stop" and re.fullmatch("[0-9]{3}", one["text"])
+    for token, line in zip(one["tokens"], one["logprobs"], strict=True):
+        assert line[str(token)].keys() == {"logprob", "rank", "decoded_token"}
+
+
 def test_run_takes_a_model_directory(model, artifact):
     asked = ("--prompt", "0123", "--max-new-tokens", 8)
     result = call("run", model, *asked, "--max-context", 128)
@@ -234,6 +254,7 @@ WRONG = {
     "count": (["--prompt", "0", "--max-new-tokens", 0], ["max_tokens", "1 or more"]),
     "stop": (["--prompt", "0", "--stop", ""], ["stop", "non-empty"]),
     "eos": (["--prompt", "0", "--eos", 999], ["stop_token_ids", "999", "0..100"]),
+    "regex": (["--prompt", "0", "--regex", "["], ["regex is not valid"]),
     "bytes": (["--prompt", b"a\xff".decode("utf-8", "surrogateescape")], ["UTF-8", "byte 1"]),
 }
 
@@ -250,6 +271,11 @@ USAGE = {
     "no model": (["build", "--out", "x"], ["MODEL", "build --help"]),
     "no out": (["build", "x"], ["--out"]),
     "two prompts": (["run", "x", "--prompt", "a", "--tokens", "1"], ["--prompt and --tokens"]),
+    "samples": (["run", "x", "--prompt", "a", "-n", "2"], ["-n and --logprobs", "--json"]),
+    "two forms": (
+        ["run", "x", "--prompt", "a", "--regex", "a", "--grammar", __file__],
+        ["--regex and --grammar"],
+    ),
     "ids": (["run", "x", "--tokens", "1,b"], ["'b'", "1,2,3"]),
     "no file": (["run", "x", "--prompt-file", "/no/such"], ["/no/such"]),
     "a number": (["build", "x", "--out", "y", "--max-context", "0"], ["--max-context"]),

@@ -192,7 +192,7 @@ def _structure(
     from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 
     given = {"json": json_schema, "regex": regex, "grammar": grammar}
-    texts = {
+    texts: dict[str, Any] = {
         kind: _valid(value.read_bytes(), str(value)) if isinstance(value, Path) else value
         for kind, value in given.items()
         if value is not None

@@ -391,7 +391,7 @@ class CompiledModel:
             for generator in [rng, *rng.spawn(params.n - 1)]:
                 sampler: Sampler = params.sampler
                 if bias or processors or grammar:
-                    guide = grammar and grammar.begin(prompt.size, ends)
+                    guide = None if grammar is None else grammar.begin(prompt.size, ends)
                     sampler = Processed(sampler, size, bias, processors, guide)
                 script = Transcript(self.tokenizer, stops)
                 row = Row(

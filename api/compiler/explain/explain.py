@@ -11,6 +11,7 @@ from accel.compiler.explain import costs, layer, words
 from accel.compiler.explain.rates import Rates, rates
 from accel.compiler.explain.subject import Subject, subject
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
+from accel.compiler.layer_summary import bytes_text
 from accel.compiler.nearest import Nearest, nearest
 from accel.compiler.optimize import pipeline
 from accel.compiler.quality.calibration import make_calibration
@@ -21,6 +22,7 @@ from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.lowering.onnx.threads import default_threads
 from accel.passes import Pass, Step, refuse, run
+from accel.runtime.model.notebook import table
 
 _ROWS = 4  # of a text, for passes that go by one
 SHORT = 512  # tokens of the shorter prompt
@@ -90,9 +92,17 @@ class Explanation:
         return max((m.error for m in self.methods if m.error is not None), default=None)
 
     def _repr_html_(self) -> str:
-        from accel.compiler.explain.page import notebook
-
-        return notebook(self)
+        facts = [("model", self.model), ("about", self.recipe.about), ("grade", self.grade)]
+        facts += [(f"{m.axis} = {m.use}", m.about) for m in self.methods]
+        facts += [("note", note) for note in self.notes]
+        facts += [("refused", self.refused)] if self.refused else []
+        facts += [(f"pass {r.name}", f"{r.about} ({r.changed} sites)") for r in self.rewrites]
+        if self.cache is not None and self.cache_base is not None:
+            base, made = self.cache_base, self.cache
+            kept = {"KV of a token": (base.slot, made.slot)}
+            kept |= {f"KV after {n} tokens": (base.bytes(n), made.bytes(n)) for n in made.tokens}
+            facts += [(k, f"{bytes_text(a)} → {bytes_text(b)}") for k, (a, b) in kept.items()]
+        return table(self.recipe.name, [], facts)
 
 
 def explain(

@@ -10,7 +10,6 @@ from accel.compiler.explain.drawing import picture as drawn
 from accel.compiler.explain.explain import Explanation, Rewrite
 from accel.compiler.layer_summary import bytes_text, picture
 from accel.compiler.report import rendered
-from accel.runtime.model.notebook import table
 
 
 def write_page(path: Path, e: Explanation) -> None:
@@ -37,24 +36,6 @@ def write_page(path: Path, e: Explanation) -> None:
         ),
         encoding="utf-8",
     )  # fmt: skip
-
-
-def notebook(e: Explanation) -> str:
-    """It as small tables: what it is, what passes do, and the figures."""
-    facts = {
-        "model": e.model,
-        "about": e.recipe.about,
-        "grade": grade(e),
-        **{f"{m.axis} = {m.use}": m.about for m in e.methods},
-        "note": "; ".join(e.notes),
-        "refused": e.refused,
-        "instead": nearest(e),
-    }
-    parts = [table(e.recipe.name, [], [pair for pair in facts.items() if pair[1]])]
-    if e.rewrites:
-        parts.append(table("passes", [], [(r.name, effect(r)) for r in e.rewrites]))
-    columns, rows = costs(e)
-    return "".join([*parts, table("per token", columns, rows)] if rows else parts)
 
 
 def grade(e: Explanation) -> str:
