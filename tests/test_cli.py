@@ -135,7 +135,7 @@ def test_run_gives_samples_log_probabilities_and_structure(artifact, tmp_path):
     }
     for option, (name, form) in forms.items():
         result = call("run", artifact, "--prompt", "0", option, tmp_path / name)
-        assert re.fullmatch(form + "\n", result.stdout), result.output
+        assert re.fullmatch(form, result.stdout.strip()), result.output
     flags = ["--regex", "[0-9]{3}", "--temperature", 1, "--seed", 2, "--logprobs", 1, "--json"]
     one = json.loads(call("run", artifact, "--prompt", "0", *flags).stdout)
     several = json.loads(call("run", artifact, "--prompt", "0", "-n", 3, *flags).stdout)
