@@ -93,7 +93,7 @@ class KvFacts:
 class Facts:
     """What is known of the model; grows as passes recognise more.
 
-    `config` and `notes` are of the build, and no artifact keeps them here.
+    `config`, `notes` and `tied` are of the build, and no artifact keeps them here.
     """
 
     name: str
@@ -106,6 +106,7 @@ class Facts:
     layers: list[LayerFacts] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    tied: bool = False  # it chooses among equal values, such as experts of a router of zeros
     encoder: EncoderFacts | None = None
     kv: KvFacts | None = None  # None: every token stays as it is
     depth: Depth | None = None

@@ -10,14 +10,17 @@ from accel.ir.capture.prepare import Prepared
 from accel.ir.capture.traits import ModelTraits
 from accel.ir.errors import CaptureError
 from accel.ir.program import Program
+from accel.ir.ties import FirstOfTies
 
 
 def check(program: Program, model: Prepared, traits: ModelTraits) -> None:
-    """Run both at odd sizes; mandatory, since a guard can lie.
+    """Run both at odd sizes; mandatory, since a guard can lie. Where the model chooses among equals, both take the
+    first, and a note says so.
 
     Raises:
-        CaptureError: they differ.
+        CaptureError: they differ, or the model gives no numbers.
     """
+    ties = FirstOfTies()
     for seed, (batch, length) in enumerate([(1, 1), (3, 2), (2, 17)]):
         length = min(length, program.facts.max_context)
         tokens = example(batch, length, program.facts.vocab_size, seed)
@@ -25,12 +28,30 @@ def check(program: Program, model: Prepared, traits: ModelTraits) -> None:
         given |= encoder_example(program.facts.encoder, batch, seed)
         for number, key in itertools.product(traits.uncounted, ("tokens", INPUTS)):
             given[key] = given[key].masked_fill(given[key] == number, number + 1)
-        want = model(*given.values()).float()
+        with ties:
+            want = model(*given.values()).float()
+        if not want.isfinite().all():
+            raise CaptureError(
+                f"{traits.name}: the model's own logits are not all numbers at B={batch}, T={length}, though "
+                "its weights are; run it in PyTorch and see which module gives NaN or inf"
+            )
         got = program.run("step", given)["logits"].float()
         scale = max(1.0, float(want.abs().max()))
         error = float((got - want).abs().max()) / scale
         if not error <= 1e-4:  # also refuses NaN
-            raise CaptureError(
-                f"{traits.name}: the captured graph differs from the module by {error:.1e} at B={batch}, T={length}; "
-                "its forward depends on Python state or randomness that torch.export froze"
+            why = (
+                "some of its experts are equally good (a router of zeros or of equal rows), so rounding decides which "
+                "of them run: load trained weights"
+                if ties.tied
+                else "its forward depends on Python state or randomness that torch.export froze"
             )
+            raise CaptureError(
+                f"{traits.name}: the captured graph differs from the module by {error:.1e} at B={batch}, "
+                f"T={length}; {why}"
+            )
+    if ties.tied:
+        program.facts.tied = True
+        program.facts.notes.append(
+            f"{ties.tied} of {ties.choices} choices are ties, as of a router of zeros: accel takes the first of equal "
+            "experts, the model's own code may take others"
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel.ir.capture.examples import encoder_side
 from accel.ir.entries import kind_of
 from accel.ir.entries.step import STEP
-from accel.ir.errors import LoweringError, Miscompiled
+from accel.ir.errors import LoweringError
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
 from accel.ir.state import Part, state_of, writes_state
@@ -22,7 +22,7 @@ from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.lowering.onnx.threads import default_threads
-from accel.passes.check import rounding
+from accel.passes.check import differs, rounding
 
 Values = dict[str, Tensor]
 
@@ -68,9 +68,10 @@ def entry_error(
             errors = (_error(got[n], case.want[n], not bound, median) for n in case.want)
             found = max([found, *(e if e == e else float("inf") for e in errors)])
         if found > bound:
-            raise Miscompiled(
+            raise differs(
                 f"{file.name}, run by onnxruntime {ort.__version__}, differs from the model by {found:.2e} of "
-                f"the largest value, more than {bound:.0e}: report it with the model's configuration"
+                f"the largest value, more than {bound:.0e}",
+                program,
             )
         worst = max(worst, found)
     return worst

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.entries import kind_of
-from accel.ir.errors import Miscompiled
 from accel.ir.program import Program
 from accel.ir.state import output_of
 from accel.lowering import triton
 from accel.lowering.triton import rules
-from accel.passes.check import rounding, run_both_ways
+from accel.passes.check import differs, rounding, run_both_ways
 
 _ONE_AT_A_TIME = threading.Lock()  # Triton's interpreter has one grid
 
@@ -104,8 +103,8 @@ def triton_error(lowered: Program, cases: list[tuple[Tensor, Tensor]]) -> float:
             off = float((got - part).abs().max()) / max(1.0, float(part.abs().max()))
             worst = max(worst, off if off == off else float("inf"))
     if worst > bound:
-        raise Miscompiled(
-            f"target 'triton' differs from the model by {worst:.2e} of the largest logit, more than "
-            f"{bound:.0e}: report it with the model's configuration"
+        raise differs(
+            f"target 'triton' differs from the model by {worst:.2e} of the largest logit, more than {bound:.0e}",
+            lowered,
         )
     return worst

