@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -110,6 +110,11 @@ class Stored:
         for change in self.changes:
             value = change(value)
         return value
+
+    @property
+    def layout(self) -> Hashable:
+        """What weights must have in common to be stacked as they lie; none of those that lie as numbers."""
+        return None
 
     def changed(self, change: Change) -> Stored:
         """The same with one more change. It must also work on the meta device."""

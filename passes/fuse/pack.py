@@ -25,7 +25,8 @@ class Pack(Pass):
     """linear(x, a), linear(x, b), …  ->  the parts of one linear(x, [a; b; …]).
 
     Packed are the projections of one module (by the names of their weights) that nothing else
-    reads. A router stays apart, whose few rows are wanted exact by what quantises the others.
+    reads. A router stays apart, whose few rows are wanted exact by what quantises the others; so do weights
+    that a checkpoint holds in codes of another layout.
     """
 
     after = (Linears, Head)
@@ -51,8 +52,10 @@ class Pack(Pass):
                     report.refused.append(f"{node.name}: {why}")
                 else:
                     x, weight = node.args[:2]
-                    owner = _owner(str(weight.target))
-                    groups.setdefault((x, owner, weight.meta["val"].dtype), []).append(node)
+                    name = str(weight.target)
+                    layout = program.params.stored(name).layout
+                    alike = (x, _owner(name), weight.meta["val"].dtype, layout)
+                    groups.setdefault(alike, []).append(node)
             for group in groups.values():
                 if len(group) > 1:
                     _pack(program, graph, group)

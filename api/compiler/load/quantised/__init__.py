@@ -1,0 +1,73 @@
+"""Quantised checkpoints. A file is a format, named as `quant_method` of config.json names it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from accel.ir.codes import Coded, Made
+from accel.ir.errors import CaptureError
+from accel.ir.weights import Pages
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A float parameter of the model, and the checkpoint's tensors that stand for it."""
+
+    name: str
+    stored: Coded | Made
+    parts: Collection[str]
+
+
+@dataclass
+class Base(ABC):
+    """One format, of a checkpoint whose `quantization_config` is `config` and whose files are `pages`."""
+
+    config: Mapping[str, Any]
+    pages: Pages
+    notes: list[str] = field(default_factory=list)  # what of the checkpoint has no effect
+
+    @abstractmethod
+    def weights(self, tensors: Mapping[str, Tensor]) -> Iterator[Weight]:
+        """The quantised weights among a checkpoint's tensors. The other tensors keep their names.
+
+        Raises:
+            CaptureError: a variant of the format that is not read, or tensors that do not fit together.
+        """
+
+
+def number(config: Mapping[str, Any], key: str, allowed: Collection[int]) -> int:
+    """A whole number of `quantization_config`. Raises CaptureError."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+        known = f"{min(allowed)} to {max(allowed)}" if len(allowed) > 8 else ", ".join(map(str, allowed))
+        raise CaptureError(f"quantization_config.{key} is {value!r}; accel reads {known}")
+    return value
+
+
+def sized(name: str, tensor: Tensor, *shape: int) -> None:
+    """Raise CaptureError where a tensor has another shape than its neighbours imply."""
+    if tuple(tensor.shape) != shape:
+        raise CaptureError(
+            f"{name} is {list(tensor.shape)}, and by config.json and the tensors beside it it should be "
+            f"{list(shape)}: checkpoint and configuration do not match"
+        )
+
+
+def modules(tensors: Mapping[str, Tensor], suffix: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """(module, its tensors by the rest of their names) of all modules that have a tensor `suffix`."""
+    found: dict[str, dict[str, Tensor]] = {
+        name.removesuffix(f".{suffix}"): {} for name in tensors if name.endswith(f".{suffix}")
+    }
+    for name, tensor in tensors.items():
+        module, dot, rest = name, "", ""
+        while module and module not in found:
+            module, dot, last = module.rpartition(".")
+            rest = f"{last}.{rest}" if rest else last
+        if dot:
+            found[module][rest] = tensor
+    yield from found.items()
