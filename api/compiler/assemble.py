@@ -36,7 +36,8 @@ class Plan:
     @property
     def grade(self) -> str:
         """The weakest promise of any method: how the tokens compare with the model's own."""
-        ranks = [GRADES.index(getattr(m, "grade", GRADES[0])) for m in self.methods.values()]
+        parts = [*self.methods.values(), *self.passes]
+        ranks = [GRADES.index(getattr(part, "grade", GRADES[0])) for part in parts]
         return GRADES[max(ranks, default=0)]
 
 

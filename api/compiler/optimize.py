@@ -61,6 +61,7 @@ from accel.passes.state.latent import Latent
 from accel.passes.state.layers import Layers
 from accel.passes.weights import Base as WeightsPass
 from accel.passes.weights._calibrated import Calibrated
+from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.artifact import open_artifact, write_manifest
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
 from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER
@@ -211,10 +212,11 @@ def build(
     path = Path(model) if isinstance(model, (str, Path)) else None
     text = tokenizer_json(options.tokenizer, path)
     stored: dict[Tensor, Stored] = {}
+    notes: list[str] = []
     if path is not None:
         with job.part("load", 0.0):
             loaded = load_model(path, options.trust_remote_code)
-            model, stored = loaded.model, loaded.stored
+            model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
     traits = inspect(model, max_context)
     if traits.kind is not Kind.PROGRAM:
@@ -224,7 +226,9 @@ def build(
         program = capture_inspected(model, traits, stored)
     fit(job.plan, program.facts)
     program.facts.max_batch = options.max_batch
-    if reads:
+    program.facts.notes += notes
+    job.plan.passes = keeping(program, job.plan.passes)
+    if reads or job.narrows:
         program.calibration = make_calibration(given, text, program.facts, _inner(job))
     check = NumericCheck(program) if options.verify else None
     with job.part("passes", 0.4):

@@ -22,6 +22,7 @@ from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.lowering.onnx.threads import default_threads
 from accel.passes import Pass, Step, refuse, run
+from accel.passes.weights._kept import keeping
 from accel.runtime.model.notebook import table
 
 _ROWS = 4  # of a text, for passes that go by one
@@ -211,7 +212,8 @@ class _Work:
         program = self.subject.program.copy()
         if any(step.reads_text for step in plan.passes):
             program.calibration = _text(program.facts)
-        own = {id(step) for step in plan.passes}
+        passes = keeping(program, plan.passes)
+        own = {id(step) for step in passes}
         rewrites: list[Rewrite] = []
         before = layer.operators(program), kv_bytes(program), set(program.entries)
 
@@ -226,7 +228,7 @@ class _Work:
                 ))  # fmt: skip
             before = found
 
-        run(program, _passes(plan, program.facts.encoder is not None), None, watch)
+        run(program, pipeline(program.facts.encoder is not None, passes), None, watch)
         return _Run(program, rewrites)
 
 

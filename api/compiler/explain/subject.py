@@ -84,7 +84,9 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
         return _sketch(config, empty, max_context, check, trust_remote_code)
     if path.is_dir() and any(path.glob("*.safetensors")):
         loaded = load_model(path, trust_remote_code)
-        return _whole(loaded.model, max_context, check, loaded.stored)
+        found = _whole(loaded.model, max_context, check, loaded.stored)
+        found.program.facts.notes += loaded.notes
+        return found
     made = randomise(source.of_config(config, trust_remote_code), str(config.model_type))
     note = "there are no weights beside the configuration: random weights are used"
     return Subject(_whole(made.eval(), max_context, check).program, notes=[note])

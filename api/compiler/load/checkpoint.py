@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel.compiler.load.config import (
-    auto_class,
-    read_config,
-    refuse,
-    refuse_quantised,
-)
+from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
+from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import Shards, read_shards
 from accel.ir.errors import CaptureError
-from accel.ir.weights import Stored, stand_in
+from accel.ir.weights import Pages, Stored, stand_in
 
 _OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
 
@@ -29,11 +25,13 @@ _OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
 @dataclass(frozen=True)
 class Loaded:
     """A language model in float32 on the CPU. `stored` says where the values of its tensors
-    lie: those that it does not list hold their own, and stand-ins hold none.
+    lie: those that it does not list hold their own, and stand-ins hold none. `notes`: of a quantised checkpoint,
+    what becomes of it.
     """
 
     model: Any
     stored: dict[Tensor, Stored]
+    notes: list[str] = field(default_factory=list)
 
 
 def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
@@ -45,7 +43,7 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
     """
     config = read_config(path)
     refuse(path, config, trust_remote_code)
-    refuse_quantised(path, config)
+    told = quantisation(path, config)
     if not any(path.glob("*.safetensors")):
         raise CaptureError(
             f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
@@ -59,7 +57,14 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
     try:
         if any(config.get(key) for key in _OWN_WAY):
             return Loaded(_whole(path, auto_class(config), trust_remote_code), {})
-        return _streamed(path, auto_class(config), read_shards(path))
+        shards = read_shards(path)
+        stored, notes = _stored(shards), list[str]()
+        if told:
+            try:
+                stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
+            except CaptureError as error:
+                raise CaptureError(f"{path}: {error}") from None
+        return _streamed(path, auto_class(config), stored, shards.pages, notes)
     except CaptureError:
         raise
     except Exception as error:  # transformers raises many kinds
@@ -82,32 +87,44 @@ def _whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
     return _complete(path, model, info)
 
 
-def _streamed(path: Path, auto: Any, shards: Shards) -> Loaded:
+def _stored(shards: Shards) -> dict[str, Stored]:
+    """Each tensor of a checkpoint as a module holds it: floats are float32."""
+    found = {}
+    for name, tensor in shards.tensors.items():
+        narrow = tensor.is_floating_point() and tensor.dtype is not torch.float32
+        found[name] = Stored(tensor, (Tensor.float,) if narrow else (), shards.pages)
+    return found
+
+
+def _streamed(
+    path: Path, auto: Any, sources: Mapping[str, Stored], pages: Pages, notes: list[str]
+) -> Loaded:
     """Let transformers place the tensors (names, ties, buffers) without reading them.
 
     Those that are not float32 are represented by stand-ins. Where transformers computes with some (it
     fuses experts, say) or writes to some, it gets these in memory, in a second round.
     """
-    model, stored, touched = _place(path, auto, shards, set())
+    model, stored, touched = _place(path, auto, sources, set())
     if touched:
         del model, stored
-        shards.pages.release()  # with what was written
-        model, stored, _ = _place(path, auto, shards, touched)
-    return Loaded(model, stored)
+        pages.release()  # with what was written
+        model, stored, _ = _place(path, auto, sources, touched)
+    return Loaded(model, stored, notes)
 
 
 @dataclass(frozen=True)
 class _Copied:
     """A checkpoint's tensor that transformers gets in float32 when it asks for it, by `[...]`."""
 
-    tensor: Tensor
+    stored: Stored
 
     def __getitem__(self, part: Any) -> Tensor:
-        return self.tensor[part].to(torch.float32, copy=True)
+        value = self.stored.read()
+        return value[part].to(torch.float32, copy=value is self.stored.source)
 
 
 def _place(
-    path: Path, auto: Any, shards: Shards, copied: set[str]
+    path: Path, auto: Any, sources: Mapping[str, Stored], copied: set[str]
 ) -> tuple[Any, dict[Tensor, Stored], set[str]]:
     """The model; where those of its tensors lie that are a checkpoint's as they are; and the tensors
     that cannot be had so, since transformers made something of them.
@@ -115,15 +132,20 @@ def _place(
     from transformers import AutoConfig, GenerationConfig
 
     given: dict[str, Any] = {}
-    for name, tensor in shards.tensors.items():
-        narrow = tensor.is_floating_point() and tensor.dtype is not torch.float32
-        held = stand_in(tensor.shape) if narrow else tensor
-        given[name] = _Copied(tensor) if name in copied else held
+    stand_ins = set()
+    for name, source in sources.items():
+        plain = type(source) is Stored and not source.changes
+        given[name] = source.source if plain else stand_in(source.blank.shape)
+        if name in copied:
+            given[name] = _Copied(source)
+        elif not plain:
+            stand_ins.add(name)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # its weights are floats to transformers
     with torch.device("meta"):
         empty = auto.from_config(config)
-    plain = {n: t for n, t in given.items() if isinstance(t, Tensor)}
-    with _Watch(plain, {n for n, t in plain.items() if t is not shards.tensors[n]}) as watch:
+    with _Watch({n: t for n, t in given.items() if n not in copied}, stand_ins) as watch:
         model, info = type(empty).from_pretrained(
             None,
             config=empty.config,
@@ -140,9 +162,7 @@ def _place(
     for tensor in tensors:
         name = watch.name(tensor)
         if name is not None and _same_layout(tensor, given[name]):
-            source = shards.tensors[name]
-            changes = () if given[name] is source else (Tensor.float,)
-            stored[tensor] = Stored(source, changes, shards.pages)
+            stored[tensor] = sources[name]
     for tensor in tensors:  # a part of a stand-in
         if tensor not in stored and (name := watch.name(tensor)) is not None:
             watch.touched.add(name)

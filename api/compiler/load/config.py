@@ -8,15 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.load.quantised import FORMATS
 from accel.ir.errors import CaptureError
 
 _HEADLESS = re.compile(r"For(?!CausalLM|ConditionalGeneration|MaskedLM|PreTraining)\w+$")
-# How a checkpoint of quantised weights becomes one that accel takes.
-_WIDEN = {
-    "fp8": "load it with transformers' FineGrainedFP8Config(dequantize=True)",
-    "mxfp4": "load it with transformers' Mxfp4Config(dequantize=True)",
-    "bitsandbytes": "load it with transformers and call model.dequantize()",
-}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -74,20 +69,30 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
             )
 
 
-def refuse_quantised(path: Path, config: dict[str, Any]) -> None:
-    """Refuse weights that are stored quantised. Raises CaptureError."""
-    told = config.get("quantization_config")
+def quantisation(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What a configuration says of quantised weights; nothing where they are not quantised.
+
+    Raises:
+        CaptureError: a format that is not read, with those that are.
+    """
+    told = config.get("quantization_config") or config.get("compression_config")
     if not told:
-        return
+        return {}
     method = str(told.get("quant_method", "")) if isinstance(told, dict) else ""
-    act = _WIDEN.get(method, f"dequantise it with the tools of {method or 'its method'}")
-    base = config.get("_name_or_path")
-    raise CaptureError(
-        f"{path}: quantization_config of config.json means that the weights are stored in "
-        f"{method or 'a quantised form'}, which accel does not read; give the unquantised "
-        f"checkpoint{f' ({base})' if base else ''}, or {act}, save it with save_pretrained and compile that; accel's "
-        "own recipes quantise weights (accel-compile recipes)"
-    )
+    known, base = FORMATS.names(), config.get("_name_or_path")
+    unquantised = f"the unquantised checkpoint{f' ({base})' if base else ''}"
+    if method.replace("_", "-") not in known:
+        raise CaptureError(
+            f"{path}: quantization_config of config.json means that the weights are stored in "
+            f"{method or 'a quantised form'}, which accel does not read (it reads {', '.join(known)}); give "
+            f"{unquantised}, and quantise it with a recipe (accel-compile recipes)"
+        )
+    if config.get("auto_map"):
+        raise CaptureError(
+            f"{path}: its weights are stored in {method}, which accel reads for transformers' own models only, and "
+            f"this one brings its own code (auto_map); give {unquantised}"
+        )
+    return {**told, "quant_method": method}
 
 
 def check_type(kind: str, where: str, config: dict[str, Any] | None = None) -> None:

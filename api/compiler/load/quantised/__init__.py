@@ -9,9 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from accel.ir.axis import Axis
 from accel.ir.codes import Coded, Made
 from accel.ir.errors import CaptureError
-from accel.ir.weights import Pages
+from accel.ir.weights import Pages, Stored
+
+FORMATS = Axis("checkpoint", __name__)
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,38 @@ class Base(ABC):
         Raises:
             CaptureError: a variant of the format that is not read, or tensors that do not fit together.
         """
+
+
+def dequantised(
+    told: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, Stored],
+    pages: Pages,
+) -> tuple[dict[str, Stored], list[str]]:
+    """A checkpoint's tensors as float parameters of the model, and what is to be said of them.
+
+    told: `quantization_config`. tensors, stored: all tensors, as they lie and as parameters.
+
+    Raises:
+        CaptureError: as `Base.weights`; or no tensor is quantised.
+    """
+    method = str(told["quant_method"])
+    form = FORMATS.method(method)(told, pages)
+    found, left = {}, dict(stored)
+    for weight in form.weights(tensors):
+        for part in weight.parts:
+            left.pop(part, None)
+        found[weight.name] = weight.stored
+    if not found:
+        raise CaptureError(
+            f"quantization_config of config.json says {method}, and none of the {len(tensors)} tensors is quantised "
+            "so; remove it where the weights are floats, or fetch the checkpoint again"
+        )
+    floats = sum(isinstance(weight, Made) for weight in found.values())
+    notes = [f"{len(found)} weights of the checkpoint are quantised ({method})"]
+    if floats:
+        notes.append(f"{floats} of them are computed in float32: no integer codes equal them")
+    return {**left, **found}, notes + form.notes
 
 
 def number(config: Mapping[str, Any], key: str, allowed: Collection[int]) -> int:

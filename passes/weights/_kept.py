@@ -1,0 +1,125 @@
+"""Weights that a checkpoint holds in codes stay codes: they go into the operators of few bits unrounded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from accel.ir.codes import Codes, codes_of, holds_codes
+from accel.ir.ops.op import operand_of
+from accel.ir.ops.quantized import pack
+from accel.ir.program import Editor, Program
+from accel.passes import Pass, Report
+from accel.passes.clean.clean import forget_unused
+from accel.passes.weights import Base
+from accel.passes.weights._blocks import BLOCKS, Packed, Site, insert, sites
+
+aten = torch.ops.aten
+
+
+def keeping(program: Program, own: Sequence[Pass]) -> list[Pass]:
+    """A recipe's passes, after the one that keeps the codes of a checkpoint, where the program has any."""
+    coded = any(holds_codes(program.params.stored(name)) for name in program.params)
+    return [Kept(), *own] if coded else list(own)
+
+
+@dataclass(frozen=True)
+class Kept(Base):
+    """linear(x, weight) of which the weight lies as codes  ->  quantized_linear over these codes.
+
+    Codes and scales keep their values; only the inputs are rounded, as the integer products do. Where groups are
+    not in order, the inputs are gathered in the order of the groups. What no block form holds is computed in
+    float32, as other weights are, and a recipe's own method may round it.
+    """
+
+    error = 0.3  # of random weights: what rounding the inputs may do, as in int8
+    grade = "approximate"
+
+    def run(self, program: Program) -> Report:
+        report = Report()
+        found, refused = sites(program, 0)
+        for site in found:
+            codes = codes_of(program.params.stored(site.name))
+            if codes is None or site.experts:
+                continue
+            order = _order(codes)
+            packed = _packed(codes, order)
+            if order is not None and site.embeddings:
+                packed = "an embedding reads it, and its groups are not in order"
+            if isinstance(packed, str):
+                report.refused.append(f"{site.name}: {packed}")
+                continue
+            if order is not None:
+                _gather(program, site, order)
+            insert(program, site, packed)
+            report.changed += 1
+        forget_unused(program)
+        told = {line.split(":")[0] for line in report.refused}
+        for name in program.params:
+            if holds_codes(program.params.stored(name)) and name not in told:
+                why = [line for line in refused if line.startswith(f"{name}:")]
+                report.refused += why or [f"{name}: it is not read as it lies"]
+        return report
+
+
+def _order(codes: Codes) -> Tensor | None:
+    """The columns [K] as they stand in groups; none where they lie so."""
+    return None if codes.groups is None else codes.groups.argsort(stable=True)
+
+
+def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
+    """The same numbers in blocks that the kernels take, or why there are none."""
+    columns, group = codes.q.shape[1], codes.group
+    q, zeros = codes.q, codes.zeros
+    if order is not None:
+        if not torch.equal(codes.groups[order], torch.arange(columns) // group):  # type: ignore[index]
+            return f"its groups are not of {group} columns each"
+        q = q[:, order]
+    many = -(-columns // group)
+    fitting = [b for b in BLOCKS if group % b == 0 or (many == 1 and (b <= columns or b == BLOCKS[0]))]
+    if not fitting:
+        return f"its groups of {group} columns are no multiple of {BLOCKS[0]}, which the kernels take"
+    block = fitting[-1]
+    blocks = -(-columns // block)
+    bits = 4 if codes.bits <= 4 else 8
+    per_block = torch.arange(blocks) * block // group
+    scales, zeros = codes.scales[:, per_block], zeros[:, per_block]
+    symmetric = _centred(q, zeros, bits)
+    if symmetric is not None:
+        q = symmetric
+    q = F.pad(q, (0, blocks * block - columns)).unflatten(1, (blocks, block))
+    return Packed(
+        pack(q, bits),
+        scales.contiguous(),
+        None if symmetric is not None else pack(zeros, bits),
+        bits,
+        block,
+    )
+
+
+def _centred(q: Tensor, zeros: Tensor, bits: int) -> Tensor | None:
+    """The codes moved so that their common zero point is in the middle; none where they have none, or leave the
+    range by it.
+    """
+    zero = int(zeros[0, 0])
+    if bool((zeros != zero).any()):
+        return None
+    low, high = (int(v) + 2 ** (bits - 1) - zero for v in q.aminmax())
+    if low < 0 or high >= 2**bits:
+        return None
+    return (q.short() + (2 ** (bits - 1) - zero)).to(torch.uint8)
+
+
+def _gather(program: Program, site: Site, order: Tensor) -> None:
+    """Let a site's products read their inputs [...,K] in an order."""
+    for node in site.linears:
+        editor = Editor(program, node.graph)
+        x = operand_of(node, "input")
+        assert isinstance(x, fx.Node)
+        with node.graph.inserting_before(node):
+            index = editor.param(f"{site.name}.order", order)
+            node.update_arg(0, editor.call(aten.index_select.default, x, -1, index, like=node))
