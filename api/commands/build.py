@@ -14,6 +14,7 @@ from accel.commands.show import show_report
 EXAMPLES = """\b
 Examples:
   accel-compile build ./my-model --out ./artifact
+  accel-compile build org/name --download --out ./artifact
   accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
   accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
   accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
@@ -21,7 +22,14 @@ Examples:
 
 
 def build(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face model directory.")],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face model directory, or the id of a repository in the Hugging Face cache (org/name). "
+            "Weights quantised by GPTQ, AWQ, compressed-tensors, bitsandbytes or FP8 are read as they are.",
+        ),
+    ],
     out: Annotated[
         Path,
         typer.Option(metavar="DIR", help="Output folder. An existing artifact there is replaced."),
@@ -48,6 +56,7 @@ def build(
         ),
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
+    download: options.Download = False,
     dump: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write the program text after each pass to this folder."),
@@ -74,6 +83,7 @@ def build(
             progress=watch,
             trust_remote_code=trust_remote_code,
             dump=dump,
+            download=download,
         )
     with compiled:
         if as_json:

@@ -31,7 +31,8 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A model directory, a config.json, a transformers model type, or package.module:callable. "
+            help="A model directory, a cached repository (org/name), a config.json, a transformers model type, or "
+            "package.module:callable. "
             "Default: the bundled model.",
         ),
     ] = None,

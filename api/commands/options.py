@@ -34,6 +34,13 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option("--trust-remote-code", help="Allow Python code from the model directory to run."),
 ]
+Download = Annotated[
+    bool,
+    typer.Option(
+        "--download",
+        help="Let huggingface_hub download what the Hugging Face cache lacks of the repository MODEL.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(

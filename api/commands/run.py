@@ -33,7 +33,12 @@ Examples:
 
 def run(
     context: typer.Context,
-    path: Annotated[Path, typer.Argument(metavar="DIR|MODEL", help="Artifact or model directory.")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR|MODEL", help="Artifact, model directory or cached repository (org/name)."
+        ),
+    ],
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Prompt text.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -137,12 +142,13 @@ def run(
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
     trust_remote_code: options.TrustRemoteCode = False,
+    download: options.Download = False,
     as_json: options.Json = False,
 ) -> None:
     """Continue a prompt and stream the text.
 
     A model directory is compiled first, for this run only. The options --recipe, --tokenizer,
-    --max-context and --trust-remote-code apply only to that build.
+    --max-context, --trust-remote-code and --download apply only to that build.
     """
     from accel.runtime.decode.sampling_params import SamplingParams
 
@@ -173,6 +179,7 @@ def run(
         "tokenizer": tokenizer,
         "max_context": max_context,
         "trust_remote_code": trust_remote_code,
+        "download": download,
     }
     asked = {name for name in (*build, "kernels") if _given(context, name)}
     with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import progress
-from accel.ir.errors import InputError
+from accel.ir.errors import CaptureError, InputError
 
 if TYPE_CHECKING:
     from accel.runtime.model.compiled import CompiledModel
@@ -32,7 +32,7 @@ def open_model(
     from accel.runtime.model.compiled import load
 
     if not path.exists():
-        raise InputError(_missing(path))
+        path = _named(path, bool(build.get("download")))
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():
         if "kernels" in asked:
             raise InputError(
@@ -52,12 +52,17 @@ def open_model(
     return load(path, threads=threads, kernels=kernels)
 
 
-def _missing(path: Path) -> str:
+def _named(path: Path, download: bool) -> Path:
+    """The folder of a repository in the Hugging Face cache. Raises InputError with what is near."""
+    from accel.compiler.load.hub import model_folder
+
     beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, beside, n=1)
-    if near:
-        return f"{path} does not exist; did you mean {path.parent / near[0]}?"
-    return (
-        f"{path} does not exist; give an artifact (accel-compile build MODEL --out DIR makes one) "
-        "or a model directory"
-    )
+    if near and not download:
+        raise InputError(f"{path} does not exist; did you mean {path.parent / near[0]}?")
+    try:
+        return model_folder(path, download)
+    except CaptureError as error:
+        raise InputError(
+            f"{error}, or give an artifact (accel-compile build MODEL --out DIR makes one)"
+        ) from error

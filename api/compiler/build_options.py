@@ -26,6 +26,7 @@ class BuildOptions:
     trust_remote_code: bool = False
     dump: str | Path | None = None
     threads: int | None = None
+    download: bool = False
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:

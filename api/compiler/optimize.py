@@ -24,6 +24,7 @@ from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.genai import genai_config
 from accel.compiler.load.checkpoint import load_model, tokenizer_json
+from accel.compiler.load.hub import model_folder
 from accel.compiler.quality.batch_invariant import check_rows
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
@@ -135,12 +136,15 @@ def optimize(
     trust_remote_code: bool = False,
     dump: str | Path | None = None,
     threads: int | None = None,
+    download: bool = False,
 ) -> CompiledModel:
     """Compile a language model: a causal decoder, an encoder-decoder or a masked-diffusion model.
 
     Args:
         model: an `nn.Module` that returns logits [B,T,V] for tokens [B,T], a Hugging Face model or
-            model directory, or a `torch.export.ExportedProgram` with symbolic B and T.
+            model directory, the id of a repository in the Hugging Face cache ("org/name"), or a
+            `torch.export.ExportedProgram` with symbolic B and T. Quantised weights of a directory stay
+            in the codes that it holds them in.
         recipe: a name, a list of names (merged), a path to a TOML file, a dict, or a `Recipe`.
         target: "onnx" (an artifact for ONNX Runtime), "triton" (Triton kernels on a CUDA GPU, in this
             process) or "eager" (the PyTorch reference of every operator; slow).
@@ -158,6 +162,7 @@ def optimize(
         trust_remote_code: allow Python code from the model directory to run.
         dump: folder for the program's text before and after each pass.
         threads: compute threads of the returned model, as in `accel.load`.
+        download: let huggingface_hub download what the cache lacks of a repository.
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -175,6 +180,7 @@ def optimize(
         trust_remote_code,
         dump,
         threads,
+        download,
     )
     return build(model, recipe, options, out, progress)
 
@@ -209,7 +215,7 @@ def build(
             "weights; give a recipe with [weights], such as int4-gptq"
         )
     given = read_calibration(options.calibration)
-    path = Path(model) if isinstance(model, (str, Path)) else None
+    path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
     text = tokenizer_json(options.tokenizer, path)
     stored: dict[Tensor, Stored] = {}
     notes: list[str] = []

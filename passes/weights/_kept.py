@@ -80,9 +80,13 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
             return f"its groups are not of {group} columns each"
         q = q[:, order]
     many = -(-columns // group)
-    fitting = [b for b in BLOCKS if group % b == 0 or (many == 1 and (b <= columns or b == BLOCKS[0]))]
+    fitting = [
+        b for b in BLOCKS if group % b == 0 or (many == 1 and (b <= columns or b == BLOCKS[0]))
+    ]
     if not fitting:
-        return f"its groups of {group} columns are no multiple of {BLOCKS[0]}, which the kernels take"
+        return (
+            f"its groups of {group} columns are no multiple of {BLOCKS[0]}, which the kernels take"
+        )
     block = fitting[-1]
     blocks = -(-columns // block)
     bits = 4 if codes.bits <= 4 else 8

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.config import check_type
+from accel.compiler.load.hub import model_folder
 from accel.compiler.smoke import clone, source
 from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture.capture import capture, capture_inspected
@@ -66,7 +67,7 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
     """Read and capture what is to be explained.
 
     Args:
-        model: a directory with a config.json, a config.json, a transformers model type (in its default
+        model: a directory with a config.json, a config.json, a cached repository ("org/name"), a transformers model type (in its default
             size), `package.module:callable` of a callable that returns a module, or an `nn.Module`.
         check: asked before capture.
 
@@ -76,7 +77,7 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
     if isinstance(model, nn.Module) or ":" in str(model):
         module = model if isinstance(model, nn.Module) else source.small_model(str(model)).model
         return _whole(module, max_context, check)
-    path = Path(model)
+    path = model_folder(model) if "/" in str(model) else Path(model)
     config = source.configuration(path, trust_remote_code) if path.exists() else _usual(str(model))
     with torch.device("meta"):
         empty = source.of_config(config, trust_remote_code)
@@ -104,7 +105,7 @@ def _usual(name: str) -> Any:
     """The default configuration of a model type. Raises CaptureError with what is near."""
     from transformers import CONFIG_MAPPING
 
-    if "/" in name or name.endswith(".json"):
+    if name.endswith(".json"):
         source.small_model(name)  # which says that it does not exist
     check_type(name, "model type")
     return CONFIG_MAPPING[name]()

@@ -79,7 +79,11 @@ def number(config: Mapping[str, Any], key: str, allowed: Collection[int]) -> int
     """A whole number of `quantization_config`. Raises CaptureError."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
-        known = f"{min(allowed)} to {max(allowed)}" if len(allowed) > 8 else ", ".join(map(str, allowed))
+        known = (
+            f"{min(allowed)} to {max(allowed)}"
+            if len(allowed) > 8
+            else ", ".join(map(str, allowed))
+        )
         raise CaptureError(f"quantization_config.{key} is {value!r}; accel reads {known}")
     return value
 

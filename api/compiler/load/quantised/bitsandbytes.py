@@ -38,17 +38,13 @@ class Bitsandbytes(Base):
     def _four(self, module: str, parts: Mapping[str, Tensor], state: str) -> Weight:
         told = json.loads(bytes(parts[state].tolist()))
         missing = [
-            part
-            for part in ("weight", "weight.absmax", "weight.quant_map")
-            if part not in parts
+            part for part in ("weight", "weight.absmax", "weight.quant_map") if part not in parts
         ]
         if missing:
             raise CaptureError(f"{module} has no {missing[0]}: fetch the checkpoint again")
         make = partial(_four_bits, parts, told)
         used = [f"{module}.{part}" for part in parts if part != "bias"]
-        return Weight(
-            f"{module}.weight", Made.of_shape(told["shape"], make, self.pages), used
-        )
+        return Weight(f"{module}.weight", Made.of_shape(told["shape"], make, self.pages), used)
 
     def _eight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
         weight = parts["weight"]

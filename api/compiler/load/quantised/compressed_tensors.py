@@ -71,7 +71,9 @@ class CompressedTensors(Base):
         if any(group.get("input_activations") for group in self._groups()):
             self.notes.append("activations are not rounded as its quantization_config says")
         if self.config.get("kv_cache_scheme"):
-            self.notes.append("kv_cache_scheme has no effect: [kv.codec] of a recipe sets the cache")
+            self.notes.append(
+                "kv_cache_scheme has no effect: [kv.codec] of a recipe sets the cache"
+            )
 
     def _groups(self) -> list[Mapping[str, Any]]:
         found = self.config.get("config_groups") or {}
@@ -126,7 +128,9 @@ class CompressedTensors(Base):
             many = scale.shape[1] if scale.dim() > 1 else 1
             wide = words_of(rows, bits) if dense else -(-rows // (32 // bits))
             sized(f"{module}.weight_zero_point", zeros, wide, many)
-        read = partial(_packed_codes, words, scale, zeros, bits, (rows, columns), group, groups, dense)
+        read = partial(
+            _packed_codes, words, scale, zeros, bits, (rows, columns), group, groups, dense
+        )
         form = (bits, group, None if groups is None else groups.numpy().tobytes())
         return Coded.of_shape((rows, columns), read, form, self.pages)
 

@@ -86,5 +86,7 @@ def _out_of_order(module: str, groups: Tensor, group: int, many: int) -> Tensor 
     if torch.equal(groups, torch.arange(len(groups)) // group):
         return None
     if not 0 <= int(groups.min()) <= int(groups.max()) < many:
-        raise CaptureError(f"{module}.g_idx names groups beyond the {many} of scales: fetch it again")
+        raise CaptureError(
+            f"{module}.g_idx names groups beyond the {many} of scales: fetch it again"
+        )
     return groups
