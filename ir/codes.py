@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accel.ir.weights import Pages, Stacked, Stored
+from accel.ir.weights import Experts, Pages, Stacked, Stored
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,19 @@ def codes_of(stored: Stored) -> Codes | None:
     return None
 
 
+def expert_codes(stored: Stored) -> list[Codes] | None:
+    """The codes of each expert of a weight [X,N,K] as it lies; none where some expert has none."""
+    if not isinstance(stored, Experts) or stored.changes:
+        return None
+    found = [codes_of(expert) for expert in stored.experts]
+    known = [codes for codes in found if codes is not None]
+    return known if len(known) == len(found) else None
+
+
 def holds_codes(stored: Stored) -> bool:
     """Whether a weight lies as codes, or is made of such."""
     if isinstance(stored, Stacked):
         return any(holds_codes(part) for part in stored.parts)
+    if isinstance(stored, Experts):
+        return any(holds_codes(expert) for expert in stored.experts)
     return isinstance(stored, Coded)

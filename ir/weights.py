@@ -143,6 +143,32 @@ class Stacked(Stored):
         return stack
 
 
+@dataclass(frozen=True, eq=False)
+class Experts(Stored):
+    """Weights [N,K] side by side, as [X,N,K]; `source` only shows the shape."""
+
+    experts: tuple[Stored, ...] = ()
+
+    @classmethod
+    def stack(cls, experts: Sequence[Stored]) -> Experts:
+        """One weight of those of several experts."""
+        return cls(torch.stack([e.blank for e in experts]), experts=tuple(experts))
+
+    @classmethod
+    def rows(cls, parts: Sequence[Experts]) -> Experts:
+        """[X,N1,K], [X,N2,K], … as [X,N1 + N2 + …,K]."""
+        return cls.stack(
+            [Stacked.rows(own) for own in zip(*(part.experts for part in parts), strict=True)]
+        )
+
+    def _value(self) -> Tensor:
+        """The stack; beside it only one expert is held."""
+        stack = torch.empty(self.source.shape, dtype=self.source.dtype)
+        for place, expert in zip(stack, self.experts, strict=True):
+            place.copy_(expert.read())
+        return stack
+
+
 class Weights(MutableMapping[str, Tensor]):
     """name -> parameter. Reading one that changes makes a new tensor: do not keep many of them."""
 

@@ -7,13 +7,18 @@ import models
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import accel
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.optimize import pipeline
 from accel.ir.capture.capture import capture
-from accel.ir.ops.quantized import dequantize, quantized_linear
+from accel.ir.ops.quantized import dequantize, quantized_expert_linear, quantized_linear
 from accel.ir.weights import reading
 from accel.passes import run
 from accel.passes.check import NumericCheck
@@ -173,6 +178,38 @@ def test_uneven_groups_are_computed_in_float(llama, tmp_path):
     steps = run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
     (line,) = [line for step in steps if step.name == "Kept" for line in step.refused]
     assert line.endswith("down_proj.weight: its groups are not of 32 columns each")
+
+
+def test_experts_stay_codes(tmp_path):
+    """A checkpoint holds each expert alone, and transformers stacks them."""
+    config = Qwen3MoeConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=64, decoder_sparse_step=1,
+    )  # fmt: skip
+    model = models.randomise(Qwen3MoeForCausalLM(config), "qwen3_moe").eval()
+    told, writer, _ = FORMATS["awq"]
+    router = "model.layers.0.mlp.gate"
+    floats = quantise(model, tmp_path, told, writer, ("lm_head", router))
+    loaded = load_model(tmp_path)
+    assert all(tensor in loaded.stored for tensor in loaded.model.parameters())
+    program = capture(loaded.model, stored=loaded.stored)
+    steps = run(program, pipeline(own=keeping(program, [])), NumericCheck(program))
+    (kept,) = [step for step in steps if step.name == "Kept"]
+    assert kept.changed == 4 and not kept.refused
+    for node in program.nodes(quantized_expert_linear.default):
+        _, _, *parts, bits, _ = node.args
+        name = str(node.args[2].target)
+        width = node.args[0].meta["val"].shape[-1]
+        for expert in range(4):
+            weight = dequantize(*(program.params[str(p.target)][expert] for p in parts), bits)
+            at = f"model.layers.0.mlp.experts.{expert}"
+            want = (
+                torch.cat([floats[f"{at}.gate_proj.weight"], floats[f"{at}.up_proj.weight"]])
+                if "gate_up" in name
+                else floats[f"{at}.down_proj.weight"]
+            )
+            assert torch.equal(weight[:, :width], want)
 
 
 # What is not read

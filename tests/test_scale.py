@@ -75,8 +75,7 @@ def test_a_streamed_model_is_the_one_that_transformers_loads(saved, name, sharde
     assert loaded.model.generation_config.eos_token_id == want.generation_config.eos_token_id
     buffers = dict(loaded.model.named_buffers())
     assert all(torch.equal(buffers[n], b) for n, b in want.named_buffers())
-    unread = {n for n, t in loaded.model.named_parameters() if t not in loaded.stored}
-    assert all("experts" in n for n in unread) and bool(unread) == (name == "mixtral")
+    assert all(t in loaded.stored for t in loaded.model.parameters())
     if dtype is not torch.float32:
         stale = logits(loaded.model, tokens)
         assert not torch.equal(stale, logits(want, tokens)), "stand-ins hold nothing"

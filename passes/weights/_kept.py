@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from accel.ir.codes import Codes, codes_of, holds_codes
+from accel.ir.codes import Codes, codes_of, expert_codes, holds_codes
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import pack
 from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
-from accel.passes.weights._blocks import BLOCKS, Packed, Site, insert, sites
+from accel.passes.weights._blocks import BLOCKS, Packed, Site, insert, sites, stacked
 
 aten = torch.ops.aten
 
@@ -43,13 +43,17 @@ class Kept(Base):
         report = Report()
         found, refused = sites(program, 0)
         for site in found:
-            codes = codes_of(program.params.stored(site.name))
-            if codes is None or site.experts:
+            stored, order = program.params.stored(site.name), None
+            codes, experts = codes_of(stored), expert_codes(stored)
+            if experts is not None and not site.transposed:
+                packed = _experts(experts)
+            elif codes is not None:
+                order = _order(codes)
+                packed = _packed(codes, order)
+                if order is not None and site.embeddings:
+                    packed = "an embedding reads it, and its groups are not in order"
+            else:
                 continue
-            order = _order(codes)
-            packed = _packed(codes, order)
-            if order is not None and site.embeddings:
-                packed = "an embedding reads it, and its groups are not in order"
             if isinstance(packed, str):
                 report.refused.append(f"{site.name}: {packed}")
                 continue
@@ -103,6 +107,31 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
         bits,
         block,
     )
+
+
+def _experts(experts: Sequence[Codes]) -> Packed | str:
+    """The same of each expert of a weight."""
+    if any(codes.groups is not None for codes in experts):
+        return "its experts have groups out of order"
+    found: list[Packed] = []
+    for codes in experts:
+        packed = _packed(codes, None)
+        if isinstance(packed, str):
+            return packed
+        found.append(packed)
+    if len({(packed.bits, packed.block) for packed in found}) > 1:
+        return "its experts have codes of several layouts"
+    if any(packed.zeros is not None for packed in found):
+        found = [_uncentred(packed) for packed in found]
+    return stacked(found)
+
+
+def _uncentred(packed: Packed) -> Packed:
+    """With zero points, as others have them."""
+    if packed.zeros is not None:
+        return packed
+    middle = torch.full(packed.scales.shape, 2 ** (packed.bits - 1), dtype=torch.uint8)
+    return replace(packed, zeros=pack(middle, packed.bits))
 
 
 def _centred(q: Tensor, zeros: Tensor, bits: int) -> Tensor | None:

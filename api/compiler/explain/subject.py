@@ -67,8 +67,9 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
     """Read and capture what is to be explained.
 
     Args:
-        model: a directory with a config.json, a config.json, a cached repository ("org/name"), a transformers model type (in its default
-            size), `package.module:callable` of a callable that returns a module, or an `nn.Module`.
+        model: a directory with a config.json, a config.json, a cached repository ("org/name"), a transformers
+            model type (in its default size), `package.module:callable` of a callable that returns a module, or
+            an `nn.Module`.
         check: asked before capture.
 
     Raises:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from bisect import bisect_right, insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ from accel.compiler.load.config import auto_class, quantisation, read_config, re
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import Shards, read_shards
 from accel.ir.errors import CaptureError
-from accel.ir.weights import Pages, Stored, stand_in
+from accel.ir.weights import Experts, Pages, Stored, stand_in
+
+aten = torch.ops.aten
 
 _OWN_WAY = ("auto_map", "transformers_weights")  # left to transformers whole
 
@@ -101,8 +103,8 @@ def _streamed(
 ) -> Loaded:
     """Let transformers place the tensors (names, ties, buffers) without reading them.
 
-    Those that are not float32 are represented by stand-ins. Where transformers computes with some (it
-    fuses experts, say) or writes to some, it gets these in memory, in a second round.
+    Those that are not float32 are represented by stand-ins, and so are experts that it stacks. Where
+    transformers computes otherwise with some, or writes to some, it gets these in memory, in a second round.
     """
     model, stored, touched = _place(path, auto, sources, set())
     if touched:
@@ -134,18 +136,19 @@ def _place(
     given: dict[str, Any] = {}
     stand_ins = set()
     for name, source in sources.items():
-        plain = type(source) is Stored and not source.changes
-        given[name] = source.source if plain else stand_in(source.blank.shape)
+        as_is = type(source) is Stored and not source.changes
+        given[name] = source.source if as_is else stand_in(source.blank.shape)
         if name in copied:
             given[name] = _Copied(source)
-        elif not plain:
+        elif not as_is:
             stand_ins.add(name)
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # its weights are floats to transformers
     with torch.device("meta"):
         empty = auto.from_config(config)
-    with _Watch({n: t for n, t in given.items() if n not in copied}, stand_ins) as watch:
+    plain = {n: t for n, t in given.items() if n not in copied}
+    with _Watch(plain, dict(sources), stand_ins) as watch:
         model, info = type(empty).from_pretrained(
             None,
             config=empty.config,
@@ -161,11 +164,11 @@ def _place(
     tensors = model.state_dict(keep_vars=True).values()
     for tensor in tensors:
         name = watch.name(tensor)
-        if name is not None and _same_layout(tensor, given[name]):
-            stored[tensor] = sources[name]
+        if name is not None and _same_layout(tensor, watch.tensors[name]):
+            stored[tensor] = watch.sources[name]
     for tensor in tensors:  # a part of a stand-in
         if tensor not in stored and (name := watch.name(tensor)) is not None:
-            watch.touched.add(name)
+            watch.touched |= watch.made_of(name)
     return model, stored, watch.touched
 
 
@@ -174,24 +177,60 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 class _Watch(TorchDispatchMode):
-    """Within it, notes which stand-ins are read, and which tensors are written to. Views may pass."""
+    """Within it, notes which stand-ins are read, and which tensors are written to. Views may pass; what stacks
+    experts gives another stand-in.
+    """
 
-    def __init__(self, tensors: Mapping[str, Tensor], stand_ins: Collection[str]):
+    def __init__(self, tensors: dict[str, Tensor], sources: dict[str, Stored], stand_ins: set[str]):
         super().__init__()  # type: ignore[no-untyped-call]
-        spans = [(t.data_ptr(), t.data_ptr() + t.nbytes, n) for n, t in tensors.items() if t.nbytes]
-        self._spans = sorted(spans)
+        self.tensors, self.sources = tensors, sources  # by name, what was stacked included
+        self._spans = sorted(_span(t, n) for n, t in tensors.items() if t.nbytes)
         self._stand_ins = stand_ins
+        self._parts: dict[str, set[str]] = {}
         self.touched: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in (aten.stack.default, aten.cat.default):
+            made = self._stacked(func is aten.cat.default, *args, **(kwargs or {}))
+            if made is not None:
+                return made
         if not func.is_view:
             for value in tree_leaves((args, kwargs)):
                 name = self.name(value) if isinstance(value, Tensor) else None
                 if name is not None and (name in self._stand_ins or func._schema.is_mutable):
-                    self.touched.add(name)
+                    self.touched |= self.made_of(name)
         return func(*args, **(kwargs or {}))
+
+    def _stacked(self, rows: bool, parts: list[Tensor], dim: int = 0) -> Tensor | None:
+        """A stand-in for experts [N,K] side by side, or (`rows`) for such stacks one below the other."""
+        names = [self.name(part) for part in parts]
+        known = [n for n in names if n is not None]
+        if len(known) < len(parts) or not all(
+            _same_layout(part, self.tensors[n]) for n, part in zip(known, parts, strict=True)
+        ):
+            return None
+        sources = [self.sources[n] for n in known]
+        stacks = [s for s in sources if isinstance(s, Experts)]
+        if rows and dim in (1, -2) and len(stacks) == len(sources):
+            if len({len(s.experts) for s in stacks}) > 1:
+                return None
+            stored = Experts.rows(stacks)
+        elif not rows and dim == 0 and not stacks and parts[0].dim() == 2:
+            stored = Experts.stack(sources)
+        else:
+            return None
+        name, tensor = f"{known[0]}, {len(self._parts)}", stand_in(stored.blank.shape)
+        self.tensors[name], self.sources[name] = tensor, stored
+        self._parts[name] = set().union(*(self.made_of(n) for n in known))
+        self._stand_ins.add(name)
+        insort(self._spans, _span(tensor, name))
+        return tensor
+
+    def made_of(self, name: str) -> set[str]:
+        """The checkpoint's tensors that one is a stack of; of another, itself."""
+        return self._parts.get(name, {name})
 
     def name(self, tensor: Tensor) -> str | None:
         """The tensor in which this one begins."""
@@ -200,6 +239,10 @@ class _Watch(TorchDispatchMode):
         if index < 0 or place >= self._spans[index][1]:
             return None
         return self._spans[index][2]
+
+
+def _span(tensor: Tensor, name: str) -> tuple[int, int, str]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name
 
 
 def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
