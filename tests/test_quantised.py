@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3MoeConfig,
@@ -210,6 +212,39 @@ def test_experts_stay_codes(tmp_path):
                 else floats[f"{at}.down_proj.weight"]
             )
             assert torch.equal(weight[:, :width], want)
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = GptOssConfig(
+        vocab_size=101, hidden_size=64, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64, layer_types=["full_attention"],
+    )  # fmt: skip
+    model = models.randomise(GptOssForCausalLM(config), "gpt_oss").eval()
+    model.save_pretrained(tmp_path)
+    file, at = tmp_path / "model.safetensors", "model.layers.0.mlp.experts"
+    tensors = load_file(file)
+    floats = dict(tensors)
+    for name, rows, groups in (("gate_up_proj", 64, 2), ("down_proj", 64, 1)):
+        blocks = torch.randint(0, 256, (4, rows, groups, 16)).to(torch.uint8)
+        scales = torch.randint(120, 124, (4, rows, groups)).to(torch.uint8)
+        del tensors[f"{at}.{name}"]
+        tensors |= {f"{at}.{name}_blocks": blocks, f"{at}.{name}_scales": scales}
+        value = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        floats[f"{at}.{name}"] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    loaded = load_model(tmp_path)
+    weights = dict(loaded.model.named_parameters())
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(loaded.stored[weights[f"{at}.{name}"]].read(), floats[f"{at}.{name}"])
+    want = logits(floats_of(model, floats))
+    got = logits(loaded.model, loaded.stored)
+    assert torch.allclose(got, want, atol=1e-5 * float(want.abs().max()))
 
 
 # What is not read

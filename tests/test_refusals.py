@@ -100,18 +100,13 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
             {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
             ["is BertForQuestionAnswering", "no logits over a vocabulary", "BertLMHeadModel"],
         ),
-        *(
-            (
-                {**LLAMA, "_name_or_path": "org/base", "quantization_config": {"quant_method": m}},
-                [f"the weights are stored in {m}", "(org/base)", act, "save_pretrained"],
-            )
-            for m, act in {
-                "gptq": "dequantise it with the tools of gptq",
-                "awq": "dequantise it with the tools of awq",
-                "bitsandbytes": "model.dequantize()",
-                "fp8": "FineGrainedFP8Config(dequantize=True)",
-                "mxfp4": "Mxfp4Config(dequantize=True)",
-            }.items()
+        (
+            {
+                **LLAMA,
+                "_name_or_path": "org/base",
+                "quantization_config": {"quant_method": "hqq"},
+            },
+            ["stored in hqq", "it reads awq, bitsandbytes", "(org/base)", "with a recipe"],
         ),
     ],
     ids=str,
@@ -133,13 +128,6 @@ def test_a_good_configuration_passes_as_far_as_its_weights(directory):
     path = directory(LLAMA)
     (path / "model.safetensors").unlink()
     refused(path, "holds no *.safetensors; save the model with model.save_pretrained")
-
-
-def test_what_the_advice_names_exists():
-    import transformers
-
-    assert transformers.FineGrainedFP8Config(dequantize=True).dequantize
-    assert transformers.Mxfp4Config(dequantize=True).dequantize
 
 
 # Modules, before they are exported

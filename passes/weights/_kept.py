@@ -144,7 +144,8 @@ def _centred(q: Tensor, zeros: Tensor, bits: int) -> Tensor | None:
     low, high = (int(v) + 2 ** (bits - 1) - zero for v in q.aminmax())
     if low < 0 or high >= 2**bits:
         return None
-    return (q.short() + (2 ** (bits - 1) - zero)).to(torch.uint8)
+    moved: Tensor = q.short() + (2 ** (bits - 1) - zero)
+    return moved.to(torch.uint8)
 
 
 def _gather(program: Program, site: Site, order: Tensor) -> None:

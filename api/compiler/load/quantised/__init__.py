@@ -71,7 +71,9 @@ def dequantised(
     floats = sum(isinstance(weight, Made) for weight in found.values())
     notes = [f"{len(found)} weights of the checkpoint are quantised ({method})"]
     if floats:
-        notes.append(f"{floats} of them are computed in float32: no integer codes equal them")
+        notes.append(
+            f"{floats} of them are computed in float32: accel has no integer codes for them"
+        )
     return {**left, **found}, notes + form.notes
 
 

@@ -29,11 +29,12 @@ def from_words(words: Tensor, bits: int, count: int) -> Tensor:
 def _across(words: Tensor, word: Tensor, shift: Tensor, bits: int) -> Tensor:
     wide = F.pad(words.long() & 0xFFFFFFFF, (0, 1))
     both = wide[:, word] | (wide[:, word + 1] << 32)
-    return ((both >> shift) & (2**bits - 1)).to(torch.uint8)
+    codes: Tensor = (both >> shift) & (2**bits - 1)
+    return codes.to(torch.uint8)
 
 
 def within_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Words [R,W] int32 -> codes [R,count] uint8: as many whole codes as fit into each word."""
     shift = torch.arange(32 // bits, dtype=torch.int32) * bits
-    codes = (words.unsqueeze(-1) >> shift) & (2**bits - 1)
+    codes: Tensor = (words.unsqueeze(-1) >> shift) & (2**bits - 1)
     return codes.flatten(1)[:, :count].to(torch.uint8)

@@ -59,4 +59,5 @@ def _codes(parts: Mapping[str, Tensor], group: int) -> Codes:
 def _rows(words: Tensor) -> Tensor:
     """Words [K,N/8] -> codes [N,K]."""
     codes = from_words(words, 4, 8 * words.shape[1])
-    return codes.unflatten(1, (-1, 8))[:, :, list(_PLACES)].flatten(1).t().contiguous()
+    ordered: Tensor = codes.unflatten(1, (-1, 8))[:, :, list(_PLACES)].flatten(1)
+    return ordered.t().contiguous()
