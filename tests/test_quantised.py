@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import accel
+from accel.compiler.explain import explain
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.optimize import pipeline
 from accel.ir.capture.capture import capture
@@ -128,6 +129,15 @@ def test_an_artifact_of_codes(llama, tmp_path):
     zeros = blocks // 2 + 64 // 2  # a row of down_proj has three blocks, and pads a byte
     assert report["weights"]["bytes"] == linear // 2 + blocks * 4 + zeros + rest * 4
     assert report["weights"]["kl"] < 0.02
+
+
+def test_an_explanation_counts_codes(llama, tmp_path):
+    config, writer, _ = FORMATS["gptq"]
+    quantise(llama, tmp_path, config, writer)
+    told = explain("base", tmp_path, max_context=64, speed=False)
+    assert told.grade == "approximate" and told.weights.inner["int4"] == 30720 // 2 + 960 * 4 + 512
+    assert [line.changed for line in told.rewrites if line.name == "Kept"] == [4]
+    assert "7 weights of the checkpoint are quantised (gptq)" in told.notes
 
 
 def test_a_recipe_rounds_only_what_is_not_in_codes(llama, tmp_path):

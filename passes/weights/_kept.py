@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def keeping(program: Program, own: Sequence[Pass]) -> list[Pass]:
     """A recipe's passes, after the one that keeps the codes of a checkpoint, where the program has any."""
     coded = any(holds_codes(program.params.stored(name)) for name in program.params)
-    return [Kept(), *own] if coded else list(own)
+    return [Kept(), *own] if coded and Kept() not in own else list(own)
 
 
 @dataclass(frozen=True)

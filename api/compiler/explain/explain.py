@@ -212,8 +212,8 @@ class _Work:
         program = self.subject.program.copy()
         if any(step.reads_text for step in plan.passes):
             program.calibration = _text(program.facts)
-        passes = keeping(program, plan.passes)
-        own = {id(step) for step in passes}
+        plan.passes = keeping(program, plan.passes)
+        own = {id(step) for step in plan.passes}
         rewrites: list[Rewrite] = []
         before = layer.operators(program), kv_bytes(program), set(program.entries)
 
@@ -228,7 +228,7 @@ class _Work:
                 ))  # fmt: skip
             before = found
 
-        run(program, pipeline(program.facts.encoder is not None, passes), None, watch)
+        run(program, _passes(plan, program.facts.encoder is not None), None, watch)
         return _Run(program, rewrites)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accel.compiler.load.checkpoint import load_model
-from accel.compiler.load.config import check_type
+from accel.compiler.load.config import check_type, read_config
 from accel.compiler.load.hub import model_folder
 from accel.compiler.smoke import clone, source
 from accel.compiler.smoke.tiny_models import randomise
@@ -83,7 +83,10 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
     with torch.device("meta"):
         empty = source.of_config(config, trust_remote_code)
     if sum(p.numel() for p in empty.parameters()) > WHOLE:
-        return _sketch(config, empty, max_context, check, trust_remote_code)
+        found = _sketch(config, empty, max_context, check, trust_remote_code)
+        if path.exists() and read_config(path).get("quantization_config"):
+            found.notes.append("its weights are quantised, and are counted as float32 here")
+        return found
     if path.is_dir() and any(path.glob("*.safetensors")):
         loaded = load_model(path, trust_remote_code)
         found = _whole(loaded.model, max_context, check, loaded.stored)
