@@ -43,43 +43,42 @@ class Codes:
         return cls(q, scales, zeros, parts[0].bits, parts[0].group, parts[0].groups)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Made(Stored):
     """A float32 weight that is computed at each reading; `source` only shows its shape."""
 
-    make: Callable[[], Tensor] = torch.Tensor
+    make: Callable[[], Tensor]
 
     @classmethod
     def of_shape(cls, shape: Sequence[int], make: Callable[[], Tensor], pages: Pages) -> Made:
         """A weight that `make` computes from tensors of mapped files."""
-        return cls(torch.empty(*shape, device="meta"), pages=pages, make=make)
+        return cls(source=torch.empty(*shape, device="meta"), pages=pages, make=make)
 
     def _value(self) -> Tensor:
         return self.make()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Coded(Stored):
     """A weight [N,K] that lies as codes; its value is the float32 weight. `form`: weights of one form may be
     stacked and stay codes.
     """
 
-    codes: Callable[[], Codes] | None = None
-    form: Hashable = None
+    codes: Callable[[], Codes]
+    form: Hashable
 
     @classmethod
     def of_shape(
         cls, shape: Sequence[int], codes: Callable[[], Codes], form: Hashable, pages: Pages
     ) -> Coded:
         """A weight of which `codes` reads the codes from mapped files."""
-        return cls(torch.empty(*shape, device="meta"), pages=pages, codes=codes, form=form)
+        return cls(source=torch.empty(*shape, device="meta"), pages=pages, codes=codes, form=form)
 
     @property
     def layout(self) -> Hashable:
         return self.form
 
     def _value(self) -> Tensor:
-        assert self.codes is not None
         return self.codes().weight()
 
 
@@ -88,7 +87,6 @@ def codes_of(stored: Stored) -> Codes | None:
     if stored.changes:
         return None
     if isinstance(stored, Coded):
-        assert stored.codes is not None
         return stored.codes()
     if isinstance(stored, Stacked) and len({part.layout for part in stored.parts}) == 1:
         parts = [codes_of(part) for part in stored.parts]

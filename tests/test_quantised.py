@@ -149,7 +149,9 @@ def test_a_recipe_rounds_only_what_is_not_in_codes(llama, tmp_path):
         program = compiled.program
         coded = program.nodes(quantized_linear.default, entry=program.step)
         bits = [node.args[5] for node in coded]
+        refused = [line for step in compiled.report["steps"] for line in step["refused"]]
     assert steps["Kept"] == 4 and steps["Int8"] == 2, "the head and the embedding"
+    assert not any(".scales" in line for line in refused)
     assert sorted(bits) == [4, 4, 4, 4, 8]
 
 

@@ -15,6 +15,7 @@ from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import (
+    PRODUCTS,
     pack,
     quantized_embedding,
     quantized_expert_linear,
@@ -30,7 +31,8 @@ from accel.passes.weights import Base
 
 aten = torch.ops.aten
 BLOCKS = (16, 32, 64, 128)  # what the kernels take
-_TABLES = {rope.default, lookup.default, attention.default}  # what they read is no weight
+# what they read is no weight, or lies in few bits already
+_TABLES = {rope.default, lookup.default, attention.default, quantized_embedding.default, *PRODUCTS}
 _CHUNK = 1 << 22  # elements of a weight that are rounded at a time
 
 
