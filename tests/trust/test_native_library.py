@@ -1,5 +1,6 @@
 """The compiled operators are code that is loaded: from where, whose, whole; and how they are made."""
 
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import accel
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native import compile as compiling
 from accel.lowering.onnx.native.cache import private_folder
@@ -62,6 +64,12 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def compiler(tmp_path, monkeypatch, cache):
     return Compiler(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def artifact(build):
+    """Built before a test takes another cache."""
+    return build("llama").compiled.artifact
 
 
 def again() -> tuple[Path | None, str]:
@@ -294,6 +302,20 @@ def test_progress_is_on_stderr_and_nothing_is_on_stdout(compiler, cache, capsys)
     assert capsys.readouterr() == ("", "")
 
 
+def test_on_a_terminal_it_is_one_line(compiler, cache, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    again()
+    text = terminal.getvalue()
+    assert text.endswith("100%\n") and text.count("\n") == 1 and text.count("\r") > 5
+
+
+def test_without_stderr_it_is_silent(compiler, cache, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert again()[0] is not None
+
+
 def test_a_caller_sees_how_far_it_is(compiler, cache, capsys):
     native.forget()
     told = []
@@ -316,6 +338,29 @@ def test_where_the_system_has_no_user_ids_nothing_is_asked_of_them(compiler, cac
     """As on Windows; the rest of it cannot be run here."""
     monkeypatch.delattr(os, "getuid")
     assert again()[0] is not None and private_folder() == cache
+
+
+@needs_compiler
+@posix
+def test_a_model_runs_all_the_same_and_its_tuning_says_why(artifact, cache, monkeypatch):
+    assert "native" in artifact.entries["step"].graphs
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    with pytest.warns(UserWarning, match="chmod 700"), accel.load(artifact.path) as model:
+        assert len(model.generate([1, 2], 2).tokens[0]) == 2
+        assert "chmod 700" in model.tuning.refused["native"] and model.tuning.kernels != "native"
+    cache.chmod(0o700)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    native.forget()
+    for _ in range(2):  # measured, then remembered: the reason is today's
+        with accel.load(artifact.path) as model:
+            assert "no C++ compiler" in model.tuning.refused["native"]
+    with (
+        pytest.raises(accel.ArtifactError, match="no C\\+\\+ compiler"),
+        accel.load(artifact.path, kernels="native") as model,
+    ):
+        model.generate([1, 2], 2)
 
 
 @needs_compiler

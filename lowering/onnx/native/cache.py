@@ -28,12 +28,14 @@ def private_folder() -> Path:
     Raises OSError, with what to do, where it is a link, another user's, or another user could write there; only
     on POSIX systems, because Windows has other rights.
     """
-    folder = cache_folder()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder, another = cache_folder(), "or name another cache folder in XDG_CACHE_HOME"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be made ({error.strerror}); make it, {another}") from error
     if not hasattr(os, "getuid"):
         return folder
     found = folder.lstat()
-    another = "or name another cache folder in XDG_CACHE_HOME"
     if not stat.S_ISDIR(found.st_mode):
         raise OSError(f"{folder} is a link; replace it by a folder, {another}")
     if found.st_uid != os.getuid():

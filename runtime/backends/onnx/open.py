@@ -51,6 +51,8 @@ def open_session(path: Path, threads: int, spinning: bool = True, resting: bool 
         return ort.InferenceSession(
             str(path), sess_options=options, providers=["CPUExecutionProvider"]
         )
+    except OSError as error:  # of the operators: it says what to do
+        raise ArtifactError(f"{path} needs accel's own operators: {error}") from error
     except Exception as error:  # onnxruntime raises a dozen classes without a common base
         raise ArtifactError(
             f"{path}: onnxruntime {ort.__version__} cannot open it: {error}. "
