@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from accel.ir.errors import RecipeError, unknown
+from accel.ir.errors import RecipeError, shown, unknown
+
+WHOLE = 2**31 - 1  # the most of an option that counts, and declares nothing less
+
+
+def count(default: int, most: int) -> Any:
+    """An option that counts, as a dataclass field: its default, and the most that is taken. A larger one would hang,
+    or fill the memory.
+    """
+    return dataclasses.field(default=default, metadata={"most": most})
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,15 @@ class Axis:
         return dict(self.method(name).small)
 
     def build(self, name: str, **options: Any) -> Any:
-        """The method with its options. Raises RecipeError for an unknown option or a wrong type."""
+        """The method with its options. Raises RecipeError for an unknown option, a wrong type or too large a count."""
         cls = self.method(name)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         for option, value in options.items():
             if option not in fields:
                 raise RecipeError(unknown(f"{self.name}.{name} option", option, fields))
-            _check_type(f"{self.name}.{name}.{option}", fields[option], value)
+            where = f"{self.name}.{name}.{option}"
+            _check_type(where, fields[option], value)
+            _check_count(where, fields[option], value)
         return cls(**options)
 
 
@@ -73,6 +84,13 @@ def _check_type(where: str, field: dataclasses.Field[Any], value: Any) -> None:
         raise RecipeError(
             f"{where} = {value!r} is {got.__name__}, not {want.__name__} (default {field.default!r})"
         )
+
+
+def _check_count(where: str, field: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse a whole number beyond what the field declares."""
+    most = field.metadata.get("most", WHOLE)
+    if isinstance(value, int) and not -WHOLE <= value <= most:
+        raise RecipeError(f"{where} = {shown(value)} is out of range; give at most {most}")
 
 
 def host_method(tables: Any, name: str, default: str) -> Any:

@@ -49,3 +49,14 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     if near:
         return f"{kind} '{name}' does not exist; did you mean '{near[0]}'?"
     return f"{kind} '{name}' does not exist; known: {', '.join(names) or 'none'}"
+
+
+def shown(value: object) -> str:
+    """A value that a user gave, as an error names it: cut where it is long; Python prints no number of thousands of
+    digits.
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value"
+    return text if len(text) <= 80 else f"{text[:77]}..."

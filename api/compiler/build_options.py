@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel.ir.errors import RecipeError, unknown
+from accel.ir.errors import RecipeError, shown, unknown
+from accel.lowering.onnx.threads import MOST_THREADS
 
 TARGETS = ("onnx", "eager", "triton")
+# rows of a call have memory each; positions are counted in 32 bits
+MOST = {"max_context": 1 << 24, "max_batch": 4096, "threads": MOST_THREADS}
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,12 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise RecipeError(unknown("target", str(self.target), TARGETS))
-        counts = {"max_context": self.max_context, "max_batch": self.max_batch}
-        if self.threads is not None:
-            counts["threads"] = self.threads
-        for name, value in counts.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RecipeError(f"{name} is {value!r}; give a whole number of at least 1")
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is None and name == "threads":
+                continue
+            if not whole or not 1 <= value <= most:
+                raise RecipeError(
+                    f"{name} is {shown(value)}; give a whole number of at least 1, up to {most}"
+                )

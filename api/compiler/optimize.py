@@ -367,8 +367,12 @@ def _write(
     from accel.lowering.onnx.native import library
     from accel.lowering.onnx.verify import entry_error
 
+    def told(step: str, share: float) -> None:
+        if not share:
+            job.progress(step, 0.8)
+
     with job.part("kernels", 0.8):
-        library(lambda step, _: job.progress(step, 0.8))
+        library(told)
     with job.part("lower", 0.8):
         entries = export(program, folder, batch_invariant="numerics" in job.plan.methods)
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file

@@ -6,11 +6,16 @@ import math
 import os
 from pathlib import Path
 
+MOST_THREADS = 1024  # of a call: each is one of the system's, with memory of its own
+
 
 def default_threads() -> int:
-    """`OMP_NUM_THREADS` where it is set to a number, as other numerical libraries take it; else the physical cores."""
+    """`OMP_NUM_THREADS` where it is set to a number up to MOST_THREADS, as other numerical libraries take it; else the
+    physical cores.
+    """
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) > 0 else physical_cores()
+    given = int(first) if first.isdecimal() and len(first) <= 4 else 0
+    return given if 0 < given <= MOST_THREADS else physical_cores()
 
 
 def physical_cores() -> int:

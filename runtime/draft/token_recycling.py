@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
@@ -33,7 +34,7 @@ class TokenRecycling(Base):
     prompt, the newest successor first; the paper's is empty at first and shared between requests.
     """
 
-    followers: int = 8
+    followers: int = count(8, most=64)
 
     asks = {"tree": "static"}
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.ir.facts import Facts
 from accel.runtime.inputs.ints import Ints, as_ints, check_vocabulary
 from accel.runtime.inputs.text import Tokenizer
+
+MOST_STOPS, LONGEST_STOP = 64, 1024  # all are looked for at every token
 
 
 def as_prompts(
@@ -65,9 +67,13 @@ def as_stops(value: Any, tokenizer: Tokenizer | None) -> tuple[str, ...]:
     if value is None:
         return ()
     stops = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    if len(stops) > MOST_STOPS or any(len(s) > LONGEST_STOP for s in stops if isinstance(s, str)):
+        raise InputError(
+            f"stop has {len(stops)} strings; give at most {MOST_STOPS}, each of at most {LONGEST_STOP} characters"
+        )
     for stop in stops:
         if not isinstance(stop, str) or not stop:
-            raise InputError(f"stop = {value!r}: give a non-empty string or a list of them")
+            raise InputError(f"stop = {shown(value)}: give a non-empty string or a list of them")
     if stops and tokenizer is None:
         raise InputError(
             "stop needs a tokenizer, but this model has none; use eos=[token ids], or build with "
@@ -81,7 +87,7 @@ def as_count(value: Any, name: str, low: int, high: int | None = None) -> int:
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole or value < low or (high is not None and value > high):
         upto = f"from {low} to {high}" if high is not None else f"of {low} or more"
-        raise InputError(f"{name} = {value!r} is out of range; give an integer {upto}")
+        raise InputError(f"{name} = {shown(value)} is out of range; give an integer {upto}")
     return int(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
@@ -13,7 +14,7 @@ from accel.runtime.speculation.round_cost import RoundCost
 class Template(Base, Pace):
     """How many tokens a round drafts: here, `tokens`."""
 
-    tokens: int = 10
+    tokens: int = count(10, most=256)
 
     def __post_init__(self) -> None:
         if self.tokens < 1:

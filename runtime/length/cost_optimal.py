@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.guard import LONGEST
@@ -19,7 +20,7 @@ class CostOptimal(Base):
     which doubles after each rejection. `fade`: decay of older acceptance statistics per draft.
     """
 
-    most: int = 31
+    most: int = count(31, most=256)
     fade: float = 0.95
 
     def __post_init__(self) -> None:

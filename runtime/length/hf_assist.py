@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError, unknown
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
@@ -25,7 +26,7 @@ class HfAssist(Base):
     one after any other. A drafter with logits stops after a token with probability below `threshold` (0: never).
     """
 
-    tokens: int = 20
+    tokens: int = count(20, most=256)
     schedule: str = "constant"
     threshold: float = 0.4
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.trained import Tensors, found, opened
@@ -33,7 +34,7 @@ class SpecdecPp(Base):
 
     threshold: float = 0.3
     least: int = 2
-    most: int = 20
+    most: int = count(20, most=256)
     trained: str = ""
 
     key: ClassVar[str] = "specdec-pp"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
@@ -28,7 +29,7 @@ class BeamPatience(Base):
     `length_penalty`. Ties go to the lower beam, then to the lower token. Requests that sample are refused.
     """
 
-    beams: int = 4
+    beams: int = count(4, most=256)
     patience: float = 1.0
     length_penalty: float = 1.0
 

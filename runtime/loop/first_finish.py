@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
@@ -26,7 +27,7 @@ class FirstFinish(Base):
     used; if none does in time, the one with the highest mean log-probability.
     """
 
-    samples: int = 4
+    samples: int = count(4, most=256)
 
     grade = "approximate"  # answers are shorter than those that the model alone would give
 

@@ -12,6 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
+from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
@@ -34,11 +35,10 @@ class Lookahead(Base):
     plain decoding would give are accepted. The n-grams of a row come from its prompt, its output and its window.
     """
 
-    window: int = (
-        1  # a processor, to which tokens of a call are not free, gains by no more (docs/figures)
-    )
-    ngram: int = 5
-    guesses: int = 1
+    # a processor, to which tokens of a call are not free, gains by no more than one (docs/figures)
+    window: int = count(1, most=256)
+    ngram: int = count(5, most=32)
+    guesses: int = count(1, most=256)
 
     grade = "lossless"
     trees = True

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import numpy as np
 
+from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
@@ -36,7 +37,7 @@ class Pearl(Base):
     next call verifies none. The output is that of plain decoding, also when sampling.
     """
 
-    ahead: int = 4
+    ahead: int = count(4, most=256)
 
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}

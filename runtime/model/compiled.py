@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import ArtifactError, InputError
+from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
+from accel.lowering.onnx.threads import MOST_THREADS
 from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.backends.onnx.backend import OrtBackend
@@ -228,7 +229,7 @@ class CompiledModel:
             raise InputError("this model is closed; load or optimize it again")
         if isinstance(batch, int) and batch > self.facts.max_batch:
             raise InputError(
-                f"batch = {batch} is more than max_batch = {self.facts.max_batch}; "
+                f"batch = {shown(batch)} is more than max_batch = {self.facts.max_batch}; "
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
@@ -440,7 +441,7 @@ def load(
         ArtifactError: the artifact is missing, damaged, newer than this version, or unsafe.
     """
     if threads is not None:
-        as_count(threads, "threads", 1)
+        as_count(threads, "threads", 1, MOST_THREADS)
     artifact = open_artifact(path)
     return from_artifact(artifact, threads=threads, kernels=kernels)
 

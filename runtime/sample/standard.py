@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Base, Distribution, numbers
 
@@ -139,4 +139,4 @@ def _whole(value: object) -> bool:
 
 def _check(name: str, value: object, good: bool, allowed: str) -> None:
     if not good:
-        raise InputError(f"{name} = {value!r} is out of range; give a value {allowed}")
+        raise InputError(f"{name} = {shown(value)} is out of range; give a value {allowed}")

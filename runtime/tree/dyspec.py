@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
@@ -28,7 +29,7 @@ class Dyspec(Base, Shape):
     """
 
     threshold: float = 0.02
-    depth: int = 8
+    depth: int = count(8, most=64)
     temperature: float = 0.6
 
     relies = frozenset({Invariant.PROBABILITIES})

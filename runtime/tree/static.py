@@ -20,6 +20,7 @@ from accel.runtime.tree._shaped import Form, Path, chances, formed, likely, shap
 # temperature 0.5 over code that it has not seen. Greedy the first was 85%, at temperature 1 10%.
 RATES = (0.62, 0.08, 0.03, 0.03, 0.015, 0.01, 0.005, 0.005)
 NODES, DEPTH = 80, 6
+MOST = 512  # paths that may be given
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ def _form(paths: tuple[Path, ...], limit: int) -> Form:
 def _checked(paths: Any) -> tuple[Path, ...]:
     """Paths that make a form. Raises RecipeError for one that does not."""
     found: dict[Path, None] = {}
+    if isinstance(paths, Sequence) and len(paths) > MOST:
+        raise RecipeError(f"tree.static: {len(paths)} paths are out of range; give at most {MOST}")
     for path in paths if isinstance(paths, Sequence) and not isinstance(paths, str) else [paths]:
         whole = isinstance(path, Sequence) and path and all(type(r) is int and r >= 0 for r in path)
         if not whole or isinstance(path, str):

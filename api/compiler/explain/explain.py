@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel.compiler.assemble import Plan, assemble, fit
+from accel.compiler.build_options import BuildOptions
 from accel.compiler.explain import costs, layer, words
 from accel.compiler.explain.rates import Rates, rates
 from accel.compiler.explain.subject import Subject, subject
@@ -130,6 +131,7 @@ def explain(
             error: `refused` says why.
     """
     tell = progress or (lambda *_: None)
+    BuildOptions(max_context=max_context, threads=threads)  # which checks them
     asked = Recipe.load(recipe)
     plan, reason = _assembled(asked)
     if captured is None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
 from accel.passes.kv.codec import Base, Sizes
@@ -23,7 +24,7 @@ class Kivi(Base):
     """
 
     bits: int = 2
-    group: int = 32
+    group: int = count(32, most=1024)
     residual: int = 128
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._window import observed, pooled
@@ -19,8 +20,8 @@ class SnapKV(Base):
     neighbouring tokens, odd.
     """
 
-    window: int = 32
-    kernel: int = 5
+    window: int = count(32, most=1024)
+    kernel: int = count(5, most=63)
     pooling: str = "mean"
     small: ClassVar[Mapping[str, Any]] = {"window": 4, "kernel": 3}
 

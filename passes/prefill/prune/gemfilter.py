@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
@@ -30,7 +31,7 @@ class GemFilter(Base):
 
     tokens: int = 1024
     layer: int = -1
-    kernel: int = 5
+    kernel: int = count(5, most=63)
     sinks: int = 1
     recent: int = 8
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5, "recent": 4}

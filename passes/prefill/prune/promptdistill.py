@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accel.ir.axis import count
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick, Prefill
@@ -33,7 +34,7 @@ class PromptDistill(Base):
 
     tokens: int = 1024
     layer: int = -1
-    kernel: int = 5
+    kernel: int = count(5, most=63)
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
     breaks = Base.breaks | {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
 from accel.ir.prefill import Prefill, Segments
@@ -31,7 +32,7 @@ class Base(Pass, Method, ABC):
     """
 
     segment: int = 512
-    block: int = 32
+    block: int = count(32, most=4096)
     budget: int = 2048
     threshold: int = 4096
     first: int = 1

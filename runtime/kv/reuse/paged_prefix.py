@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.kv.reuse import Base
@@ -19,8 +20,8 @@ class PagedPrefix(Base):
     is allocated on first use.
     """
 
-    block: int = 16
-    blocks: int = 2048
+    block: int = count(16, most=1024)
+    blocks: int = count(2048, most=1 << 16)
 
     relies = Base.relies | {
         Invariant.ALL_LAYERS_RUN,
