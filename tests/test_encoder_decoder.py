@@ -121,6 +121,16 @@ def test_the_law_catches_a_broken_encoder(built):
             law_of_steps(built.targets[0], sources, tokens, want, encode)
 
 
+def test_samples_share_the_encoder_and_the_prompt(built):
+    """Two of each source: the first is what it gets alone, and sources are not mixed up."""
+    for model in built.targets:
+        settings = {"max_new_tokens": 6, "temperature": 1.0, "seed": 3, "eos": []}
+        sources = sources_of(built)
+        want = model.generate(encoder_input=sources, **settings).tokens
+        assert model.generate(encoder_input=sources, n=2, **settings).tokens[::2] == want
+        assert len(set(map(tuple, want))) > 1
+
+
 def test_greedy_tokens_are_transformers(built):
     sources = sources_of(built)
     same = {"max_new_tokens": NEW, "repetition_penalty": 2.0}  # or small models stay at one token
