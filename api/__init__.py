@@ -5,7 +5,8 @@
     compiled.save("artifact/")
     compiled = accel.load("artifact/")
 
-`load` and the models that it returns need neither torch nor transformers.
+`load` and the models that it returns need neither torch nor transformers; `optimize` and `smoke` need the extra
+`compile`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
         AccelError,
         ArtifactError,
         CaptureError,
+        ExtraError,
         InputError,
         LoweringError,
         PassError,
@@ -46,15 +48,16 @@ _WHERE = {
     "Smoke": "accel.compiler.smoke.smoke",
     "smoke": "accel.compiler.smoke.smoke",
     **dict.fromkeys(
-        ("AccelError", "ArtifactError", "CaptureError", "InputError", "LoweringError", "PassError", "RecipeError"),
+        ("AccelError", "ArtifactError", "CaptureError", "ExtraError", "InputError", "LoweringError", "PassError",
+         "RecipeError"),
         "accel.ir.errors",
     ),
 }  # fmt: skip
 
 __all__ = [
-    "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "InputError", "Logprob",
-    "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams", "Session",
-    "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
+    "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "ExtraError", "InputError",
+    "Logprob", "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams",
+    "Session", "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip
 
 
@@ -63,7 +66,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("accel.ir.version").VERSION
     if name not in _WHERE:
         raise AttributeError(f"module 'accel' has no attribute '{name}'")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    if not _WHERE[name].startswith("accel.compiler."):
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    from accel.ir.errors import extra
+
+    with extra("compile"):
+        return getattr(importlib.import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

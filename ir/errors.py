@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class AccelError(Exception):
@@ -40,6 +41,25 @@ class ArtifactError(AccelError):
 
 class InputError(AccelError, ValueError):
     """A prompt, token or option is out of range."""
+
+
+class ExtraError(AccelError, ImportError):
+    """What was asked for needs packages of an extra that is not installed."""
+
+
+@contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Around imports of packages that only an extra installs. Raises ExtraError where one is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "accel"):
+            raise
+        raise ExtraError(
+            f"this needs the package {package}, which is not installed; it comes with the extra '{name}': "
+            f"pip install 'accel-compile[{name}]'"
+        ) from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:

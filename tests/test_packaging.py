@@ -13,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TABLE = PROJECT["tool"]["setuptools"]
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+WANTED = [*PROJECT["project"]["dependencies"], *EXTRAS["compile"]]
 
 
 def folder_of(package: str) -> Path:
@@ -75,7 +77,7 @@ def tracked(folder: Path = ROOT) -> list[Path]:
 
 
 def test_dependencies_that_are_imported_are_named():
-    names = {re.match(r"[\w-]+", d)[0].lower() for d in PROJECT["project"]["dependencies"]}
+    names = {re.match(r"[\w-]+", d)[0].lower() for d in WANTED}
     brought_by = {"onnxruntime": "onnxruntime-gpu", "markupsafe": "jinja2"}
     used = set()
     for package in TABLE["packages"]:
@@ -85,16 +87,16 @@ def test_dependencies_that_are_imported_are_named():
                     used |= {a.name.split(".")[0] for a in node.names}
                 elif isinstance(node, ast.ImportFrom):
                     used.add(str(node.module).split(".")[0])
-    optional = {"onnxruntime_genai"}  # tried, and done without
-    third = used - set(sys.stdlib_module_names) - {"accel", "__future__"} - optional
+    third = used - set(sys.stdlib_module_names) - {"accel", "__future__"}
     assert {u for u in third if brought_by.get(u, u) not in names} == set()
+    assert names - {brought_by.get(u, u) for u in used} <= {"onnxruntime"}, "nothing imports these"
 
 
 def test_what_is_pinned_satisfies_what_is_asked_for():
     pinned = dict(
         re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
-    for wanted in PROJECT["project"]["dependencies"]:
+    for wanted in WANTED:
         name, least = re.match(r"([\w-]+)>=([\d.]+)", wanted).groups()
         if name in pinned:
             have = [int(n) for n in pinned[name].split(".")]

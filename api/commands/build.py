@@ -10,6 +10,7 @@ import typer
 from accel.commands import options
 from accel.commands.console import print_json, progress
 from accel.commands.show import show_report
+from accel.ir.errors import extra
 
 EXAMPLES = """\b
 Examples:
@@ -67,7 +68,8 @@ def build(
 
     An artifact is a folder that runs without PyTorch. The build is atomic: a failed one writes nothing.
     """
-    from accel.compiler.optimize import optimize
+    with extra("compile"):
+        from accel.compiler.optimize import optimize
 
     with progress("build") as watch:
         compiled = optimize(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accel.commands.console import error_text, progress, size, table
-from accel.ir.errors import AccelError, InputError
+from accel.ir.errors import AccelError, InputError, extra
 from accel.ir.version import VERSION
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def demo(
     Compiles it, generates text, loads the artifact in a new process, compares the tokens with
     PyTorch and shows the speed of both. Takes under two minutes on two cores.
     """
-    from accel.compiler.optimize import optimize
+    with extra("compile"):
+        from accel.compiler.optimize import optimize
 
     start = time.perf_counter()
     source = reference()

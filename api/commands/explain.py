@@ -10,6 +10,7 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import console, pairs, print_json, progress, table
+from accel.ir.errors import extra
 
 if TYPE_CHECKING:
     from accel.compiler.explain import Explanation
@@ -60,8 +61,10 @@ def explain(
     from a few layers; their weights are not read. Exits 1 if the recipe is refused.
     """
     from accel.commands.demo import reference
-    from accel.compiler.explain import explain as told
-    from accel.compiler.explain.page import write_page
+
+    with extra("compile"):
+        from accel.compiler.explain import explain as told
+        from accel.compiler.explain.page import write_page
 
     names = [recipe] if recipe.endswith(".toml") else recipe.split("+")
     with progress("explain") as show:

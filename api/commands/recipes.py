@@ -8,6 +8,7 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import pairs, print_json, table
+from accel.ir.errors import extra
 
 if TYPE_CHECKING:
     from accel.ir.recipe import Recipe
@@ -55,9 +56,10 @@ def recipes(
 
 def _one(recipe: Recipe, as_json: bool) -> None:
     """Everything about one recipe. Methods are imported for it, and with them torch."""
-    from accel.compiler.assemble import assemble
-    from accel.compiler.explain.words import about
-    from accel.compiler.explain.words import options as told
+    with extra("compile"):
+        from accel.compiler.assemble import assemble
+        from accel.compiler.explain.words import about
+        from accel.compiler.explain.words import options as told
 
     plan = assemble(recipe)
     recipe = plan.recipe  # with what it leaves out

@@ -8,6 +8,7 @@ import typer
 
 from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, progress, table
+from accel.ir.errors import extra
 
 if TYPE_CHECKING:
     from accel.compiler.smoke.smoke import Smoke
@@ -53,7 +54,8 @@ def smoke(
     several tokens after a rewind, a ragged batch. Exits 1 if a result is wrong or a build
     crashes; a refusal is not a failure.
     """
-    from accel.compiler.smoke.smoke import smoke as try_out
+    with extra("compile"):
+        from accel.compiler.smoke.smoke import smoke as try_out
 
     with progress("smoke") as show:
         found = try_out(model, recipe, target, trust_remote_code=trust_remote_code, progress=show)

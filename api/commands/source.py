@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel.commands.console import progress
-from accel.ir.errors import CaptureError, InputError
+from accel.ir.errors import CaptureError, InputError, extra
 
 if TYPE_CHECKING:
     from accel.runtime.model.compiled import CompiledModel
@@ -39,9 +39,9 @@ def open_model(
                 f"--kernels chooses among the kernels of an artifact, and {path} is a model directory; leave it "
                 f"out, or build first: accel-compile build {path} --out DIR"
             )
-        with progress("compile") as watch:
+        with extra("compile"):
             from accel.compiler.optimize import optimize
-
+        with progress("compile") as watch:
             return optimize(path, progress=watch, threads=threads, **build)
     if wrong := [name for name in build if name in asked]:
         option = "--" + wrong[0].replace("_", "-")
