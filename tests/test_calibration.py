@@ -30,6 +30,7 @@ from accel.passes.weights._blocks import sites
 from accel.passes.weights.int4 import Int4
 from accel.passes.weights.int4_awq import Int4Awq, find_folds
 from accel.passes.weights.int4_gptq import Int4Gptq
+from accel.runtime.inputs.text import Tokenizer
 
 aten = torch.ops.aten
 
@@ -184,7 +185,7 @@ def reference():
 
 
 def test_the_bundled_text_is_read_by_the_models_tokenizer():
-    tokenizer = (reference() / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = Tokenizer(reference() / "tokenizer.json")
     made = make_calibration(None, tokenizer, FACTS, lambda *_: None)
     assert made.source == "bundled"
     assert made.tokens.shape[1] == made.held_out.shape[1] == 64
@@ -195,7 +196,7 @@ def test_the_bundled_text_is_read_by_the_models_tokenizer():
 
 
 def test_without_a_tokenizer_of_the_models_tokens_are_random():
-    tokenizer = (reference() / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = Tokenizer(reference() / "tokenizer.json")
     small = Facts("Model", vocab_size=100, max_context=64)
     for given, facts in ((None, FACTS), (tokenizer, small)):
         made = make_calibration(None, given, facts, lambda *_: None)
@@ -204,7 +205,7 @@ def test_without_a_tokenizer_of_the_models_tokens_are_random():
 
 
 def test_given_text_and_given_tokens(tmp_path):
-    tokenizer = (reference() / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = Tokenizer(reference() / "tokenizer.json")
     (tmp_path / "mine.txt").write_text("def f(x):\n    return x\n" * 60, encoding="utf-8")
     made = make_calibration(
         read_calibration(tmp_path / "mine.txt"), tokenizer, FACTS, lambda *_: None
@@ -340,7 +341,7 @@ def bundled():
     loaded = load_model(reference())
     program = capture(loaded.model, max_context=256, stored=loaded.stored)
     run(program, pipeline())
-    tokenizer = (reference() / "tokenizer.json").read_text(encoding="utf-8")
+    tokenizer = Tokenizer(reference() / "tokenizer.json")
     text = make_calibration(None, tokenizer, program.facts, lambda *_: None)
     program.calibration = dataclasses.replace(text, held_out=text.held_out[:8])
     return program

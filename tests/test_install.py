@@ -152,10 +152,14 @@ def packaged():
 
 
 def test_setuptools_takes_every_file(packaged):
-    code = (
-        "from setuptools import Distribution as D; d = D({'script_name': 'setup.py'}); d.parse_config_files(); c = d.get_command_obj('build_py')\n"
-        "c.ensure_finalized(); print(c.build_lib); print(*c.get_outputs(include_bytecode=False), sep='\\n')"
-    )
+    code = """
+from setuptools import Distribution
+project = Distribution({"script_name": "setup.py"})
+project.parse_config_files()
+command = project.get_command_obj("build_py")
+command.ensure_finalized()
+print("build/lib", *command.get_outputs(include_bytecode=False), sep="\\n")
+"""
     found = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -207,7 +211,7 @@ def test_the_readme_works_with_the_wheel(wheel, folder, tmp_path):
         (ROOT / "README.md").read_text(encoding="utf-8"),
         re.M | re.S,
     )
-    code = f"{example[1]}\nprint(accel.__file__)"
+    code = f"{example[1]}\nprint()\nprint(accel.__file__)"
     found = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path, capture_output=True, text=True,

@@ -22,7 +22,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.compiled import CompiledModel, load
 from accel.runtime.speculation.follow import Follower
 
-Build = Callable[[Facts, str | None, Path | None], CompiledModel]
+Build = Callable[[Facts, Tokenizer | None, Path | None], CompiledModel]
 Compile = Callable[[Path, Recipe, BuildOptions, Path | None], CompiledModel]
 TREES = {
     "draft": {"use": "token-recycling"}
@@ -62,13 +62,12 @@ def _build(
     path: Path,
     options: BuildOptions,
     target: Facts,
-    text: str | None,
+    tokenizer: Tokenizer | None,
     folder: Path | None,
 ) -> CompiledModel:
-    """`text`: of the target's tokenizer.json. Raises RecipeError where the model cannot draft for the target, and
+    """`tokenizer`: the target's. Raises RecipeError where the model cannot draft for the target, and
     InputError where its sessions cannot.
     """
-    tokenizer = Tokenizer(text.encode()) if text else None
     if (path / MANIFEST).is_file():
         artifact = open_artifact(path)
         _check(path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")

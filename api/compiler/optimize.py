@@ -23,8 +23,9 @@ from accel.compiler.draft_build import Build as BuildDraft
 from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.genai import genai_config
-from accel.compiler.load.checkpoint import load_model, tokenizer_json
+from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.hub import model_folder
+from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
 from accel.compiler.quality.batch_invariant import check_rows
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
@@ -68,6 +69,7 @@ from accel.runtime.artifact.atomic import AtomicOutputDir, writable
 from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.triton import TritonBackend
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import peak_memory
 
@@ -216,7 +218,7 @@ def build(
         )
     given = read_calibration(options.calibration)
     path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
-    text = tokenizer_json(options.tokenizer, path)
+    tokenizer = read_tokenizer(options.tokenizer, path)
     stored: dict[Tensor, Stored] = {}
     notes: list[str] = []
     if path is not None:
@@ -235,15 +237,15 @@ def build(
     program.facts.notes += notes
     job.plan.passes = keeping(program, job.plan.passes)
     if reads or job.narrows:
-        program.calibration = make_calibration(given, text, program.facts, _inner(job))
+        program.calibration = make_calibration(given, tokenizer, program.facts, _inner(job))
     check = NumericCheck(program) if options.verify else None
     with job.part("passes", 0.4):
         _rewrite(job, program, check, dump)
     if target != "onnx":
-        return _in_process(job, program, check, text)
+        return _in_process(job, program, check, tokenizer)
     if path is not None:
         del model, stored  # the weights live on only where the program still reads them
-    return _artifact(job, program, check, text, out)
+    return _artifact(job, program, check, tokenizer, out)
 
 
 def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
@@ -305,11 +307,9 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
 
 
 def _in_process(
-    job: _Job, program: Program, check: NumericCheck | None, tokenizer: str | None
+    job: _Job, program: Program, check: NumericCheck | None, tokenizer: Tokenizer | None
 ) -> CompiledModel:
     """A model that runs here and writes no artifact."""
-    from accel.runtime.inputs.text import Tokenizer
-
     if job.target == "triton":
         with job.part("lower", 0.8):
             program = lower_program(program)
@@ -319,7 +319,7 @@ def _in_process(
     return CompiledModel(
         TritonBackend(program) if isinstance(program, Lowered) else EagerBackend(program),
         model_facts(program),
-        tokenizer=Tokenizer(tokenizer.encode()) if tokenizer else None,
+        tokenizer=tokenizer,
         recipe=job.plan.recipe.to_json(),
         report=_report(job, program, {}),
         program=program,
@@ -333,7 +333,7 @@ def _artifact(
     job: _Job,
     program: Program,
     check: NumericCheck | None,
-    tokenizer: str | None,
+    tokenizer: Tokenizer | None,
     out: str | Path | None,
 ) -> CompiledModel:
     """Write the artifact where it was asked for, or in a temporary folder, and open it."""
@@ -359,7 +359,7 @@ def _write(
     job: _Job,
     program: Program,
     check: NumericCheck | None,
-    tokenizer: str | None,
+    tokenizer: Tokenizer | None,
     folder: Path,
 ) -> None:
     from accel.compiler.report import write_html
@@ -377,7 +377,7 @@ def _write(
         entries = export(program, folder, batch_invariant="numerics" in job.plan.methods)
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
     if tokenizer is not None:
-        (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+        write_tokenizer(tokenizer, folder)
     if check is not None:
         with job.part("verify", 0.9):
             for name, entry in entries.items():
@@ -394,11 +394,6 @@ def _write(
     if "genai" in entries:
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        if (
-            tokenizer is not None
-        ):  # its class is all that onnxruntime-genai reads beside tokenizer.json
-            config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-            (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     written = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     report = _report(
         job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in written}

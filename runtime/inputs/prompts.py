@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,42 @@ def as_prompts(
             )
         check_vocabulary(prompt, facts.vocab_size, name)
     return prompts
+
+
+def without_messages(
+    value: Any, tokenizer: Tokenizer | None, given: Mapping[str, Any] | None
+) -> Any:
+    """What the user gave, each conversation (a list of messages) as the token ids that the chat template makes of it.
+
+    `given`: arguments of `Tokenizer.apply_chat_template`. Raises InputError.
+    """
+    many = isinstance(value, (list, tuple)) and any(map(is_conversation, value))
+    if not many and not is_conversation(value):
+        if given is not None:
+            raise InputError(
+                "chat_template_kwargs are for messages, and the prompt is none; leave them out, or give a list of "
+                "messages"
+            )
+        return value
+    if tokenizer is None:
+        raise InputError(
+            "the prompt is a list of messages, but this model has no tokenizer; give token ids, or build with "
+            "tokenizer="
+        )
+
+    def ids(one: Any) -> Any:
+        return tokenizer.apply_chat_template(one, **given or {}) if is_conversation(one) else one
+
+    return [ids(one) for one in value] if many else ids(value)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a prompt is a list of messages rather than text or token ids."""
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(message, Mapping) for message in value)
+    )
 
 
 def is_text(value: Any) -> bool:

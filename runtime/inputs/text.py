@@ -6,15 +6,16 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import tokenizers
 
 from accel.ir.errors import ArtifactError, InputError
+from accel.runtime.inputs.tokenizer_config import TokenizerConfig
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _ANCHOR = (
@@ -27,8 +28,13 @@ _HELD = 8  # tokens held at most while a character seems unfinished: none has mo
 class Tokenizer:
     """A `tokenizers.Tokenizer` with padding and truncation off. Thread-safe."""
 
-    def __init__(self, source: str | os.PathLike[str] | bytes):
-        """`source`: the path of a tokenizer.json, or its content as bytes. Raises ArtifactError."""
+    def __init__(
+        self, source: str | os.PathLike[str] | bytes, config: TokenizerConfig | None = None
+    ):
+        """`source`: the path of a tokenizer.json, or its content as bytes; `config`: its special tokens and chat
+        templates. Raises ArtifactError.
+        """
+        self.config = config or TokenizerConfig()
         try:
             self._json = source if isinstance(source, bytes) else Path(source).read_bytes()
             self._inner = tokenizers.Tokenizer.from_str(self._json.decode("utf-8"))
@@ -71,6 +77,55 @@ class Tokenizer:
                 "does; decode its bytes as UTF-8, with errors='replace' where they may be wrong"
             ) from None
         return ids
+
+    @overload
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, *, tokenize: Literal[True] = True, **more: Any
+    ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self, messages: Any, tools: Any = None, *, tokenize: Literal[False], **more: Any
+    ) -> str: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> list[int] | str:
+        """The token ids of a conversation as a prompt, as transformers gives them.
+
+        Args:
+            messages: a dict for each message: "role", "content" and what else the template reads.
+            tools: JSON schemas of functions that the model may call.
+            tokenize: False gives the text.
+            documents: dicts with "title" and "text".
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            chat_template: the name of one of the model's templates, or a Jinja template. Default: its "tool_use"
+                with tools, if it has one; else the plain one.
+            variables: what else the template reads, such as `enable_thinking`.
+
+        Raises:
+            InputError: there is no template, or it refuses these messages.
+            ArtifactError: the model's template is no Jinja, or was stopped.
+        """
+        from accel.runtime.inputs.chat import render
+
+        text = render(
+            self.config,
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            **variables,
+        )
+        return self.encode(text, special=False) if tokenize else text
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, special ones left out."""

@@ -29,8 +29,16 @@ from accel.runtime.decode.sampling_params import sampling_params as joined_param
 from accel.runtime.decode.structured_outputs import Grammar, StructuredOutputsParams
 from accel.runtime.inputs.encoder_inputs import encoder_rows, padded
 from accel.runtime.inputs.ints import as_ints
-from accel.runtime.inputs.prompts import as_count, as_prompts, as_stops, is_text
+from accel.runtime.inputs.prompts import (
+    as_count,
+    as_prompts,
+    as_stops,
+    is_conversation,
+    is_text,
+    without_messages,
+)
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
 from accel.runtime.model.notebook import table
 from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
@@ -90,6 +98,7 @@ class CompiledModel:
         max_new_tokens: int = MAX_TOKENS,
         *,
         encoder_input: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         sampling_params: SamplingParams | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -108,13 +117,16 @@ class CompiledModel:
         """Continue prompts. Each prompt gets the tokens that it would get alone.
 
         Args:
-            prompts: text, token ids [n], or a list of either. For an encoder-decoder model: the start
+            prompts: text, token ids [n], messages (a list of dicts with "role" and "content", for the model's
+                chat template), or a list of those. For an encoder-decoder model: the start
                 of the decoder's output, after the model's start tokens if it is text (default: the
                 start tokens alone).
             max_new_tokens: maximum number of new tokens per prompt, at least 1. A row also ends at
                 an `eos` token, a `stop` string or the end of the context.
             encoder_input: for an encoder-decoder model, one per prompt: text, token ids [n], features,
                 or a list of those.
+            chat_template_kwargs: with messages: arguments of `Tokenizer.apply_chat_template`, such as
+                `tools`, and variables of the template.
             sampling_params: all options below as one object; do not combine it with them.
             temperature: sampling temperature; 0 is greedy decoding.
             top_k: sample from the k most likely tokens (None: all).
@@ -135,6 +147,7 @@ class CompiledModel:
             logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
             structured_outputs=structured_outputs,
         )  # fmt: skip
+        prompts = without_messages(prompts, self.tokenizer, chat_template_kwargs)
         sources, prompts = self._sources(encoder_input, prompts)
         samples = self._samples(prompts, params)
         meter = Meter(self.tuning, self._context.costs)
@@ -157,6 +170,7 @@ class CompiledModel:
         max_new_tokens: int = MAX_TOKENS,
         *,
         encoder_input: Any = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         sampling_params: SamplingParams | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -171,7 +185,7 @@ class CompiledModel:
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
     ) -> Stream:
-        """Like `generate`, for one prompt: iterate over pieces of text (text prompt) or token ids.
+        """Like `generate`, for one prompt: iterate over pieces of text (text prompt, or messages) or token ids.
 
         The session is freed when the iteration ends or by `close()`. `stats` holds the statistics so
         far. Raises InputError.
@@ -183,9 +197,11 @@ class CompiledModel:
             structured_outputs=structured_outputs,
         )  # fmt: skip
         text = is_text(prompt) or (
-            isinstance(prompt, (list, tuple)) and any(map(is_text, prompt[:1]))
+            isinstance(prompt, (list, tuple))
+            and any(is_text(one) or is_conversation(one) for one in prompt[:1])
         )
-        text = text or (prompt is None and self.tokenizer is not None)
+        text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
+        prompt = without_messages(prompt, self.tokenizer, chat_template_kwargs)
         sources, prompt = self._sources(encoder_input, prompt)
         if params.n > 1:
             raise InputError(
@@ -466,7 +482,6 @@ def from_artifact(
             f"{artifact.path}: target {artifact.manifest.target!r} is not supported by this version of accel ('onnx'); "
             "upgrade accel"
         )
-    named, inner = "tokenizer.json" in artifact.files, artifact.path / DRAFT_FOLDER
     draft_model, recipe = None, artifact.recipe
     if plain:
         recipe = {
@@ -474,14 +489,14 @@ def from_artifact(
             "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST},
         }
     elif f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
-        draft = open_artifact(inner, hashes=False)
+        draft = open_artifact(artifact.path / DRAFT_FOLDER, hashes=False)
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
         draft_model = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
     return CompiledModel(
         OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
         artifact.facts,
-        tokenizer=Tokenizer(artifact.path / "tokenizer.json") if named else None,
+        tokenizer=_tokenizer(artifact) if TOKENIZER in artifact.files else None,
         recipe=recipe,
         report=artifact.report,
         program=program,
@@ -489,6 +504,15 @@ def from_artifact(
         draft_model=draft_model,
         on_close=on_close,
     )
+
+
+def _tokenizer(artifact: Artifact) -> Tokenizer:
+    """The one that the artifact holds. Raises ArtifactError."""
+    try:
+        config = TokenizerConfig.read(artifact.path, artifact.files)
+    except ValueError as error:
+        raise ArtifactError(f"{error}; build the artifact again") from error
+    return Tokenizer(artifact.path / TOKENIZER, config)
 
 
 def _one_each(sources: Sources, prompts: int) -> None:

@@ -40,6 +40,7 @@ from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe, bundled
+from accel.runtime.inputs.text import Tokenizer
 
 RESULTS = Path("build/leaderboard")
 CONTEXT = 2048
@@ -109,7 +110,7 @@ class Builder:
     def __init__(self) -> None:
         loaded = load_model(REFERENCE)
         self.program: Program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
-        self.text = (REFERENCE / "tokenizer.json").read_text(encoding="utf-8")
+        self.tokenizer = Tokenizer(REFERENCE / "tokenizer.json")
 
     def build(self, case: Case, out: Path) -> dict[str, Any]:
         """Write the artifact; seconds of passes and of lowering, and what weights lose."""
@@ -119,11 +120,11 @@ class Builder:
         job.build_draft = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
         program = self.program.copy()
         program.calibration = building.make_calibration(
-            None, self.text, program.facts, job.progress
+            None, self.tokenizer, program.facts, job.progress
         )
         with job.part("passes", 0):
             building._rewrite(job, program, None, None)
-        building._artifact(job, program, None, self.text, out).close()
+        building._artifact(job, program, None, self.tokenizer, out).close()
         return {"grade": job.plan.grade, "seconds": job.seconds, "weights": job.weights}
 
 

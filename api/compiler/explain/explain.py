@@ -24,6 +24,7 @@ from accel.ir.recipe import Recipe
 from accel.lowering.onnx.threads import default_threads
 from accel.passes import Pass, Step, refuse, run
 from accel.passes.weights._kept import keeping
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.model.notebook import table
 
 _ROWS = 4  # of a text, for passes that go by one
@@ -252,8 +253,8 @@ def _text(facts: Facts) -> Calibration:
     import accel.reference
 
     file = Path(next(iter(accel.reference.__path__))) / "tokenizer.json"
-    text = file.read_text(encoding="utf-8") if file.is_file() else None
-    found = make_calibration(None, text, facts, lambda *_: None)
+    tokenizer = Tokenizer(file) if file.is_file() else None
+    found = make_calibration(None, tokenizer, facts, lambda *_: None)
     return Calibration(found.tokens[:_ROWS], found.held_out[:1], found.source, lambda *_: None)
 
 

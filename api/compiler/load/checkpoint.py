@@ -1,4 +1,4 @@
-"""A Hugging Face model directory -> module and tokenizer file; it never runs code of its own."""
+"""A Hugging Face model directory -> module; it never runs code of its own."""
 
 from __future__ import annotations
 
@@ -259,29 +259,3 @@ def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
             f"{', …' if len(missing) > 3 else ''}; the checkpoint is incomplete or belongs to another model"
         )
     return model
-
-
-def tokenizer_json(tokenizer: Any, model_path: Path | None) -> str | None:
-    """The text of a tokenizer.json, out of what the user gave or what lies beside the model.
-
-    Accepts a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, or a path to a tokenizer.json or
-    its directory.
-    """
-    if tokenizer is None:
-        beside = model_path / "tokenizer.json" if model_path else None
-        return beside.read_text(encoding="utf-8") if beside and beside.is_file() else None
-    if isinstance(tokenizer, (str, Path)):
-        file = Path(tokenizer)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
-            raise CaptureError(
-                f"{file}: no tokenizer there; give a tokenizer.json or its directory"
-            )
-        return file.read_text(encoding="utf-8")
-    inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    if not hasattr(inner, "to_str"):
-        raise CaptureError(
-            f"tokenizer is a {type(tokenizer).__name__} without a tokenizer.json form; give a fast "
-            "Hugging Face tokenizer, a tokenizers.Tokenizer or the path of a tokenizer.json"
-        )
-    return str(inner.to_str())

@@ -50,7 +50,7 @@ def read_calibration(given: Any) -> str | Tensor | None:
 
 def make_calibration(
     given: str | Tensor | None,
-    tokenizer: str | None,
+    tokenizer: Tokenizer | None,
     facts: Facts,
     progress: Callable[[str, float], None],
 ) -> Calibration:
@@ -81,7 +81,7 @@ def make_calibration(
     return Calibration(rows[~measured], rows[measured], source, progress)
 
 
-def _bundled(tokenizer: str, facts: Facts) -> Tensor | None:
+def _bundled(tokenizer: Tokenizer, facts: Facts) -> Tensor | None:
     """Accel's own text; nothing where the tokenizer is not of this vocabulary."""
     text = files("accel").joinpath("reference", "calibration.txt").read_text(encoding="utf-8")
     try:
@@ -90,9 +90,8 @@ def _bundled(tokenizer: str, facts: Facts) -> Tensor | None:
         return None
 
 
-def _of_text(text: str, tokenizer: str, facts: Facts) -> Tensor:
+def _of_text(text: str, reader: Tokenizer, facts: Facts) -> Tensor:
     """Rows [n,T] of a text, each begun as the tokenizer begins a prompt."""
-    reader = Tokenizer(tokenizer.encode())
     ids = reader.encode(text, special=False)
     marked, bare = reader.encode("a"), reader.encode("a", special=False)
     first = marked[: marked.index(bare[0])] if bare and bare[0] in marked else []

@@ -1,0 +1,68 @@
+"""The tokenizer of a build: what the user gave or what lies beside the model, and its files in an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accel.ir.errors import CaptureError
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
+
+
+def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
+    """With its special tokens and chat templates, where they lie beside it; None where there is none.
+
+    `tokenizer`: a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, the path of a tokenizer.json or of its
+    folder; None: of the model directory. Raises CaptureError.
+    """
+    if isinstance(tokenizer, (str, Path)):
+        file = Path(tokenizer)
+        file = file / TOKENIZER if file.is_dir() else file
+        if not file.is_file():
+            raise CaptureError(
+                f"{file}: no tokenizer there; give a tokenizer.json or its directory"
+            )
+    elif tokenizer is None:
+        file = (model_path or Path()) / TOKENIZER
+        if model_path is None or not file.is_file():
+            return None
+    else:
+        return _of_object(tokenizer)
+    try:
+        return Tokenizer(file, TokenizerConfig.read(file.parent))
+    except ValueError as error:
+        raise CaptureError(f"{error}; correct the file, or remove it") from error
+
+
+def _of_object(tokenizer: Any) -> Tokenizer:
+    inner = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(inner, "to_str"):
+        raise CaptureError(
+            f"tokenizer is a {type(tokenizer).__name__} without a tokenizer.json form; give a fast "
+            "Hugging Face tokenizer, a tokenizers.Tokenizer or the path of a tokenizer.json"
+        )
+    special = getattr(tokenizer, "special_tokens_map", {})
+    config = {**special, "chat_template": getattr(tokenizer, "chat_template", None)}
+    return Tokenizer(str(inner.to_str()).encode(), TokenizerConfig.of(config))
+
+
+def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """As accel, transformers and onnxruntime-genai read it.
+
+    onnxruntime-genai reads no post-processor: `add_bos_token` and `add_eos_token` tell it what goes around a text.
+    """
+    (folder / TOKENIZER).write_bytes(tokenizer.json)
+    special = dict(tokenizer.config.special)
+    bare = tokenizer.encode("a", special=False)
+    marked = tokenizer.encode("a")
+    at = next((i for i in range(len(marked)) if marked[i : i + len(bare)] == bare), 0)
+    around = {"bos_token": marked[:at], "eos_token": marked[at + len(bare) :]}
+    adds = {}
+    for name, ids in around.items():
+        token = tokenizer.token(ids[0]) if len(ids) == 1 else None
+        if token is not None:
+            special.setdefault(name, token)
+        adds[f"add_{name}"] = token is not None and special[name] == token
+    config = TokenizerConfig(special, tokenizer.config.templates)
+    config.write(folder, tokenizer_class="PreTrainedTokenizerFast", **adds)
