@@ -304,7 +304,7 @@ REPEATING = ["def f(x):\n    return x + 1\n\ndef f(x):\n    return", "import os\
 @pytest.fixture(scope="module")
 def plainly():
     with accel.optimize(
-        reference(), "bit-exact", max_context=512, max_batch=4, verify=False
+        reference(), "batch-invariant", max_context=512, max_batch=4, verify=False
     ) as built:
         yield built
 
@@ -319,7 +319,7 @@ def test_every_recipe_that_drafts_gives_the_same(plainly, name, monkeypatch):
         property(lambda self: DecodeContext(self._methods, None, self)),
     )
     with accel.optimize(
-        reference(), [name, "bit-exact"], max_context=512, max_batch=4, verify=False
+        reference(), [name, "batch-invariant"], max_context=512, max_batch=4, verify=False
     ) as drafts:
         for options in CONSTRAINED.values():
             want = plainly.generate(REPEATING, 60, logprobs=1, **options)
