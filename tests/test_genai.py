@@ -1,13 +1,16 @@
-"""The genai entry: concatenated state and an attention mask, as onnxruntime-genai drives it."""
+"""The genai entry: concatenated state and an attention mask, as onnxruntime-genai drives it; and that client itself."""
 
 import json
+import shutil
 
 import models
 import numpy as np
 import onnxruntime as ort
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
+from accel.commands import demo
 
 NAMES = ["llama", "gemma2", "gpt2"]
 
@@ -74,3 +77,64 @@ def test_left_padding_is_not_seen(driver):
     assert (
         np.abs(seen[:, 4:] - built.compiled.logits(tokens)).max() > 1e-3
     )  # the control: padding seen
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """onnxruntime-genai and accel over one artifact: (its module, model and tokenizer, the compiled model)."""
+    og = pytest.importorskip("onnxruntime_genai", reason="pip install 'accel-compile[genai]'")
+    folder = tmp_path_factory.mktemp("genai")
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    models.randomise(LlamaForCausalLM(config), "genai").save_pretrained(folder / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo.reference() / name, folder / "hf")
+    (folder / "hf" / "chat_template.jinja").write_text(TEMPLATE)
+    accel.optimize(folder / "hf", out=folder / "artifact", max_context=128, verify=False).close()
+    model = og.Model(str(folder / "artifact"))
+    with accel.load(folder / "artifact") as compiled:
+        yield og, model, og.Tokenizer(model), compiled
+
+
+def continued(client, ids, count):
+    """Tokens and text of a greedy continuation by onnxruntime-genai."""
+    og, model, tokenizer, _ = client
+    params = og.GeneratorParams(model)
+    params.set_search_options(max_length=len(ids) + count, do_sample=False)
+    generator, stream, text = og.Generator(model, params), tokenizer.create_stream(), ""
+    generator.append_tokens(ids)
+    while not generator.is_done():
+        generator.generate_next_token()
+        text += stream.decode(int(generator.get_next_tokens()[0]))
+    return [int(i) for i in generator.get_sequence(0)][len(ids) :], text
+
+
+@pytest.mark.parametrize("prompt", ["def quicksort(", "import os\n", "x = 'ünï'  # 12"])
+def test_onnxruntime_genai_gives_the_same_text_for_the_same_text(client, prompt):
+    _, _, tokenizer, compiled = client
+    tokenizer.update_options(add_special_tokens="true")
+    ids = [int(i) for i in tokenizer.encode(prompt)]
+    tokenizer.update_options(add_special_tokens="false")
+    assert ids == compiled.tokenizer.encode(prompt) and ids[0] == 0
+    tokens, text = continued(client, ids, 24)
+    out = compiled.generate(prompt, 24)
+    assert tokens == out.tokens[0]
+    assert text == out.text[0].replace("\ufffd", "")  # it leaves out bytes that are no UTF-8
+
+
+def test_onnxruntime_genai_renders_the_chat_template(client):
+    _, _, tokenizer, compiled = client
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 < 2?"}]
+    text = tokenizer.apply_chat_template(json.dumps(messages), add_generation_prompt=True)
+    assert text == compiled.tokenizer.apply_chat_template(messages, tokenize=False)
+    ids = [int(i) for i in tokenizer.encode(text)]
+    assert ids == compiled.tokenizer.apply_chat_template(messages)
+    assert continued(client, ids, 16)[0] == compiled.generate(messages, 16).tokens[0]

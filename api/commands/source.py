@@ -61,7 +61,8 @@ def _named(path: Path, download: bool) -> Path:
     if near and not download:
         raise InputError(f"{path} does not exist; did you mean {path.parent / near[0]}?")
     try:
-        return model_folder(path, download)
+        with extra("compile"):
+            return model_folder(path, download)
     except CaptureError as error:
         raise InputError(
             f"{error}, or give an artifact (accel-compile build MODEL --out DIR makes one)"

@@ -8,11 +8,13 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from accel.compiler.load.shards import INDEX, SINGLE
 from accel.ir.errors import CaptureError
 
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
-_LEFT = ["*/*", "consolidated*"]  # other forms of the same weights
+_LEFT = [  # other forms of the same weights; templates lie in a folder
+    *(f"*/{files}" for files in _FETCHED if files != "*.jinja"),
+    "consolidated*",
+]
 
 
 def model_folder(given: str | Path, download: bool = False) -> Path:
@@ -56,6 +58,8 @@ def model_folder(given: str | Path, download: bool = False) -> Path:
                 "repository with --download (download=True)"
             ) from None
         folder = None
+    from accel.compiler.load.shards import INDEX, SINGLE  # which needs torch
+
     if folder is None or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         raise CaptureError(
             f"{name} lies in the Hugging Face cache in part only; fetch the rest with --download (download=True)"
