@@ -75,6 +75,8 @@ def built(tmp_path_factory):
     models.randomise(LlamaForCausalLM(config), "readme").save_pretrained(folder / "my-model")
     tokenizer = (demo.reference() / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "my-model" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    (folder / "my-model" / "chat_template.jinja").write_text(template, encoding="utf-8")
     accel.optimize(folder / "my-model", out=folder / "artifact", max_batch=4, verify=False).close()
     return folder
 

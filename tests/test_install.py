@@ -116,6 +116,20 @@ def test_what_is_not_there_is_named_as_with_the_extra(folder):
     assert code == 1 and "did you mean artifact?" in error
 
 
+def test_artifacts_run_where_posix_calls_are_missing(folder):
+    """As on Windows, as far as a POSIX system can show: these modules and functions are not there."""
+    code = "import os, signal\n" + "".join(
+        f"{name.partition('.')[0]}.__dict__.pop('{name.partition('.')[2]}', None)\n"
+        for name in ("os.getuid", "os.sched_getaffinity", "signal.SIGHUP", "signal.SIGALRM")
+    )
+    calls = [["inspect", "artifact"], ["run", "artifact", "--prompt", "x"], ["recipes"]]
+    modules = [*EXTRA, "fcntl", "resource", "pwd", "grp", "termios"]
+    for call, (status, out, error) in zip(
+        calls, plain(folder, calls, modules, code + PLAIN), strict=True
+    ):
+        assert status == 0 and out, f"{call}: {error}"
+
+
 def test_a_missing_package_of_the_base_is_no_missing_extra(folder):
     ((code, _, error),) = plain(folder, [["run", "artifact", "--prompt", "x"]], ["tokenizers"])
     assert code == 1 and "[compile]" not in error
