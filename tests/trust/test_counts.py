@@ -82,7 +82,7 @@ def memory():
 def draft(tmp_path_factory):
     """An artifact that drafts for the model of the tests."""
     folder = tmp_path_factory.mktemp("draft") / "artifact"
-    accel.optimize(models.llama(), "base", out=folder, **SIZES).close()
+    accel.optimize(models.llama(), "token-recycling", out=folder, **SIZES).close()  # trees, too
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from accel.ir.axis import host_method
+from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
@@ -189,6 +190,12 @@ def pool_of(tables: Any, state: Sequence[Any]) -> Pool | None:
     if not parts:
         return None
     method = host_method(tables, "kv.reuse", "paged-prefix")
-    arrays = {v.name: np.zeros((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
+    try:
+        arrays = {v.name: np.zeros((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
+    except MemoryError as error:
+        raise InputError(
+            f"kv.reuse.paged-prefix: there is no memory for blocks = {method.blocks}, of {method.block} tokens each; "
+            "build with fewer"
+        ) from error
     own = {v.name: replace(v, region=CacheRegion.RECENT).name for v in parts}
     return Pool(method.block, arrays, own)
