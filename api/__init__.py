@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from accel.runtime.decode.logprobs import Logprob
     from accel.runtime.decode.sampling_params import SamplingParams
     from accel.runtime.decode.structured_outputs import StructuredOutputsParams
+    from accel.runtime.model.chat import Chat
     from accel.runtime.model.compiled import CompiledModel, Output, load
     from accel.runtime.session.session import Session
 
 _WHERE = {
     "optimize": "accel.compiler.optimize",
     "load": "accel.runtime.model.compiled",
+    "Chat": "accel.runtime.model.chat",
     "CompiledModel": "accel.runtime.model.compiled",
     "Output": "accel.runtime.model.compiled",
     "Logprob": "accel.runtime.decode.logprobs",
@@ -55,7 +57,7 @@ _WHERE = {
 }  # fmt: skip
 
 __all__ = [
-    "AccelError", "ArtifactError", "CaptureError", "CompiledModel", "ExtraError", "InputError",
+    "AccelError", "ArtifactError", "CaptureError", "Chat", "CompiledModel", "ExtraError", "InputError",
     "Logprob", "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams",
     "Session", "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands import bench, build, demo, explain, inspect, recipes, run, smoke
+from accel.commands import bench, build, chat, demo, explain, inspect, recipes, run, smoke
 from accel.ir.errors import AccelError
 
 _EXAMPLES = """\b
@@ -21,6 +21,7 @@ Examples:
   accel-compile demo
   accel-compile build ./my-model --out ./artifact
   accel-compile run ./artifact --prompt "def quicksort("
+  accel-compile chat ./artifact
   accel-compile recipes float16
   accel-compile explain snapkv
   accel-compile smoke llama
@@ -60,7 +61,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (build, run, recipes, explain, inspect, smoke, bench, demo):
+for module in (build, run, chat, recipes, explain, inspect, smoke, bench, demo):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 

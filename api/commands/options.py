@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from accel.ir.errors import InputError
+
 Recipes = Annotated[
     list[str] | None,
     typer.Option(
@@ -56,6 +58,30 @@ Kernels = Annotated[
         help="Kernel variant (listed by inspect). Default: auto, the fastest measured on this machine.",
     ),
 ]
+Temperature = Annotated[
+    float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy decoding.")
+]
+TopK = Annotated[
+    int | None, typer.Option(metavar="N", help="Sample from the N most likely tokens.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Nucleus sampling: the most likely tokens with total probability X."
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Sample from tokens with at least X times the highest probability."
+    ),
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(metavar="X", help="Values above 1 penalise tokens that already occurred.")
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="Random seed, for reproducible sampling.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 
@@ -63,3 +89,19 @@ def recipe(given: list[str] | None) -> str | list[str]:
     """What `optimize` takes, out of the --recipe options; "base" where there are none."""
     names = given or ["base"]
     return names[0] if len(names) == 1 else names
+
+
+def was_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was typed, and not left at its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def utf8(data: bytes, name: str) -> str:
+    """Bytes that a user gave as text. Raises InputError."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{name} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}); convert it"
+        ) from None

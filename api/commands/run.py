@@ -68,31 +68,12 @@ def run(
             "--max-tokens", "--max-new-tokens", metavar="N", help="Maximum number of new tokens."
         ),
     ] = 64,
-    temperature: Annotated[
-        float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy decoding.")
-    ] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="Sample from the N most likely tokens.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="Nucleus sampling: the most likely tokens with total probability X."
-        ),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="Sample from tokens with at least X times the highest probability."
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(metavar="X", help="Values above 1 penalise tokens that already occurred."),
-    ] = 1.0,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Random seed, for reproducible sampling.")
-    ] = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="Stop before this text. May be repeated."),
@@ -181,7 +162,7 @@ def run(
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {name for name in (*build, "kernels") if _given(context, name)}
+    asked = {name for name in (*build, "kernels") if options.was_given(context, name)}
     with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
         if as_json:
             out = model.generate(given, **settings)
@@ -200,7 +181,7 @@ def _structure(
 
     given = {"json": json_schema, "regex": regex, "grammar": grammar}
     texts: dict[str, Any] = {
-        kind: _valid(value.read_bytes(), str(value)) if isinstance(value, Path) else value
+        kind: options.utf8(value.read_bytes(), str(value)) if isinstance(value, Path) else value
         for kind, value in given.items()
         if value is not None
     }
@@ -225,16 +206,10 @@ def _found(out: Output, i: int) -> dict[str, Any]:
     return told
 
 
-def _given(context: typer.Context, name: str) -> bool:
-    """Whether an option was typed, and not left at its default."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
-
-
 def _source(text: str) -> Any:
     """What the encoder takes: text, or the array in a .npy file."""
     if not text.endswith(".npy"):
-        return _valid(text.encode("utf-8", "surrogateescape"), "--input")
+        return options.utf8(text.encode("utf-8", "surrogateescape"), "--input")
     import numpy as np
 
     try:
@@ -256,25 +231,16 @@ def _prompt(
     if tokens is not None:
         return _ids(tokens)
     if text is not None:
-        return _valid(text.encode("utf-8", "surrogateescape"), "--prompt")
+        return options.utf8(text.encode("utf-8", "surrogateescape"), "--prompt")
     if file is not None:
-        return _valid(file.read_bytes(), str(file)).removesuffix("\n")
+        return options.utf8(file.read_bytes(), str(file)).removesuffix("\n")
     if not needed:
         return None
     if sys.stdin is None or sys.stdin.isatty():
         raise typer.BadParameter(
             'no prompt; give --prompt TEXT, --prompt-file FILE, --tokens "1,2,3" or text on stdin'
         )
-    return _valid(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
-
-
-def _valid(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{name} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}); convert it"
-        ) from None
+    return options.utf8(sys.stdin.buffer.read(), "stdin").removesuffix("\n")
 
 
 def _ids(text: str) -> list[int]:

@@ -14,7 +14,8 @@ from accel.runtime.session.session import Session
 
 def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
     """One call for the prompts of all rows that run, padded on the right: the logits after each, [B,1,V]. A prompt of
-    several rows runs once, and they go on from copies of its state.
+    several rows runs once, and they go on from copies of its state. What the session holds are the prompts' first
+    tokens, which are not run again.
     """
     distinct = {id(row.prompt): i for i, row in reversed(list(enumerate(rows)))}
     if len(distinct) == len(rows):
@@ -30,10 +31,12 @@ def prompted(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
 
 
 def _run(session: Session, rows: list[Row]) -> npt.NDArray[np.float32]:
-    lengths = np.array([0 if row.finish else row.prompt.size for row in rows])
+    held = session.lengths
+    lengths = np.array([0 if row.finish else row.prompt.size for row in rows]) - held
     tokens = np.zeros((len(rows), int(lengths.max())), np.int64)
-    for row, ids in zip(rows, tokens, strict=True):
-        ids[: row.prompt.size] = row.prompt[: ids.size]
+    for row, ids, start in zip(rows, tokens, held, strict=True):
+        rest = row.prompt[start : start + ids.size]
+        ids[: rest.size] = rest
     logits = session.prompt(tokens, lengths)
     for row in rows:
         row.began = perf_counter()

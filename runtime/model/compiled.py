@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +29,7 @@ from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
 from accel.runtime.decode.sampling_params import sampling_params as joined_params
 from accel.runtime.decode.structured_outputs import Grammar, StructuredOutputsParams
 from accel.runtime.inputs.encoder_inputs import encoder_rows, padded
-from accel.runtime.inputs.ints import as_ints
+from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.inputs.prompts import (
     as_count,
     as_prompts,
@@ -40,6 +41,7 @@ from accel.runtime.inputs.prompts import (
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
+from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import table
 from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
 from accel.runtime.sample import Base as Sampler
@@ -212,9 +214,42 @@ class CompiledModel:
             raise InputError(
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
-        meter = Meter(self.tuning, self._context.costs)
-        tokens = self._decode(samples, 1, sources, meter)
-        return Stream(pieces(tokens, samples[0].script if text else None), meter, samples[0])
+        return self._stream(samples[0], text, sources)
+
+    def chat(
+        self, system: str | None = None, *, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> Chat:
+        """A conversation, whose turns run only the tokens that are new. Close it or use it in a `with` statement.
+
+        Args:
+            system: the system message; None: none.
+            chat_template_kwargs: arguments of `Tokenizer.apply_chat_template`, such as `tools` or `chat_template`.
+
+        Raises:
+            InputError: the model has no tokenizer, or its kind cannot hold a conversation.
+        """
+        if self.tokenizer is None:
+            raise InputError(
+                "chat needs a tokenizer, but this model has none; build with tokenizer="
+            )
+        if self.facts.encoder is not None:
+            raise InputError("this model is an encoder-decoder; give `generate` an encoder_input")
+        if self._loop.masked_diffusion:
+            raise InputError(
+                "this model fills masks, so no turn goes on from the one before; give `generate` the messages"
+            )
+
+        def start(ids: Ints, params: SamplingParams, session: Session) -> Stream:
+            return self._stream(self._samples(ids, params)[0], True, None, session)
+
+        return Chat(
+            self.tokenizer,
+            self.facts.max_context,
+            self.session,
+            start,
+            system,
+            chat_template_kwargs,
+        )
 
     def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
         """Logits float32 [B,T,V] after each of tokens [B,T], from an empty cache.
@@ -425,19 +460,34 @@ class CompiledModel:
                 samples.append(Sample(row, script, frozenset(own)))
         return samples
 
+    def _stream(
+        self, sample: Sample, text: bool, sources: Sources, session: Session | None = None
+    ) -> Stream:
+        meter = Meter(self.tuning, self._context.costs)
+        tokens = self._decode([sample], 1, sources, meter, session)
+        return Stream(pieces(tokens, sample.script if text else None), meter, sample)
+
     def _decode(
-        self, samples: list[Sample], n: int, sources: Sources, meter: Meter
+        self,
+        samples: list[Sample],
+        n: int,
+        sources: Sources,
+        meter: Meter,
+        session: Session | None = None,
     ) -> Iterator[int]:
         """Run the loop over groups of prompts, of at most max_batch rows or else of one prompt; gives each token as
-        it comes.
+        it comes. `session`: of the only prompt, which may hold its first tokens and stays open.
         """
         step = max(1, self.facts.max_batch // n)
         for start in range(0, len(samples) // n, step):
             group = [one.row for one in samples[start * n : (start + step) * n]]
-            with self._encoded(sources, start, len(group) // n) as session:
-                session.select(np.repeat(np.arange(len(group) // n), n))
+            opened = (
+                nullcontext(session) if session else self._encoded(sources, start, len(group) // n)
+            )
+            with opened as own:
+                own.select(np.repeat(np.arange(len(group) // n), n))
                 for _, token in meter.watch(
-                    self._loop.tokens(session, group, self._context), session, group
+                    self._loop.tokens(own, group, self._context), own, group
                 ):
                     yield token
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +167,9 @@ class Meter:
         """Pass on a loop's tokens and measure time. Prefill lasts until the prompts of the rows have run;
         the rest is decode. The consumer's own time is excluded.
         """
-        first, before, reused = True, self.calls, self.reused
+        first, start_stats = True, session.stats
+        before, reused = self.calls - int(start_stats["calls"]), self.reused
+        reused += int(session.lengths.sum()) - int(start_stats["reused"])
         while True:
             start = time.perf_counter()
             pair = next(tokens, None)
@@ -270,6 +272,10 @@ class Stream:
     def stats(self) -> dict[str, Any]:
         """The statistics so far, as in `Output.stats`."""
         return self._meter.stats([self._sample.row])
+
+    def through(self, change: Callable[[Iterator[Any]], Iterator[Any]]) -> Stream:
+        """The same stream, whose pieces `change` passes on. This one must not be used any more."""
+        return Stream(change(self._pieces), self._meter, self._sample)
 
     def close(self) -> None:
         """End the generation and free the session."""
