@@ -82,7 +82,7 @@ def _check_type(where: str, field: dataclasses.Field[Any], value: Any) -> None:
     want, got = type(field.default), type(value)
     if got is not want and not (want is float and got is int):
         raise RecipeError(
-            f"{where} = {value!r} is {got.__name__}, not {want.__name__} (default {field.default!r})"
+            f"{where} = {shown(value)} is {got.__name__}, not {want.__name__} (default {field.default!r})"
         )
 
 

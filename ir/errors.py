@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
 class AccelError(Exception):
-    """Base class of all errors that accel raises on purpose."""
+    """Base class of all errors that accel raises on purpose. Its text is one line."""
+
+    def __init__(self, text: str = ""):
+        super().__init__(re.sub(r"\s*[\r\n]+\s*", " ", text))
 
 
 class CaptureError(AccelError):
@@ -66,6 +70,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """`kind 'name' does not exist; did you mean 'near'?`, or with the list of names if none is near."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
+    name = name if len(name) <= 80 else f"{name[:77]}..."
     if near:
         return f"{kind} '{name}' does not exist; did you mean '{near[0]}'?"
     return f"{kind} '{name}' does not exist; known: {', '.join(names) or 'none'}"
@@ -77,6 +82,6 @@ def shown(value: object) -> str:
     """
     try:
         text = repr(value)
-    except ValueError:
+    except Exception:  # of such a number, or whatever an object's own repr raises
         return f"a number of {value.bit_length()} bits" if isinstance(value, int) else "a value"
     return text if len(text) <= 80 else f"{text[:77]}..."

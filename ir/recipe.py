@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from accel.ir.errors import RecipeError, unknown
+from accel.ir.errors import RecipeError, shown, unknown
 
 _HEADER = ("about", "when", "papers")
 _GROUP = "_group.toml"
@@ -120,7 +120,7 @@ def merge(recipes: Sequence[Recipe]) -> Recipe:
             if axis in tables and tables[axis] != table:
                 raise RecipeError(
                     f"recipes '{owner[axis]}' and '{recipe.name}' both set {axis} "
-                    f"({tables[axis].get('use')!r} and {table.get('use')!r}); leave one out"
+                    f"({shown(tables[axis].get('use'))} and {shown(table.get('use'))}); leave one out"
                 )
             tables[axis] = table
             owner[axis] = recipe.name
@@ -161,26 +161,31 @@ def _from_text(name: str, text: str, where: str = "") -> Recipe:
 
 def _from_dict(name: str, data: dict[str, Any], where: str = "recipe") -> Recipe:
     about, when, papers = data.get("about", ""), data.get("when", ""), data.get("papers", [])
-    if not isinstance(about, str) or not isinstance(when, str):
-        raise RecipeError(f"{where}: about and when must be strings")
+    name = data.get("name", name)
+    if not (isinstance(name, str) and isinstance(about, str) and isinstance(when, str)):
+        raise RecipeError(f"{where}: name, about and when must be strings")
     if not isinstance(papers, (list, tuple)) or not all(isinstance(p, str) for p in papers):
         raise RecipeError(f"{where}: papers must be a list of titles")
     tables: dict[str, dict[str, Any]] = {}
     body = {k: v for k, v in data.items() if k not in (*_HEADER, "name")}
     _flatten(where, "", body.pop("tables", body), tables)
-    return Recipe(str(data.get("name", name)), about, when, tuple(papers), tables)
+    return Recipe(name, about, when, tuple(papers), tables)
 
 
 def _flatten(where: str, axis: str, data: Any, tables: dict[str, dict[str, Any]]) -> None:
     """Nested TOML tables -> {"kv.score": {"use": …}}."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"{where}: '{axis}' is a {type(data).__name__}, not a table with `use`")
+    if wrong := [key for key in data if not isinstance(key, str)]:
+        raise RecipeError(f"{where}: key {shown(wrong[0])} of '{axis}' is not a string")
     if "use" in data:
         if not isinstance(data["use"], str):
-            raise RecipeError(f"{where}: {axis}.use is {data['use']!r}, not the name of a method")
+            raise RecipeError(
+                f"{where}: {axis}.use is {shown(data['use'])}, not the name of a method"
+            )
         tables[axis] = dict(data)
         return
     if axis and not any(isinstance(v, Mapping) for v in data.values()):
         raise RecipeError(f'{where}: table [{axis}] has no `use`; name a method: use = "name"')
     for key, value in data.items():
-        _flatten(where, f"{axis}.{key}" if axis else str(key), value, tables)
+        _flatten(where, f"{axis}.{key}" if axis else key, value, tables)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from accel.ir.errors import ArtifactError, LoweringError
+from accel.ir.errors import ArtifactError, LoweringError, shown
 from accel.ir.fields import MANIFEST
 
 # Waits until the parent has gone (its end of the pipe closed, or another parent), then puts things
@@ -51,6 +51,10 @@ def user_path(path: str | os.PathLike[str]) -> Path:
         return found
     except RuntimeError:
         raise ArtifactError(f"{path}: there is no such user; write the folder's path out") from None
+    except TypeError:
+        raise ArtifactError(
+            f"{shown(path)} is a {type(path).__name__}, not a path; give a str or a pathlib.Path"
+        ) from None
     except ValueError:
         raise ArtifactError(f"{str(path)!r} holds a NUL character, which no path does") from None
     except OSError as error:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.ir.facts import Facts
 from accel.runtime.decode.logits_processors import LogitsProcessor
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
@@ -16,6 +16,7 @@ from accel.runtime.inputs.prompts import as_count, as_eos
 from accel.runtime.sample.standard import Standard
 
 MAX_TOKENS = 64
+_LARGEST = 3e38  # of float32
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class SamplingParams:
         as_count(self.max_tokens, "max_tokens", 1)
         if self.seed is not None:
             as_count(self.seed, "seed", 0)
+        if not isinstance(self.ignore_eos, bool):
+            raise InputError(f"ignore_eos = {shown(self.ignore_eos)}: give True or False")
         self.sampler  # noqa: B018  (checks its options)
         as_count(self.n, "n", 1)
         if self.n > 1 and self.sampler.greedy:
@@ -76,12 +79,12 @@ class SamplingParams:
         given = self.logits_processors
         if given is not None and not (isinstance(given, Sequence) and all(map(callable, given))):
             raise InputError(
-                f"logits_processors = {given!r}: give a list of functions (token ids, logits) -> logits"
+                f"logits_processors = {shown(given)}: give a list of functions (token ids, logits) -> logits"
             )
         guide = self.structured_outputs
         if guide is not None and not isinstance(guide, StructuredOutputsParams):
             raise InputError(
-                f"structured_outputs is {guide!r}; give accel.StructuredOutputsParams(…)"
+                f"structured_outputs is {shown(guide)}; give accel.StructuredOutputsParams(…)"
             )
 
     @property
@@ -118,17 +121,22 @@ def sampling_params(
         ends = () if own else as_eos(eos, facts)
         return SamplingParams(limit, **options, stop_token_ids=ends, ignore_eos=not own)
     if not isinstance(given, SamplingParams):
-        raise InputError(f"sampling_params is {given!r}; give accel.SamplingParams(…)")
+        raise InputError(f"sampling_params is {shown(given)}; give accel.SamplingParams(…)")
     said = {"max_new_tokens": max_new_tokens, "eos": eos, **options}
     usual = {f.name: f.default for f in fields(SamplingParams)} | {
         "max_new_tokens": MAX_TOKENS,
         "eos": None,
     }
-    if both := [name for name, value in said.items() if value != usual[name]]:
+    if both := [name for name, value in said.items() if _given(value, usual[name])]:
         raise InputError(
             f"sampling_params and {', '.join(both)} were given; put all into accel.SamplingParams(…)"
         )
     return given
+
+
+def _given(value: Any, usual: Any) -> bool:
+    """Whether an option is not at its default; it may be an array, which does not compare."""
+    return not isinstance(value, (int, float, str, type(None))) or value != usual
 
 
 def _check_bias(bias: Any) -> None:
@@ -136,11 +144,11 @@ def _check_bias(bias: Any) -> None:
     if bias is None:
         return
     if not isinstance(bias, Mapping):
-        raise InputError(f"logit_bias = {bias!r}: give a dict of token id -> number")
+        raise InputError(f"logit_bias = {shown(bias)}: give a dict of token id -> number")
     for token, value in bias.items():
         as_count(token, "logit_bias: token", 0)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not value < math.inf:
+        if not number or not (value == -math.inf or abs(value) <= _LARGEST):
             raise InputError(
-                f"logit_bias: token {token} has {value!r}; give a number, or -inf to ban the token"
+                f"logit_bias: token {token} has {shown(value)}; give a number, or -inf to ban the token"
             )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
@@ -46,7 +46,7 @@ class StructuredOutputsParams:
         for kind in ("regex", "grammar"):
             if not isinstance(getattr(self, kind), str | None):
                 raise InputError(
-                    f"structured_outputs: {kind} is {getattr(self, kind)!r}; give a string"
+                    f"structured_outputs: {kind} is {shown(getattr(self, kind))}; give a string"
                 )
         if self.disable_any_whitespace and self.json is None:
             raise InputError("structured_outputs: disable_any_whitespace goes with json only")
@@ -200,7 +200,7 @@ def _choice(value: Any) -> str:
         or not all(isinstance(one, str) and one for one in value)
     ):
         raise InputError(
-            f"structured_outputs: choice is {value!r}; give a list of non-empty strings"
+            f"structured_outputs: choice is {shown(value)}; give a list of non-empty strings"
         )
     return "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
 

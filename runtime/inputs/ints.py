@@ -29,7 +29,10 @@ def as_ints(value: Any, what: str) -> Ints:
             raise InputError(
                 f"{what}: {type(value).__name__} is not an array of integers"
             ) from None
-        array = np.asarray(value.tolist())
+        try:
+            array = np.asarray(value.tolist())
+        except Exception as error:  # a sparse tensor, or one without values
+            raise InputError(f"{what}: {type(value).__name__} gives no values: {error}") from None
     if array.size == 0 and not (isinstance(value, np.ndarray) and array.dtype.kind in "fbcO"):
         return array.astype(np.int64)
     if array.dtype.kind not in "iu" or (

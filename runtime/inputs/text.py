@@ -6,7 +6,8 @@ import codecs
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
@@ -14,15 +15,27 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
-from accel.ir.errors import ArtifactError, InputError
+from accel.ir.errors import AccelError, ArtifactError, InputError, shown
 from accel.runtime.inputs.tokenizer_config import TokenizerConfig
 
+_VERSION = tokenizers.__version__
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _ANCHOR = (
     4  # tokens decoded again to the left of new ones, for decoders that look at the token before
 )
 ALIKE = 0.99  # of the tokens of the smaller vocabulary, where two tokenizers are taken for one
 _HELD = 8  # tokens held at most while a character seems unfinished: none has more bytes
+
+
+@contextmanager
+def _told(kind: type[AccelError], what: str) -> Iterator[None]:
+    """What the library raises, as an error of that kind: plain Exceptions, and panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{what}: {error}; give the tokenizer.json that belongs to the model") from error
 
 
 class Tokenizer:
@@ -35,15 +48,12 @@ class Tokenizer:
         templates. Raises ArtifactError.
         """
         self.config = config or TokenizerConfig()
-        try:
+        name = "the tokenizer" if isinstance(source, bytes) else str(source)
+        with _told(
+            ArtifactError, f"{name} is not a tokenizer.json that tokenizers {_VERSION} reads"
+        ):
             self._json = source if isinstance(source, bytes) else Path(source).read_bytes()
             self._inner = tokenizers.Tokenizer.from_str(self._json.decode("utf-8"))
-        except Exception as error:  # tokenizers raises plain Exception
-            name = "the tokenizer" if isinstance(source, bytes) else str(source)
-            raise ArtifactError(
-                f"{name} is not a tokenizer.json that tokenizers {tokenizers.__version__} reads: "
-                f"{error}"
-            ) from error
         self._inner.no_padding()
         self._inner.no_truncation()
         self.special = frozenset(
@@ -68,14 +78,14 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids; `special` adds what the model expects around a text (a first token)."""
-        try:
-            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
-        except TypeError:  # what the library says of text that is none in UTF-8
-            place = next(i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff")
+        surrogates = (i for i, letter in enumerate(text) if "\ud800" <= letter <= "\udfff")
+        if (place := next(surrogates, None)) is not None:
             raise InputError(
                 f"the text holds a lone surrogate (U+{ord(text[place]):04X}) at place {place}, which no UTF-8 text "
                 "does; decode its bytes as UTF-8, with errors='replace' where they may be wrong"
-            ) from None
+            )
+        with _told(InputError, "the model's tokenizer cannot encode this text"):
+            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         return ids
 
     @overload
@@ -129,7 +139,9 @@ class Tokenizer:
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, special ones left out."""
-        text: str = self._inner.decode([int(t) for t in tokens], skip_special_tokens=True)
+        ids = [int(t) for t in tokens]
+        with _told(InputError, "the model's tokenizer cannot decode these tokens"):
+            text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
 
     @property
@@ -243,7 +255,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]):
         """Raises InputError for an empty stop string."""
         if any(not isinstance(s, str) or not s for s in stops):
-            raise InputError(f"stop = {list(stops)!r}: give non-empty strings")
+            raise InputError(f"stop = {shown(list(stops))}: give non-empty strings")
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._buffer = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import RecipeError
+from accel.ir.errors import RecipeError, shown
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import ROOT, Base, Draw, Growth, Shape, Tree
 from accel.runtime.tree._optimal import Optimal
@@ -44,7 +44,7 @@ class Sequoia(Base):
         )
         if not numbers or isinstance(self.rates, str) or not 0 < sum(self.rates) <= 1:
             raise RecipeError(
-                f"tree.sequoia: rates are {self.rates!r}; give one acceptance rate per rank, each "
+                f"tree.sequoia: rates are {shown(self.rates)}; give one acceptance rate per rank, each "
                 "at least 0, with a sum "
                 "of at most 1, such as [0.5, 0.12, 0.06]"
             )

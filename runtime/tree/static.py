@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import RecipeError
+from accel.ir.errors import RecipeError, shown
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import Base, Draw, Growth, Shape
@@ -78,7 +78,7 @@ def _checked(paths: Any) -> tuple[Path, ...]:
         whole = isinstance(path, Sequence) and path and all(type(r) is int and r >= 0 for r in path)
         if not whole or isinstance(path, str):
             raise RecipeError(
-                f"tree.static: path {path!r} is not a list of ranks; give paths as [[0], [1], [0, 0]]"
+                f"tree.static: path {shown(path)} is not a list of ranks; give paths as [[0], [1], [0, 0]]"
             )
         path = tuple(path)
         before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)

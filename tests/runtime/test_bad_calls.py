@@ -2,11 +2,14 @@
 
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 import accel
 from accel.ir.errors import AccelError
 from accel.ir.recipe import Recipe
+from accel.runtime.decode.sampling_params import SamplingParams
 
 HUGE = 10**400
 CALLS = {
@@ -18,6 +21,26 @@ CALLS = {
     "a lone surrogate": (lambda m: m.generate("a\ud800b"), "U\\+D800\\) at place 1"),
     "a temperature beyond floats": (lambda m: m.generate("a", temperature=HUGE), "temperature"),
     "a top_p beyond floats": (lambda m: m.generate("a", temperature=1.0, top_p=HUGE), "top_p"),
+    "a temperature of 5000 digits": (
+        lambda m: m.generate("a", temperature=10**5000),
+        "temperature = a number of 16610 bits",
+    ),
+    "a stop of two lines": (lambda m: m.generate("a", stop=["a\nb", 3]), "give a non-empty string"),
+    "a logit bias beyond floats": (
+        lambda m: m.generate("a", logit_bias={3: 10**400}),
+        "give a number",
+    ),
+    "a sparse tensor": (lambda m: m.generate(torch.zeros(2, 2).to_sparse()), "gives no values"),
+    "an array for a switch": (
+        lambda m: SamplingParams(ignore_eos=np.zeros(2)),
+        "give True or False",
+    ),
+    "an array beside params": (
+        lambda m: m.generate("a", stop=np.zeros(2), sampling_params=SamplingParams()),
+        "put all into",
+    ),
+    "too many threads": (lambda m: accel.load(m.artifact.path, threads=10**11), "from 1 to 1024"),
+    "no path": (lambda m: accel.load(None), "None is a NoneType, not a path"),
     "a negative seed": (lambda m: m.generate("a", seed=-1), "seed = -1"),
     "a token beyond all": (lambda m: m.generate([10**30]), "give token ids"),
     "an end beyond all": (lambda m: m.generate("a", eos=[10**30]), "give token ids"),

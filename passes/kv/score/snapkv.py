@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.axis import count
-from accel.ir.errors import RecipeError
+from accel.ir.errors import RecipeError, shown
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._window import observed, pooled
 
@@ -32,7 +32,9 @@ class SnapKV(Base):
                 "least 1 and an odd kernel"
             )
         if self.pooling not in ("mean", "max"):
-            raise RecipeError(f"kv.score.snapkv: pooling is {self.pooling!r}; give 'mean' or 'max'")
+            raise RecipeError(
+                f"kv.score.snapkv: pooling is {shown(self.pooling)}; give 'mean' or 'max'"
+            )
 
     @property
     def observe(self) -> int:  # type: ignore[override]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import ArtifactError, unknown
+from accel.ir.errors import ArtifactError, shown, unknown
 from accel.lowering.onnx.native import library
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
@@ -68,7 +68,7 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
     if asked != AUTO:
         if not isinstance(asked, str):
             raise ArtifactError(
-                f"kernels = {asked!r}: give one of {', '.join([AUTO, *entry.graphs])}"
+                f"kernels = {shown(asked)}: give one of {', '.join([AUTO, *entry.graphs])}"
             )
         if asked not in entry.graphs:
             names = [AUTO, *entry.graphs]

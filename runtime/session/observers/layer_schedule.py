@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.depth import NESTED, Depth
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, shown
 from accel.runtime.backends.layer_inputs import NEVER, Controls
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
@@ -157,6 +157,6 @@ class LayerSchedule(SessionObserver):
             or threshold != threshold
         ):
             raise InputError(
-                f"threshold is {threshold!r}; give a number, above 1 to run all layers"
+                f"threshold is {shown(threshold)}; give a number, above 1 to run all layers"
             )
         return float(threshold)
