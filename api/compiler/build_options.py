@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class BuildOptions:
     dump: str | Path | None = None
     threads: int | None = None
     download: bool = False
+    merge_adapter: str | Path | None = None
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:

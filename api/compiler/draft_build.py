@@ -90,6 +90,8 @@ def _build(
             tokenizer=None,
             calibration=None,
             dump=None,
+            merge_adapter=None,
+            adapters={},
         )
         model = compile_model(path, _recipe(plan), own, folder)
         try:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.genai import genai_config
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.hub import model_folder
+from accel.compiler.load.merge import merged
 from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
 from accel.compiler.quality.batch_invariant import check_rows
 from accel.compiler.quality.calibration import make_calibration, read_calibration
@@ -35,6 +36,7 @@ from accel.ir.capture.traits import Kind
 from accel.ir.entries import kind_of
 from accel.ir.entries.step import STEP
 from accel.ir.errors import LoweringError, RecipeError
+from accel.ir.peft import read_adapter
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
@@ -139,6 +141,8 @@ def optimize(
     dump: str | Path | None = None,
     threads: int | None = None,
     download: bool = False,
+    merge_adapter: str | Path | None = None,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> CompiledModel:
     """Compile a language model: a causal decoder, an encoder-decoder or a masked-diffusion model.
 
@@ -165,6 +169,10 @@ def optimize(
         dump: folder for the program's text before and after each pass.
         threads: compute threads of the returned model, as in `accel.load`.
         download: let huggingface_hub download what the cache lacks of a repository.
+        merge_adapter: folder of a LoRA or DoRA adapter that `peft` saved, merged into the weights before
+            the recipe sees them.
+        adapters: name -> folder of a LoRA adapter that `peft` saved. The artifact holds the base weights
+            once and these beside them; a session chooses (`session(adapter=name)`).
 
     Returns:
         The compiled model. Close it, or use it in a `with` statement.
@@ -183,6 +191,8 @@ def optimize(
         dump,
         threads,
         download,
+        merge_adapter,
+        dict(adapters or {}),
     )
     return build(model, recipe, options, out, progress)
 
@@ -217,6 +227,7 @@ def build(
             "weights; give a recipe with [weights], such as int4-gptq"
         )
     given = read_calibration(options.calibration)
+    merge = None if options.merge_adapter is None else read_adapter(options.merge_adapter)
     path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
     tokenizer = read_tokenizer(options.tokenizer, path)
     stored: dict[Tensor, Stored] = {}
@@ -226,6 +237,8 @@ def build(
             loaded = load_model(path, options.trust_remote_code)
             model, stored, notes = loaded.model, loaded.stored, loaded.notes
             del loaded
+    if merge is not None:
+        stored = merged(model, stored, merge)
     traits = inspect(model, max_context)
     if traits.kind is not Kind.PROGRAM:
         refuse(passes, facts := traits.facts(), job.plan.recipe.name)

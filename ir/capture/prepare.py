@@ -121,7 +121,7 @@ def _widened(
     for tensor in narrow:
         if isinstance(tensor, nn.Parameter):
             wide: Tensor = nn.Parameter(stand_in(tensor.shape), requires_grad=False)
-            stored[wide] = Stored(tensor.detach(), (Tensor.float,))
+            stored[wide] = stored.get(tensor) or Stored(tensor.detach(), (Tensor.float,))
         else:
             wide = tensor.float()
         copies[id(tensor)] = wide
