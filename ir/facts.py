@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import Depth
 from accel.ir.diffusion import Diffusion
 from accel.ir.fields import Fields
@@ -16,6 +17,7 @@ FEATURES = (
     "depth",
     "prefill",
     "diffusion",
+    "adapters",
 )  # attributes of `Facts` that most models lack
 
 
@@ -112,6 +114,7 @@ class Facts:
     depth: Depth | None = None
     prefill: Prefill | None = None
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
+    adapters: AdapterFacts | None = None  # None: no row chooses one
 
     @property
     def num_layers(self) -> int:
@@ -168,4 +171,5 @@ class Facts:
             diffusion=Diffusion.from_json(f.object("diffusion"), vocab)
             if "diffusion" in f.value
             else None,
+            adapters=AdapterFacts.from_json(f.object("adapters")) if f.has("adapters") else None,
         )

@@ -88,7 +88,14 @@ class PeftAdapter:
     def _of(self, patterns: str, name: str, default: str) -> float:
         """The number of the first pattern that is the end of a name, or else that of the field `default`."""
         for pattern, value in (self.config.get(patterns) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
+            try:
+                fits = re.match(rf"(.*\.)?({pattern})$", name)
+            except re.error as error:
+                raise InputError(
+                    f"{self.path / CONFIG}: {patterns} has {pattern!r}, which is no regular expression ({error}); save "
+                    "the adapter again"
+                ) from None
+            if fits:
                 return self._number(patterns, value)
         return self._number(default, self.config.get(default, 8))
 
@@ -179,7 +186,7 @@ def _config(folder: Path) -> dict[str, Any]:
 def _tensors(file: Path) -> dict[str, Array]:
     """Every tensor of a safetensors file, widened to float32."""
     try:
-        found = dict(deserialize(file.read_bytes()))
+        found: dict[str, Any] = dict(deserialize(file.read_bytes()))  # type: ignore[no-untyped-call]
     except (OSError, SafetensorError) as error:
         raise InputError(f"{file} is cut or damaged ({error}): fetch it again") from error
     arrays = {}

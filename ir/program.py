@@ -45,6 +45,9 @@ class Program:
     dims: dict[str, str] = field(default_factory=dict)  # symbol -> letter, for text
     calibration: Calibration | None = None  # what passes over the weights go by
     traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
+    examples: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # of inputs with a default: for checks
 
     @property
     def step(self) -> Entry:

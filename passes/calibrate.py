@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from accel.ir.capture.encoder import INPUT_POSITIONS, INPUTS
-from accel.ir.capture.examples import encoder_example
+from accel.ir.capture.examples import adapter_example, encoder_example
 from accel.ir.program import Program, ancestors, compute, operand
 from accel.ir.region import Region
 from accel.ir.state import state_of
@@ -32,11 +32,12 @@ def calibrate(program: Program, tokens: Tensor, wanted: Collection[fx.Node], vis
 
 
 def all_values(program: Program, tokens: Tensor) -> Iterator[tuple[fx.Graph, dict[fx.Node, Any]]]:
-    """Each graph of the program and the values of all its nodes: for a few tokens only."""
+    """Each graph of the program and the values of all its nodes: for a few tokens only. Rows use different adapters."""
     for name in ("encode", "step"):
         if name in program.entries:
             found: list[tuple[fx.Graph, dict[fx.Node, Any]]] = []
-            _keep(program.entries[name].graph, program, feeds(program, name, tokens), found)
+            given = {**feeds(program, name, tokens), **adapter_example(program, len(tokens))}
+            _keep(program.entries[name].graph, program, given, found)
             yield from found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from accel.ir.capture.examples import encoder_side, example
+from accel.ir.capture.examples import adapter_example, example, side_inputs
 from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, ranks_of
 from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.errors import Miscompiled, PassError
@@ -36,14 +36,18 @@ class NumericCheck:
     apart: list[list[Tensor]] = field(default_factory=list)  # of each case, where its ways differ
 
     def __post_init__(self) -> None:
-        longest = self.program.facts.max_context
+        self.begin(self.program)
+
+    def begin(self, program: Program) -> None:
+        """Hold later passes to what the program computes now."""
+        longest = program.facts.max_context
         self.cases = []
         for seed, (batch, length) in enumerate(_SIZES):
             tokens, positions = example(
-                batch, min(length, longest), self.program.facts.vocab_size, seed + 7
+                batch, min(length, longest), program.facts.vocab_size, seed + 7
             )
-            given = {"tokens": tokens, "positions": positions, **encoder_side(self.program, batch)}
-            out = self.program.run("step", given)
+            given = {"tokens": tokens, "positions": positions, **side_inputs(program, batch)}
+            out = program.run("step", given)
             self.cases.append((tokens, out["logits"].float()))
 
     def __call__(self, program: Program, step: Pass) -> float:
@@ -127,7 +131,7 @@ def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]
     """
     length = tokens.shape[1]
     positions = torch.arange(length).repeat(tokens.shape[0], 1)
-    side = encoder_side(program, tokens.shape[0])
+    side = side_inputs(program, tokens.shape[0])
     if "slots" not in program.step.inputs:
         given = {"tokens": tokens, "positions": positions, **side}
         out = program.run("step", given)
@@ -247,6 +251,7 @@ def run_concatenated(program: Program, tokens: Tensor) -> list[tuple[Tensor, sli
             "position_ids": torch.arange(start, end).repeat(batch, 1),
             "attention_mask": torch.ones(batch, end, dtype=torch.int64),
             **past,
+            **adapter_example(program, batch),
         }
         out = program.run(GENAI.name, inputs)
         past = {past_of(s): out[present_of(s)] for s in held}

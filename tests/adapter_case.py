@@ -26,7 +26,8 @@ def write(folder, model, ends, rank=3, alpha=5.0, seed=0, dtype=torch.float32, *
         parts["B"] = torch.randn(out, rank, generator=generator) / 2
         for part, value in parts.items():
             tensors[f"base_model.model.{name}.lora_{part}.weight"] = value.to(dtype).contiguous()
-    return written(folder, tensors, r=rank, lora_alpha=alpha, **config)
+    config = {"r": rank, "lora_alpha": alpha, "target_modules": list(ends), **config}
+    return written(folder, tensors, **config)
 
 
 def written(folder, tensors, **config):

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 import accel
 from accel import cli
 
+from . import adapter_case
+
 COMMANDS = ("build", "run", "recipes", "explain", "inspect", "smoke", "bench", "demo")
 
 
@@ -171,6 +173,29 @@ def test_an_option_of_a_build_cannot_apply_to_an_artifact(artifact, option):
 def test_an_option_of_an_artifact_cannot_apply_to_a_model(model):
     result = call("run", model, "--prompt", "0123", "--kernels", "portable")
     one_error(result, "--kernels", "is a model directory; leave it out, or build first")
+    result = call("run", model, "--prompt", "0123", "--adapter", "poet")
+    one_error(result, "--adapter", "is a model directory; merge one for this run (--merge-adapter")
+
+
+def test_adapters_are_built_in_and_chosen_by_name(model, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    module = LlamaForCausalLM.from_pretrained(model)
+    folder = adapter_case.write(tmp_path / "poet", module, ["q_proj", "up_proj"])
+    out = tmp_path / "out"
+    result = call("build", model, "--adapter", f"poet={folder}", "--no-verify", "--out", out)
+    assert result.exit_code == 0 and "poet (rank 3, " in result.output, result.output
+    assert "poet (rank 3, " in call("inspect", out).output
+    with accel.load(out) as loaded:
+        want = loaded.generate([5, 6, 7], 6, adapter="poet").tokens[0]
+        assert want != loaded.generate([5, 6, 7], 6).tokens[0]
+    options = ["--tokens", "5,6,7", "--max-new-tokens", 6, "--json"]
+    result = call("run", out, "--adapter", "poet", *options)
+    assert json.loads(result.stdout)["tokens"] == want
+    result = call("run", model, "--merge-adapter", folder, *options)
+    assert json.loads(result.stdout)["tokens"] == want
+    one_error(call("run", out, "--adapter", "pot", *options), "did you mean 'poet'?")
+    one_error(call("run", out, "--merge-adapter", folder, *options), "is an artifact; leave it out")
 
 
 def test_inspect(artifact):
@@ -277,6 +302,11 @@ USAGE = {
         ["--regex and --grammar"],
     ),
     "ids": (["run", "x", "--tokens", "1,b"], ["'b'", "1,2,3"]),
+    "no adapter": (["build", "x", "--out", "y", "--adapter", "z"], ["z is not NAME=DIR"]),
+    "two of a name": (
+        ["build", "x", "--out", "y", "--adapter", "a=b", "--adapter", "a=c"],
+        ["a is given twice"],
+    ),
     "no file": (["run", "x", "--prompt-file", "/no/such"], ["/no/such"]),
     "a number": (["build", "x", "--out", "y", "--max-context", "0"], ["--max-context"]),
 }

@@ -25,6 +25,8 @@ from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.recipe import Recipe, bundled
 
+from . import adapter_case
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "recipes"
@@ -64,7 +66,9 @@ def commands(page):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with `my-model` in it, two layers of random weights with the bundled tokenizer, and its artifact."""
+    """A folder with `my-model` in it, two layers of random weights with the bundled tokenizer, its artifact, and two
+    adapters.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("docs")
@@ -72,7 +76,10 @@ def built(tmp_path_factory):
         vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
     )  # fmt: skip
-    models.randomise(LlamaForCausalLM(config), "readme").save_pretrained(folder / "my-model")
+    model = models.randomise(LlamaForCausalLM(config), "readme")
+    model.save_pretrained(folder / "my-model")
+    for seed, name in enumerate(("poet", "coder")):
+        adapter_case.write(folder / name, model, ["q_proj", "up_proj"], seed=seed)
     tokenizer = (demo.reference() / "tokenizer.json").read_text(encoding="utf-8")
     (folder / "my-model" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

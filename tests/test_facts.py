@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import NESTED, Depth
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import ArtifactError
@@ -23,6 +24,7 @@ FULL = {
     "depth": Depth((True, False, True), NESTED, 0.5),
     "prefill": Prefill(Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32)),
     "diffusion": Diffusion(7, shift=True),
+    "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
 }
 
 
@@ -76,6 +78,16 @@ def test_layers_of_older_artifacts():
             "diffusion",
             {"mask": 50, "shift": False},
             "model.diffusion.mask is 50 .*not a token id, 0..49",
+        ),
+        (
+            "adapters",
+            {"modules": {"q": [8]}, "ranks": {}, "bytes": {}},
+            r"model.adapters.modules.q is \[8\] .*two sizes",
+        ),
+        (
+            "adapters",
+            {"modules": {}, "ranks": {"../x": 1}, "bytes": {}},
+            r"model.adapters.ranks.../x is '../x' .*the name of an adapter",
         ),
         ("prefill", {"stages": [{"tokens": 0}]}, r"model.prefill.stages\[0\].tokens is 0"),
     ],

@@ -18,6 +18,7 @@ Examples:
   accel-compile build org/name --download --out ./artifact
   accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
   accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
+  accel-compile build ./my-model --adapter poet=./poet --adapter coder=./coder --out ./artifact
   accel-compile build ./my-model --recipe my.toml --dump ./text --json --out ./artifact
 """
 
@@ -56,6 +57,14 @@ def build(
             help="Calibration text for weight quantisation and its loss. Default: the bundled text.",
         ),
     ] = None,
+    merge_adapter: options.MergeAdapter = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=DIR",
+            help="LoRA adapter that peft saved, which run --adapter NAME chooses. May be repeated.",
+        ),
+    ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
     dump: Annotated[
@@ -86,6 +95,8 @@ def build(
             trust_remote_code=trust_remote_code,
             dump=dump,
             download=download,
+            merge_adapter=merge_adapter,
+            adapters=_named(adapter or []),
         )
     with compiled:
         if as_json:
@@ -93,3 +104,19 @@ def build(
             return
         show_report(compiled.report)
     typer.echo(f'\nwritten to {out}; try: accel-compile run {out} --prompt "def quicksort("')
+
+
+def _named(given: list[str]) -> dict[str, Path]:
+    """The adapters of NAME=DIR options."""
+    found: dict[str, Path] = {}
+    for item in given:
+        name, equals, folder = item.partition("=")
+        if not (name and equals and folder):
+            raise typer.BadParameter(
+                f"--adapter {item} is not NAME=DIR; give a name and the folder that peft wrote (one adapter for good: "
+                "--merge-adapter DIR)"
+            )
+        if name in found:
+            raise typer.BadParameter(f"--adapter {name} is given twice; give each another name")
+        found[name] = Path(folder)
+    return found

@@ -12,7 +12,7 @@ from accel.commands import options
 from accel.commands.console import error_text, pairs, print_json, size, table
 from accel.commands.show import show_chain, show_steps, show_tuning
 from accel.compiler.layer_summary import picture, why_not
-from accel.compiler.report import cross_bytes, state_bytes, state_text, weights_text
+from accel.compiler.report import adapters_text, cross_bytes, state_bytes, state_text, weights_text
 from accel.ir.facts import FEATURES
 
 if TYPE_CHECKING:
@@ -132,13 +132,15 @@ def _show(artifact: Artifact) -> None:
         *_depth(facts.depth),
         ("grade", manifest.grade),
         *weights_text(manifest.report.get("weights", {}), size),
+        *adapters_text(facts.to_json().get("adapters"), size),
         ("state", f"{state_text(state, size)}, {len(state)} buffers"),
         ("largest error", ", ".join(f"{n} {error_text(e)}" for n, e in errors.items())),
         *(("note", note) for note in manifest.report.get("notes", [])),
     ])  # fmt: skip
     show_chain(_layers(artifact), state, why_not(manifest.report))
+    beside = () if facts.adapters is None else facts.adapters.shapes()
     entries = [
-        [name, e.file, ", ".join(e.inputs), ", ".join(e.outputs)]
+        [name, e.file, ", ".join(i for i in e.inputs if i not in beside), ", ".join(e.outputs)]
         for name, e in manifest.entries.items()
     ]
     table(["entry", "file", "inputs", "outputs"], entries)

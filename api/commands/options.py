@@ -82,6 +82,13 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[
     int | None, typer.Option(metavar="N", help="Random seed, for reproducible sampling.")
 ]
+MergeAdapter = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="LoRA or DoRA adapter that peft saved, merged into the weights.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 
 

@@ -23,6 +23,7 @@ Examples:
   accel-compile run ./artifact --prompt "def quicksort("
   echo "import os" | accel-compile run ./artifact --temperature 0.8 --top-p 0.95 --seed 7
   accel-compile run ./my-model --prompt-file prompt.txt --max-new-tokens 200 --stop "\\n\\n"
+  accel-compile run ./artifact --adapter poet --prompt "Once upon a time"
   accel-compile run ./artifact --tokens 1,5,9 --json
   accel-compile run ./my-t5 --input "translate English to German: Good morning."
   accel-compile run ./my-whisper --input features.npy
@@ -61,6 +62,10 @@ def run(
             help="Encoder input of an encoder-decoder model: text, or a .npy file with features or token "
             "ids. The prompt is then the start of the decoder's output.",
         ),
+    ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Adapter of the artifact (listed by inspect)."),
     ] = None,
     max_new_tokens: Annotated[
         int,
@@ -122,6 +127,7 @@ def run(
     recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
+    merge_adapter: options.MergeAdapter = None,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
     as_json: options.Json = False,
@@ -129,7 +135,7 @@ def run(
     """Continue a prompt and stream the text.
 
     A model directory is compiled first, for this run only. The options --recipe, --tokenizer,
-    --max-context, --trust-remote-code and --download apply only to that build.
+    --max-context, --merge-adapter, --trust-remote-code and --download apply only to that build.
     """
     from accel.runtime.decode.sampling_params import SamplingParams
 
@@ -153,16 +159,18 @@ def run(
     )
     settings: dict[str, Any] = {
         "encoder_input": None if source is None else _source(source),
+        "adapter": adapter,
         "sampling_params": params,
     }
     build = {
         "recipe": options.recipe(recipe),
         "tokenizer": tokenizer,
         "max_context": max_context,
+        "merge_adapter": merge_adapter,
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {name for name in (*build, "kernels") if options.was_given(context, name)}
+    asked = {name for name in (*build, "kernels", "adapter") if options.was_given(context, name)}
     with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
         if as_json:
             out = model.generate(given, **settings)

@@ -34,6 +34,12 @@ def open_model(
     if not path.exists():
         path = _named(path, bool(build.get("download")))
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():
+        if "adapter" in asked:
+            raise InputError(
+                f"--adapter chooses among the adapters of an artifact, and {path} is a model directory; merge one "
+                f"for this run (--merge-adapter DIR), or build first: accel-compile build {path} --adapter NAME=DIR "
+                "--out DIR"
+            )
         if "kernels" in asked:
             raise InputError(
                 f"--kernels chooses among the kernels of an artifact, and {path} is a model directory; leave it "

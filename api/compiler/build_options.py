@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel.ir.errors import RecipeError, shown, unknown
+from accel.ir.errors import InputError, RecipeError, shown, unknown
 from accel.lowering.onnx.threads import MOST_THREADS
 
 TARGETS = ("onnx", "eager", "triton")
@@ -37,6 +37,11 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise RecipeError(unknown("target", str(self.target), TARGETS))
+        if not isinstance(self.adapters, Mapping):
+            raise InputError(
+                f"adapters is {self.adapters!r}; give a dict of names and folders, {{name: DIR}} (to merge one: "
+                "merge_adapter=DIR)"
+            )
         for name, most in MOST.items():
             value = getattr(self, name)
             whole = isinstance(value, int) and not isinstance(value, bool)

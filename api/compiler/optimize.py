@@ -30,19 +30,21 @@ from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
 from accel.compiler.quality.batch_invariant import check_rows
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
+from accel.ir.adapters import ROWS, AdapterFacts
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.capture.inspect import inspect
 from accel.ir.capture.traits import Kind
 from accel.ir.entries import kind_of
 from accel.ir.entries.step import STEP
 from accel.ir.errors import LoweringError, RecipeError
-from accel.ir.peft import read_adapter
+from accel.ir.peft import PeftAdapter, read_adapter
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.weights import Stored
 from accel.lowering import triton
 from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
 from accel.passes import Pass, Step, check_order, refuse, run
+from accel.passes.adapters.lora import Lora
 from accel.passes.check import NumericCheck
 from accel.passes.clean.clean import Clean
 from accel.passes.clean.fold import Fold
@@ -72,6 +74,7 @@ from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.model.adapters import Adapters, adapted, check_name
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import peak_memory
 
@@ -83,11 +86,16 @@ _LONG = 20  # a pass that runs the model over a text takes about as long as so m
 Progress = Callable[[str, float], None]
 
 
-def pipeline(encoder: bool = False, own: Sequence[Pass] = ()) -> list[Pass]:
-    """The passes of every model, in order, with the recipe's own passes among or after them."""
+def pipeline(
+    encoder: bool = False, own: Sequence[Pass] = (), adapted: Sequence[str] = ()
+) -> list[Pass]:
+    """The passes of every model, in order, with the recipe's own passes among or after them. `adapted`: modules whose
+    adapters sessions choose.
+    """
     own = sorted(own, key=lambda step: step.rank)
+    lora = [Lora(tuple(adapted))] if adapted else []
     return [
-        Clean(), Reals(), Fold(), Linears(), Experts(), Positions(), Norms(), Attention(), Rope(),
+        Clean(), Reals(), Fold(), Linears(), *lora, Experts(), Positions(), Norms(), Attention(), Rope(),
         Activations(), Gates(), *([Cross()] if encoder else []), Latent(), Cache(), Head(),
         *(step for step in own if step.flat), Pack(), Heads(), Layers(), Residual(),
         *(step for step in own if not step.flat),
@@ -106,10 +114,17 @@ class _Job:
     errors: dict[str, float] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
     build_draft: BuildDraft | None = None  # makes the model that drafts
+    given: dict[str, PeftAdapter] = field(default_factory=dict)  # adapters that sessions choose
+    adapters: Adapters | None = None  # the same, as sessions take them
 
     @property
     def target(self) -> str:
         return self.options.target
+
+    @property
+    def modules(self) -> list[str]:
+        """Those that the adapters adapt which sessions choose. Raises InputError where one cannot be chosen."""
+        return list(dict.fromkeys(m for given in self.given.values() for m in adapted(given)))
 
     @property
     def narrows(self) -> bool:
@@ -192,7 +207,7 @@ def optimize(
         threads,
         download,
         merge_adapter,
-        dict(adapters or {}),
+        adapters or {},
     )
     return build(model, recipe, options, out, progress)
 
@@ -218,6 +233,7 @@ def build(
     job = _Job(assemble(Recipe.load(recipe)), options, progress or (lambda *_: None))
     job.build_draft = draft_builder(job.plan, build, options)
     check_target(job.plan, target)
+    job.given = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
     passes = _passes(job)
     check_order(passes)
     reads = job.narrows or any(step.reads_text for step in job.plan.passes)
@@ -263,7 +279,7 @@ def build(
 
 def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
     """All passes of a build, in order."""
-    own = pipeline(encoder, job.plan.passes)
+    own = pipeline(encoder, job.plan.passes, job.modules)
     return [*own, *([Concat()] if job.target == "onnx" else [])]
 
 
@@ -304,6 +320,10 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
         job.progress(line.name, _passed(job))
         job.steps.append(line)
         write(line.name)
+        if isinstance(step, Lora):
+            _adapt(job, program)
+            if check is not None:
+                check.begin(program)  # with adapters from now on
         coming = passes[len(job.steps)] if len(job.steps) < len(passes) else None
         if before is None and isinstance(coming, WeightsPass):
             before = program.copy()
@@ -317,6 +337,20 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path
         if check is not None:
             job.weights |= loss(before, program, program.calibration)
     program.calibration = None
+
+
+def _adapt(job: _Job, program: Program) -> None:
+    """Bring the adapters into the form in which sessions take them; checks use the first and the last."""
+    facts = program.facts.adapters
+    assert facts is not None
+    job.adapters = Adapters(AdapterFacts(facts.modules))
+    for name, given in job.given.items():
+        added = job.adapters.add(name, given)
+        facts.ranks[name], facts.bytes[name] = added.rank, added.bytes
+    names = list(job.given)
+    example = job.adapters.chosen([names[0], names[-1] if len(names) > 1 else None])
+    program.examples = {n: torch.from_numpy(a) for n, a in example.arrays.items()}
+    program.examples[ROWS] = torch.from_numpy(example.rows)
 
 
 def _in_process(
@@ -336,6 +370,7 @@ def _in_process(
         recipe=job.plan.recipe.to_json(),
         report=_report(job, program, {}),
         program=program,
+        adapters=job.adapters,
         draft_model=None
         if job.build_draft is None
         else job.build_draft(model_facts(program), tokenizer, None),
@@ -389,6 +424,8 @@ def _write(
     with job.part("lower", 0.8):
         entries = export(program, folder, batch_invariant="numerics" in job.plan.methods)
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
+    if job.adapters is not None:
+        job.adapters.save(folder)
     if tokenizer is not None:
         write_tokenizer(tokenizer, folder)
     if check is not None:

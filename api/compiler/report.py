@@ -71,6 +71,7 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
         ("state per token", bytes_text(report.get("kv_bytes_per_token", 0))),
         *_weights(report.get("weights", {})),
         *_encoder(model.get("encoder"), report.get("state", [])),
+        *adapters_text(model.get("adapters"), bytes_text),
         ("built in", f"{report.get('seconds', {}).get('total', 0):.1f} s"),
         ("largest error", _error(max(errors, default=None))),
     ]
@@ -144,6 +145,19 @@ def weights_text(weights: Mapping[str, Any], size: Callable[[int], str]) -> list
         f"{weights['perplexity_float32']:.4g} ({weights['tokens']:,} tokens of {text[weights['text']]})"
     )
     return [("weights", stored), ("loss", lost)]
+
+
+def adapters_text(
+    adapters: Mapping[str, Any] | None, size: Callable[[int], str]
+) -> list[tuple[str, str]]:
+    """The adapters that sessions choose; nothing where there are none."""
+    if not adapters:
+        return []
+    each = (
+        f"{name} (rank {rank}, {size(adapters['bytes'][name])})"
+        for name, rank in adapters["ranks"].items()
+    )
+    return [("adapters", f"{', '.join(each)}; of {len(adapters['modules'])} modules")]
 
 
 def cross_bytes(state: Sequence[Mapping[str, Any]]) -> int:

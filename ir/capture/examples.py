@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accel.ir.adapters import ROWS
 from accel.ir.capture.encoder import FEATURES, INPUT_POSITIONS, INPUTS
 from accel.ir.facts import EncoderFacts
 from accel.ir.program import Program
@@ -34,10 +35,22 @@ def encoder_example(
     return {INPUTS: inputs, INPUT_POSITIONS: torch.where(places < lengths[:, None], places, -1)}
 
 
-def encoder_side(program: Program, batch: int) -> dict[str, Tensor]:
-    """What the step entry takes from the encoder's side: an example input, or the cross state of it."""
+def side_inputs(program: Program, batch: int) -> dict[str, Tensor]:
+    """What the step entry takes beside tokens and its own state: from the encoder's side an example input, or the
+    cross state of it; adapters, of which the rows use different ones.
+    """
     given = encoder_example(program.facts.encoder, batch)
-    if "encode" not in program.entries:
-        return given
-    out = program.run("encode", given)
-    return {state_of(name): value for name, value in out.items()}
+    if "encode" in program.entries:
+        out = program.run("encode", given)
+        given = {state_of(name): value for name, value in out.items()}
+    return {**given, **adapter_example(program, batch)}
+
+
+def adapter_example(program: Program, batch: int) -> dict[str, Tensor]:
+    """Inputs of adapters, of which the rows use different ones; none where the step takes none."""
+    if program.facts.adapters is None:
+        return {}
+    known = {**program.step.defaults, **program.examples}
+    adapters = {name: known[name] for name in program.facts.adapters.shapes()}
+    adapters[ROWS] = known[ROWS][torch.arange(batch) % len(known[ROWS])]
+    return adapters

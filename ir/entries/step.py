@@ -21,12 +21,12 @@ def given_beside(output: str) -> bool:
 class _Step(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Two rows of an empty cache, with logits for every token."""
-        from accel.ir.capture.examples import encoder_side
+        from accel.ir.capture.examples import side_inputs
         from accel.ir.entries._values import call, empty_state, taken
 
         given = call(program, 2, min(13, program.facts.max_context))
         given["rows"] = given["positions"]
-        side, state = encoder_side(program, 2), empty_state(program, program.step, 2)
+        side, state = side_inputs(program, 2), empty_state(program, program.step, 2)
         return taken(program.step, program.step.defaults, given, side, state)
 
 

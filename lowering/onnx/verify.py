@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from accel.ir.capture.examples import encoder_side
+from accel.ir.capture.examples import side_inputs
 from accel.ir.entries import kind_of
 from accel.ir.entries.step import STEP
 from accel.ir.errors import LoweringError
@@ -97,7 +97,7 @@ def _calls(program: Program, tokens: Tensor) -> list[Values]:
     batch, length = tokens.shape
     letters = {"B": batch, "C": -(-(length + 3) // BLOCK) * BLOCK}
     state = {s.name: s.allocate(**letters) for s in program.state if not s.cross}
-    side = encoder_side(program, batch)
+    side = side_inputs(program, batch)
     recurrent = any(s.part is Part.RECURRENT for s in program.state)
     cuts = sorted({0, length // 2, length - 1, length}) if recurrent else [0, length]
     calls: list[Values] = []

@@ -53,6 +53,11 @@ class ShortGPT(Base):
             )
 
     def run(self, program: Program) -> Report:
+        if program.facts.adapters is not None:
+            raise PassError(
+                "shortgpt: it deletes layers, of which adapters that sessions choose have weights; merge one adapter "
+                "(merge_adapter), or leave shortgpt out"
+            )
         calls = layers(program)
         count = int(self.share * len(calls))
         if count == 0:

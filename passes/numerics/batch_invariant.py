@@ -46,6 +46,12 @@ class BatchInvariant(Base):
                 "batch-invariant: cross-attention sums in an order that depends on the number "
                 "of tokens in a call; build without the batch-invariant recipe"
             )
+        if program.facts.adapters is not None:
+            raise PassError(
+                "batch-invariant: the products with adapters that sessions choose may sum in an order that depends on "
+                "the number of tokens in a call; merge one adapter (merge_adapter), or build without the "
+                "batch-invariant recipe"
+            )
         nodes = program.nodes(attention.default, entry=program.step)
         if any(int(node.all_input_nodes[0].meta["val"].shape[3]) > WIDEST for node in nodes):
             raise PassError(

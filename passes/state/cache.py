@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from accel.ir.capture.examples import encoder_side
+from accel.ir.capture.examples import side_inputs
 from accel.ir.errors import PassError
 from accel.ir.facts import LayerFacts
 from accel.ir.ops.attention import attention, operands_of
@@ -158,7 +158,7 @@ def mixes_tokens(program: Program) -> str | None:
     positions = torch.arange(length).repeat(length, 1)
     tokens = positions % program.facts.vocab_size
     other = (tokens + torch.eye(length, dtype=torch.int64)) % program.facts.vocab_size
-    inputs = {"tokens": tokens, "positions": positions, **encoder_side(program, length)}
+    inputs = {"tokens": tokens, "positions": positions, **side_inputs(program, length)}
     with torch.no_grad():
         fixed = dict(zip(sites, evaluate(sites, program.params, inputs), strict=True))
         given = [a for s in sites for a in s.args if isinstance(a, fx.Node) and kinds[a] == "data"]

@@ -82,7 +82,7 @@ class Concat(Pass):
             if state_of(name) != POSITIONS
         }
         graph.output(tuple(outputs.values()))
-        program.entries[GENAI.name] = Entry(graph, list(outputs))
+        program.entries[GENAI.name] = Entry(graph, list(outputs), dict(program.step.defaults))
         return Report(changed=1)
 
 
@@ -94,6 +94,9 @@ def _inputs(
     for old, new in (("tokens", "input_ids"), ("positions", "position_ids")):
         copied[step.input(old)] = graph.placeholder(new)
         copied[step.input(old)].meta["val"] = step.input(old).meta["val"]
+    for name in step.defaults:
+        copied[step.input(name)] = graph.placeholder(name)
+        copied[step.input(name)].meta["val"] = step.input(name).meta["val"]
     editor = Editor(program, graph)
     batch = step.input("tokens").meta["val"].shape[0]
     sizes = {"B": batch, "C": editor.symbol("P", _PAST)}

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from accel.ir.adapters import file_of
 from accel.ir.entries import kind_of, kinds
 from accel.ir.entries.commit import COMMIT
 from accel.ir.entries.step import STEP
@@ -134,6 +135,8 @@ def parse(raw: Any) -> Manifest:
                 f"{MANIFEST}: model.{kind.feature} and entries.{kind.name} must match: the model has "
                 f"{', '.join(wanted) or 'none'}, the entries {', '.join(there) or 'none'}; {BUILD_AGAIN}"
             )
+    for name in facts.adapters.ranks if facts.adapters is not None else ():
+        _listed(f"model.adapters.ranks.{name}", file_of(name), files)
     for name, entry in entries.items():
         _listed(f"entries.{name}.file", entry.file, files)
         for part in PARTS:

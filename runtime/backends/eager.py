@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accel.ir.adapters import ROWS
 from accel.ir.entries.commit import COMMIT
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
@@ -62,10 +63,15 @@ class EagerSession:
         self.observed: dict[str, npt.NDArray[np.float32]] = {}
         self._state: dict[str, Tensor] = {}
         self._controls: dict[str, Tensor] = {}
+        self._adapters: dict[str, Tensor] = {}
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """See protocol.BackendSession."""
         self._controls = {n: self._tensor(a) for n, a in values.items()}
+
+    def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
+        """See protocol.BackendSession."""
+        self._adapters = {n: self._tensor(a) for n, a in {**arrays, ROWS: rows}.items()}
 
     def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
@@ -96,10 +102,11 @@ class EagerSession:
         tree: Bools | None = None,
     ) -> Logits:
         """One run of the step entry; the state changes only where it succeeds."""
-        given = call_inputs(tokens, positions, slots, rows, tree)
-        inputs = {n: self._tensor(a) for n, a in given.items()}
+        called = call_inputs(tokens, positions, slots, rows, tree)
+        inputs = {n: self._tensor(a) for n, a in called.items()}
         with torch.no_grad():
-            out = self._program.run(STEP.name, {**inputs, **self._controls, **self._state})
+            given = {**inputs, **self._controls, **self._adapters, **self._state}
+            out = self._program.run(STEP.name, given)
         self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
         if observe:
             self.observed = {n: out[n].cpu().numpy() for n in out if given_beside(n)}
@@ -109,9 +116,8 @@ class EagerSession:
     def part(self, entry: str, given: Arrays) -> Arrays:
         """One run of another entry; the state changes only where it succeeds."""
         with torch.no_grad():
-            out = self._program.run(
-                entry, {**{n: self._tensor(a) for n, a in given.items()}, **self._state}
-            )
+            inputs = {n: self._tensor(a) for n, a in given.items()}
+            out = self._program.run(entry, {**inputs, **self._adapters, **self._state})
         self._state = {name: out.get(output_of(name), old) for name, old in self._state.items()}
         return {
             n: v.float().cpu().numpy() for n, v in out.items() if state_of(n) not in self._state
@@ -165,12 +171,20 @@ class EagerSession:
             other._state = {n: t if n in shared else t.clone() for n, t in self._state.items()}
         else:
             other._state = self._of(rows)
-        other._controls = self._controls
+        other._controls, other._adapters = self._controls, dict(self._adapters)
+        if rows is not None:
+            other._use(rows)
         return other
 
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
         """See protocol.BackendSession."""
         self._state = self._of(rows)
+        self._use(rows)
+
+    def _use(self, rows: Ints) -> None:
+        """Row i uses the adapter that row rows[i] did."""
+        if ROWS in self._adapters:
+            self._adapters[ROWS] = self._adapters[ROWS][self._tensor(rows)]
 
     def _of(self, rows: Ints) -> dict[str, Tensor]:
         """A copy of the state of these rows [n]."""

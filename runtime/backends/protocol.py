@@ -54,6 +54,9 @@ class BackendSession(Protocol):
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """What every later step is told beside its tokens (`depth.Controls`)."""
 
+    def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
+        """What every later call reads as inputs of adapters (`ir.adapters`): a and b by name, and `rows` [B,1,R]."""
+
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One call of the encode entry; every later step reads the cross state that it gives."""
 

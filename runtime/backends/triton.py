@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from accel.ir.adapters import ROWS
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.state import Part
 from accel.lowering.triton.lowered import Compiled, Lowered
@@ -47,6 +48,11 @@ class TritonSession(EagerSession):
         self._compiled = program.compiled[STEP.name]
         self._args: list[Any] = []  # of the step, in its order: state, and room for the rest
         self._decode = Decode(self._compiled) if device == "cuda" else None
+
+    def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
+        """See protocol.BackendSession. They stay where they are, as the state does."""
+        super().adapt(arrays, rows)
+        self._bind()
 
     def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
@@ -120,6 +126,8 @@ class TritonSession(EagerSession):
         for name, tensor in self._of(rows).items():
             if tensor is not self._state[name]:
                 self._state[name].copy_(tensor)
+        if ROWS in self._adapters:
+            self._adapters[ROWS].copy_(self._adapters[ROWS][self._tensor(rows)])
 
     def close(self) -> None:
         """Drop the state, and the graph over it."""
@@ -128,9 +136,9 @@ class TritonSession(EagerSession):
 
     def _bind(self) -> None:
         """Let the step work on the buffers that there are now."""
-        names = self._compiled.inputs
-        self._args = [self._state.get(name) for name in names]
-        self._places = {n: i for i, n in enumerate(names) if n not in self._state}
+        names, held = self._compiled.inputs, {**self._adapters, **self._state}
+        self._args = [held.get(name) for name in names]
+        self._places = {n: i for i, n in enumerate(names) if n not in held}
         if self._decode is not None:
             self._decode = Decode(self._compiled, self._decode.refused)
 

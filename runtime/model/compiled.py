@@ -14,6 +14,7 @@ import numpy.typing as npt
 from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
+from accel.ir.peft import read_adapter
 from accel.lowering.onnx.threads import MOST_THREADS
 from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
@@ -41,6 +42,7 @@ from accel.runtime.inputs.prompts import (
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
+from accel.runtime.model.adapters import Adapters, Chosen, names_of
 from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import table
 from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
@@ -51,6 +53,10 @@ from accel.runtime.session.observers.prompt_filter import unseen
 from accel.runtime.session.session import Session
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
+NO_ADAPTERS = (
+    "adapter {!r}: this model takes no adapters; build it with them (adapters={{name: DIR}}, --adapter NAME=DIR), or "
+    "leave the adapter out"
+)
 Sources = list[npt.NDArray[Any]] | None
 
 __all__ = ["CompiledModel", "Output", "Stream", "load"]
@@ -74,9 +80,11 @@ class CompiledModel:
         artifact: Artifact | None = None,
         draft_model: CompiledModel | None = None,
         on_close: Callable[[], None] | None = None,
+        adapters: Adapters | None = None,
     ):
         """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
-        `draft_model`: the model that drafts, closed with this one; `on_close`: clean up after.
+        `draft_model`: the model that drafts, closed with this one; `on_close`: clean up after;
+        `adapters`: those that sessions choose.
         """
         self.facts = facts
         self.tokenizer = tokenizer
@@ -87,6 +95,7 @@ class CompiledModel:
         self.draft_model = draft_model
         self._backend: Backend | None = backend
         self._on_close = on_close
+        self._adapters = adapters
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
         self._observers = observer_factories(
@@ -101,6 +110,7 @@ class CompiledModel:
         *,
         encoder_input: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: Any = None,
         sampling_params: SamplingParams | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -129,6 +139,8 @@ class CompiledModel:
                 or a list of those.
             chat_template_kwargs: with messages: arguments of `Tokenizer.apply_chat_template`, such as
                 `tools`, and variables of the template.
+            adapter: the name of an adapter that the model was built with or that `load_adapter` added
+                (`adapters` lists them), or a list with one for each prompt. None: the model without.
             sampling_params: all options below as one object; do not combine it with them.
             temperature: sampling temperature; 0 is greedy decoding.
             top_k: sample from the k most likely tokens (None: all).
@@ -152,8 +164,9 @@ class CompiledModel:
         prompts = without_messages(prompts, self.tokenizer, chat_template_kwargs)
         sources, prompts = self._sources(encoder_input, prompts)
         samples = self._samples(prompts, params)
+        names = self._named(adapter, len(samples) // params.n)
         meter = Meter(self.tuning, self._context.costs)
-        for _ in self._decode(samples, params.n, sources, meter):
+        for _ in self._decode(samples, params.n, sources, names, meter):
             pass
         return Output(
             tokens=[one.row.tokens for one in samples],
@@ -173,6 +186,7 @@ class CompiledModel:
         *,
         encoder_input: Any = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: Any = None,
         sampling_params: SamplingParams | None = None,
         temperature: float = 0.0,
         top_k: int | None = None,
@@ -214,19 +228,24 @@ class CompiledModel:
             raise InputError(
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
-        return self._stream(samples[0], text, sources)
+        return self._stream(samples[0], text, sources, self._named(adapter, 1))
 
     def chat(
-        self, system: str | None = None, *, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        system: str | None = None,
+        *,
+        adapter: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Chat:
         """A conversation, whose turns run only the tokens that are new. Close it or use it in a `with` statement.
 
         Args:
             system: the system message; None: none.
+            adapter: the name of the adapter that all turns use, as in `generate`.
             chat_template_kwargs: arguments of `Tokenizer.apply_chat_template`, such as `tools` or `chat_template`.
 
         Raises:
-            InputError: the model has no tokenizer, or its kind cannot hold a conversation.
+            InputError: the model has no tokenizer or no such adapter, or its kind cannot hold a conversation.
         """
         if self.tokenizer is None:
             raise InputError(
@@ -239,23 +258,25 @@ class CompiledModel:
                 "this model fills masks, so no turn goes on from the one before; give `generate` the messages"
             )
 
+        names = self._named(adapter, 1)
+
         def start(ids: Ints, params: SamplingParams, session: Session) -> Stream:
-            return self._stream(self._samples(ids, params)[0], True, None, session)
+            return self._stream(self._samples(ids, params)[0], True, None, names, session)
 
         return Chat(
             self.tokenizer,
             self.facts.max_context,
-            self.session,
+            lambda: self.session(adapter=adapter),
             start,
             system,
             chat_template_kwargs,
         )
 
-    def logits(self, tokens: Any, *, encoder_input: Any = None) -> Logits:
+    def logits(self, tokens: Any, *, encoder_input: Any = None, adapter: Any = None) -> Logits:
         """Logits float32 [B,T,V] after each of tokens [B,T], from an empty cache.
 
         B may exceed `max_batch`. An encoder-decoder model needs an `encoder_input` per row, as in
-        `generate`. Raises InputError.
+        `generate`; `adapter` too is as there. Raises InputError.
         """
         ids = as_ints(tokens, "tokens")
         if ids.ndim != 2 or not ids.size:
@@ -264,16 +285,18 @@ class CompiledModel:
             )
         sources = encoder_rows(encoder_input, self.facts.encoder, self.tokenizer)
         _one_each(sources, len(ids))
+        names = self._named(adapter, len(ids))
         out = []
         for start in range(0, len(ids), self.facts.max_batch):
             group = ids[start : start + self.facts.max_batch]
-            with self._encoded(sources, start, len(group)) as session:
+            with self._encoded(sources, names, start, len(group)) as session:
                 out.append(session.run(group))
         return out[0] if len(out) == 1 else np.concatenate(out)
 
-    def session(self, batch: int = 1) -> Session:
+    def session(self, batch: int = 1, adapter: Any = None) -> Session:
         """An empty session of `batch` rows, at most `max_batch`. Close it or use it in a `with` statement.
 
+        `adapter`: the name of an adapter, or a list with one for each row, as in `generate`; the session keeps it.
         Raises InputError.
         """
         if self._backend is None:
@@ -284,17 +307,40 @@ class CompiledModel:
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
+        used = self._chosen(self._named(adapter, int(batch)))
+        backend = self._backend.open_session(int(batch))
+        observers = [factory.open(int(batch)) for factory in self._observers]
+        if used is not None:
+            backend.adapt(used.arrays, used.rows)
+            for one in observers:
+                one.adapted(used.numbers)
         return Session(
-            self._backend.open_session(int(batch)),
+            backend,
             int(batch),
-            [factory.open(int(batch)) for factory in self._observers],
+            observers,
             vocab_size=self.facts.vocab_size,
             max_context=self.facts.max_context,
         )
 
-    def _encoded(self, sources: Sources, start: int, batch: int) -> Session:
-        """A session whose encoder, where there is one, was given the sources of rows from `start` on."""
-        session = self.session(batch)
+    def _named(self, adapter: Any, rows: int) -> list[str | None]:
+        """The name of each row's adapter, all of which exist."""
+        names = names_of(adapter, rows)
+        self._chosen(names)
+        return names
+
+    def _chosen(self, names: Sequence[str | None]) -> Chosen | None:
+        """What rows that use these adapters are given; None: none is used."""
+        if not any(name is not None for name in names):
+            return None
+        if self._adapters is None:
+            raise InputError(NO_ADAPTERS.format(next(filter(None, names))))
+        return self._adapters.chosen(names)
+
+    def _encoded(
+        self, sources: Sources, names: list[str | None], start: int, batch: int
+    ) -> Session:
+        """A session of the rows from `start` on: their adapters, and their encoder's sources where there is one."""
+        session = self.session(batch, names[start : start + batch])
         if sources is not None and self.facts.encoder is not None:
             session.encode(*padded(sources[start : start + batch], self.facts.encoder))
         return session
@@ -362,6 +408,20 @@ class CompiledModel:
     def _costs_before(self) -> Costs | None:
         """As other loads measured them on this machine."""
         return known(self._cost_key)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the adapters that a session may choose."""
+        return [] if self._adapters is None else self._adapters.names
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Let sessions that open from now on choose the LoRA adapter of a folder that `peft` saved, by this name. It
+        may adapt the modules that the adapters of the build adapt. One of the same name is replaced; sessions that use
+        it keep it. `save` does not write it. Raises InputError.
+        """
+        if self._adapters is None:
+            raise InputError(NO_ADAPTERS.format(name))
+        self._adapters.add(name, read_adapter(os.fspath(path)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the artifact to a folder, atomically. Raises ArtifactError."""
@@ -461,10 +521,15 @@ class CompiledModel:
         return samples
 
     def _stream(
-        self, sample: Sample, text: bool, sources: Sources, session: Session | None = None
+        self,
+        sample: Sample,
+        text: bool,
+        sources: Sources,
+        names: list[str | None],
+        session: Session | None = None,
     ) -> Stream:
         meter = Meter(self.tuning, self._context.costs)
-        tokens = self._decode([sample], 1, sources, meter, session)
+        tokens = self._decode([sample], 1, sources, names, meter, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)
 
     def _decode(
@@ -472,6 +537,7 @@ class CompiledModel:
         samples: list[Sample],
         n: int,
         sources: Sources,
+        names: list[str | None],
         meter: Meter,
         session: Session | None = None,
     ) -> Iterator[int]:
@@ -482,7 +548,9 @@ class CompiledModel:
         for start in range(0, len(samples) // n, step):
             group = [one.row for one in samples[start * n : (start + step) * n]]
             opened = (
-                nullcontext(session) if session else self._encoded(sources, start, len(group) // n)
+                nullcontext(session)
+                if session
+                else self._encoded(sources, names, start, len(group) // n)
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))
@@ -532,7 +600,7 @@ def from_artifact(
             f"{artifact.path}: target {artifact.manifest.target!r} is not supported by this version of accel ('onnx'); "
             "upgrade accel"
         )
-    draft_model, recipe = None, artifact.recipe
+    draft_model, recipe, facts = None, artifact.recipe, artifact.facts
     if plain:
         recipe = {
             **recipe,
@@ -545,7 +613,7 @@ def from_artifact(
         draft_model = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
     return CompiledModel(
         OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
-        artifact.facts,
+        facts,
         tokenizer=_tokenizer(artifact) if TOKENIZER in artifact.files else None,
         recipe=recipe,
         report=artifact.report,
@@ -553,6 +621,7 @@ def from_artifact(
         artifact=artifact,
         draft_model=draft_model,
         on_close=on_close,
+        adapters=None if facts.adapters is None else Adapters(facts.adapters, artifact.path),
     )
 
 

@@ -79,7 +79,12 @@ def _change(
     bare = _bare(adapter, update, tensors)
     if bare is not None:
         rank = adapter.rank(bare)
-        experts = update.a.shape[0] // rank
+        experts, left = divmod(update.a.shape[0], rank)
+        if left:
+            raise InputError(
+                f"adapter {adapter.path}: {update.tensor} is {list(update.a.shape)}, which holds no whole number of "
+                f"experts of rank {rank}; save the adapter again"
+            )
         turned = not getattr(model.get_submodule(update.module), "is_transposed", False)
         change: _Merge | _Experts = _Experts(a, b, adapter.scale(bare, rank), experts, turned)
         name = bare
@@ -130,7 +135,8 @@ class _Merge:
             return sum_
         axis = 0 if self.flipped else 1
         found = self.norms.unsqueeze(axis) / torch.linalg.norm(sum_, dim=axis, keepdim=True)
-        return sum_ * found
+        scaled: Tensor = sum_ * found
+        return scaled
 
 
 @dataclass(frozen=True)

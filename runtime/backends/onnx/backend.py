@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.adapters import ROWS
 from accel.ir.entries import kind_of
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
@@ -148,7 +149,7 @@ class OrtBackend:
             check_encode(session, self.artifact, path)
         elif kind is STEP:
             check_state(session, self.artifact.state, path)
-            check_controls(session, self.artifact.facts.depth, self.artifact.manifest.trees, path)
+            check_controls(session, self.artifact.facts, self.artifact.manifest.trees, path)
         return session
 
 
@@ -204,6 +205,8 @@ class OrtSession:
         self._small_values = {n: _value(a) for n, a in self._small.items()}
         self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
         self._control_values = {n: _value(a) for n, a in self._controls.items()}
+        self._adapters: dict[str, npt.NDArray[Any]] = {}
+        self._adapter_values: dict[str, Any] = {}
         self.control(controls or {})
         self._logits_value = _value(self._logits)
 
@@ -211,6 +214,14 @@ class OrtSession:
         """See protocol.BackendSession: written into memory that is bound already."""
         for name, array in values.items():
             self._controls[name][...] = array
+
+    def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
+        """See protocol.BackendSession. Sessions share the arrays a and b; `rows` is this one's own."""
+        self._adapters = {n: np.ascontiguousarray(a) for n, a in {**arrays, ROWS: rows}.items()}
+        self._adapter_values = {n: _value(a) for n, a in self._adapters.items()}
+        self._parts.held = self._adapters
+        if self._decode:
+            self._bind(self._buffers)
 
     def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents; bindings are made anew."""
@@ -332,6 +343,10 @@ class OrtSession:
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
             self.tile, self._other_entry, self._controls, self.trees,
         )  # fmt: skip
+        if self._adapters:
+            arrays = {n: a for n, a in self._adapters.items() if n != ROWS}
+            used = self._adapters[ROWS]
+            other.adapt(arrays, used.copy() if rows is None else used[rows])
         copies = copied(self._state, self._buffers, rows)
         if copies and len(copies) == len(self._state):
             other._bind(copies)
@@ -341,6 +356,8 @@ class OrtSession:
 
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
         """See protocol.BackendSession."""
+        if self._adapters:
+            self._adapters[ROWS][...] = self._adapters[ROWS][rows]
         if anew := moved(self._state, self._buffers, rows, slots):
             self._bind({**self._buffers, **anew})
 
@@ -400,7 +417,7 @@ class OrtSession:
                     binding.bind_ortvalue_input(name, value)
                     if name not in read_only:
                         binding.bind_ortvalue_output(output_of(name), after[name])
-                for name, value in self._control_values.items():
+                for name, value in {**self._control_values, **self._adapter_values}.items():
                     binding.bind_ortvalue_input(name, value)
                 bindings.append(binding)
             for name, value in self._small_values.items():

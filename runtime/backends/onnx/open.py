@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.depth import Depth
 from accel.ir.errors import ArtifactError
+from accel.ir.facts import Facts
 from accel.ir.sizes import in_numbers
 from accel.ir.state import StateValue
 from accel.lowering.onnx.native import is_native, register
@@ -128,19 +129,27 @@ def check_state(session: Any, state: tuple[StateValue, ...], path: Path) -> None
             )
 
 
-def check_controls(session: Any, depth: Depth | None, trees: bool, path: Path) -> None:
-    """The inputs that choose layers must be what the manifest says, and a tree is one where calls may be trees.
-    Raises ArtifactError.
+def check_controls(session: Any, facts: Facts, trees: bool, path: Path) -> None:
+    """The inputs that choose layers and adapters must be what the manifest says, and a tree is one where calls may be
+    trees. Raises ArtifactError.
     """
-    wanted = {name: list(array.shape) for name, array in everything(depth).items()}
+    wanted = {name: list(array.shape) for name, array in everything(facts.depth).items()}
+    if facts.adapters is not None:
+        wanted |= facts.adapters.shapes()
     there = {i.name: list(i.shape) for i in session.get_overridable_initializers()}
     if trees:
         there.pop("tree", None)
     if wanted != there:
         raise ArtifactError(
-            f"{path}: the graph selects layers by {there or 'nothing'}, but "
-            f"accel.json says {wanted or 'nothing'}; build the artifact again"
+            f"{path}: the graph may be given {_differing(there, wanted)}, but "
+            f"accel.json says {_differing(wanted, there)}; build the artifact again"
         )
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The first inputs of one that the other lacks, or has in another size."""
+    found = [f"{n} {size}" for n, size in sorted(one.items()) if other.get(n) != size]
+    return ", ".join(found[:3]) or "nothing"
 
 
 def check_encode(session: Any, artifact: Artifact, path: Path) -> None:

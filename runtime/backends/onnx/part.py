@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,9 @@ class Parts:
     def __init__(self, entry: Callable[[str], Any] | None):
         """`entry`: the onnxruntime.InferenceSession of an entry."""
         self._entry = entry
+        self.held: Mapping[
+            str, npt.NDArray[Any]
+        ] = {}  # inputs that entries may take beside the state
         self._bound: dict[str, _Bound] = {}
         self._buffers: Arrays = {}
 
@@ -36,7 +39,7 @@ class Parts:
             self._buffers = buffers
         session = self._entry(entry)
         if entry not in self._bound:
-            self._bound[entry] = _Bound(session, buffers, twice)
+            self._bound[entry] = _Bound(session, buffers, twice, self.held)
         bound = self._bound[entry]
         held = {n: _value(np.ascontiguousarray(a)) for n, a in given.items() if n in bound.inputs}
         for name, value in held.items():
@@ -53,7 +56,13 @@ class Parts:
 class _Bound:
     """A binding with the state in it; `left`: the outputs that are not written where they lie."""
 
-    def __init__(self, session: Any, buffers: Arrays, twice: Collection[str]):
+    def __init__(
+        self,
+        session: Any,
+        buffers: Arrays,
+        twice: Collection[str],
+        held: Mapping[str, npt.NDArray[Any]],
+    ):
         self.binding = session.io_binding()
         self.inputs = {i.name for i in session.get_inputs()}
         self.outputs: list[
@@ -63,7 +72,9 @@ class _Bound:
         self._held = {
             n: _value(a) for n, a in buffers.items() if n in self.inputs
         }  # must outlive the binding
-        for name, value in self._held.items():
+        optional = {i.name for i in session.get_overridable_initializers()}
+        self._beside = {n: _value(a) for n, a in held.items() if n in optional}
+        for name, value in {**self._held, **self._beside}.items():
             self.binding.bind_ortvalue_input(name, value)
         for name in (o.name for o in session.get_outputs()):
             state = state_of(name)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from accel.runtime.inputs.ints import Ints
 
 Arrays = dict[str, npt.NDArray[Any]]
-ROOT = -1  # what a row's first block follows
+ROOT = -1  # what a row's first block follows; less by its adapter's number, where it uses one
 _Key = tuple[
     int, bytes
 ]  # the block before, and the tokens: both compared, so that no hash has to be trusted
@@ -55,11 +55,13 @@ class Pool:
                 "bytes": filled * each,
             }
 
-    def find(self, tokens: Ints) -> list[int]:
-        """The blocks that the tokens [n] begin with, as many as are known, for the caller to use."""
+    def find(self, tokens: Ints, root: int = ROOT) -> list[int]:
+        """The blocks that the tokens [n] begin with, as many as are known, for the caller to use. `root`: what the
+        first of them follows.
+        """
         found: list[int] = []
         with self.lock:
-            last = ROOT
+            last = root
             for start in range(0, len(tokens) - self.block + 1, self.block):
                 key = last, _bytes(tokens[start : start + self.block])
                 if key not in self._known:

@@ -135,6 +135,9 @@ class SessionObserver:
         """Figures for `session.stats`."""
         return {}
 
+    def adapted(self, numbers: Sequence[int]) -> None:
+        """The rows of this new session use these adapters (0: none)."""
+
     # A call
 
     def begin(

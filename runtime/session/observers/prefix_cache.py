@@ -33,6 +33,7 @@ class PrefixCache(SessionObserver):
         self.base: Ints = np.zeros(batch, np.int64)
         self.log = Log(batch)
         self.reused = 0
+        self._roots = [ROOT] * batch
         self._rows: list[list[int]] = [[] for _ in range(batch)]
         weakref.finalize(
             self, _release, pool, self._rows
@@ -51,13 +52,17 @@ class PrefixCache(SessionObserver):
         """See SessionObserver."""
         return {"reused": self.reused}
 
+    def adapted(self, numbers: Sequence[int]) -> None:
+        """See SessionObserver. Rows of different adapters share no block."""
+        self._roots = [ROOT - number for number in numbers]
+
     def copy(self) -> Self:
         """Of a fork: it uses the same blocks."""
         other = type(self)(self.pool, len(self._rows))
         for mine, theirs in zip(self._rows, other._rows, strict=True):
             self.pool.share(mine)
             theirs.extend(mine)
-        other.base, other.log = self.base.copy(), self.log.copy()
+        other.base, other.log, other._roots = self.base.copy(), self.log.copy(), self._roots
         return other
 
     def select(self, rows: Ints) -> None:
@@ -67,7 +72,7 @@ class PrefixCache(SessionObserver):
             self.pool.share(blocks)
         _release(self.pool, self._rows)
         self._rows[:] = found
-        self.base = self.base[rows]
+        self.base, self._roots = self.base[rows], [self._roots[row] for row in rows]
         self.log.select(rows)
 
     def admit(
@@ -80,7 +85,7 @@ class PrefixCache(SessionObserver):
         counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
         blocks = [list(row) for row in self._rows]
         for row in np.flatnonzero((lengths == 0) & (counts > 1)).tolist():
-            blocks[row] = self.pool.find(tokens[row, : counts[row] - 1])
+            blocks[row] = self.pool.find(tokens[row, : counts[row] - 1], self._roots[row])
             found[row] = len(blocks[row]) * self.pool.block
         if not found.any():
             return None
@@ -120,7 +125,7 @@ class PrefixCache(SessionObserver):
                 slots = slice(start - int(self.base[row]), start - int(self.base[row]) + size)
                 parts = {n: buffers[self.pool.own[n]][row][:, slots] for n in self.pool.arrays}
                 ids = self.log.ids[row, start : start + size]
-                block = self.pool.add(mine[-1] if mine else ROOT, ids, parts)
+                block = self.pool.add(mine[-1] if mine else self._roots[row], ids, parts)
                 if block is None:
                     break
                 mine.append(block)

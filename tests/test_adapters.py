@@ -1,0 +1,357 @@
+"""Adapters that a session chooses: each row computes what the model merged with its adapter does."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import models
+import numpy as np
+import pytest
+import torch
+
+import accel
+from accel.ir.errors import ArtifactError, InputError, PassError
+from accel.ir.peft import read_adapter
+from accel.passes.numerics.batch_invariant import BatchInvariant
+from accel.runtime.model.adapters import Adapters
+from accel.runtime.session.observers.prefix_cache import PrefixCache
+
+from . import adapter_case as case
+
+TOKENS = np.random.default_rng(0).integers(0, 90, (3, 40))
+ROWS = ["two", None, "one"]
+CLOSE = 1e-4  # of the largest logit
+SIZES = {"max_context": 64, "max_batch": 3}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model of two layers; two adapters of different ranks, modules and scales; logits of each merged model."""
+    layers, models.LAYERS = models.LAYERS, 2
+    model, folder = models.ARCHITECTURES["llama"](), tmp_path_factory.mktemp("adapters")
+    models.LAYERS = layers
+    one = case.write(folder / "one", model, ["q_proj", "v_proj", "down_proj"], rank=3, alpha=5)
+    two = case.write(folder / "two", model, ["q_proj", "o_proj", "up_proj"], 5, 4, seed=1)
+    merged = {
+        None: model,
+        "one": case.merged(model, one, 5 / 3),
+        "two": case.merged(model, two, 4 / 5),
+    }
+    want = {name: case.logits(module, TOKENS) for name, module in merged.items()}
+    return SimpleNamespace(model=model, folders={"one": one, "two": two}, merged=merged, want=want)
+
+
+@pytest.fixture(scope="module")
+def built(trained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("built") / "artifact"
+    with accel.optimize(trained.model, adapters=trained.folders, out=out, **SIZES) as compiled:
+        yield compiled
+
+
+@pytest.fixture(scope="module")
+def in_process(trained):
+    """in_process(target): a build that writes no artifact, made once."""
+    made = {}
+
+    def get(target):
+        if target not in made:
+            options = {"target": target, "verify": False, "adapters": trained.folders}
+            made[target] = accel.optimize(trained.model, **options, **SIZES)
+        return made[target]
+
+    yield get
+    for compiled in made.values():
+        compiled.close()
+
+
+def close(got, want, bound=CLOSE):
+    assert np.abs(got - want).max() <= bound * max(1, np.abs(want).max())
+
+
+def greedy(module, tokens, count):
+    """The tokens that a module continues with."""
+    row = list(tokens)
+    for _ in range(count):
+        row.append(int(case.logits(module, [row])[0, -1].argmax()))
+    return row[len(tokens) :]
+
+
+# The law
+
+
+@pytest.mark.parametrize("name", [None, "one", "two"])
+def test_a_session_computes_what_the_merged_model_does(trained, built, name):
+    close(built.logits(TOKENS, adapter=name), trained.want[name])
+    prompt = TOKENS[0, :9]
+    assert built.generate(prompt, 6, adapter=name, eos=[]).tokens == [
+        greedy(trained.merged[name], prompt, 6)
+    ]
+
+
+def test_the_law_tells_a_wrong_scale(trained, built):
+    """A negative control: an adapter of four fifths of the strength is another model."""
+    wrong = case.logits(case.merged(trained.model, trained.folders["one"], 4 / 3), TOKENS)
+    assert np.abs(built.logits(TOKENS, adapter="one") - wrong).max() > 100 * CLOSE * wrong.max()
+
+
+def test_rows_of_a_batch_use_different_adapters(trained, built):
+    want = np.stack([trained.want[name][row] for row, name in enumerate(ROWS)])
+    close(built.logits(TOKENS, adapter=ROWS), want)
+    prompts = [TOKENS[row, : 5 + row] for row in range(3)]
+    expected = [
+        greedy(trained.merged[name], prompt, 5) for name, prompt in zip(ROWS, prompts, strict=True)
+    ]
+    assert built.generate(prompts, 5, adapter=ROWS, eos=[]).tokens == expected
+    with pytest.raises(AssertionError):  # the rows do differ
+        close(built.logits(TOKENS, adapter=ROWS[::-1]), want)
+
+
+def test_rows_keep_their_adapters_when_they_move(trained, built):
+    """Decoding steps, a change of order, fewer rows, and a fork."""
+    with built.session(3, adapter=ROWS) as session:
+        session.run(TOKENS[:, :10])
+        session.select([2, 1, 0])
+        names, rows = ROWS[::-1], TOKENS[::-1]
+        for at in range(10, 13):
+            got = session.run(rows[:, at : at + 1])
+            close(got[:, 0], np.stack([trained.want[n][2 - i, at] for i, n in enumerate(names)]))
+        with session.fork() as other:
+            other.select([0, 0])
+            got = other.run(np.stack([rows[0, 13:14]] * 2))
+            close(got[:, 0], np.stack([trained.want["one"][2, 13]] * 2))
+        got = session.run(rows[:, 13:14])
+        close(got[:, 0], np.stack([trained.want[n][2 - i, 13] for i, n in enumerate(names)]))
+
+
+@pytest.mark.parametrize("target", ["eager", pytest.param("triton", marks=pytest.mark.long)])
+def test_other_targets_obey_it(trained, in_process, target):
+    compiled = in_process(target)
+    want = np.stack([trained.want[name][row, :6] for row, name in enumerate(ROWS)])
+    close(compiled.logits(TOKENS[:, :6], adapter=ROWS), want)
+    close(compiled.logits(TOKENS[:, :6]), trained.want[None][:, :6])
+    with compiled.session(3, adapter=ROWS) as session:
+        session.run(TOKENS[:, :4])
+        session.select([0, 1, 2])
+        close(session.run(TOKENS[:, 4:5])[:, 0], want[:, 4])
+        session.select([0, 0])
+        close(session.run(TOKENS[[0, 0], 5:6])[:, 0], want[[0, 0], 5])
+
+
+def test_what_peft_computes_is_what_a_session_does(trained, built):
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftModel.from_pretrained(
+        case.merged(trained.model, trained.folders["one"], 0), trained.folders["one"], "one"
+    )
+    theirs.load_adapter(trained.folders["two"], "two")
+    for name in ("one", "two"):
+        theirs.set_adapter(name)
+        close(built.logits(TOKENS, adapter=name), case.logits(theirs, TOKENS))
+
+
+# With the rest of the compiler
+
+
+def test_a_loaded_artifact_holds_them_and_needs_no_torch(trained, built, tmp_path):
+    built.save(tmp_path / "copy")
+    np.save(tmp_path / "want.npy", trained.want["two"])
+    np.save(tmp_path / "tokens.npy", TOKENS)
+    code = f"""
+import sys, numpy as np, accel
+with accel.load({str(tmp_path / "copy")!r}, threads=1) as model:
+    assert model.adapters == ["one", "two"]
+    got = model.logits(np.load({str(tmp_path / "tokens.npy")!r}), adapter="two")
+    want = np.load({str(tmp_path / "want.npy")!r})
+    assert abs(got - want).max() < 1e-3, abs(got - want).max()
+assert "torch" not in sys.modules and "peft" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_int4_weights_stay_quantised_and_adapters_do_not(trained, built):
+    """What an adapter adds to the logits of a 4-bit model is what it adds to those of the float one, about."""
+    with accel.optimize(trained.model, "int4-awq", adapters=trained.folders, **SIZES) as compiled:
+        found = {name: compiled.logits(TOKENS, adapter=name) for name in trained.want}
+        mixed = compiled.logits(TOKENS, adapter=ROWS)
+    for row, name in enumerate(ROWS):
+        close(mixed[row], found[name][row])
+        error = np.abs(found[name] - trained.want[name]).mean()
+        for other in set(trained.want) - {name}:
+            assert error < np.abs(found[name] - trained.want[other]).mean() / 2
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "prompt-lookup",
+        *(pytest.param(r, marks=pytest.mark.long) for r in ("token-recycling", "layerskip")),
+    ],
+)
+def test_drafts_are_verified_by_the_rows_adapter(trained, recipe):
+    prompts = [np.tile(TOKENS[row, :4], 5) for row in range(2)]
+    options = {"target": "eager", "verify": False, "adapters": trained.folders}
+    with accel.optimize(trained.model, recipe, **options, **SIZES) as compiled:
+        got = compiled.generate(prompts, 10, adapter=["one", "two"], eos=[]).tokens
+    expected = [
+        greedy(trained.merged[name], prompt, 10)
+        for name, prompt in zip(("one", "two"), prompts, strict=True)
+    ]
+    assert got == expected
+
+
+def test_no_adapter_reads_the_cached_prefix_of_another(trained, monkeypatch):
+    recipe = {"kv.reuse": {"use": "paged-prefix", "block": 4}}
+    options = {"adapters": trained.folders, "verify": False, "target": "eager", **SIZES}
+
+    def run(compiled, row):
+        """The largest error, and the tokens that were reused, of sessions that begin with the same tokens."""
+        worst, reused = 0.0, []
+        for name in ("one", "two", None, "one"):
+            with compiled.session(1, adapter=name) as session:
+                got = session.run(TOKENS[row : row + 1, :14], last_only=True)
+                session.end_prompt()
+                reused.append(session.stats["reused"])
+            worst = max(worst, np.abs(got[0, 0] - trained.want[name][row, 13]).max())
+        return worst, reused
+
+    with accel.optimize(trained.model, recipe, **options) as compiled:
+        worst, reused = run(compiled, 0)
+        assert worst < 1e-3 and reused == [0, 0, 0, 12]
+        monkeypatch.setattr(PrefixCache, "adapted", lambda *_: None)  # a negative control
+        worst, reused = run(compiled, 1)
+        assert worst > 0.1 and reused == [0, 12, 12, 12]
+
+
+def test_an_adapter_is_added_to_a_model_that_runs(trained, in_process, tmp_path):
+    late = case.write(tmp_path / "late", trained.model, ["up_proj"], rank=2, alpha=3, seed=9)
+    want = case.logits(case.merged(trained.model, late, 3 / 2), TOKENS)
+    compiled = in_process("eager")
+    compiled.load_adapter("late", late)
+    assert compiled.adapters == ["late", "one", "two"]
+    close(compiled.logits(TOKENS, adapter="late"), want)
+    with compiled.session(3, adapter="late") as session:
+        compiled.load_adapter("late", trained.folders["two"])
+        close(session.run(TOKENS), want)  # a session keeps what it opened with
+    close(compiled.logits(TOKENS, adapter="late"), trained.want["two"])
+    other = case.write(tmp_path / "other", trained.model, ["k_proj"])
+    with pytest.raises(InputError, match="model.layers.0.self_attn.k_proj.*takes adapters of 10"):
+        compiled.load_adapter("other", other)
+
+
+def test_a_merged_adapter_goes_with_others(trained):
+    """Merged first, then chosen: the deltas add up."""
+    both = case.merged(trained.merged["one"], trained.folders["two"], 4 / 5)
+    options = {"merge_adapter": trained.folders["one"], "adapters": {"two": trained.folders["two"]}}
+    with accel.optimize(
+        trained.model, target="eager", verify=False, **options, **SIZES
+    ) as compiled:
+        close(compiled.logits(TOKENS), trained.want["one"])
+        close(compiled.logits(TOKENS, adapter="two"), case.logits(both, TOKENS))
+
+
+def test_the_report_and_the_manifest_say_what_there_is(trained, built):
+    facts = built.report["model"]["adapters"]
+    assert facts["ranks"] == {"one": 3, "two": 5}
+    assert facts["bytes"]["one"] == 2 * 4 * 3 * (48 + 40 + 48 + 20 + 76 + 48)
+    assert len(facts["modules"]) == 2 * 5
+    assert "adapters/one.safetensors" in built.report["bytes"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "adapter, words",
+    [
+        ("tow", "adapter 'tow' does not exist; did you mean 'two'?"),
+        (["one", "two"], "2 adapters for 3 rows"),
+        (7, "adapter is 7; give the name"),
+    ],
+)
+def test_what_is_no_adapter(built, adapter, words):
+    for call in (built.logits, lambda t, **o: built.generate(list(t), 2, **o)):
+        with pytest.raises(InputError, match=words):
+            call(TOKENS, adapter=adapter)
+
+
+def test_a_model_without_adapters_takes_none(build):
+    with pytest.raises(InputError, match="takes no adapters; build it with them"):
+        build("llama").compiled.session(adapter="one")
+    with pytest.raises(InputError, match="takes no adapters"):
+        build("llama").compiled.load_adapter("one", "nowhere")
+
+
+def kinds(model):
+    q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    plain = {f"{q}A.weight": torch.ones(2, 48), f"{q}B.weight": torch.ones(40, 2)}
+    embedding = "base_model.model.model.embed_tokens.lora_embedding_"
+    head = "base_model.model.lm_head.lora_"
+    return {
+        "is of DoRA": {**plain, f"{q}magnitude_vector": torch.ones(40)},
+        "is of an embedding": {f"{embedding}A": torch.ones(2, 101), f"{embedding}B": torch.ones(48, 2)},
+        "replaces model.norm.weight": {**plain, "base_model.model.model.norm.weight": torch.ones(48)},
+        "lm_head is the output head": {
+            f"{head}A.weight": torch.ones(2, 48), f"{head}B.weight": torch.ones(101, 2)
+        },
+        "is for a weight .40, 47.": {**plain, f"{q}A.weight": torch.ones(2, 47)},
+        "is no product with a stored weight": {k.replace("q_proj", "x"): v for k, v in plain.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", kinds(None))
+def test_what_a_session_cannot_choose(trained, tmp_path, words):
+    folder = case.written(tmp_path, kinds(trained.model)[words], r=2)
+    with pytest.raises((InputError, PassError), match=words) as error:
+        accel.optimize(trained.model, adapters={"a": folder}, target="eager", verify=False)
+    assert "merge" in str(error.value) or "another base model" in str(error.value)
+
+
+def test_batch_invariant_builds_take_no_adapters(built):
+    with pytest.raises(PassError, match="batch-invariant: the products with adapters"):
+        BatchInvariant().run(built.program)
+
+
+@pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", None, 3])
+def test_names_are_plain(trained, built, name):
+    with pytest.raises(InputError, match="give letters, digits"):
+        built.load_adapter(name, trained.folders["one"])
+
+
+def test_a_damaged_artifact_is_named(built, tmp_path):
+    built.save(tmp_path / "a")
+    manifest = tmp_path / "a" / "accel.json"
+    raw = json.loads(manifest.read_text())
+    del raw["digest"]
+    raw["model"]["adapters"]["ranks"]["three"] = 4
+    raw["model"]["adapters"]["bytes"]["three"] = 4
+    manifest.write_text(json.dumps(raw))
+    with pytest.raises(
+        ArtifactError, match="three: file 'adapters/three.safetensors' does not exist"
+    ):
+        accel.load(tmp_path / "a")
+    del raw["model"]["adapters"]["ranks"]["three"]
+    raw["model"]["adapters"]["modules"]["model.layers.0.self_attn.q_proj"] = [48, 41]
+    manifest.write_text(json.dumps(raw))
+    with (
+        accel.load(tmp_path / "a") as model,
+        pytest.raises(ArtifactError, match="the graph may be"),
+    ):
+        model.session()
+
+
+def test_adapters_are_laid_side_by_side_for_rows(trained, built):
+    """Once each, whatever the number of rows; modules that one does not adapt get zeros."""
+    held = Adapters(built.facts.adapters)
+    for name in ("one", "two"):
+        held.add(name, read_adapter(trained.folders[name]))
+    used = held.chosen(["two", None, "one", "two"])
+    assert used.numbers == (2, 0, 1, 2) and used.rows.shape == (4, 1, 8)
+    assert used.rows[:, 0].tolist() == [
+        [1] * 5 + [0] * 3,
+        [0] * 8,
+        [0] * 5 + [1] * 3,
+        [1] * 5 + [0] * 3,
+    ]
+    a = used.arrays["lora.model.layers.0.self_attn.v_proj.a"]
+    assert a.shape == (48, 8) and not a[:, :5].any() and a[:, 5:].all()
