@@ -66,11 +66,13 @@ def chat(
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
+    adapter: options.Adapter = None,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
     recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
+    merge_adapter: options.MergeAdapter = None,
     trust_remote_code: options.TrustRemoteCode = False,
     download: options.Download = False,
 ) -> None:
@@ -86,10 +88,11 @@ def chat(
         "recipe": options.recipe(recipe),
         "tokenizer": tokenizer,
         "max_context": max_context,
+        "merge_adapter": merge_adapter,
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {name for name in (*build, "kernels") if options.was_given(context, name)}
+    asked = {name for name in (*build, "kernels", "adapter") if options.was_given(context, name)}
     template = None if chat_template is None else {"chat_template": _template(chat_template)}
     with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
         params = SamplingParams(
@@ -101,7 +104,7 @@ def chat(
             repetition_penalty=repetition_penalty,
             seed=seed,
         )
-        with model.chat(system, chat_template_kwargs=template) as talk:
+        with model.chat(system, adapter=adapter, chat_template_kwargs=template) as talk:
             if load is not None:
                 talk.messages = _read(load)
             Terminal(talk, params).run()

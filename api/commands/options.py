@@ -82,6 +82,10 @@ RepetitionPenalty = Annotated[
 Seed = Annotated[
     int | None, typer.Option(metavar="N", help="Random seed, for reproducible sampling.")
 ]
+Adapter = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Adapter of the artifact (listed by inspect)."),
+]
 MergeAdapter = Annotated[
     Path | None,
     typer.Option(

@@ -63,10 +63,7 @@ def run(
             "ids. The prompt is then the start of the decoder's output.",
         ),
     ] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Adapter of the artifact (listed by inspect)."),
-    ] = None,
+    adapter: options.Adapter = None,
     max_new_tokens: Annotated[
         int,
         typer.Option(
