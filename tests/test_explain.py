@@ -116,6 +116,7 @@ LESS = {"kv.budget": {"use": "uniform", "tokens_kept": 59}}
 CASES = {
     "dense": {},
     "int8": {"kv.codec": {"use": "kv-int8"}},
+    "kivi": {"kv.codec": {"use": "kivi", "group": 4, "residual": 8}},
     "knorm": {"kv.score": {"use": "knorm"}, **KEPT},
     "streaming": {
         "kv.score": {"use": "streaming-llm"},

@@ -97,6 +97,8 @@ def cache(
             kept += size
         elif not state.cross:
             fixed += size
+    if program.facts.kv is not None and program.facts.kv.flush:
+        kept /= program.facts.kv.flush  # a slot is a block
     tokens = {n: _kept(program, sizes, methods, n) for n in prompts}
     return Cache(slot, kept, fixed, tokens, dense)
 
@@ -130,9 +132,8 @@ def _kept(
     prompt -= unseen(program.facts.prefill, prompt)
     if program.facts.kv is None or not layers:
         return 0.0, prompt
-    if block := program.facts.kv.flush:  # all stays; whole blocks beyond the exact part are codes
-        late = int(getattr(methods["kv.codec"], "residual", 0))
-        kept = max(0, prompt - late) // block * block
+    if block := program.facts.kv.flush:  # all stays; blocks before the newest whole one are codes
+        kept = max(0, prompt // block - 1) * block
         return float(kept), prompt - kept
     budget, when = methods["kv.budget"], methods["kv.when"]
     heads = max(
