@@ -212,7 +212,7 @@ def _prepared(given: PeftAdapter, names: Collection[str], modules: Collection[st
     for name in names:
         if name not in modules:
             raise InputError(
-                f"adapter {given.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, those "
-                "that the adapters it was built with adapt; build it with this one too (adapters={name: DIR}, "
+                f"adapter {given.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, "
+                "those that the adapters it was built with adapt; build it with this one too (adapters={name: DIR}, "
                 "--adapter NAME=DIR)"
             )
