@@ -14,6 +14,7 @@ import torch
 import accel
 from accel.ir.errors import ArtifactError, InputError, PassError
 from accel.ir.peft import read_adapter
+from accel.passes.depth.shortgpt import ShortGPT
 from accel.passes.numerics.batch_invariant import BatchInvariant
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.session.observers.prefix_cache import PrefixCache
@@ -312,6 +313,11 @@ def test_what_a_session_cannot_choose(trained, tmp_path, words):
 def test_batch_invariant_builds_take_no_adapters(built):
     with pytest.raises(PassError, match="batch-invariant: the products with adapters"):
         BatchInvariant().run(built.program)
+
+
+def test_deleted_layers_have_no_adapters(built):
+    with pytest.raises(PassError, match="shortgpt: it deletes layers, of which adapters"):
+        ShortGPT().run(built.program)
 
 
 @pytest.mark.parametrize("name", ["../x", "", "a/b", ".hidden", None, 3])

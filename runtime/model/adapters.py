@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,7 +190,13 @@ def low_rank(
     given: PeftAdapter, modules: Mapping[str, tuple[int, int]]
 ) -> tuple[int, dict[str, npt.NDArray[np.float32]]]:
     """The largest rank r of an adapter, and its a [K,r] and scaled b [r,N], which zeros fill up. Raises InputError."""
-    _prepared(given, adapted(given), modules)
+    for name in adapted(given):
+        if name not in modules:
+            raise InputError(
+                f"adapter {given.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, "
+                "those that the adapters it was built with adapt; build it with this one too "
+                "(adapters={name: DIR}, --adapter NAME=DIR)"
+            )
     rank = max(len(update.a) for update in given.updates)
     found: dict[str, npt.NDArray[np.float32]] = {}
     for update in given.updates:
@@ -205,14 +211,3 @@ def low_rank(
         a[:, :own], b[:own] = update.a.T, update.b.T * np.float32(given.scale(update.module, own))
         found |= {a_of(update.module): a, b_of(update.module): b}
     return rank, found
-
-
-def _prepared(given: PeftAdapter, names: Collection[str], modules: Collection[str]) -> None:
-    """Raise InputError where a module takes no adapter."""
-    for name in names:
-        if name not in modules:
-            raise InputError(
-                f"adapter {given.path} adapts {name}, and this artifact takes adapters of {len(modules)} modules, "
-                "those that the adapters it was built with adapt; build it with this one too (adapters={name: DIR}, "
-                "--adapter NAME=DIR)"
-            )
