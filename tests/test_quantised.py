@@ -19,14 +19,17 @@ from transformers import (
 import accel
 from accel.compiler.explain import explain
 from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.merge import merged
 from accel.compiler.optimize import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.ops.quantized import dequantize, quantized_expert_linear, quantized_linear
+from accel.ir.peft import read_adapter
 from accel.ir.weights import reading
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.weights._kept import keeping
 
+from . import adapter_case
 from .quantised_case import FORMATS, gptq, quantise, scheme, told
 
 TOKENS = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -382,3 +385,27 @@ def test_transformers_reads_the_same_fp8(llama, tmp_path):
     loaded = load_model(tmp_path)
     got, want = logits(loaded.model, loaded.stored), logits(theirs)
     assert torch.allclose(got, want, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["gptq-order", "fp8"])
+def test_adapters_go_with_codes(llama, tmp_path, name):
+    """Chosen per session they leave the codes as they are (QLoRA); merged they make floats of what they change."""
+    config, writer, coded = FORMATS[name]
+    floats = quantise(llama, tmp_path / "model", config, writer)
+    base = floats_of(llama, floats)
+    folder = adapter_case.write(tmp_path / "a", llama, ["q_proj", "down_proj"], rank=3, alpha=5)
+    adapted = adapter_case.merged(base, folder, 5 / 3)
+    loaded = load_model(tmp_path / "model")
+    found = merged(loaded.model, loaded.stored, read_adapter(folder))
+    for parameter, tensor in loaded.model.named_parameters():
+        want = adapted.get_parameter(parameter).detach()
+        torch.testing.assert_close(found[tensor].read(), want, rtol=1e-4, atol=1e-5)
+    options = {"target": "eager", "verify": False, "max_context": 32, "max_batch": 2}
+    with accel.optimize(tmp_path / "model", adapters={"a": folder}, **options) as compiled:
+        nodes = compiled.program.nodes(quantized_linear.default)
+        assert len(nodes) == (4 if coded else 0)
+        for adapter, model in ((None, base), ("a", adapted)):
+            got, want = torch.from_numpy(compiled.logits(TOKENS, adapter=adapter)), logits(model)
+            error = (got - want).abs().mean() / want.abs().mean()
+            assert error < (0.1 if coded else 1e-4)
+        assert (want - logits(base)).abs().mean() / want.abs().mean() > 0.3
