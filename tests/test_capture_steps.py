@@ -29,6 +29,10 @@ READERS = {  # of one module for `inspect`
     "length_limits.limit_of", "length_limits.is_indexer", "length_limits.turns_anew", "length_limits._types",
     "length_limits._rotary_limit", "length_limits._tables",
 }  # fmt: skip
+WEIGHTS = {
+    "weights_check.check_weights",
+    "weights_check._parameters",
+}  # for `capture`, of prepared ones
 SWAPS = {"length_limits.short_forms", "length_limits._rotary_held", "adapter.__init__"}
 HOOKS = {
     "decoder_checks.both_ways",
@@ -54,7 +58,7 @@ def takers(name, source):
 def test_only_the_steps_are_given_the_module():
     files = [f for f in FOLDER.glob("*.py") if f.stem not in STEPS]
     found = set().union(*(takers(f.stem, f.read_text()) for f in files))
-    assert found == READERS | SWAPS | HOOKS
+    assert found == READERS | WEIGHTS | SWAPS | HOOKS
     assert takers("x", "def f(inner: nn.Module): ...") == {"x.f"}
     assert takers("x", "def f(model): ...") == {"x.f"} and not takers("x", "def f(tokens): ...")
 

@@ -275,7 +275,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
 def test_what_is_out_of_range_is_named(model, options, said):
     with pytest.raises(InputError, match=re.escape(said)):
         model.generate([4], **options)
