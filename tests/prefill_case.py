@@ -46,7 +46,7 @@ def built(name, target="eager", tables=None, **prune):
             assemble(Recipe(tables=tables)), BuildOptions(target=target), lambda *_: None
         )
         check = NumericCheck(program) if target == "onnx" else None
-        building._rewrite(job, program, check, None)
+        building._rewrite(job, program, check)
         if target == "eager":
             _MADE[key] = building._in_process(job, program, None, None)
         else:

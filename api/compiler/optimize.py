@@ -102,6 +102,11 @@ def pipeline(
     ]  # fmt: skip
 
 
+def reads_text(plan: Plan) -> bool:
+    """Whether a build calibrates on a text, or measures weights on it."""
+    return any(step.reads_text or isinstance(step, WeightsPass) for step in plan.passes)
+
+
 @dataclass
 class _Job:
     """One build: what is known so far, and how long each part took."""
@@ -116,6 +121,8 @@ class _Job:
     build_draft: BuildDraft | None = None  # makes the model that drafts
     given: dict[str, PeftAdapter] = field(default_factory=dict)  # adapters that sessions choose
     adapters: Adapters | None = None  # the same, as sessions take them
+    calibration: str | Tensor | None = None  # what was given, read
+    dump: Path | None = None
 
     @property
     def target(self) -> str:
@@ -125,11 +132,6 @@ class _Job:
     def modules(self) -> list[str]:
         """Those that the adapters adapt which sessions choose. Raises InputError where one cannot be chosen."""
         return list(dict.fromkeys(m for given in self.given.values() for m in adapted(given)))
-
-    @property
-    def narrows(self) -> bool:
-        """Whether the recipe stores weights otherwise than the model does."""
-        return any(isinstance(step, WeightsPass) for step in self.plan.passes)
 
     @contextmanager
     def part(self, name: str, done: float) -> Iterator[None]:
@@ -229,20 +231,7 @@ def build(
         triton.need()
     if out is not None:
         AtomicOutputDir(out).check()
-    dump = writable(options.dump) if options.dump is not None else None
-    job = _Job(assemble(Recipe.load(recipe)), options, progress or (lambda *_: None))
-    job.build_draft = draft_builder(job.plan, build, options)
-    check_target(job.plan, target)
-    job.given = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
-    passes = _passes(job)
-    check_order(passes)
-    reads = job.narrows or any(step.reads_text for step in job.plan.passes)
-    if options.calibration is not None and not reads:
-        raise RecipeError(
-            f"recipe '{job.plan.recipe.name}' does not use calibration, because it does not quantise "
-            "weights; give a recipe with [weights], such as int4-gptq"
-        )
-    given = read_calibration(options.calibration)
+    job = _started(recipe, options, progress)
     merge = None if options.merge_adapter is None else read_adapter(options.merge_adapter)
     path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
     tokenizer = read_tokenizer(options.tokenizer, path)
@@ -257,23 +246,68 @@ def build(
         stored = merged(model, stored, merge)
     traits = inspect(model, max_context)
     if traits.kind is not Kind.PROGRAM:
-        refuse(passes, facts := traits.facts(), job.plan.recipe.name)
+        refuse(_passes(job), facts := traits.facts(), job.plan.recipe.name)
         fit(job.plan, facts, captured=False)
     with job.part("capture", 0.1):
         program = capture_inspected(model, traits, stored)
-    fit(job.plan, program.facts)
-    program.facts.max_batch = options.max_batch
     program.facts.notes += notes
-    job.plan.passes = keeping(program, job.plan.passes)
-    if reads or job.narrows:
-        program.calibration = make_calibration(given, tokenizer, program.facts, _inner(job))
-    check = NumericCheck(program) if options.verify else None
-    with job.part("passes", 0.4):
-        _rewrite(job, program, check, dump)
-    if target != "onnx":
-        return _in_process(job, program, check, tokenizer)
     if path is not None:
         del model, stored  # the weights live on only where the program still reads them
+    return _compiled(job, program, tokenizer, out)
+
+
+def build_captured(
+    program: Program,
+    recipe: Any,
+    options: BuildOptions,
+    tokenizer: Tokenizer | None,
+    out: str | Path,
+    progress: Progress | None = None,
+) -> CompiledModel:
+    """An artifact of a program that was captured before and stays as it was: for many recipes of one model.
+
+    Raises AccelError, as `optimize`.
+    """
+    AtomicOutputDir(out).check()
+    job = _started(recipe, options, progress)
+    refuse(_passes(job), program.facts, job.plan.recipe.name)
+    return _compiled(job, program.copy(), tokenizer, out)
+
+
+def _started(recipe: Any, options: BuildOptions, progress: Progress | None) -> _Job:
+    """A build of which all is checked that needs no model."""
+    job = _Job(assemble(Recipe.load(recipe)), options, progress or (lambda *_: None))
+    if options.dump is not None:
+        job.dump = writable(options.dump)
+    job.build_draft = draft_builder(job.plan, build, options)
+    check_target(job.plan, job.target)
+    job.given = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
+    check_order(_passes(job))
+    if options.calibration is not None and not reads_text(job.plan):
+        raise RecipeError(
+            f"recipe '{job.plan.recipe.name}' does not use calibration, because it does not quantise "
+            "weights; give a recipe with [weights], such as int4-gptq"
+        )
+    job.calibration = read_calibration(options.calibration)
+    return job
+
+
+def _compiled(
+    job: _Job, program: Program, tokenizer: Tokenizer | None, out: str | Path | None
+) -> CompiledModel:
+    """The passes over a captured program, and what its target makes of it."""
+    fit(job.plan, program.facts)
+    program.facts.max_batch = job.options.max_batch
+    job.plan.passes = keeping(program, job.plan.passes)
+    if reads_text(job.plan):
+        program.calibration = make_calibration(
+            job.calibration, tokenizer, program.facts, _inner(job)
+        )
+    check = NumericCheck(program) if job.options.verify else None
+    with job.part("passes", 0.4):
+        _rewrite(job, program, check)
+    if job.target != "onnx":
+        return _in_process(job, program, check, tokenizer)
     return _artifact(job, program, check, tokenizer, out)
 
 
@@ -306,13 +340,13 @@ def _passed(job: _Job, share: float = 1.0) -> float:
     )
 
 
-def _rewrite(job: _Job, program: Program, check: NumericCheck | None, dump: Path | None) -> None:
+def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
     passes = _passes(job, program.facts.encoder is not None)
     before = None
 
     def write(name: str) -> None:
-        if dump:
-            path = dump / f"{len(job.steps):02d}-{name.lower()}.txt"
+        if job.dump:
+            path = job.dump / f"{len(job.steps):02d}-{name.lower()}.txt"
             path.write_text(program.text(), encoding="utf-8")
 
     def watch(step: Pass, line: Step, program: Program) -> None:
