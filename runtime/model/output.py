@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accel.runtime.backends.onnx.tune import Tuning
@@ -302,6 +303,11 @@ def pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:
 
 def peak_memory() -> int:
     """Peak memory of this process in bytes; 0 if the system does not report it."""
+    try:
+        told = Path("/proc/self/status").read_text(encoding="utf-8")
+        return 1024 * int(told.partition("VmHWM:")[2].split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        pass
     try:
         import resource
     except ImportError:  # Windows
