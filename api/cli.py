@@ -13,7 +13,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from accel.commands import bench, build, chat, demo, explain, inspect, recipes, run, smoke
+from accel.commands import (
+    bench,
+    build,
+    chat,
+    choose,
+    demo,
+    explain,
+    inspect,
+    recipes,
+    run,
+    smoke,
+)
 from accel.ir.errors import AccelError
 
 _EXAMPLES = """\b
@@ -24,6 +35,7 @@ Examples:
   accel-compile chat ./artifact
   accel-compile recipes float16
   accel-compile explain snapkv
+  accel-compile choose ./my-model --prompts prompts.jsonl
   accel-compile smoke llama
 
 Every command has --help. An error prints one line and exits with 1 (wrong usage: 2). Set
@@ -61,7 +73,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (build, run, chat, recipes, explain, inspect, smoke, bench, demo):
+for module in (build, run, chat, recipes, explain, choose, inspect, smoke, bench, demo):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 

@@ -19,7 +19,7 @@ from accel import cli
 
 from . import adapter_case
 
-COMMANDS = ("build", "run", "recipes", "explain", "inspect", "smoke", "bench", "demo")
+COMMANDS = [str(command.name) for command in cli.app.registered_commands]
 
 
 def call(*arguments, stdin=None, env=None):

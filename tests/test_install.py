@@ -100,7 +100,7 @@ def test_commands_of_the_engine_need_only_the_base(folder):
 def test_commands_of_the_compiler_name_the_extra(folder):
     calls = [
         ["build", "my-model", "--out", "made"], ["run", "my-model", "--prompt", "x"], ["demo"], ["explain", "snapkv"],
-        ["smoke", "llama"], ["recipes", "float16"],
+        ["smoke", "llama"], ["choose", "model", "--prompts", "p.txt"], ["recipes", "float16"],
     ]  # fmt: skip
     for call, (code, out, error) in zip(calls, plain(folder, calls), strict=True):
         assert code == 1 and not out, call
