@@ -30,17 +30,12 @@ from reference_data import REFERENCE
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import accel
-from accel.compiler import draft_build
-from accel.compiler import optimize as building
 from accel.compiler.assemble import EVICTION, assemble
 from accel.compiler.build_options import BuildOptions
-from accel.compiler.load.checkpoint import load_model
+from accel.compiler.choose.builds import Builds
 from accel.ir.axis import find_axes
-from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError
-from accel.ir.program import Program
 from accel.ir.recipe import Recipe, bundled
-from accel.runtime.inputs.text import Tokenizer
 
 RESULTS = Path("build/leaderboard")
 CONTEXT = 2048
@@ -104,28 +99,16 @@ def _swept(name: str) -> list[Case]:
     return [Case(name, tables=tables)]
 
 
-class Builder:
-    """Captures the model once; each case is a copy's passes, lowered."""
-
-    def __init__(self) -> None:
-        loaded = load_model(REFERENCE)
-        self.program: Program = capture(loaded.model, max_context=CONTEXT, stored=loaded.stored)
-        self.tokenizer = Tokenizer(REFERENCE / "tokenizer.json")
-
-    def build(self, case: Case, out: Path) -> dict[str, Any]:
-        """Write the artifact; seconds of passes and of lowering, and what weights lose."""
-        job = building._Job(
-            assemble(Recipe(case.recipe, tables=case.tables)), BuildOptions(), lambda *_: None
-        )
-        job.build_draft = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
-        program = self.program.copy()
-        program.calibration = building.make_calibration(
-            None, self.tokenizer, program.facts, job.progress
-        )
-        with job.part("passes", 0):
-            building._rewrite(job, program, None, None)
-        building._artifact(job, program, None, self.tokenizer, out).close()
-        return {"grade": job.plan.grade, "seconds": job.seconds, "weights": job.weights}
+def build(builds: Builds, case: Case, out: Path) -> dict[str, Any]:
+    """Write the artifact; seconds of passes and of lowering, and what weights lose."""
+    plan = assemble(Recipe(case.recipe, tables=case.tables))
+    with builds.build(plan, out) as built:
+        told = built.report
+        return {
+            "grade": plan.grade,
+            "seconds": told["seconds"],
+            "weights": told.get("weights", {}),
+        }
 
 
 def keep(path: Path, value: dict[str, Any]) -> None:
@@ -153,17 +136,18 @@ def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> N
         tempfile.TemporaryDirectory() as folder,
     ):
         task = bar.add_task("capture", total=len(todo))
-        builder, given = Builder(), measure.windows(amount.windows)
+        builds = Builds(REFERENCE, BuildOptions(max_context=CONTEXT))
+        given = measure.windows(amount.windows)
         base = Path(folder) / "base"
-        builder.build(Case("base", tables=Recipe.load("base").tables), base)
+        build(builds, Case("base", tables=Recipe.load("base").tables), base)
         with accel.load(base, threads=measure.THREADS) as peer:
-            logits = [measure.along(peer, ids) for ids in given]
+            odds = [measure.odds(peer, ids) for ids in given]
             for case, parts in todo.items():
                 start = time.perf_counter()
                 bar.update(task, description=case.name)
                 found = _one(
-                    case, builder, base if case.recipe == "base" else Path(folder) / "case",
-                    measure.Peer(peer, logits), given, amount, parts,
+                    case, builds, base if case.recipe == "base" else Path(folder) / "case",
+                    measure.Peer(peer, odds), given, amount, parts,
                     lambda part, name=case.name: bar.update(task, description=f"{name}: {part}"),
                 )  # fmt: skip
                 found["seconds"] = round(time.perf_counter() - start, 1)
@@ -178,7 +162,7 @@ def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> N
 
 
 def _one(
-    case: Case, builder: Builder, out: Path, peer: measure.Peer, given: Any, amount: Any, parts: Any,
+    case: Case, builds: Builds, out: Path, peer: measure.Peer, given: Any, amount: Any, parts: Any,
     tell: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The result of one case."""
@@ -189,7 +173,7 @@ def _one(
     }  # fmt: skip
     try:
         tell("build")
-        built = {"grade": "lossless"} if case.recipe == "base" else builder.build(case, out)
+        built = {"grade": "lossless"} if case.recipe == "base" else build(builds, case, out)
         with accel.load(out, threads=measure.THREADS) as model:
             own = None if case.recipe == "base" else peer
             return {

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +15,9 @@ from reference_data import REFERENCE, encode, sources, tasks
 from tokenizers import Tokenizer
 
 from accel.commands import speculation
+from accel.compiler.choose.front import Spread
+from accel.compiler.choose.measure import peak
+from accel.compiler.quality.divergence import Odds, along, divergence
 from accel.runtime.model.compiled import CompiledModel
 
 PARTS = (
@@ -35,20 +33,6 @@ DEPTHS = 4  # equal parts of a prompt, in one of which the answer lies
 PROMPT, STEPS = 1024, 96  # tokens that are read, and then decoded along the text
 SPEED_PROMPT, SPEED_STEPS = 1024, 24
 MEMORY_PROMPT = 1500
-_FRESH = """
-import json, re, sys
-from pathlib import Path
-import numpy as np
-import accel
-with accel.load(sys.argv[1], threads=1) as model, model.session() as session:
-    session.prompt(np.random.default_rng(0).integers(3, model.facts.vocab_size, (1, int(sys.argv[2]))))
-    for _ in range(8):
-        session.run([[5]])
-    told = Path("/proc/self/status").read_text()  # getrusage would also count who started the process
-    print(json.dumps(1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", told)[1])))
-"""
-
-Logits = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -65,7 +49,7 @@ class Peer:
     """The model as it is: what others are compared with, and take turns with."""
 
     model: CompiledModel
-    logits: list[Logits]
+    odds: list[Odds]
 
 
 def windows(count: int) -> list[npt.NDArray[Any]]:
@@ -77,28 +61,24 @@ def windows(count: int) -> list[npt.NDArray[Any]]:
     return [ids[s : s + size].astype(np.int64) for s in starts]
 
 
-def along(model: CompiledModel, ids: npt.NDArray[Any]) -> Logits:
-    """Logits [STEPS,V] of single tokens after a prompt, the text's own tokens given."""
-    with model.session() as session:
-        session.prompt(ids[None, :PROMPT])
-        return np.stack(
-            [session.run(ids[None, i : i + 1])[0, 0] for i in range(PROMPT, PROMPT + STEPS)]
-        )
+def odds(model: CompiledModel, ids: npt.NDArray[Any]) -> Odds:
+    """Log-probabilities [STEPS,V] after single tokens after a prompt, the text's own tokens given."""
+    return along(model, ids[:PROMPT], ids[PROMPT : PROMPT + STEPS])[1:]
 
 
 def quality(
-    model: CompiledModel, given: list[npt.NDArray[Any]], base: list[Logits] | None
+    model: CompiledModel, given: list[npt.NDArray[Any]], base: list[Odds] | None
 ) -> dict[str, float]:
     """Perplexity of the decoded part; KL from base's odds per token, and how often its first token is base's."""
     surprise, kl, same, count = 0.0, 0.0, 0, 0
     for i, ids in enumerate(given):
-        found = log_odds(along(model, ids))
+        found = odds(model, ids)
         want = ids[PROMPT + 1 : PROMPT + STEPS + 1]
         surprise -= float(found[np.arange(STEPS), want].sum())
         if base is not None:
-            own = log_odds(base[i])
-            kl += float((np.exp(own) * (own - found)).sum())
-            same += int((own.argmax(-1) == found.argmax(-1)).sum())
+            apart = divergence(base[i], found)
+            kl += apart.kl
+            same += apart.same
         count += STEPS
     return {
         "perplexity": float(np.exp(surprise / count)),
@@ -106,12 +86,6 @@ def quality(
         "agreement": same / count if base is not None else 1.0,
         "tokens": count,
     }
-
-
-def log_odds(logits: Logits) -> npt.NDArray[np.float64]:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def questions(prompts: int) -> Iterator[tuple[str, int, int, str, str]]:
@@ -161,10 +135,10 @@ def speed(model: CompiledModel, peer: CompiledModel, rounds: int) -> dict[str, A
             taken[name].append((seconds[id(model)][i], seconds[id(peer)][i]))
     found: dict[str, Any] = {}
     for name, rows in taken.items():
-        ratios = sorted(b / a for a, b in rows)
+        ratios = Spread.of([b / a for a, b in rows])
         found[name] = {
             "tokens_per_second": 1 / statistics.median(a for a, _ in rows),
-            "ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1],
+            "ratio": ratios.median, "least": ratios.least, "most": ratios.most,
         }  # fmt: skip
     return found
 
@@ -183,19 +157,6 @@ def _once(model: CompiledModel, seed: int) -> tuple[float, float]:
             session.run(token)
             each.append(time.perf_counter() - start)
     return prefill, statistics.median(each)
-
-
-def memory(folder: Path) -> int:
-    """The most that the system counts as resident of a fresh process that opens it and runs a long prompt."""
-    command = [sys.executable, "-c", _FRESH, str(folder), str(MEMORY_PROMPT)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return int(json.loads(done.stdout))
 
 
 def loop(model: CompiledModel, amount: Amount) -> dict[str, Any] | None:
@@ -231,7 +192,7 @@ def measured(
     found: dict[str, Any] = {}
     if "quality" in parts:
         tell("quality")
-        found["quality"] = quality(model, given, None if peer is None else peer.logits)
+        found["quality"] = quality(model, given, None if peer is None else peer.odds)
         tell("recall")
         found["recall"] = recall(model, amount.prompts)
         found["kv_bytes"] = kv_bytes(model)
@@ -239,7 +200,7 @@ def measured(
         tell("speed")
         found["speed"] = speed(model, model if peer is None else peer.model, amount.rounds)
         tell("memory")
-        found["peak_memory"] = memory(model.artifact.path)
+        found["peak_memory"] = peak(model.artifact.path, THREADS, MEMORY_PROMPT)
     if "loop" in parts:
         tell("loop")
         found["loop"] = loop(model, amount)
