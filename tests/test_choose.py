@@ -22,6 +22,7 @@ from accel import cli
 from accel.commands.demo import reference
 from accel.compiler.choose import measure
 from accel.compiler.choose.candidates import Candidate, combinations, lossless, plan_of, singles
+from accel.compiler.choose.choose import Row, _Work
 from accel.compiler.choose.front import (
     Point,
     Spread,
@@ -296,6 +297,52 @@ def test_a_model_is_known_by_its_weights(tmp_path):
     assert fingerprint(tmp_path) != first
     with pytest.raises(InputError, match="give a model directory"):
         fingerprint(tmp_path / "missing")
+
+
+# The time
+
+
+class Walk(_Work):
+    """A run whose measuring takes a second of a made-up clock each time, and whose combinations come late."""
+
+    def __init__(self, budget, late):
+        self.now, self.budget, self.late = 0.0, budget, late
+        self.clock, self.ladder, self.rows, self.crashed = self, [], {}, {}
+        self._spent, self.tried = [], []
+
+    def left(self, share=1.0):
+        return self.budget * share - self.now
+
+    def _look_up(self, one):
+        pass
+
+    def _measure(self, one, level):
+        self.now += 1
+        self._spent[:] = [1.0, 1.0, 1.0]  # the caller adds what the true clock says
+        self.tried.append(one.name)
+        self.rows[one] = Row(one, tests=[figures(1)])
+
+    def _combinations(self):
+        found = [Candidate(pair) for pair in self.late if set(pair) <= set(self.tried)]
+        return [one for one in found if one not in self.rows]
+
+    def _refine(self, share):
+        pass
+
+
+def test_no_time_is_left_while_something_is_untried():
+    late = [("int8", "kv-int8"), ("int4", "kv-int8"), ("int4", "kv-int8", "shortgpt")]
+    first = singles(["int8", "int4", "kv-int8", "shortgpt"])
+    long = Walk(100, late)
+    long.run(first)
+    assert not long.untried and len(long.tried) == 1 + 4 + 3
+    slow = Walk(100, late)
+    slow.now = 70  # its capture took more than the share of singles
+    slow.run(first)
+    assert not slow.untried
+    short = Walk(4.5, late)
+    short.run(first)
+    assert short.now <= 5 and len(short.tried) == 4 and len(short.untried) >= 1
 
 
 # The picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import time
@@ -264,17 +265,23 @@ class _Work:
                 self._base.model.close()
 
     def run(self, first: Sequence[Candidate]) -> None:
-        """Singles, their combinations, then more prompts for the better half, again and again; each has a share
-        of the time, and what it leaves goes to the others.
+        """Singles, their combinations, then more prompts for the better half, and again while that brings up new
+        ones; each has a share of the time, and what it leaves goes to the others.
         """
         for one in (BASE, *first):
             self._look_up(one)
         self._try([BASE], 1.0, needed=True)
-        for shares in (SHARES, (1.0, 1.0, 1.0)):
+        for shares in itertools.chain([SHARES], itertools.repeat((1.0, 1.0, 1.0))):
+            before = self._count()
             self._try(first, shares[0])
             self._try(self._combinations(), shares[1])
             self._refine(shares[2])
+            if shares != SHARES and self._count() == before:
+                break
         self.untried = [one for one in (*first, *self._combinations()) if not self._settled(one)]
+
+    def _count(self) -> int:
+        return len(self._measured()) + len(self.crashed)
 
     def choice(self, on: dict[str, Any]) -> Choice:
         rows = sorted(self._measured(), key=lambda row: row.candidate != BASE)
