@@ -29,8 +29,10 @@ def open_model(
     Raises:
         AccelError: it is neither, or cannot be opened or compiled.
     """
+    from accel.runtime.artifact.workspace import put_back
     from accel.runtime.model.compiled import load
 
+    put_back(path.resolve())
     if not path.exists():
         path = _named(path, bool(build.get("download")))
     if (path / "config.json").is_file() and not (path / "accel.json").is_file():

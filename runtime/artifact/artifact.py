@@ -22,6 +22,7 @@ from accel.ir.state import StateValue
 from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
 from accel.runtime.artifact.external_data import external_tensors
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
+from accel.runtime.artifact.workspace import put_back
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
 __all__ += ["FORMAT", "MANIFEST", "copy_artifact", "open_artifact", "write_manifest"]
@@ -83,6 +84,7 @@ def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artif
     `hashes=False` leaves out the checksums: for a folder that this process has just written.
     """
     folder = user_path(path)
+    put_back(folder.resolve())
     _check_folder(folder)
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))

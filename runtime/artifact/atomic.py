@@ -1,7 +1,8 @@
 """All or nothing: a hidden folder beside the destination that takes its place when it is whole.
 
 An exception removes it; so does a tiny watchdog process when this one is killed. Where the system can exchange two
-folders (Linux), there is no moment without the destination; elsewhere the watchdog brings the old one back.
+folders (Linux), there is no moment without the destination; elsewhere the watchdog puts the old one back. Where it was
+killed too, the next build or load does (`workspace`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -18,19 +18,19 @@ from types import TracebackType
 
 from accel.ir.errors import ArtifactError, LoweringError, shown
 from accel.ir.fields import MANIFEST
+from accel.runtime.artifact.workspace import Workspace, clean, put_back
 
 # Waits until the parent has gone (its end of the pipe closed, or another parent), then puts things
 # right: an old artifact that was set aside comes back unless the new one took its place; the
-# staging folder goes.
+# workspace goes.
 _WATCHDOG = """
 import os, select, shutil, sys
-stage, aside, target, parent, *made = sys.argv[1:]
+work, new, old, target, parent, *made = sys.argv[1:]
 while not (select.select([0], [], [], 1)[0] and not os.read(0, 1)) and os.getppid() == int(parent):
     pass
-if os.path.isdir(aside) and not os.path.lexists(target):
-    os.rename(aside, target)
-for path in (stage, aside):
-    shutil.rmtree(path, ignore_errors=True)
+if os.path.isdir(old) and os.path.isdir(new) and not os.path.lexists(target):
+    os.rename(old, target)
+shutil.rmtree(work, ignore_errors=True)
 if not os.path.lexists(target):
     for path in made:
         try:
@@ -76,14 +76,13 @@ class AtomicOutputDir:
     def __init__(self, out: str | os.PathLike[str], needs: int | None = None):
         self.out = user_path(out).resolve()
         self.needs = needs
-        name = f".{self.out.name}.{secrets.token_hex(6)}"
-        self._folder = self.out.parent / f"{name}.new"
-        self._aside = self.out.parent / f"{name}.old"
+        self._work = Workspace(self.out)
         self._made: list[Path] = []  # parents made for it, innermost first
         self._watchdog: subprocess.Popen[bytes] | None = None
 
     def check(self) -> None:
         """Raise ArtifactError where `out` cannot be written, before any work is done for it."""
+        put_back(self.out)
         self._check_replaceable()
         parent = next(p for p in self.out.parents if p.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -91,6 +90,7 @@ class AtomicOutputDir:
 
     def __enter__(self) -> Path:
         self.check()
+        clean(self.out)
         try:
             self._make()
             free = shutil.disk_usage(self.out.parent).free
@@ -105,7 +105,7 @@ class AtomicOutputDir:
         if self.needs is not None and free < self.needs:
             self._remove()
             raise self._no_space(f"{self.needs:,} bytes are needed, {free:,} are free")
-        return self._folder
+        return self._work.new
 
     def __exit__(
         self,
@@ -122,6 +122,7 @@ class AtomicOutputDir:
                 self._remove()
                 raise
         if error is None:
+            self._work.remove()
             self._dismiss()
             return
         full = _disk_full(error)
@@ -138,10 +139,11 @@ class AtomicOutputDir:
         for parent in reversed(missing):
             parent.mkdir()
             self._made.insert(0, parent)
-        arguments = [str(self._folder), str(self._aside), str(self.out), str(os.getpid())]
+        paths = self._work.path, self._work.new, self._work.old, self.out
+        arguments = [*map(str, paths), str(os.getpid()), *map(str, self._made)]
         try:
             self._watchdog = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _WATCHDOG, *arguments, *map(str, self._made)],
+                [sys.executable, "-I", "-S", "-c", _WATCHDOG, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -150,7 +152,7 @@ class AtomicOutputDir:
             )
         except OSError:  # no room for another process: exceptions still clean up
             self._watchdog = None
-        self._folder.mkdir()
+        self._work.make()
 
     def _check_replaceable(self) -> None:
         """Only an artifact or an empty folder may be replaced: never a user's own files."""
@@ -187,23 +189,23 @@ class AtomicOutputDir:
             )
 
     def _commit(self) -> None:
-        """Put it into place; what stood there is removed afterwards."""
+        """Put it into place; what stood there is left in the workspace."""
         self._check_replaceable()
+        new, old = self._work.new, self._work.old
         if self.out.exists():
-            if _exchanged(self._folder, self.out):
-                shutil.rmtree(self._folder, ignore_errors=True)
+            _flush(new)
+            if _exchanged(new, self.out):
                 return
-            os.rename(self.out, self._aside)
+            os.rename(self.out, old)
         try:
-            os.rename(self._folder, self.out)
+            os.rename(new, self.out)
         except BaseException:
-            if self._aside.exists():
-                os.rename(self._aside, self.out)
+            if old.exists():
+                os.rename(old, self.out)
             raise
-        shutil.rmtree(self._aside, ignore_errors=True)
 
     def _remove(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._work.remove()
         for parent in self._made:
             try:
                 parent.rmdir()
@@ -225,7 +227,7 @@ class AtomicOutputDir:
 
     def _space(self) -> str:
         """What is known of the space when it ran out."""
-        written = sum(p.stat().st_size for p in self._folder.rglob("*") if p.is_file())
+        written = sum(p.stat().st_size for p in self._work.new.rglob("*") if p.is_file())
         try:
             free = f"{shutil.disk_usage(self.out.parent).free:,} were free"
         except OSError:
@@ -249,6 +251,17 @@ def _listed(manifest: Path) -> set[str] | None:
         return None
     files = told.get("files") if isinstance(told, dict) else None
     return {MANIFEST, *files} if isinstance(files, dict) and files else None
+
+
+def _flush(folder: Path) -> None:
+    """Have a folder on the disk, so that a power cut cannot take it once nothing else is left."""
+    for path in (*folder.rglob("*"), folder):
+        if path.is_file() or os.name == "posix":
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
 
 
 def _exchanged(one: Path, other: Path) -> bool:

@@ -26,7 +26,7 @@ def names(path):
 def test_it_appears_whole(tmp_path):
     out = tmp_path / "deep" / "er" / "out"
     with AtomicOutputDir(out) as folder:
-        assert folder.parent == out.parent and not out.exists()
+        assert folder.parent.parent == out.parent and not out.exists()
         write(folder)
     assert names(out) == ["accel.json", "weights.bin"] and names(out.parent) == ["out"]
     umask = os.umask(0)
