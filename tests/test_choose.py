@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import models
 import numpy as np
@@ -294,7 +295,7 @@ def test_a_model_is_known_by_its_weights(tmp_path):
     assert first == fingerprint(tmp_path)
     data[-1] ^= 1
     file.write_bytes(data)
-    assert fingerprint(tmp_path) != first
+    assert fingerprint(tmp_path) != first and fingerprint(file) != fingerprint(tmp_path)
     with pytest.raises(InputError, match="give a model directory"):
         fingerprint(tmp_path / "missing")
 
@@ -343,6 +344,17 @@ def test_no_time_is_left_while_something_is_untried():
     short = Walk(4.5, late)
     short.run(first)
     assert short.now <= 5 and len(short.tried) == 4 and len(short.untried) >= 1
+
+
+def test_a_broken_promise_is_told(known):
+    facts, tokenizer = known
+    work = Walk(1, [])
+    work.samples = samples([Prompt("x = 1\n" * 10)], facts, tokenizer, 8)
+    work.builds = SimpleNamespace(program=SimpleNamespace(facts=facts))
+    kept, broken = figures(1), Figures(0.1, 7, 8, False, None, [])
+    for promised, test, told in ((True, broken, 1), (True, kept, 0), (False, broken, 0)):
+        notes = work._notes([Row(Candidate(("prompt-lookup",)), lossless=promised, tests=[test])])
+        assert len([n for n in notes if "prompt-lookup promises" in n]) == told
 
 
 # The picture

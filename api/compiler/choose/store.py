@@ -88,11 +88,14 @@ def _locked(path: Path) -> Any:
     return file
 
 
-def fingerprint(folder: Path) -> str:
-    """Of a model directory: its configuration, and pieces of its weights. Raises InputError."""
+def fingerprint(model: Path) -> str:
+    """Of a model directory: its configuration, and pieces of its weights; of a file: pieces. Raises InputError."""
     found = hashlib.sha256()
     try:
-        for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".safetensors")):
+        inside = [model] if model.is_file() else model.iterdir()
+        for path in sorted(
+            p for p in inside if p == model or p.suffix in (".json", ".safetensors")
+        ):
             size = path.stat().st_size
             found.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
