@@ -47,8 +47,8 @@ class Standard(Base):
         _check(
             "repetition_penalty",
             penalty,
-            0 < _number(penalty) < math.inf,
-            "above 0 (1 has no effect)",
+            1e-9 <= _number(penalty) <= 1e9,  # beyond, float32 overflows
+            "from 1e-9 to 1e9 (1 has no effect)",
         )
 
     @property

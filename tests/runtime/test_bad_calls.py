@@ -30,6 +30,10 @@ CALLS = {
         lambda m: m.generate("a", logit_bias={3: 10**400}),
         "give a number",
     ),
+    "a penalty beyond float32": (
+        lambda m: m.generate("a", repetition_penalty=1e-60),
+        "from 1e-9 to 1e9",
+    ),
     "a sparse tensor": (lambda m: m.generate(torch.zeros(2, 2).to_sparse()), "gives no values"),
     "an array for a switch": (
         lambda m: SamplingParams(ignore_eos=np.zeros(2)),
