@@ -13,10 +13,10 @@ from accel.ir.weights import Experts, Pages, Stacked, Stored
 
 @dataclass(frozen=True)
 class Codes:
-    """A weight [N,K] in groups of columns: (q - zero) * scale, both of a number's row and group.
+    """A weight [N,K] in groups of columns: (q - zero) * scale + offset, all of a number's row and group.
 
     q [N,K] uint8, below 2^bits; scales [N,G] float32; zeros [N,G] uint8. `groups` [K]: the group of each
-    column, where it is not column // group.
+    column, where it is not column // group. offsets [N,G] float32, where they are not 0.
     """
 
     q: Tensor
@@ -25,13 +25,15 @@ class Codes:
     bits: int
     group: int
     groups: Tensor | None = None
+    offsets: Tensor | None = None
 
     def weight(self) -> Tensor:
         """The float32 weight [N,K]."""
         groups = self.groups
         if groups is None:
             groups = torch.arange(self.q.shape[1]) // self.group
-        return (self.q.float() - self.zeros[:, groups].float()) * self.scales[:, groups]
+        weight = (self.q.float() - self.zeros[:, groups].float()) * self.scales[:, groups]
+        return weight if self.offsets is None else weight + self.offsets[:, groups]
 
     @classmethod
     def rows(cls, parts: Sequence[Codes]) -> Codes:
@@ -40,7 +42,9 @@ class Codes:
             torch.cat(column)
             for column in zip(*((p.q, p.scales, p.zeros) for p in parts), strict=True)
         )
-        return cls(q, scales, zeros, parts[0].bits, parts[0].group, parts[0].groups)
+        known = [p.offsets for p in parts if p.offsets is not None]
+        offsets = torch.cat(known) if known else None
+        return cls(q, scales, zeros, parts[0].bits, parts[0].group, parts[0].groups, offsets)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

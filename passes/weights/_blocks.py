@@ -31,6 +31,7 @@ from accel.passes.weights import Base
 
 aten = torch.ops.aten
 BLOCKS = (16, 32, 64, 128)  # what the kernels take
+OFFSETS = ".offsets"  # how the names of offsets of a weight in codes end, which are no weights
 # what they read is no weight, or lies in few bits already
 _TABLES = {rope.default, lookup.default, attention.default, quantized_embedding.default, *PRODUCTS}
 _CHUNK = 1 << 22  # elements of a weight that are rounded at a time
@@ -120,6 +121,8 @@ def sites(program: Program, smallest: int) -> tuple[list[Site], list[str]]:
         for node in graph.find_nodes(op="get_attr"):
             name = str(node.target)
             blank = program.params.blank(name)
+            if name.endswith(OFFSETS):
+                continue
             if blank.dtype != torch.float32 or blank.dim() < 2 or blank.numel() < smallest:
                 continue
             site = found.setdefault(name, Site(name, layer=layer))

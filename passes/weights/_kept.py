@@ -16,7 +16,7 @@ from accel.ir.program import Editor, Program
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import forget_unused
 from accel.passes.weights import Base
-from accel.passes.weights._blocks import BLOCKS, Packed, Site, insert, sites, stacked
+from accel.passes.weights._blocks import BLOCKS, OFFSETS, Packed, Site, insert, sites, stacked
 
 aten = torch.ops.aten
 
@@ -32,7 +32,8 @@ class Kept(Base):
     """linear(x, weight) of which the weight lies as codes  ->  quantized_linear over these codes.
 
     Codes and scales keep their values; only the inputs are rounded, as the integer products do. Where groups are
-    not in order, the inputs are gathered in the order of the groups. What no block form holds is computed in
+    not in order, the inputs are gathered in the order of the groups. Offsets of groups multiply the sum of each
+    group's inputs, in float32. What no block form holds is computed in
     float32, as other weights are, and a recipe's own method may round it.
     """
 
@@ -47,7 +48,11 @@ class Kept(Base):
             codes, experts = codes_of(stored), expert_codes(stored)
             if experts is not None and not site.transposed:
                 packed = _experts(experts)
+            elif codes is not None and codes.offsets is not None and site.embeddings:
+                packed = "an embedding reads it, and its groups have offsets"
             elif codes is not None:
+                if codes.offsets is not None:
+                    codes = _centred_offsets(codes)
                 order = _order(codes)
                 packed = _packed(codes, order)
                 if order is not None and site.embeddings:
@@ -59,6 +64,8 @@ class Kept(Base):
                 continue
             if order is not None:
                 _gather(program, site, order)
+            if codes is not None and codes.offsets is not None:
+                _add_offsets(program, site, codes.offsets, codes.group)
             insert(program, site, packed)
             report.changed += 1
         forget_unused(program)
@@ -111,8 +118,8 @@ def _packed(codes: Codes, order: Tensor | None) -> Packed | str:
 
 def _experts(experts: Sequence[Codes]) -> Packed | str:
     """The same of each expert of a weight."""
-    if any(codes.groups is not None for codes in experts):
-        return "its experts have groups out of order"
+    if any(codes.groups is not None or codes.offsets is not None for codes in experts):
+        return "its experts have groups out of order, or groups with offsets"
     found: list[Packed] = []
     for codes in experts:
         packed = _packed(codes, None)
@@ -146,6 +153,29 @@ def _centred(q: Tensor, zeros: Tensor, bits: int) -> Tensor | None:
         return None
     moved: Tensor = q.short() + (2 ** (bits - 1) - zero)
     return moved.to(torch.uint8)
+
+
+def _centred_offsets(codes: Codes) -> Codes:
+    """The same weight, each code less half of its range: integer products then round their inputs with less effect."""
+    middle = 2 ** (codes.bits - 1)
+    moved = codes.offsets + (middle - codes.zeros.float()) * codes.scales
+    return replace(codes, zeros=torch.full_like(codes.zeros, middle), offsets=moved)
+
+
+def _add_offsets(program: Program, site: Site, offsets: Tensor, group: int) -> None:
+    """Add to a site's products what the offsets [N,G] of their weight's groups give."""
+    name = f"{site.name}{OFFSETS}"
+    program.params.put_away(name, offsets.t().contiguous())
+    for node in site.linears:
+        editor = Editor(program, node.graph)
+        x = operand_of(node, "input")
+        with node.graph.inserting_before(node.next):
+            groups = editor.call(aten.unflatten.int, x, -1, [offsets.shape[1], group], like=node)
+            sums = editor.call(aten.sum.dim_IntList, groups, [-1], like=node)
+            more = editor.call(aten.matmul.default, sums, editor.param(name), like=node)
+            whole = editor.call(aten.add.Tensor, node, more, like=node)
+        for user in [user for user in node.users if user is not whole]:
+            user.replace_input_with(node, whole)
 
 
 def _gather(program: Program, site: Site, order: Tensor) -> None:
