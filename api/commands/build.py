@@ -16,6 +16,7 @@ EXAMPLES = """\b
 Examples:
   accel-compile build ./my-model --out ./artifact
   accel-compile build org/name --download --out ./artifact
+  accel-compile build ./my-model.Q4_0.gguf --out ./artifact
   accel-compile build ./my-model --recipe float16 --max-context 8192 --out ./artifact
   accel-compile build ./my-model --recipe int4-gptq --calibration my-text.txt --out ./artifact
   accel-compile build ./my-model --adapter poet=./poet --adapter coder=./coder --out ./artifact
@@ -28,8 +29,9 @@ def build(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face model directory, or the id of a repository in the Hugging Face cache (org/name). "
-            "Weights quantised by GPTQ, AWQ, compressed-tensors, bitsandbytes or FP8 are read as they are.",
+            help="A Hugging Face model directory, a GGUF file, or the id of a repository in the Hugging Face cache "
+            "(org/name). Weights quantised by GPTQ, AWQ, compressed-tensors, bitsandbytes, FP8 or llama.cpp are read "
+            "as they are.",
         ),
     ],
     out: Annotated[

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.config import check_type, read_config
+from accel.compiler.load.gguf._file import is_gguf
 from accel.compiler.load.hub import model_folder
 from accel.compiler.smoke import clone, source
 from accel.compiler.smoke.tiny_models import randomise
@@ -67,9 +68,9 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
     """Read and capture what is to be explained.
 
     Args:
-        model: a directory with a config.json, a config.json, a cached repository ("org/name"), a transformers
-            model type (in its default size), `package.module:callable` of a callable that returns a module, or
-            an `nn.Module`.
+        model: a directory with a config.json, a config.json, a GGUF file, a cached repository ("org/name"), a
+            transformers model type (in its default size), `package.module:callable` of a callable that returns a
+            module, or an `nn.Module`.
         check: asked before capture.
 
     Raises:
@@ -84,10 +85,10 @@ def subject(model: Any, max_context: int, check: Check, trust_remote_code: bool 
         empty = source.of_config(config, trust_remote_code)
     if sum(p.numel() for p in empty.parameters()) > WHOLE:
         found = _sketch(config, empty, max_context, check, trust_remote_code)
-        if path.exists() and read_config(path).get("quantization_config"):
+        if is_gguf(path) or path.exists() and read_config(path).get("quantization_config"):
             found.notes.append("its weights are quantised, and are counted as float32 here")
         return found
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    if is_gguf(path) or path.is_dir() and any(path.glob("*.safetensors")):
         loaded = load_model(path, trust_remote_code)
         found = _whole(loaded.model, max_context, check, loaded.stored)
         found.program.facts.notes += loaded.notes

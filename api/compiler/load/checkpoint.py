@@ -1,9 +1,10 @@
-"""A Hugging Face model directory -> module; it never runs code of its own."""
+"""A Hugging Face model directory or a GGUF file -> module; it never runs code of its own."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel.compiler.load.config import auto_class, quantisation, read_config, refuse
+from accel.compiler.load.gguf import open_gguf
+from accel.compiler.load.gguf._file import is_gguf
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import Shards, read_shards
 from accel.ir.errors import CaptureError
@@ -37,19 +40,12 @@ class Loaded:
 
 
 def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
-    """The decoder or encoder-decoder of a directory; its weights stay in the files until they are read.
+    """The decoder or encoder-decoder of a directory or a GGUF file; its weights stay in the files until they are read.
 
     Raises:
-        CaptureError: not a model directory, no such architecture, missing or damaged weights, or a
+        CaptureError: not a model, no such architecture, missing or damaged weights, or a
             model that brings its own code without `trust_remote_code`.
     """
-    config = read_config(path)
-    refuse(path, config, trust_remote_code)
-    told = quantisation(path, config)
-    if not any(path.glob("*.safetensors")):
-        raise CaptureError(
-            f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
-        )
     from transformers.utils import logging
 
     quiet = logging.is_progress_bar_enabled()
@@ -57,16 +53,7 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # what it would report is an error here, or of no interest
     try:
-        if any(config.get(key) for key in _OWN_WAY):
-            return Loaded(_whole(path, auto_class(config), trust_remote_code), {})
-        shards = read_shards(path)
-        stored, notes = _stored(shards), list[str]()
-        if told:
-            try:
-                stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
-            except CaptureError as error:
-                raise CaptureError(f"{path}: {error}") from None
-        return _streamed(path, auto_class(config), stored, shards.pages, notes)
+        return _of_gguf(path) if is_gguf(path) else _of_folder(path, trust_remote_code)
     except CaptureError:
         raise
     except Exception as error:  # transformers raises many kinds
@@ -75,6 +62,42 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
         logging.set_verbosity(level)
         if quiet:
             logging.enable_progress_bar()
+
+
+def _of_folder(path: Path, trust_remote_code: bool) -> Loaded:
+    from transformers import AutoConfig
+
+    config = read_config(path)
+    refuse(path, config, trust_remote_code)
+    told = quantisation(path, config)
+    if not any(path.glob("*.safetensors")):
+        raise CaptureError(
+            f"{path} holds no *.safetensors; save the model with model.save_pretrained(...), which writes them"
+        )
+    if any(config.get(key) for key in _OWN_WAY):
+        return Loaded(_whole(path, auto_class(config), trust_remote_code), {})
+    shards = read_shards(path)
+    stored, notes = _stored(shards), list[str]()
+    if told:
+        try:
+            stored, notes = dequantised(told, shards.tensors, stored, shards.pages)
+        except CaptureError as error:
+            raise CaptureError(f"{path}: {error}") from None
+    found = AutoConfig.from_pretrained(path, local_files_only=True)
+    if hasattr(found, "quantization_config"):
+        del found.quantization_config  # its weights are floats to transformers
+    return _streamed(path, found, stored, shards.pages, notes)
+
+
+def _of_gguf(path: Path) -> Loaded:
+    from transformers import AutoConfig
+
+    given = open_gguf(path)
+    stored, notes = given.weights()
+    config = AutoConfig.for_model(**given.config)
+    loaded = _streamed(path, config, stored, given.file.pages, notes)
+    given.architecture.adapt(loaded.model)
+    return loaded
 
 
 def _whole(path: Path, auto: Any, trust_remote_code: bool) -> Any:
@@ -99,18 +122,18 @@ def _stored(shards: Shards) -> dict[str, Stored]:
 
 
 def _streamed(
-    path: Path, auto: Any, sources: Mapping[str, Stored], pages: Pages, notes: list[str]
+    path: Path, config: Any, sources: Mapping[str, Stored], pages: Pages, notes: list[str]
 ) -> Loaded:
     """Let transformers place the tensors (names, ties, buffers) without reading them.
 
     Those that are not float32 are represented by stand-ins, and so are experts that it stacks. Where
     transformers computes otherwise with some, or writes to some, it gets these in memory, in a second round.
     """
-    model, stored, touched = _place(path, auto, sources, set())
+    model, stored, touched = _place(path, config, sources, set())
     if touched:
         del model, stored
         pages.release()  # with what was written
-        model, stored, _ = _place(path, auto, sources, touched)
+        model, stored, _ = _place(path, config, sources, touched)
     return Loaded(model, stored, notes)
 
 
@@ -126,12 +149,12 @@ class _Copied:
 
 
 def _place(
-    path: Path, auto: Any, sources: Mapping[str, Stored], copied: set[str]
+    path: Path, config: Any, sources: Mapping[str, Stored], copied: set[str]
 ) -> tuple[Any, dict[Tensor, Stored], set[str]]:
     """The model; where those of its tensors lie that are a checkpoint's as they are; and the tensors
     that cannot be had so, since transformers made something of them.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     given: dict[str, Any] = {}
     stand_ins = set()
@@ -142,11 +165,11 @@ def _place(
             given[name] = _Copied(source)
         elif not as_is:
             stand_ins.add(name)
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # its weights are floats to transformers
     with torch.device("meta"):
-        empty = auto.from_config(config)
+        empty = auto_class(config.to_dict()).from_config(deepcopy(config))
+    for name, wanted in empty.state_dict().items():  # before transformers takes memory for it
+        if name in sources and sources[name].blank.shape != wanted.shape:
+            raise _mismatch(path, empty, name, sources[name].blank.shape, wanted.shape)
     plain = {n: t for n, t in given.items() if n not in copied}
     with _Watch(plain, dict(sources), stand_ins) as watch:
         model, info = type(empty).from_pretrained(
@@ -249,13 +272,17 @@ def _complete(path: Path, model: Any, info: Mapping[str, Any]) -> Any:
     """The model, unless the checkpoint left some of it to chance. Raises CaptureError."""
     kind = type(model).__name__
     for name, found, wanted in sorted(info["mismatched_keys"], key=str):
-        raise CaptureError(
-            f"{path}: {name} is {list(found)} in the checkpoint and {list(wanted)} in {kind} as "
-            "config.json describes it: checkpoint and configuration do not match"
-        )
+        raise _mismatch(path, model, name, found, wanted)
     if missing := sorted(info["missing_keys"]):
         raise CaptureError(
             f"{path} lacks {len(missing)} of {kind}'s tensors: {', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}; the checkpoint is incomplete or belongs to another model"
         )
     return model
+
+
+def _mismatch(path: Path, model: Any, name: str, found: Any, wanted: Any) -> CaptureError:
+    return CaptureError(
+        f"{path}: {name} is {list(found)} in the checkpoint and {list(wanted)} in {type(model).__name__} as its "
+        "configuration describes it: checkpoint and configuration do not match"
+    )

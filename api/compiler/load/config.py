@@ -26,10 +26,13 @@ def read_config(path: Path) -> dict[str, Any]:
         )
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
+        whole = next((p for p in sorted(path.glob("*.gguf"))), None)
         hint = (
             "it is an accel artifact: open it with accel.load or accel-compile run"
             if (path / "accel.json").is_file()
-            else ("a Hugging Face model directory holds one")
+            else f"give the GGUF file itself: {whole}"
+            if whole
+            else "a Hugging Face model directory holds one"
         )
         raise CaptureError(f"{path} holds no config.json; {hint}")
     try:

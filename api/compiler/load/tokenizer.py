@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accel.compiler.load.gguf._file import is_gguf, read_gguf
+from accel.compiler.load.gguf._tokenizer import tokenizer_config, tokenizer_json
 from accel.ir.errors import CaptureError
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
@@ -14,7 +16,7 @@ def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
     """With its special tokens and chat templates, where they lie beside it; None where there is none.
 
     `tokenizer`: a `tokenizers.Tokenizer`, a fast Hugging Face tokenizer, the path of a tokenizer.json or of its
-    folder; None: of the model directory. Raises CaptureError.
+    folder; None: of the model directory or GGUF file. Raises CaptureError.
     """
     if isinstance(tokenizer, (str, Path)):
         file = Path(tokenizer)
@@ -23,6 +25,8 @@ def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
             raise CaptureError(
                 f"{file}: no tokenizer there; give a tokenizer.json or its directory"
             )
+    elif tokenizer is None and model_path is not None and is_gguf(model_path):
+        return _of_gguf(model_path)
     elif tokenizer is None:
         file = (model_path or Path()) / TOKENIZER
         if model_path is None or not file.is_file():
@@ -33,6 +37,19 @@ def read_tokenizer(tokenizer: Any, model_path: Path | None) -> Tokenizer | None:
         return Tokenizer(file, TokenizerConfig.read(file.parent))
     except ValueError as error:
         raise CaptureError(f"{error}; correct the file, or remove it") from error
+
+
+def _of_gguf(path: Path) -> Tokenizer | None:
+    file = read_gguf(path)
+    text = tokenizer_json(file)
+    if text is None:
+        return None
+    try:
+        return Tokenizer(text.encode(), TokenizerConfig.of(tokenizer_config(file)))
+    except ValueError as error:
+        raise CaptureError(
+            f"{path}: {error}; give the model's tokenizer.json with --tokenizer (tokenizer=...)"
+        ) from error
 
 
 def _of_object(tokenizer: Any) -> Tokenizer:

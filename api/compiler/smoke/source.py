@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from accel.compiler.load.config import auto_class, check_type, read_config, refuse
+from accel.compiler.load.gguf import open_gguf
+from accel.compiler.load.gguf._file import is_gguf
 from accel.compiler.smoke.clone import clone
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.inspect import inspect
@@ -57,14 +59,16 @@ def small_model(given: Any, trust_remote_code: bool = False) -> Source:
 
 
 def _of_path(path: Path, trust_remote_code: bool) -> Source:
-    """A directory or a config.json; weights that lie there are not read."""
+    """A directory, a config.json or a GGUF file; weights that lie there are not read."""
     return _cloned(configuration(path, trust_remote_code), trust_remote_code=trust_remote_code)
 
 
 def configuration(path: Path, trust_remote_code: bool) -> Any:
-    """What a directory's config.json, or the file itself, says to transformers. Raises CaptureError."""
+    """What a directory's config.json, the file itself or a GGUF file says to transformers. Raises CaptureError."""
     from transformers import AutoConfig
 
+    if is_gguf(path):
+        return AutoConfig.for_model(**open_gguf(path).config)
     config = read_config(path)
     refuse(path, config, trust_remote_code)
     try:

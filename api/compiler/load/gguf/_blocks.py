@@ -1,0 +1,175 @@
+"""ggml's blocks of quantised numbers: the codes of those that are a scale times whole numbers, and the floats of all.
+
+Bytes [N,B] of a matrix of N rows. The layouts: github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from accel.compiler.load.gguf._file import GgufTensor
+from accel.ir.codes import Coded, Codes, Made
+from accel.ir.errors import CaptureError
+from accel.ir.weights import Pages, Stored
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+
+
+def stored(name: str, tensor: GgufTensor, pages: Pages, rows: Tensor | None = None) -> Stored:
+    """A tensor as a parameter; `rows` [N]: the order in which the model has its rows.
+
+    Raises CaptureError for a type of which the package gguf has no floats.
+    """
+    kind, shape = tensor.kind, tensor.shape
+    if kind in _FLOATS:
+        return _floats(tensor, pages, rows)
+    raw = tensor.data.view(*shape[:-1], -1)
+    if kind in FORMS and len(shape) == 2:
+        form = FORMS[kind]
+        read = partial(_codes, form, raw, shape[1], rows)
+        return Coded.of_shape(shape, read, form, pages)
+    from gguf import GGMLQuantizationType, quants
+
+    if GGMLQuantizationType[kind] not in quants._type_traits:
+        raise CaptureError(
+            f"{name} is of ggml's type {kind}, which accel does not read; give a file in another type, such as "
+            "Q4_K_M, Q8_0 or F16"
+        )
+    return Made.of_shape(shape, partial(_computed, kind, raw, rows), pages)
+
+
+def _floats(tensor: GgufTensor, pages: Pages, rows: Tensor | None) -> Stored:
+    dtype, data = _FLOATS[tensor.kind], tensor.data
+    if data.data_ptr() % dtype.itemsize:  # general.alignment may be less
+        data = data.clone()
+    value = data.view(dtype).view(tensor.shape)
+    found = Stored(value, () if dtype is torch.float32 else (Tensor.float,), pages)
+    return found if rows is None else found.changed(partial(_in_order, rows))
+
+
+def _in_order(rows: Tensor, value: Tensor) -> Tensor:
+    return value[rows.to(value.device)]
+
+
+def _computed(kind: str, raw: Tensor, rows: Tensor | None) -> Tensor:
+    from gguf import GGMLQuantizationType, quants
+
+    value = torch.from_numpy(quants.dequantize(raw.numpy(), GGMLQuantizationType[kind]))
+    return value if rows is None else value[rows]
+
+
+def _codes(form: Form, raw: Tensor, columns: int, rows: Tensor | None) -> Codes:
+    blocks = (raw if rows is None else raw[rows]).unflatten(1, (-1, form.size))
+    q, scales, *more = (part.flatten(1).contiguous() for part in form.read(blocks))
+    zeros = torch.full((len(raw), columns // form.group), form.zero, dtype=torch.uint8)
+    offsets = more[0] if more else None
+    return Codes(q, scales, zeros, form.bits, form.group, offsets=offsets)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Blocks of `size` bytes: (q - zero) * scale + offset, a scale and an offset for `group` numbers.
+
+    read: bytes [N,B,size] -> codes [N,B,·] uint8, scales [N,B,·] float32, and offsets where there are some.
+    """
+
+    size: int
+    bits: int
+    group: int
+    zero: int
+    read: Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def _half(part: Tensor) -> Tensor:
+    """Two bytes [N,B,2] -> float32 [N,B,1]."""
+    return part.contiguous().view(torch.float16).float()
+
+
+def _split(part: Tensor, width: int, bits: int) -> Tensor:
+    """Bytes [N,B,n] in runs of `width`: first the lowest bits of a run, then the next, … -> [N,B,·]."""
+    runs = part.unflatten(2, (-1, 1, width))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8).view(-1, 1)
+    parts: Tensor = (runs >> shifts) & (2**bits - 1)
+    return parts.flatten(2)
+
+
+def _q4_0(b: Tensor) -> tuple[Tensor, ...]:
+    return _split(b[..., 2:], 16, 4), _half(b[..., :2])
+
+
+def _q4_1(b: Tensor) -> tuple[Tensor, ...]:
+    return _split(b[..., 4:], 16, 4), _half(b[..., :2]), _half(b[..., 2:4])
+
+
+def _five(high: Tensor, low: Tensor) -> Tensor:
+    """Codes of 5 bits, the highest of which lie one after the other."""
+    bits = (high.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)).flatten(2) & 1
+    return _split(low, 16, 4) | bits << 4
+
+
+def _q5_0(b: Tensor) -> tuple[Tensor, ...]:
+    return _five(b[..., 2:6], b[..., 6:]), _half(b[..., :2])
+
+
+def _q5_1(b: Tensor) -> tuple[Tensor, ...]:
+    return _five(b[..., 4:8], b[..., 8:]), _half(b[..., :2]), _half(b[..., 2:4])
+
+
+def _q8_0(b: Tensor) -> tuple[Tensor, ...]:
+    return b[..., 2:] ^ 128, _half(b[..., :2])
+
+
+def _long(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets [N,B,8] of Q4_K and Q5_K: 6 bits of each, and two factors of all."""
+    s = b[..., 4:16]
+    first, second, both = s[..., :4], s[..., 4:8], s[..., 8:]
+    scales = torch.cat([first & 63, both & 15 | first >> 2 & 48], -1)
+    least = torch.cat([second & 63, both >> 4 | second >> 2 & 48], -1)
+    return _half(b[..., :2]) * scales.float(), -(_half(b[..., 2:4]) * least.float())
+
+
+def _q2_k(b: Tensor) -> tuple[Tensor, ...]:
+    scales, least = (b[..., :16] & 15).float(), (b[..., :16] >> 4).float()
+    return (
+        _split(b[..., 16:80], 32, 2),
+        _half(b[..., 80:82]) * scales,
+        -(_half(b[..., 82:]) * least),
+    )
+
+
+def _q4_k(b: Tensor) -> tuple[Tensor, ...]:
+    return _split(b[..., 16:], 32, 4), *_long(b)
+
+
+def _q5_k(b: Tensor) -> tuple[Tensor, ...]:
+    return _split(b[..., 48:], 32, 4) | _split(b[..., 16:48], 32, 1) << 4, *_long(b)
+
+
+def _q3_k(b: Tensor) -> tuple[Tensor, ...]:
+    q = _split(b[..., 32:96], 32, 2) | _split(b[..., :32], 32, 1) << 2
+    scales = _split(b[..., 96:104], 8, 4) | _split(b[..., 104:108], 4, 2) << 4
+    return q, _half(b[..., 108:]) * (scales.float() - 32)
+
+
+def _q6_k(b: Tensor) -> tuple[Tensor, ...]:
+    q = _split(b[..., :128], 64, 4) | _split(b[..., 128:192], 32, 2) << 4
+    return q, _half(b[..., 208:]) * b[..., 192:208].view(torch.int8).float()
+
+
+FORMS = {
+    "Q4_0": Form(18, 4, 32, 8, _q4_0),
+    "Q4_1": Form(20, 4, 32, 0, _q4_1),
+    "Q5_0": Form(22, 5, 32, 16, _q5_0),
+    "Q5_1": Form(24, 5, 32, 0, _q5_1),
+    "Q8_0": Form(34, 8, 32, 128, _q8_0),
+    "Q2_K": Form(84, 2, 16, 0, _q2_k),
+    "Q3_K": Form(110, 3, 16, 4, _q3_k),
+    "Q4_K": Form(144, 4, 32, 0, _q4_k),
+    "Q5_K": Form(176, 5, 32, 0, _q5_k),
+    "Q6_K": Form(210, 6, 16, 32, _q6_k),
+}
