@@ -1,0 +1,165 @@
+"""GGUF files, written with llama.cpp's package gguf: its names, its numbers, its own rounding."""
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Type
+
+TOKENS = torch.tensor([[3, 5, 9, 20, 41, 7, 60, 62, 1, 12, 17, 33]])
+HALVES = {  # where the factors of a block lie, which are float16
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+    "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "TQ2_0": [64],
+}  # fmt: skip
+
+
+def blocks(kind, shape, size=0.02):
+    """Random bytes of a type, their factors about `size`: uint8 [..., n]."""
+    block, length = gguf.GGML_QUANT_SIZES[Type[kind]]
+    raw = torch.randint(0, 256, (*shape[:-1], shape[-1] // block, length), dtype=torch.uint8)
+    for at in HALVES[kind]:
+        factor = (0.5 + torch.rand(*raw.shape[:-1], 1)) * size
+        raw[..., at : at + 2] = factor.half().view(torch.uint8)
+    return raw.flatten(-2).numpy()
+
+
+def rounded(value, kind):
+    """What of a weight the package's own rounding writes, or random blocks of a type that it does not round to."""
+    if kind in ("F32", "F16"):
+        return value.astype({"F32": np.float32, "F16": np.float16}[kind])
+    if kind.endswith("_K") or kind.startswith(("IQ", "TQ")):
+        return blocks(kind, value.shape, float(value.std()) / 60)
+    return gguf.quants.quantize(value, Type[kind])
+
+
+def named(model, arch):
+    """A model's tensors by the names of the file, as llama.cpp's converter changes them."""
+    config = model.config
+    kind = {name: a for a, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, value in model.state_dict().items():
+        value = value.numpy()
+        tied = config.tie_word_embeddings and name == "lm_head.weight"
+        if tied or name.endswith((".attn.masked_bias", ".attn.bias")):
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate", "up"), np.split(value, 2, 1), strict=True):
+                layer = name.split(".")[2]
+                yield f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half)
+            continue
+        if name.endswith("experts.down_proj"):
+            yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", value
+            continue
+        heads = {"q_proj": config.num_attention_heads}
+        heads["k_proj"] = getattr(config, "num_key_value_heads", 0)
+        rows = heads.get(name.split(".")[-2])
+        if rows and arch == "llama":  # its rotary pairs are neighbours, not halves
+            value = value.reshape(rows, 2, -1, *value.shape[1:]).swapaxes(1, 2)
+            value = value.reshape(-1, *value.shape[3:])
+        if arch == "gpt2" and ".h." in name and value.ndim == 2:
+            value = value.T
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            value = value + 1
+        if name.endswith("shared_expert_gate.weight"):
+            value = value[0]
+        own = names.get_name(
+            name.replace("mlp.gate.", "block_sparse_moe.gate."), (".weight", ".bias")
+        )
+        own = own or names.get_name(name, (".weight", ".bias"))
+        assert own, name
+        yield own, np.ascontiguousarray(value)
+
+
+def write(model, arch, path, kind="F32", more=(), tensors=(), big=False):
+    """A model's file, its matrices in a type. `more`: (key, value, type) of metadata in place of what it has."""
+    config, own = model.config, {key: (value, form) for key, value, form in more}
+    order = gguf.GGUFEndian.BIG if big else gguf.GGUFEndian.LITTLE
+    writer = gguf.GGUFWriter(path, arch, endianess=order)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    kinds = gguf.GGUFValueType
+    told = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": width,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+    }  # fmt: skip
+    fields = {f"{arch}.{key}": (value, kinds.UINT32) for key, value in told.items()}
+    epsilon = "rms_" if hasattr(config, "rms_norm_eps") else ""
+    eps = getattr(config, "rms_norm_eps", 1e-5)
+    fields[f"{arch}.attention.layer_norm_{epsilon}epsilon"] = (eps, kinds.FLOAT32)
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("full_attention", rope).get("rope_theta", 10000.0)
+    fields[f"{arch}.rope.freq_base"] = (theta, kinds.FLOAT32)
+    for key, (value, form) in {**fields, **own}.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_key_value(key, value, form)
+    for name, value in [*named(model, arch), *tensors]:
+        one = "F32" if value.ndim == 1 or "ffn_gate_inp" in name else kind
+        writer.add_tensor(name, rounded(value, one), raw_dtype=Type[one])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def words():
+    """A small vocabulary of byte-level BPE: (tokens, merges, types)."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    marks = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=marks, initial_alphabet=alphabet)
+    text = (
+        "the theory of the thing is that there are three hundred and thirty-three words in it " * 3
+    )
+    tokenizer.train_from_iterator([text], trainer)
+    held = tokenizer.get_vocab()
+    tokens = sorted(held, key=held.__getitem__)
+    import json
+
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    types = [3 if token in marks else 1 for token in tokens]
+    return tokens, [" ".join(pair) for pair in merges], types
+
+
+def bpe(pre="llama-bpe"):
+    """Metadata of that tokenizer."""
+    tokens, merges, types = words()
+    kinds = gguf.GGUFValueType
+    return [
+        ("tokenizer.ggml.model", "gpt2", kinds.STRING),
+        ("tokenizer.ggml.pre", pre, kinds.STRING),
+        ("tokenizer.ggml.tokens", tokens, None),
+        ("tokenizer.ggml.merges", merges, None),
+        ("tokenizer.ggml.token_type", types, None),
+        ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
+        ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
+        ("tokenizer.chat_template", "{{ messages[0].content }}", kinds.STRING),
+    ]
+
+
+def spm():
+    """Metadata of a tokenizer with scores: bytes, the letters, and some words of them."""
+    kinds = gguf.GGUFValueType
+    letters = [chr(ord("a") + i) for i in range(26)] + ["▁"]
+    joined = ["th", "the", "▁the", "re", "er", "he", "▁t", "▁▁", "in", "▁in"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *joined, *letters]
+    types = [2, 3, 3] + [6] * 256 + [1] * (len(joined) + len(letters))
+    scores = [0.0] * 259 + [-float(i) for i in range(len(joined) + len(letters))]
+    return [
+        ("tokenizer.ggml.model", "llama", kinds.STRING),
+        ("tokenizer.ggml.tokens", tokens + ["<|end|>"], None),
+        ("tokenizer.ggml.scores", scores + [-1000.0], None),
+        ("tokenizer.ggml.token_type", types + [3], None),
+        ("tokenizer.ggml.bos_token_id", 1, kinds.UINT32),
+        ("tokenizer.ggml.eos_token_id", 2, kinds.UINT32),
+    ]
