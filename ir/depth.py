@@ -22,6 +22,12 @@ class Depth:
     cache: str
     threshold: float | None = None
 
+    @property
+    def inputs(self) -> dict[str, tuple[int, ...]]:
+        """The step's inputs by which a call chooses, with their shapes."""
+        threshold = {} if self.threshold is None else {"threshold": ()}
+        return {"run_layers": (len(self.plan),), **threshold}
+
     @classmethod
     def from_json(cls, f: Fields, layers: int) -> Depth:
         """Of a model of so many layers. Raises ArtifactError."""

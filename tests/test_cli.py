@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import accel
 from accel import cli
+from accel.runtime.artifact.artifact import bind, digest, write_manifest
 
 from . import adapter_case
 
@@ -321,8 +322,8 @@ def test_wrong_usage_exits_2(name):
 def test_text_without_a_tokenizer(artifact, tmp_path):
     copy = shutil.copytree(artifact, tmp_path / "copy")
     manifest = json.loads((copy / "accel.json").read_text())
-    del manifest["files"]["tokenizer.json"], manifest["digest"]
-    (copy / "accel.json").write_text(json.dumps(manifest))
+    (copy / "tokenizer.json").unlink()
+    write_manifest(copy, manifest, bind(copy, manifest))
     one_error(call("run", copy, "--prompt", "0"), "no tokenizer", "token ids", "tokenizer=")
     one_error(call("run", copy, "--tokens", "5", "--stop", "x"), "stop needs a tokenizer")
 
@@ -378,7 +379,8 @@ def test_artifacts_that_are_wrong(artifact, model, tmp_path):
     def edit(**changes):
         def change(folder):
             file = folder / "accel.json"
-            file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+            changed = {**json.loads(file.read_text()), **changes}
+            file.write_text(json.dumps({**changed, "digest": digest(changed)}))
 
         return broken(change)
 
@@ -397,7 +399,7 @@ def test_artifacts_that_are_wrong(artifact, model, tmp_path):
             "1,000 bytes",
             "again",
         )
-        one_error(call(command, edit(grade="better"), *flags), "changed after the build")
+        one_error(call(command, edit(grade="better"), *flags), "'grade' in accel.json", "again")
         one_error(call(command, tmp_path, *flags), "accel.json", "accel-compile build")
     names = json.loads((artifact / "accel.json").read_text())["files"]
     outside = {"../secret": names["weights.bin"], **names}

@@ -40,6 +40,7 @@ from accel.ir.errors import LoweringError, RecipeError
 from accel.ir.peft import PeftAdapter, read_adapter
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.ir.version import VERSION
 from accel.ir.weights import Stored
 from accel.lowering import triton
 from accel.lowering.triton.lowered import Lowered, lower_program, triton_error
@@ -68,9 +69,9 @@ from accel.passes.state.layers import Layers
 from accel.passes.weights import Base as WeightsPass
 from accel.passes.weights._calibrated import Calibrated
 from accel.passes.weights._kept import keeping
-from accel.runtime.artifact.artifact import open_artifact, write_manifest
+from accel.runtime.artifact.artifact import bind, open_artifact, write_manifest
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
-from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER
+from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER, FORMAT
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.inputs.text import Tokenizer
@@ -81,7 +82,6 @@ from accel.runtime.model.output import peak_memory
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT = 1
 _LONG = 20  # a pass that runs the model over a text takes about as long as so many others
 Progress = Callable[[str, float], None]
 
@@ -478,23 +478,24 @@ def _write(
     if "genai" in entries:
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    manifest = _manifest(job, program, entries)
+    hashes = bind(folder, manifest)
     written = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     report = _report(
         job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in written}
     )
     write_html(folder / "report.html", report)
-    write_manifest(folder, _manifest(job, program, entries, report))
+    write_manifest(folder, {**manifest, "report": report}, hashes)
     if check is not None and "numerics" in job.plan.methods:
         check_rows(open_artifact(folder, hashes=False))
     job.progress("done", 1.0)
 
 
-def _manifest(
-    job: _Job, program: Program, entries: dict[str, Any], report: dict[str, Any]
-) -> dict[str, Any]:
+def _manifest(job: _Job, program: Program, entries: dict[str, Any]) -> dict[str, Any]:
+    """All but what is known last: the report, and the files."""
     return {
         "format": FORMAT,
-        "accel": report["versions"]["accel"],
+        "accel": VERSION,
         "target": job.target,
         "model": model_facts(program).to_json(),
         "numerics": BATCH_INVARIANT if "numerics" in job.plan.methods else "float32",
@@ -502,13 +503,11 @@ def _manifest(
         "recipe": job.plan.recipe.to_json(),
         "state": state_json(program),
         "entries": entries,
-        "report": report,
     }
 
 
 def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any]:
     """What a build did: the same dict in Python, in `--json` and in the artifact."""
-    from accel.ir.version import VERSION
     from accel.lowering.onnx.ort import ort
 
     return {

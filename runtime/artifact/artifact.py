@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +18,26 @@ from typing import Any
 
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
-from accel.ir.fields import MANIFEST
+from accel.ir.fields import BUILD_AGAIN, MANIFEST
 from accel.ir.state import StateValue
 from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
-from accel.runtime.artifact.external_data import external_tensors
+from accel.runtime.artifact.contract import bind_graphs, check_graphs
+from accel.runtime.artifact.graph import read_graph
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
 from accel.runtime.artifact.workspace import put_back
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
-__all__ += ["FORMAT", "MANIFEST", "copy_artifact", "open_artifact", "write_manifest"]
+__all__ += [
+    "FORMAT",
+    "MANIFEST",
+    "bind",
+    "copy_artifact",
+    "digest",
+    "open_artifact",
+    "write_manifest",
+]
 
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)*", re.ASCII)  # of a file, below the folder
 _CLONE = 0x40049409  # FICLONE of Linux
 
 
@@ -62,19 +73,27 @@ class Artifact:
         return self.manifest.report
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write accel.json: `manifest` with `files` (bytes and sha256 of every file there) and `digest`
-    filled in.
+def bind(folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
+    """Write into the graphs of a folder what they are built with: `manifest`, its `report` aside, and the files that
+    are no graphs; gives sha256 of those.
     """
-    names = sorted(
-        p.relative_to(folder).as_posix()
-        for p in folder.rglob("*")
-        if p.is_file() and p != folder / MANIFEST
-    )
-    hashes = _hashes(folder, names)
+    hashes = _hashes(folder, [name for name in _names(folder) if not name.endswith(".onnx")])
+    bind_graphs(folder, manifest, hashes)
+    return hashes
+
+
+def write_manifest(
+    folder: Path, manifest: dict[str, Any], known: Mapping[str, str] | None = None
+) -> None:
+    """Write accel.json: `manifest` with `files` (bytes and sha256 of every file there) and `digest`
+    filled in. `known`: sha256 of some files.
+    """
+    known = known or {}
+    names = _names(folder)
+    hashes = {**known, **_hashes(folder, [name for name in names if name not in known])}
     files = {n: {"bytes": (folder / n).stat().st_size, "sha256": hashes[n]} for n in names}
     whole = {**manifest, "files": files}
-    whole["digest"] = _digest(whole)
+    whole["digest"] = digest(whole)
     (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
@@ -94,11 +113,15 @@ def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artif
         ) from error
     try:
         manifest = parse(raw)
+        if manifest.digest != digest(manifest.raw):
+            raise ArtifactError(
+                f"{MANIFEST} was changed after the build: its digest does not match; {BUILD_AGAIN}"
+            )
         for name, file in manifest.files.items():
             _check_file(folder, name, file)
-        for entry in manifest.entries.values():
-            for graph in entry.files:
-                _check_external_data(folder, graph, manifest.files)
+        named = {name for entry in manifest.entries.values() for name in entry.files}
+        named |= {name for name in manifest.files if name.endswith(".onnx")}
+        check_graphs(manifest, {name: read_graph(folder / name) for name in sorted(named)})
         if hashes:
             _check_hashes(folder, manifest)
     except ArtifactError as error:
@@ -171,22 +194,23 @@ def _check_folder(folder: Path) -> None:
     )
 
 
-def _inside(folder: Path, name: str, what: str = "file") -> Path:
+def _inside(folder: Path, name: str) -> Path:
     """Where a name in the manifest points, refusing every way out of the folder, links included."""
-    parts = name.split("/")
-    if not name or "\\" in name or "\0" in name or ":" in name or set(parts) & {"", ".", ".."}:
+    if not _NAME.fullmatch(name) or {".", ".."}.intersection(name.split("/")):
         raise ArtifactError(
-            f"{what} {name!r} is not a plain path inside the artifact; do not trust it"
+            f"file {name!r} is not a plain path inside the artifact; do not trust it"
         )
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise ArtifactError(f"{what} {name!r} is a link out of the artifact; do not trust it")
+        raise ArtifactError(f"file {name!r} is a link out of the artifact; do not trust it")
     return path
 
 
 def _check_file(folder: Path, name: str, file: File) -> None:
     """Inside, there, and as long as it should be."""
     path = _inside(folder, name)
+    if path.exists() and not path.is_file():
+        raise ArtifactError(f"file {name!r} is no regular file; do not trust it")
     if not path.is_file():
         raise ArtifactError(f"file {name!r} is missing; copy the whole folder, or build it again")
     if (size := path.stat().st_size) != file.bytes:
@@ -197,7 +221,7 @@ def _check_file(folder: Path, name: str, file: File) -> None:
 
 
 def _check_hashes(folder: Path, manifest: Manifest) -> None:
-    """Contents, then the manifest's own digest, so that the most telling error comes first."""
+    """Every file holds what it held when it was built."""
     found = _hashes(folder, manifest.files)
     for name, file in manifest.files.items():
         if found[name] != file.sha256:
@@ -205,12 +229,12 @@ def _check_hashes(folder: Path, manifest: Manifest) -> None:
                 f"file {name!r} was changed or damaged: its sha256 is {found[name][:12]}…, "
                 f"not {file.sha256[:12]}…; copy it again, or build it again"
             )
-    if "digest" in manifest.raw and manifest.raw["digest"] != _digest(manifest.raw):
-        raise ArtifactError(
-            f"{MANIFEST} was changed after the build: its digest does not match; build the "
-            "artifact again, "
-            "or remove its 'digest' if the change is yours"
-        )
+
+
+def _names(folder: Path) -> list[str]:
+    """Every file of an artifact but its manifest."""
+    files = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    return sorted(name for name in files if name != MANIFEST)
 
 
 def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -225,38 +249,7 @@ def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(order, pool.map(one, order), strict=True))
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def digest(manifest: dict[str, Any]) -> str:
     """sha256 of a manifest without its digest, in one form whatever the white space and order."""
     rest = {k: v for k, v in manifest.items() if k != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _check_external_data(folder: Path, name: str, files: dict[str, File]) -> None:
-    """Every weight that a graph keeps outside itself lies in a listed file, whole."""
-    try:
-        tensors = list(external_tensors((folder / name).read_bytes()))
-    except ValueError as error:
-        raise ArtifactError(
-            f"file {name!r} is not an ONNX graph ({error}); build the artifact again"
-        ) from error
-    for tensor in tensors:
-        info = tensor.where
-        where = f"{name}: weight {tensor.name!r}"
-        location = info.get("location", "")
-        _inside(folder, location, f"{where}: its location")
-        beside = (Path(name).parent / location).as_posix()
-        if beside not in files:
-            raise ArtifactError(
-                f"{where}: {unknown('file', beside, files)}; it must be listed in {MANIFEST}"
-            )
-        try:
-            offset = int(info.get("offset", "0"))
-            length = int(info.get("length", str(files[beside].bytes - offset)))
-        except ValueError as error:
-            raise ArtifactError(f"{where}: offset or length is not a number") from error
-        if offset < 0 or length < 0 or offset + length > files[beside].bytes:
-            raise ArtifactError(
-                f"{where} is at {offset}+{length} of {beside}, which has {files[beside].bytes} "
-                "bytes; "
-                "build the artifact again"
-            )

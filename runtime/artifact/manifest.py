@@ -4,6 +4,7 @@ names the field.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,12 +21,16 @@ from accel.ir.state import StateValue, Writer, writer_of
 from accel.ir.version import VERSION
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
-FORMAT = 1
+FORMAT = 2  # 2: graphs hold what they were built with
+TARGET = "onnx"
 DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
 BATCH_INVARIANT = "batch-invariant"
-BIT_EXACT = (
-    "bit-exact"  # in earlier artifacts: the grade "lossless", and the numerics "batch-invariant"
-)
+_RANGES = {
+    **{f"int{n}": (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 32, 64)},
+    "uint8": (0, 255),
+    "bool": (0, 1),
+    "float16": (-65504, 65504),
+}  # of dtypes that have not all numbers
 DTYPES = ("float32", "float16", "float64", "int64", "int32", "int8", "uint8", "bool")
 
 
@@ -84,6 +89,7 @@ class Manifest:
     entries: dict[str, Entry]
     files: dict[str, File]
     report: dict[str, Any]
+    digest: str
     raw: dict[str, Any]
 
     @property
@@ -116,6 +122,14 @@ def parse(raw: Any) -> Manifest:
             f"{MANIFEST}: format {version} is newer than accel {VERSION} reads (up to {FORMAT}); it needs "
             + (f"accel {writer}, which wrote it, or newer" if known else "a newer accel")
         )
+    if version < FORMAT:
+        raise ArtifactError(
+            f"{MANIFEST}: format {version} is of an older accel; {VERSION} reads {FORMAT}; build the artifact again"
+        )
+    if (target := top.text("target")) != TARGET:
+        raise ArtifactError(
+            f"{MANIFEST}: target {target!r} is not {TARGET!r}, which is what accel {VERSION} runs; {BUILD_AGAIN}"
+        )
     files = {
         name: File(f.integer("bytes"), _digest(f, "sha256"))
         for name, f in top.object("files").each()
@@ -124,7 +138,7 @@ def parse(raw: Any) -> Manifest:
     state = tuple(_state(f) for f in top.objects("state"))
     if len({v.name for v in state}) < len(state):
         raise ArtifactError(f"{MANIFEST}: two state values have the same name; {BUILD_AGAIN}")
-    entries = {name: _entry(f) for name, f in top.object("entries").each()}
+    entries = entries_of(raw)
     if STEP.name not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {BUILD_AGAIN}")
     for kind in kinds().values():
@@ -142,33 +156,25 @@ def parse(raw: Any) -> Manifest:
         for part in PARTS:
             for key, file in getattr(entry, part).items():
                 _listed(f"entries.{name}.{part}.{key}", file, files)
-    numerics, grade = top.text("numerics"), top.text("grade")
-    recipe, report = top.object("recipe").value, top.object("report").value
-    if BIT_EXACT in (numerics, grade):
-        numerics = BATCH_INVARIANT if numerics == BIT_EXACT else numerics
-        grade = "lossless" if grade == BIT_EXACT else grade
-        recipe, report = _renamed(recipe), {**report, "grade": grade}
     return Manifest(
         accel=top.text("accel"),
-        target=top.text("target"),
+        target=target,
         facts=facts,
-        numerics=numerics,
-        grade=grade,
-        recipe=recipe,
+        numerics=top.text("numerics"),
+        grade=top.text("grade"),
+        recipe=top.object("recipe").value,
         state=state,
         entries=entries,
         files=files,
-        report=report,
+        report=top.object("report").value,
+        digest=top.text("digest"),
         raw=top.value,
     )
 
 
-def _renamed(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe with the method of today's name."""
-    tables = recipe.get("tables")
-    if not isinstance(tables, dict) or tables.get("numerics") != {"use": BIT_EXACT}:
-        return recipe
-    return {**recipe, "tables": {**tables, "numerics": {"use": BATCH_INVARIANT}}}
+def entries_of(raw: Any) -> dict[str, Entry]:
+    """The entries in a manifest's JSON value. Raises ArtifactError."""
+    return {name: _entry(f) for name, f in Fields(raw).object("entries").each()}
 
 
 def _entry(f: Fields) -> Entry:
@@ -205,6 +211,9 @@ def _state(f: Fields) -> StateValue:
             f"{MANIFEST}: {f.where}.dtype: {unknown('type', dtype, DTYPES)}; {BUILD_AGAIN}"
         )
     layer, fill = f.optional_integer("layer"), f.number("fill")
+    low, high = _RANGES.get(dtype, (-math.inf, math.inf))
+    if fill != fill or not low <= fill <= high:
+        raise f.wrong("fill", fill, f"a number that {dtype} has")
     try:
         return StateValue.parse(f.text("name"), f.text("role"), layer, dtype, tuple(shape), fill)
     except ValueError as error:

@@ -595,11 +595,6 @@ def from_artifact(
 
     A small draft model gets one thread, so that the target's threads need not stop while it computes.
     """
-    if artifact.manifest.target != "onnx":
-        raise ArtifactError(
-            f"{artifact.path}: target {artifact.manifest.target!r} is not supported by this version of accel ('onnx'); "
-            "upgrade accel"
-        )
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
     if plain:
         recipe = {

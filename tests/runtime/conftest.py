@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from accel.ir.state import Part, StateValue
-from accel.runtime.artifact.artifact import open_artifact, write_manifest
+from accel.runtime.artifact.artifact import bind, digest, open_artifact, write_manifest
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.session.session import Session
@@ -165,7 +165,7 @@ def manifest(**model) -> dict:
     }
     facts |= {"layers": [layer]} | model
     return {
-        "format": 1,
+        "format": 2,
         "accel": "0.1.0",
         "target": "onnx",
         "model": facts,
@@ -197,8 +197,13 @@ def write_artifact(folder: Path, *, tokenizer: bool = True, **model) -> Path:
     )
     if tokenizer:
         byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    write_manifest(folder, manifest(**model))
+    seal(folder, manifest(**model))
     return folder
+
+
+def seal(folder: Path, told: dict) -> None:
+    """Tie graphs and manifest to one another, as a build does."""
+    write_manifest(folder, told, bind(folder, told))
 
 
 @dataclass
@@ -209,7 +214,7 @@ class Toy:
     engines: dict
     oracle = staticmethod(oracle)
     write = staticmethod(write_artifact)
-    manifest = staticmethod(manifest)
+    manifest, seal = staticmethod(manifest), staticmethod(seal)
     tokenizer = staticmethod(byte_level_tokenizer)
     corpus = tuple(CORPUS)
     vocab, context, batch, state = VOCAB, CONTEXT, BATCH, STATE
@@ -241,9 +246,7 @@ def one_thread():
 
 @pytest.fixture
 def damaged(toy, tmp_path):
-    """A copy of the artifact whose manifest a function changes; without its digest, as a hand
-    editor would leave it.
-    """
+    """A copy of the artifact whose manifest a function changes, and then its digest."""
 
     def make(change=None, keep_digest=False) -> Path:
         import shutil
@@ -251,10 +254,10 @@ def damaged(toy, tmp_path):
         copy = tmp_path / "copy"
         shutil.copytree(toy.path, copy)
         raw = json.loads((copy / "accel.json").read_text())
-        if not keep_digest:
-            del raw["digest"]
         if change:
             change(raw)
+        if not keep_digest:
+            raw["digest"] = digest(raw)
         (copy / "accel.json").write_text(json.dumps(raw))
         return copy
 

@@ -31,9 +31,6 @@ from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.open import (
     aligned,
-    check_controls,
-    check_encode,
-    check_state,
     copied,
     grown,
     open_session,
@@ -142,15 +139,8 @@ class OrtBackend:
         path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
         kind = kind_of(entry)
         most = self.threads if kind is None or kind.threads is None else kind.threads
-        session = open_session(
-            path, min(most, self.threads), resting=self._in_turns or entry != self.entry
-        )
-        if kind is ENCODE:
-            check_encode(session, self.artifact, path)
-        elif kind is STEP:
-            check_state(session, self.artifact.state, path)
-            check_controls(session, self.artifact.facts, self.artifact.manifest.trees, path)
-        return session
+        resting = self._in_turns or entry != self.entry
+        return open_session(path, min(most, self.threads), resting=resting)
 
 
 class OrtSession:
