@@ -23,7 +23,9 @@ from accel.commands import (
     inspect,
     recipes,
     run,
+    sign,
     smoke,
+    verify,
 )
 from accel.ir.errors import AccelError
 
@@ -73,7 +75,20 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for module in (build, run, chat, recipes, explain, choose, inspect, smoke, bench, demo):
+for module in (
+    build,
+    run,
+    chat,
+    recipes,
+    explain,
+    choose,
+    inspect,
+    sign,
+    verify,
+    smoke,
+    bench,
+    demo,
+):
     name = module.__name__.rpartition(".")[2]
     app.command(name, epilog=module.EXAMPLES)(getattr(module, name))
 

@@ -31,7 +31,11 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 GENERATED = DOCS / "recipes"
 WRITTEN_BY_TOOLS = {"leaderboard.md", "speculation.md", "composition.md", "coverage.md"}
-PAGES = [ROOT / "README.md", *(p for p in sorted(DOCS.rglob("*.md")) if GENERATED not in p.parents)]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "SECURITY.md",
+    *(p for p in sorted(DOCS.rglob("*.md")) if GENERATED not in p.parents),
+]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 METHOD = re.compile(
     r"# ((?:passes|runtime)/[\w/]+)/(\w+)\.py\n"

@@ -121,6 +121,10 @@ def run(
     ] = None,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
+    public_key: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Refuse an artifact that is not signed with this key."),
+    ] = None,
     recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
@@ -167,8 +171,15 @@ def run(
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {name for name in (*build, "kernels", "adapter") if options.was_given(context, name)}
-    with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
+    asked = {
+        name
+        for name in (*build, "kernels", "adapter", "public_key")
+        if options.was_given(context, name)
+    }
+    opened = open_model(
+        path, asked, threads=threads, kernels=kernels, public_key=public_key, **build
+    )
+    with opened as model:
         if as_json:
             out = model.generate(given, **settings)
             found = [_found(out, i) for i in range(samples)]

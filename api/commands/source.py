@@ -20,6 +20,7 @@ def open_model(
     *,
     threads: int | None = None,
     kernels: str = "auto",
+    public_key: Path | None = None,
     **build: Any,
 ) -> CompiledModel:
     """The compiled model at a path; `build` holds options of `optimize` for a model directory.
@@ -42,6 +43,11 @@ def open_model(
                 f"for this run (--merge-adapter DIR), or build first: accel-compile build {path} --adapter NAME=DIR "
                 "--out DIR"
             )
+        if "public_key" in asked:
+            raise InputError(
+                f"--public-key checks an artifact, and {path} is a model directory; leave it out, or build and sign "
+                f"first: accel-compile build {path} --out DIR, then accel-compile sign DIR --key KEY"
+            )
         if "kernels" in asked:
             raise InputError(
                 f"--kernels chooses among the kernels of an artifact, and {path} is a model directory; leave it "
@@ -57,7 +63,7 @@ def open_model(
             f"{option} applies when a model is built, and {path} is an artifact; leave it out, or build again: "
             f"accel-compile build MODEL --out DIR {option} …"
         )
-    return load(path, threads=threads, kernels=kernels)
+    return load(path, threads=threads, kernels=kernels, public_key=public_key)
 
 
 def _named(path: Path, download: bool) -> Path:

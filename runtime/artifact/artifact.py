@@ -24,6 +24,7 @@ from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
 from accel.runtime.artifact.contract import bind_graphs, check_graphs
 from accel.runtime.artifact.graph import read_graph
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
+from accel.runtime.artifact.signature import SIGNATURE, check_signature
 from accel.runtime.artifact.workspace import put_back
 
 __all__ = ["Artifact", "Entry", "Facts", "File", "AtomicOutputDir", "StateValue"]
@@ -43,10 +44,14 @@ _CLONE = 0x40049409  # FICLONE of Linux
 
 @dataclass(frozen=True)
 class Artifact:
-    """An artifact that was checked: where it is and what its manifest says."""
+    """An artifact that was checked: where it is and what its manifest says.
+
+    signer: fingerprint of the key that it was asked to be signed with; None: nobody asked.
+    """
 
     path: Path
     manifest: Manifest
+    signer: str | None = None
 
     @property
     def facts(self) -> Facts:
@@ -97,20 +102,30 @@ def write_manifest(
     (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
-def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artifact:
+def open_artifact(
+    path: str | os.PathLike[str],
+    *,
+    hashes: bool = True,
+    public_key: str | os.PathLike[str] | None = None,
+) -> Artifact:
     """Read and check an artifact. Raises ArtifactError with what is wrong, where, and what to do.
 
     `hashes=False` leaves out the checksums: for a folder that this process has just written.
+    `public_key`: path of the key with which it must be signed; nothing is parsed before. Raises InputError where it
+    is no such key.
     """
     folder = user_path(path)
     put_back(folder.resolve())
     _check_folder(folder)
     try:
-        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(
-            f"{folder / MANIFEST} cannot be read: {error}. It is damaged: build the artifact again"
-        ) from error
+        data = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    signer = None if public_key is None else check_signature(folder, data, public_key)
+    try:
+        raw = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(folder, error) from error
     try:
         manifest = parse(raw)
         if manifest.digest != digest(manifest.raw):
@@ -126,7 +141,13 @@ def open_artifact(path: str | os.PathLike[str], *, hashes: bool = True) -> Artif
             _check_hashes(folder, manifest)
     except ArtifactError as error:
         raise ArtifactError(f"{folder}: {error}") from error
-    return Artifact(folder.resolve(), manifest)
+    return Artifact(folder.resolve(), manifest, signer)
+
+
+def _unreadable(folder: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(
+        f"{folder / MANIFEST} cannot be read: {error}. It is damaged: build the artifact again"
+    )
 
 
 def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:
@@ -135,6 +156,8 @@ def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:
     Raises ArtifactError.
     """
     names = [MANIFEST, *source.files]
+    if (source.path / SIGNATURE).is_file():
+        names.append(SIGNATURE)
     size = sum(f.bytes for f in source.files.values())
     with AtomicOutputDir(out) as folder:
         for name in names:
@@ -232,9 +255,9 @@ def _check_hashes(folder: Path, manifest: Manifest) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Every file of an artifact but its manifest."""
+    """Every file of an artifact but its manifest and the signature of that."""
     files = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-    return sorted(name for name in files if name != MANIFEST)
+    return sorted(name for name in files if name not in (MANIFEST, SIGNATURE))
 
 
 def _hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:

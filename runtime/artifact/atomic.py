@@ -18,6 +18,7 @@ from types import TracebackType
 
 from accel.ir.errors import ArtifactError, LoweringError, shown
 from accel.ir.fields import MANIFEST
+from accel.runtime.artifact.signature import SIGNATURE
 from accel.runtime.artifact.workspace import Workspace, clean, put_back
 
 # Waits until the parent has gone (its end of the pipe closed, or another parent), then puts things
@@ -244,13 +245,13 @@ class AtomicOutputDir:
 
 
 def _listed(manifest: Path) -> set[str] | None:
-    """The files of the artifact that a manifest is of, itself among them; None where it is no manifest."""
+    """The files of the artifact that a manifest is of, with itself and its signature; None where it is no manifest."""
     try:
         told = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     files = told.get("files") if isinstance(told, dict) else None
-    return {MANIFEST, *files} if isinstance(files, dict) and files else None
+    return {MANIFEST, SIGNATURE, *files} if isinstance(files, dict) and files else None
 
 
 def _flush(folder: Path) -> None:

@@ -561,7 +561,11 @@ class CompiledModel:
 
 
 def load(
-    path: str | os.PathLike[str], *, threads: int | None = None, kernels: str = AUTO
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    kernels: str = AUTO,
+    public_key: str | os.PathLike[str] | None = None,
 ) -> CompiledModel:
     """Open an artifact. Its files are checked first. Imports neither torch nor transformers.
 
@@ -570,13 +574,17 @@ def load(
         threads: compute threads per call. Default: `OMP_NUM_THREADS`, or the number of physical cores.
         kernels: a kernel variant (`accel-compile inspect` lists them), or "auto": the fastest on this
             machine, measured on first use in under two seconds and then cached.
+        public_key: path of a public Ed25519 key (OpenSSH or PEM). The artifact must be signed with it
+            (`accel-compile sign`); this is checked first. Default: signatures are not looked at.
 
     Raises:
-        ArtifactError: the artifact is missing, damaged, newer than this version, or unsafe.
+        ArtifactError: the artifact is missing, damaged, newer than this version, unsafe, or not signed
+            with the key.
+        InputError: an argument is wrong, such as a key that is not Ed25519.
     """
     if threads is not None:
         as_count(threads, "threads", 1, MOST_THREADS)
-    artifact = open_artifact(path)
+    artifact = open_artifact(path, public_key=public_key)
     return from_artifact(artifact, threads=threads, kernels=kernels)
 
 
