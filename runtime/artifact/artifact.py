@@ -22,7 +22,7 @@ from accel.ir.fields import BUILD_AGAIN, MANIFEST
 from accel.ir.state import StateValue
 from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
 from accel.runtime.artifact.contract import bind_graphs, check_graphs
-from accel.runtime.artifact.graph import read_graph
+from accel.runtime.artifact.graph import read_graph, read_small
 from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
 from accel.runtime.artifact.signature import SIGNATURE, check_signature
 from accel.runtime.artifact.workspace import put_back
@@ -118,7 +118,7 @@ def open_artifact(
     put_back(folder.resolve())
     _check_folder(folder)
     try:
-        data = (folder / MANIFEST).read_bytes()
+        data = read_small(folder / MANIFEST)
     except OSError as error:
         raise _unreadable(folder, error) from error
     signer = None if public_key is None else check_signature(folder, data, public_key)

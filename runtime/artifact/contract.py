@@ -15,18 +15,17 @@ from accel.ir.entries.step import LOGITS, STEP
 from accel.ir.errors import ArtifactError, unknown
 from accel.ir.fields import BUILD_AGAIN, MANIFEST
 from accel.ir.state import StateValue, state_of
-from accel.runtime.artifact.graph import Graph, Value
+from accel.runtime.artifact.graph import OWN, SMALL, Graph, Value, read_graph
 from accel.runtime.artifact.manifest import Entry, File, Manifest, entries_of
 
-_KEY = "accel."  # of metadata that is read here
 _BOUND = ("format", "target", "model", "numerics", "grade", "recipe", "state", "entries")
 _DATA = "data"  # the files that are neither graphs nor for people
 _FOR_PEOPLE = "report.html"
-_FILE = _KEY + "file"  # its own name
-_UNUSED, _COPIES = (
-    1 << 28,
-    4,
-)  # bytes of a file that no graph names; weights may lie there in several layouts
+_FILE = OWN + "file"  # its name
+_CONTENT = OWN + "content"  # sha256 of all but this metadata
+_LAYOUTS = (
+    4  # that weights may have in their file; no graph names those of a variant that was not written
+)
 _CALL = {"tokens", "positions", "slots", "rows"}  # what each step is given
 
 
@@ -40,12 +39,14 @@ def bind_graphs(folder: Path, manifest: Mapping[str, Any], hashes: Mapping[str, 
     for entry in entries_of(manifest).values():
         for name in entry.files:
             model = onnx.load(folder / name, load_external_data=False)
-            others = [p for p in model.metadata_props if not p.key.startswith(_KEY)]
+            others = [p for p in model.metadata_props if not p.key.startswith(OWN)]
             del model.metadata_props[:]
             model.metadata_props.extend(others)
-            for key, value in {**bound, _FILE: name}.items():
+            onnx.save_model(model, folder / name)
+            own = {_FILE: name, _CONTENT: read_graph(folder / name).content}
+            for key, value in {**bound, **own}.items():
                 model.metadata_props.add(key=key, value=value)
-            (folder / name).write_bytes(model.SerializeToString())
+            onnx.save_model(model, folder / name)
 
 
 def _binding(manifest: Mapping[str, Any], hashes: Mapping[str, str]) -> dict[str, str]:
@@ -53,7 +54,7 @@ def _binding(manifest: Mapping[str, Any], hashes: Mapping[str, str]) -> dict[str
     data = {n: h for n, h in hashes.items() if not n.endswith(".onnx") and n != _FOR_PEOPLE}
     parts = {**{part: manifest.get(part) for part in _BOUND}, _DATA: data}
     return {
-        _KEY + part: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+        OWN + part: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
         for part, value in parts.items()
     }
 
@@ -67,7 +68,7 @@ def check_graphs(manifest: Manifest, graphs: Mapping[str, Graph]) -> None:
             place, end = _place(where, name, weight.place, manifest.files)
             used[place] = max(used.get(place, 0), end)
     for name, file in manifest.files.items():
-        if file.bytes > _UNUSED + _COPIES * used.get(name, 0):
+        if file.bytes > SMALL + _LAYOUTS * used.get(name, 0):
             raise ArtifactError(
                 f"file {name!r} has {file.bytes:,} bytes, and the graphs use {used.get(name, 0):,} of them; "
                 "do not trust it"
@@ -78,13 +79,16 @@ def check_graphs(manifest: Manifest, graphs: Mapping[str, Graph]) -> None:
     bound = _binding(manifest.raw, {name: file.sha256 for name, file in manifest.files.items()})
     for entry in manifest.entries.values():
         for name in entry.files:
-            _check_binding(name, graphs[name].metadata, bound)
+            _check_binding(name, graphs[name], bound)
 
 
-def _check_binding(name: str, there: Mapping[str, str], bound: Mapping[str, str]) -> None:
+def _check_binding(name: str, graph: Graph, bound: Mapping[str, str]) -> None:
+    there = graph.metadata
     if there.get(_FILE) != name:
         raise ArtifactError(f"{name} is another graph, or of an older accel; {BUILD_AGAIN}")
-    wrong = [key.removeprefix(_KEY) for key in bound if there.get(key) != bound[key]]
+    if there.get(_CONTENT) != graph.content:
+        raise ArtifactError(f"{name} was changed after the build; {BUILD_AGAIN}")
+    wrong = [key.removeprefix(OWN) for key in bound if there.get(key) != bound[key]]
     if wrong:
         words = [
             "the other files" if part == _DATA else f"{part!r} in {MANIFEST}" for part in wrong

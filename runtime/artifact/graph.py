@@ -6,6 +6,7 @@ an artifact is run without it. Only what may name a place of weights is looked i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,8 @@ from accel.ir.errors import ArtifactError
 DTYPES = {
     1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 9: "bool", 10: "float16", 11: "float64",
 }  # fmt: skip
+SMALL = 1 << 28  # bytes of any file that holds no large weights
+OWN = "accel."  # what metadata of a build begins with
 _PLACE = b"location"  # a weight outside has this key, as these bytes, however it is encoded
 # Message -> number of a field -> the message in it: all that can hold a tensor.
 _INNER = {
@@ -48,21 +51,25 @@ class External:
 
 @dataclass
 class Graph:
-    """defaults: inputs that may be left out. metadata: of the model."""
+    """defaults: inputs that may be left out. metadata: of the model. content: sha256 of all but a build's metadata."""
 
     inputs: dict[str, Value] = field(default_factory=dict)
     outputs: dict[str, Value] = field(default_factory=dict)
     defaults: set[str] = field(default_factory=set)
     metadata: dict[str, str] = field(default_factory=dict)
+    content: str = ""
     external: list[External] = field(default_factory=list)
 
 
 def read_graph(path: Path) -> Graph:
     """Raises ArtifactError where the file is no ONNX graph, and OSError."""
-    data, found = path.read_bytes(), Graph()
+    data, found = read_small(path), Graph()
     try:
-        graphs = 0
+        graphs, last, content = 0, 0, hashlib.sha256()
         for number, start, end in _fields(data, 0, len(data)):
+            if not (number == 14 and _entry(data, start, end)[0].startswith(OWN)):
+                content.update(data[last:end])
+            last = end
             if number == 14:
                 key, value = _entry(data, start, end)
                 if key in found.metadata:
@@ -73,12 +80,22 @@ def read_graph(path: Path) -> Graph:
                 _signature(data, start, end, found)
         if graphs != 1:
             raise ValueError(f"it holds {graphs or 'no'} graphs")
+        found.content = content.hexdigest()
         found.external = [_external(data, *span) for span in _tensors(data)]
     except (ValueError, IndexError) as error:
         raise ArtifactError(
             f"file {path.name!r} is not an ONNX graph ({error}); build the artifact again"
         ) from error
     return found
+
+
+def read_small(path: Path) -> bytes:
+    """A file that is not of weights. Raises ArtifactError where it is larger than any such, and OSError."""
+    if (size := path.stat().st_size) > SMALL:
+        raise ArtifactError(
+            f"file {path.name!r} has {size:,} bytes, where accel writes less than {SMALL:,}; do not trust it"
+        )
+    return path.read_bytes()
 
 
 def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
