@@ -1,9 +1,13 @@
 """GGUF files, written with llama.cpp's package gguf: its names, its numbers, its own rounding."""
 
-import gguf
+import json
+
 import numpy as np
+import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
+
+gguf = pytest.importorskip("gguf")
+Type = gguf.GGMLQuantizationType
 
 TOKENS = torch.tensor([[3, 5, 9, 20, 41, 7, 60, 62, 1, 12, 17, 33]])
 HALVES = {  # where the factors of a block lie, which are float16
@@ -124,8 +128,6 @@ def words():
     tokenizer.train_from_iterator([text], trainer)
     held = tokenizer.get_vocab()
     tokens = sorted(held, key=held.__getitem__)
-    import json
-
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     types = [3 if token in marks else 1 for token in tokens]
     return tokens, [" ".join(pair) for pair in merges], types

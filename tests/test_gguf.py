@@ -4,7 +4,6 @@ import struct
 import subprocess
 import sys
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,7 @@ from accel.ir.codes import Coded
 from accel.ir.errors import AccelError
 from accel.ir.weights import Pages, reading
 
-from .gguf_case import HALVES, TOKENS, Type, blocks, bpe, spm, write
+from .gguf_case import HALVES, TOKENS, Type, blocks, bpe, gguf, spm, write
 
 U32, F32, STRING = (gguf.GGUFValueType[name] for name in ("UINT32", "FLOAT32", "STRING"))
 SIZES = {

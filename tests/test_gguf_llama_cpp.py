@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from tokenizers import Tokenizer
 
 import accel
 from accel.compiler.load.checkpoint import load_model
@@ -15,7 +16,6 @@ from accel.ir.weights import reading
 from .gguf_case import bpe, spm, write
 
 lib = pytest.importorskip("llama_cpp")
-from tokenizers import Tokenizer  # noqa: E402
 
 SILENT = lib.llama_log_callback(lambda *_: None)
 FILE_TYPES = {"q4_0": 2, "q8_0": 7, "q5_1": 9, "q2_k": 10, "q4_k": 15, "q5_k": 17, "q6_k": 18}

@@ -14,7 +14,12 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TABLE = PROJECT["tool"]["setuptools"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-WANTED = [*PROJECT["project"]["dependencies"], *EXTRAS["compile"], *EXTRAS["grammar"]]
+WANTED = [
+    *PROJECT["project"]["dependencies"],
+    *EXTRAS["compile"],
+    *EXTRAS["gguf"],
+    *EXTRAS["grammar"],
+]
 
 
 def folder_of(package: str) -> Path:
