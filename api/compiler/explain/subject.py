@@ -110,7 +110,7 @@ def _usual(name: str) -> Any:
     """The default configuration of a model type. Raises CaptureError with what is near."""
     from transformers import CONFIG_MAPPING
 
-    if name.endswith(".json"):
+    if name.endswith((".json", ".gguf")):
         source.small_model(name)  # which says that it does not exist
     check_type(name, "model type")
     return CONFIG_MAPPING[name]()

@@ -53,7 +53,12 @@ def small_model(given: Any, trust_remote_code: bool = False) -> Source:
     name = str(given)
     if ":" in name:
         return _as_it_is(_called(name), name)
-    if isinstance(given, Path) and len(path.parts) > 1 or "/" in name or name.endswith(".json"):
+    if (
+        isinstance(given, Path)
+        and len(path.parts) > 1
+        or "/" in name
+        or name.endswith((".json", ".gguf"))
+    ):
         raise CaptureError(f"{given} does not exist; give a directory with a config.json")
     return _of_type(name)
 
