@@ -1,5 +1,6 @@
 """Make build/links/accel, one link per package, so that mypy and pyright see the package as installed."""
 
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -10,10 +11,17 @@ def link(root: Path) -> None:
     folders = config["tool"]["setuptools"]["package-dir"]
     top = root / "build" / "links" / "accel"
     top.mkdir(parents=True, exist_ok=True)
-    wanted = {path.name: path for path in (root / folders["accel"]).iterdir()}
+    wanted = {
+        path.name: path
+        for path in (root / folders["accel"]).iterdir()
+        if path.name != "__pycache__"
+    }
     for package, folder in folders.items():
         if "." in package:
             wanted[package.split(".", 1)[1]] = root / folder
+    shutil.rmtree(
+        top / "__pycache__", ignore_errors=True
+    )  # Python's own, of a run through the links
     for old in top.iterdir():
         if not old.is_symlink() or old.readlink() != wanted.get(old.name):
             old.unlink()

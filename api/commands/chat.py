@@ -69,6 +69,7 @@ def chat(
     adapter: options.Adapter = None,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
+    public_key: options.PublicKey = None,
     recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
@@ -92,9 +93,15 @@ def chat(
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {name for name in (*build, "kernels", "adapter") if options.was_given(context, name)}
+    asked = {
+        name
+        for name in (*build, "kernels", "adapter", "public_key")
+        if options.was_given(context, name)
+    }
     template = None if chat_template is None else {"chat_template": _template(chat_template)}
-    with open_model(path, asked, threads=threads, kernels=kernels, **build) as model:
+    with open_model(
+        path, asked, threads=threads, kernels=kernels, public_key=public_key, **build
+    ) as model:
         params = SamplingParams(
             max_tokens=model.facts.max_context if max_new_tokens is None else max_new_tokens,
             temperature=temperature,

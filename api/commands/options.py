@@ -58,6 +58,10 @@ Kernels = Annotated[
         help="Kernel variant (listed by inspect). Default: auto, the fastest measured on this machine.",
     ),
 ]
+PublicKey = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Refuse an artifact that is not signed with this key."),
+]
 Temperature = Annotated[
     float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy decoding.")
 ]

@@ -121,10 +121,7 @@ def run(
     ] = None,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
-    public_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Refuse an artifact that is not signed with this key."),
-    ] = None,
+    public_key: options.PublicKey = None,
     recipe: options.Recipes = None,
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,

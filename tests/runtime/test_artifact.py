@@ -118,7 +118,7 @@ EDITS = [
     (put("files", "../x", value={"bytes": 1, "sha256": "0" * 64}), "not a plain path"),
     (put("files", "/etc/passwd", value={"bytes": 1, "sha256": "0" * 64}), "not a plain path"),
     (put("files", "a\\..\\x", value={"bytes": 1, "sha256": "0" * 64}), "not a plain path"),
-    (put("target", value="triton"), "upgrade accel"),
+    (put("target", value="triton"), "'triton' is not 'onnx'"),
 ]
 
 
