@@ -27,6 +27,8 @@ class FirstOfTies(TorchDispatchMode):
     many of them the last taken equals the first left out, so that another order of additions may turn it.
     """
 
+    supports_higher_order_operators = True  # such as flex_attention: run as they are
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.choices = self.tied = 0

@@ -124,7 +124,7 @@ def test_prompts_of_one_token_and_of_none(case, name):
 
 def test_a_window_beyond_the_context_takes_no_memory(stateful):
     """And protects every token: the newest stay."""
-    tables = recipe("snapkv") | {"kv.score": {"use": "snapkv", "window": 1 << 30}}
+    tables = recipe("snapkv") | {"kv.score": {"use": "snapkv", "window": 1024}}
     one = evicting(stateful("llama"), tables)
     session = one.session(2)
     session.run(one.tokens(2, 40), [40, 9])

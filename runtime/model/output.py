@@ -168,9 +168,10 @@ class Meter:
         """Pass on a loop's tokens and measure time. Prefill lasts until the prompts of the rows have run;
         the rest is decode. The consumer's own time is excluded.
         """
-        first, start_stats = True, session.stats
-        before, reused = self.calls - int(start_stats["calls"]), self.reused
-        reused += int(session.lengths.sum()) - int(start_stats["reused"])
+        first, before, reused = True, self.calls, self.reused
+        if held := int(session.lengths.sum()):  # of an earlier turn
+            earlier = session.stats
+            before, reused = before - int(earlier["calls"]), reused + held - int(earlier["reused"])
         while True:
             start = time.perf_counter()
             pair = next(tokens, None)

@@ -66,7 +66,8 @@ class OrtBackend:
         self._session: Any = None
         self._encoder: Any = None
         self._others: dict[str, Any] = {}
-        self._tuning = None if kernels == AUTO else choose(artifact, kernels, self.threads)
+        auto = isinstance(kernels, str) and kernels == AUTO
+        self._tuning = None if auto else choose(artifact, kernels, self.threads)
 
     @property
     def tuning(self) -> Tuning:

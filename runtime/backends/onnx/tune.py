@@ -65,11 +65,11 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
     is none. Raises ArtifactError where no variant has the name.
     """
     entry = artifact.entries["step"]
+    if not isinstance(asked, str):
+        raise ArtifactError(
+            f"kernels = {shown(asked)}: give one of {', '.join([AUTO, *entry.graphs])}"
+        )
     if asked != AUTO:
-        if not isinstance(asked, str):
-            raise ArtifactError(
-                f"kernels = {shown(asked)}: give one of {', '.join([AUTO, *entry.graphs])}"
-            )
         if asked not in entry.graphs:
             names = [AUTO, *entry.graphs]
             raise ArtifactError(f"{artifact.path}: {unknown('kernels', asked, names)}")
