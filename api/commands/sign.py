@@ -9,8 +9,8 @@ import typer
 
 EXAMPLES = """\b
 Examples:
-  ssh-keygen -t ed25519 -f my-key
   accel-compile sign ./artifact --key my-key
+  ssh-keygen -t ed25519 -N "" -f my-key          # makes a key
   accel-compile verify ./artifact --key my-key.pub
 """
 

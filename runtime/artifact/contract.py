@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accel.ir.adapters import file_of
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import LOGITS, STEP
 from accel.ir.errors import ArtifactError, unknown
@@ -67,10 +68,12 @@ def check_graphs(manifest: Manifest, graphs: Mapping[str, Graph]) -> None:
             where = f"{name}: weight {weight.name!r}"
             place, end = _place(where, name, weight.place, manifest.files)
             used[place] = max(used.get(place, 0), end)
+    if manifest.facts.adapters is not None:
+        used |= {file_of(name): size for name, size in manifest.facts.adapters.bytes.items()}
     for name, file in manifest.files.items():
         if file.bytes > SMALL + _LAYOUTS * used.get(name, 0):
             raise ArtifactError(
-                f"file {name!r} has {file.bytes:,} bytes, and the graphs use {used.get(name, 0):,} of them; "
+                f"file {name!r} has {file.bytes:,} bytes, of which {used.get(name, 0):,} are used; "
                 "do not trust it"
             )
     for entry_name, entry in manifest.entries.items():
@@ -85,7 +88,7 @@ def check_graphs(manifest: Manifest, graphs: Mapping[str, Graph]) -> None:
 def _check_binding(name: str, graph: Graph, bound: Mapping[str, str]) -> None:
     there = graph.metadata
     if there.get(_FILE) != name:
-        raise ArtifactError(f"{name} is another graph, or of an older accel; {BUILD_AGAIN}")
+        raise ArtifactError(f"{name} is another graph; {BUILD_AGAIN}")
     if there.get(_CONTENT) != graph.content:
         raise ArtifactError(f"{name} was changed after the build; {BUILD_AGAIN}")
     wrong = [key.removeprefix(OWN) for key in bound if there.get(key) != bound[key]]

@@ -63,29 +63,33 @@ class Graph:
 
 def read_graph(path: Path) -> Graph:
     """Raises ArtifactError where the file is no ONNX graph, and OSError."""
-    data, found = read_small(path), Graph()
     try:
-        graphs, last, content = 0, 0, hashlib.sha256()
-        for number, start, end in _fields(data, 0, len(data)):
-            if not (number == 14 and _entry(data, start, end)[0].startswith(OWN)):
-                content.update(data[last:end])
-            last = end
-            if number == 14:
-                key, value = _entry(data, start, end)
-                if key in found.metadata:
-                    raise ValueError(f"it has two values of metadata {key!r}")
-                found.metadata[key] = value
-            elif number == 7:
-                graphs += 1
-                _signature(data, start, end, found)
-        if graphs != 1:
-            raise ValueError(f"it holds {graphs or 'no'} graphs")
-        found.content = content.hexdigest()
-        found.external = [_external(data, *span) for span in _tensors(data)]
-    except (ValueError, IndexError) as error:
+        return graph_of(read_small(path))
+    except ValueError as error:
         raise ArtifactError(
             f"file {path.name!r} is not an ONNX graph ({error}); build the artifact again"
         ) from error
+
+
+def graph_of(data: bytes) -> Graph:
+    """The same of a ModelProto's bytes. Raises ValueError."""
+    found, graphs, last, content = Graph(), 0, 0, hashlib.sha256()
+    for number, start, end in _fields(data, 0, len(data)):
+        key, value = _entry(data, start, end) if number == 14 else ("", "")
+        if not key.startswith(OWN):
+            content.update(data[last:end])
+        last = end
+        if number == 14:
+            if key in found.metadata:
+                raise ValueError(f"it has two values of metadata {key!r}")
+            found.metadata[key] = value
+        elif number == 7:
+            graphs += 1
+            _signature(data, start, end, found)
+    if graphs != 1:
+        raise ValueError(f"it holds {graphs or 'no'} graphs")
+    found.content = content.hexdigest()
+    found.external = [_external(data, *span) for span in _tensors(data)]
     return found
 
 
@@ -119,16 +123,12 @@ def _fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
     """A number, and where it ends."""
-    found = data[at]
-    if found < 128:
-        return found, at + 1
-    found &= 127
-    for place in range(1, 10):
-        byte = data[at + place]
+    found = 0
+    for place, byte in enumerate(data[at : at + 10]):
         found |= (byte & 127) << 7 * place
         if byte < 128:
             return found & (1 << 64) - 1, at + place + 1
-    raise ValueError(f"a number of more than 10 bytes at byte {at}")
+    raise ValueError(f"a number that is cut off, or of more than 10 bytes, at byte {at}")
 
 
 def _entry(data: bytes, start: int, end: int) -> tuple[str, str]:

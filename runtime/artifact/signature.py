@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel.ir.errors import ArtifactError, InputError
+from accel.ir.errors import ArtifactError, InputError, extra
 from accel.ir.fields import MANIFEST
 
 if TYPE_CHECKING:
@@ -152,11 +152,7 @@ def _fingerprint(key: Ed25519PublicKey) -> str:
 
 def _library() -> tuple[Any, Any]:
     """Of `cryptography`: its readers of keys, and Ed25519."""
-    try:
+    with extra("sign"):
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError:
-        raise InputError(
-            "signatures need the package cryptography; install it: pip install 'accel-compile[sign]'"
-        ) from None
     return serialization, ed25519

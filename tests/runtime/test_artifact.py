@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 
-import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from accel.ir.errors import ArtifactError
 from accel.lowering.onnx.threads import default_threads, physical_cores
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
-from accel.runtime.artifact.graph import read_graph
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.model.compiled import load
 
@@ -221,60 +219,6 @@ def test_weights_outside_their_file(toy, tmp_path, entries, words):
         load(external(toy, tmp_path, **entries)).generate([1], 1)
 
 
-def test_weights_inside_sub_graphs_and_attributes_are_found(tmp_path):
-    from onnx import helper, numpy_helper
-
-    def tensor(name):
-        found = numpy_helper.from_array(np.zeros(1, np.float32), name)
-        found.data_location = onnx.TensorProto.EXTERNAL
-        found.external_data.add(key="location", value=f"{name}.bin")
-        return found
-
-    inner = helper.make_graph(
-        [helper.make_node("Constant", [], ["c"], value=tensor("deep"))], "i", [], []
-    )
-    inner.initializer.append(tensor("inner"))
-    sparse = helper.make_sparse_tensor(tensor("values"), tensor("indices"), [1])
-    inner.sparse_initializer.append(sparse)
-    node = helper.make_node("If", ["x"], ["y"], then_branch=inner, else_branch=inner)
-    several = helper.make_node("Several", [], ["z"], graphs=[inner], tensors=[tensor("list")])
-    function = helper.make_function("accel", "f", [], [], [node], [])
-    model = helper.make_model(
-        helper.make_graph([node, several], "g", [], [], [tensor("outer")]), functions=[function]
-    )
-    (tmp_path / "x.onnx").write_bytes(model.SerializeToString())
-    found = read_graph(tmp_path / "x.onnx").external
-    want = [*["deep", "inner", "values", "indices"] * 5, "list", "outer"]  # If has two, twice
-    assert sorted(e.name for e in found) == sorted(want)
-    assert all(e.place == {"location": f"{e.name}.bin"} for e in found)
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_a_graph_is_read_as_onnx_reads_it(toy, tmp_path_factory, data):
-    """Bytes changed, cut, put in or doubled: refused, or the same weights outside as protobuf finds."""
-    raw = bytearray((toy.path / "step.onnx").read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(raw) - 1))
-        some = data.draw(st.binary(max_size=4))
-        raw[at : at + data.draw(st.sampled_from([0, 0, 1, len(some), 50]))] = some
-    path = tmp_path_factory.mktemp("graph") / "x.onnx"
-    path.write_bytes(raw)
-    try:
-        model = onnx.load_from_string(bytes(raw))
-    except Exception:  # protobuf's DecodeError has no public base
-        model = None
-    try:
-        found = read_graph(path)
-    except ArtifactError:
-        return
-    if model is not None:
-        there = [t for t in model.graph.initializer if t.external_data]
-        want = [{e.key: e.value for e in t.external_data} for t in there]
-        missing = [w for w in want if w not in [e.place for e in found.external]]
-        assert [m for m in missing if "location" in m] == []
-
-
 def test_state_that_differs_from_the_graph(damaged):
     for change, words in [
         (put("state", 1, "shape", value=["B", 2, "C", 9]), "accel.json.*in the graph"),
@@ -350,3 +294,16 @@ def test_threads_and_cores(toy, monkeypatch):
     engine = OrtBackend(open_artifact(toy.path), threads=1)
     assert engine.session is engine.session and engine.threads == 1
     assert engine.session.get_session_options().intra_op_num_threads == 1
+
+
+def test_names_that_a_build_gives_are_taken(toy, tmp_path):
+    """A chat template may be called anything that a file may; what ONNX Runtime reads as an address may not."""
+    for name, taken in (("additional_chat_templates/ rag + v2 ä.jinja", True), ("*/x", False)):
+        path = toy.write(tmp_path / str(taken))
+        (path / name).parent.mkdir()
+        (path / name).write_text("{{ x }}")
+        toy.seal(path, toy.manifest())
+        if taken:
+            assert name in open_artifact(path).files
+        else:
+            refused(path, "not a plain path")

@@ -9,6 +9,7 @@ import select
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -230,3 +231,21 @@ def test_a_hard_link_is_the_same_file(artifact, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(artifact("base"), folder, copy_function=os.link)
     assert tokens(folder) == tokens(artifact("base"))
+
+
+def test_large_adapters_are_no_hidden_data(tmp_path):
+    """An adapter may be larger than what else is no weight of a graph; its bytes are in the manifest."""
+    from accel.ir.adapters import AdapterFacts, file_of
+    from accel.runtime.artifact.contract import check_graphs
+    from accel.runtime.artifact.manifest import File
+
+    def manifest(told):
+        adapters = AdapterFacts({}, {"one": 64}, {"one": told})
+        files = {file_of("one"): File(1 << 30, "0" * 64)}
+        return SimpleNamespace(
+            facts=SimpleNamespace(adapters=adapters), files=files, entries={}, raw={}
+        )
+
+    check_graphs(manifest(1 << 30), {})
+    with pytest.raises(ArtifactError, match="do not trust it"):
+        check_graphs(manifest(1000), {})

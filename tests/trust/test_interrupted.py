@@ -251,10 +251,10 @@ def test_a_new_one_reaches_the_disk_before_an_old_one_goes(artifact, tmp_path, m
 
 
 MOMENTS = """
-other = open_artifact(new)
+old = open_artifact(sys.argv[5])
 for turn in range(10_000):
     write()
-    copy_artifact(other, out)
+    copy_artifact(old, out)
     if turn == 0:  # all that is imported at first use is
         print("ready", flush=True)
 """
@@ -271,7 +271,7 @@ def killed(artifact, out, rng, count):
         shutil.rmtree(out, ignore_errors=True)
         copy_artifact(open_artifact(artifact("base")), out)
         how = rng.choice(["yes", "no"]), rng.choice(["yes", "no", "no"])
-        child = writer(MOMENTS, artifact("int4"), out, *how)
+        child = writer(MOMENTS, artifact("int4"), out, *how, artifact("base"))
         assert child.stdout.readline() == "ready\n"
         time.sleep(rng.random() * 0.15)
         child.send_signal(signal.SIGKILL)
