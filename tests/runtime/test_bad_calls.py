@@ -49,6 +49,10 @@ CALLS = {
     "a token beyond all": (lambda m: m.generate([10**30]), "give token ids"),
     "an end beyond all": (lambda m: m.generate("a", eos=[10**30]), "give token ids"),
     "no kernels": (lambda m: accel.load(m.artifact.path, kernels=None), "kernels = None: give one"),
+    "array of kernels": (
+        lambda m: accel.load(m.artifact.path, kernels=np.array([5.0, 2.0])),
+        "kernels = array",
+    ),
     "NUL in an artifact's path": (lambda m: accel.load("a\0b"), "NUL character"),
     "NUL in an output's path": (lambda m: m.save("a\0b"), "NUL character"),
     "NUL in a recipe's path": (lambda m: Recipe.load("./a\0.toml"), "cannot be read as a recipe"),
