@@ -15,6 +15,7 @@ import accel
 from accel.commands import demo
 from accel.compiler.load.tokenizer import read_tokenizer, write_tokenizer
 from accel.ir.errors import ArtifactError, CaptureError, InputError
+from accel.runtime.artifact.artifact import bind, write_manifest
 from accel.runtime.inputs import chat
 from accel.runtime.inputs.tokenizer_config import TokenizerConfig
 
@@ -433,11 +434,7 @@ def test_calls_that_are_wrong(built, tmp_path):
     for name in ("chat_template.jinja", "additional_chat_templates/short.jinja"):
         (tmp_path / "a" / name).unlink()
     manifest = json.loads((tmp_path / "a" / "accel.json").read_text())
-    manifest["files"] = {
-        n: f for n, f in manifest["files"].items() if (tmp_path / "a" / n).exists()
-    }
-    del manifest["digest"]
-    (tmp_path / "a" / "accel.json").write_text(json.dumps(manifest))
+    write_manifest(tmp_path / "a", manifest, bind(tmp_path / "a", manifest))
     (tmp_path / "a" / "chat_template.jinja").write_text("listed nowhere, read by nobody")
     with accel.load(tmp_path / "a") as model:
         with pytest.raises(
