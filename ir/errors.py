@@ -61,8 +61,8 @@ def extra(name: str) -> Iterator[None]:
         if package in ("", "accel"):
             raise
         raise ExtraError(
-            f"this needs the package {package}, which is not installed; it comes with the extra '{name}': "
-            f"pip install 'accel-compile[{name}]'"
+            f"this needs the package {package}, which is not installed; it comes with accel's extra '{name}': "
+            f"in a checkout of accel, pip install -c constraints.txt '.[{name}]'"
         ) from error
 
 

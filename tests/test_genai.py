@@ -88,7 +88,7 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
     """onnxruntime-genai and accel over one artifact: (its module, model and tokenizer, the compiled model)."""
-    og = pytest.importorskip("onnxruntime_genai", reason="pip install 'accel-compile[genai]'")
+    og = pytest.importorskip("onnxruntime_genai", reason="pip install '.[genai]'")
     folder = tmp_path_factory.mktemp("genai")
     config = LlamaConfig(
         vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import InputError, shown
+from accel.ir.errors import InputError, extra, shown
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
@@ -206,12 +206,8 @@ def _choice(value: Any) -> str:
 
 
 def _library() -> Any:
-    try:
+    with extra("grammar"):
         import llguidance
-    except ImportError:
-        raise InputError(
-            "structured_outputs needs llguidance, which is not installed: pip install 'accel-compile[grammar]'"
-        ) from None
     return llguidance
 
 

@@ -19,7 +19,7 @@ from accel.compiler.load.gguf import open_gguf
 from accel.compiler.load.gguf._file import is_gguf
 from accel.compiler.load.quantised import dequantised
 from accel.compiler.load.shards import Shards, read_shards
-from accel.ir.errors import CaptureError
+from accel.ir.errors import AccelError, CaptureError
 from accel.ir.weights import Experts, Pages, Stored, stand_in
 
 aten = torch.ops.aten
@@ -54,7 +54,7 @@ def load_model(path: Path, trust_remote_code: bool = False) -> Loaded:
     logging.set_verbosity_error()  # what it would report is an error here, or of no interest
     try:
         return _of_gguf(path) if is_gguf(path) else _of_folder(path, trust_remote_code)
-    except CaptureError:
+    except AccelError:
         raise
     except Exception as error:  # transformers raises many kinds
         raise CaptureError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from accel.ir.errors import CaptureError
+from accel.ir.errors import CaptureError, extra
 from accel.ir.weights import Pages
 
 SUFFIX = ".gguf"
@@ -115,12 +115,8 @@ def _part(path: Path, pages: Pages) -> GgufFile:
 @cache
 def _sizes() -> Mapping[int, tuple[str, int, int]]:
     """ggml's types by number: name, elements of a block, bytes of a block."""
-    try:
+    with extra("gguf"):
         from gguf.constants import GGML_QUANT_SIZES
-    except ImportError:
-        raise CaptureError(
-            "GGUF files are read with the package gguf, which is not installed: pip install 'accel-compile[gguf]'"
-        ) from None
     return {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 
 
