@@ -21,7 +21,9 @@ class Chat:
     """A conversation with a model, as `CompiledModel.chat` opens it.
 
     A turn runs the tokens that its session lacks: the new message, and what the chat template writes otherwise than
-    the model did. A turn that fails leaves the conversation as it was. Use it from one thread at a time.
+    the model did. Under a recipe that treats new tokens otherwise than a prompt's (fewer layers, eviction), answers may
+    therefore differ from those to the messages alone. A turn that fails leaves the conversation as it was. Use it from
+    one thread at a time.
 
     Attributes:
         messages: dicts with "role" and "content", the system message first if there is one. They may be changed
