@@ -219,16 +219,7 @@ class CompiledModel:
         text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
         prompt = without_messages(prompt, self.tokenizer, chat_template_kwargs)
         sources, prompt = self._sources(encoder_input, prompt)
-        if params.n > 1:
-            raise InputError(
-                f"stream gives one sample, not n = {params.n}; use generate for several"
-            )
-        samples = self._samples(prompt, params)
-        if len(samples) != 1:
-            raise InputError(
-                f"stream takes one prompt, not {len(samples)}; use generate for several"
-            )
-        return self._stream(samples[0], text, sources, self._named(adapter, 1))
+        return self._stream(prompt, params, text, sources, self._named(adapter, 1))
 
     def chat(
         self,
@@ -261,7 +252,7 @@ class CompiledModel:
         names = self._named(adapter, 1)
 
         def start(ids: Ints, params: SamplingParams, session: Session) -> Stream:
-            return self._stream(self._samples(ids, params)[0], True, None, names, session)
+            return self._stream(ids, params, True, None, names, session)
 
         return Chat(
             self.tokenizer,
@@ -522,12 +513,24 @@ class CompiledModel:
 
     def _stream(
         self,
-        sample: Sample,
+        prompt: Any,
+        params: SamplingParams,
         text: bool,
         sources: Sources,
         names: list[str | None],
         session: Session | None = None,
     ) -> Stream:
+        """The stream of one sample of one prompt; `session`: as in `_decode`. Raises InputError."""
+        if params.n > 1:
+            raise InputError(
+                f"stream gives one sample, not n = {params.n}; use generate for several"
+            )
+        samples = self._samples(prompt, params)
+        if len(samples) != 1:
+            raise InputError(
+                f"stream takes one prompt, not {len(samples)}; use generate for several"
+            )
+        sample = samples[0]
         meter = Meter(self.tuning, self._context.costs)
         tokens = self._decode([sample], 1, sources, names, meter, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)

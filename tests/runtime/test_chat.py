@@ -117,6 +117,13 @@ def test_a_turn_that_fails_leaves_the_conversation(toy):
         list(talk(model, chat, TALK[2:], params))
 
 
+def test_several_samples_are_refused(toy):
+    with made(toy).chat(chat_template_kwargs=KWARGS) as chat:
+        with pytest.raises(InputError, match="one sample, not n = 2"):
+            chat.send("a", SamplingParams(8, temperature=1.0, n=2))
+        list(talk(made(toy), chat, TALK[:2], SamplingParams(8)))
+
+
 def test_two_answers_at_once_are_refused(toy):
     with made(toy).chat(chat_template_kwargs=KWARGS) as chat:
         one, other = chat.send("a", SamplingParams(8)), chat.send("b", SamplingParams(8))
