@@ -93,14 +93,9 @@ def chat(
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {
-        name
-        for name in (*build, "kernels", "adapter", "public_key")
-        if options.was_given(context, name)
-    }
     template = None if chat_template is None else {"chat_template": _template(chat_template)}
     with open_model(
-        path, asked, threads=threads, kernels=kernels, public_key=public_key, **build
+        path, context, threads=threads, kernels=kernels, public_key=public_key, **build
     ) as model:
         params = SamplingParams(
             max_tokens=model.facts.max_context if max_new_tokens is None else max_new_tokens,

@@ -168,13 +168,8 @@ def run(
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    asked = {
-        name
-        for name in (*build, "kernels", "adapter", "public_key")
-        if options.was_given(context, name)
-    }
     opened = open_model(
-        path, asked, threads=threads, kernels=kernels, public_key=public_key, **build
+        path, context, threads=threads, kernels=kernels, public_key=public_key, **build
     )
     with opened as model:
         if as_json:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from accel.commands import options
 from accel.commands.console import progress
 from accel.ir.errors import CaptureError, InputError, extra
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 def open_model(
     path: Path,
-    asked: Collection[str] = (),
+    context: typer.Context,
     *,
     threads: int | None = None,
     kernels: str = "auto",
@@ -25,7 +27,7 @@ def open_model(
 ) -> CompiledModel:
     """The compiled model at a path; `build` holds options of `optimize` for a model directory.
 
-    `asked`: the options that a user gave; one that cannot apply to what the path holds is an error.
+    `context`: of the command; an option that was typed and cannot apply to what the path holds is an error.
 
     Raises:
         AccelError: it is neither, or cannot be opened or compiled.
@@ -33,6 +35,11 @@ def open_model(
     from accel.runtime.artifact.workspace import put_back
     from accel.runtime.model.compiled import load
 
+    asked = {
+        name
+        for name in (*build, "kernels", "adapter", "public_key")
+        if options.was_given(context, name)
+    }
     put_back(path.resolve())
     if not path.exists():
         path = _named(path, bool(build.get("download")))
