@@ -44,7 +44,7 @@ from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
 from accel.runtime.model.adapters import Adapters, Chosen, names_of
 from accel.runtime.model.chat import Chat
-from accel.runtime.model.notebook import table
+from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
@@ -446,28 +446,7 @@ class CompiledModel:
         )
 
     def _repr_html_(self) -> str:
-        facts, report, sizes = self.facts, self.report, self.report.get("bytes", {})
-        methods = {
-            axis: t["use"] for axis, t in self.recipe.get("tables", {}).items() if "use" in t
-        }
-        errors = [e for e in report.get("errors", {}).values() if e is not None]
-        rows = {
-            "vocabulary": f"{facts.vocab_size:,}",
-            "layers": report.get("model", {}).get("num_layers"),
-            "context": f"{facts.max_context:,} tokens",
-            "batch": facts.max_batch,
-            "recipe": self.recipe.get("about"),
-            **methods,
-            "grade": report.get("grade"),
-            "target": report.get("target"),
-            "artifact": f"{sizes['total'] / 1e6:.3g} MB" if sizes.get("total") else None,
-            "state per token": f"{kept:,} B"
-            if (kept := report.get("kv_bytes_per_token"))
-            else None,
-            "largest error": f"{max(errors):.1e}" if errors else None,
-        }
-        shown = [(name, value) for name, value in rows.items() if value not in (None, "")]
-        return table(facts.name, [], shown)
+        return model_table(self.facts, self.recipe, self.report)
 
     def _samples(self, prompts: Any, params: SamplingParams) -> list[Sample]:
         """Everything checked, before any work: `n` rows per prompt, each prompt with its own generator from the
