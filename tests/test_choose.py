@@ -38,7 +38,7 @@ from accel.compiler.choose.measure import Timed, rungs
 from accel.compiler.choose.prompts import Prompt, read_prompts, samples
 from accel.compiler.choose.scatter import scatter
 from accel.compiler.choose.store import Store, fingerprint
-from accel.compiler.choose.told import Line
+from accel.compiler.choose.summary import Line
 from accel.compiler.quality.divergence import divergence, log_odds
 from accel.ir.errors import AccelError, ArtifactError, InputError
 from accel.ir.recipe import bundled

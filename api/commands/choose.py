@@ -86,7 +86,7 @@ def choose(
     with extra("compile"):
         from accel.compiler.build_options import BuildOptions
         from accel.compiler.choose import choose as measured
-        from accel.compiler.choose import told
+        from accel.compiler.choose import summary
         from accel.compiler.choose.page import write_page
 
     folder = out or Path(f"choose-{model.resolve().name}")
@@ -110,7 +110,7 @@ def choose(
         )
     page = folder / "choose.html"
     write_page(page, found)
-    print_json(told.to_json(found, page)) if as_json else _show(found, page)
+    print_json(summary.to_json(found, page)) if as_json else _show(found, page)
 
 
 def _budget(text: str) -> float:
@@ -125,23 +125,23 @@ def _budget(text: str) -> float:
 
 
 def _show(choice: Choice, page: Path) -> None:
-    from accel.compiler.choose import told
+    from accel.compiler.choose import summary
 
-    found = told.lines(choice)
-    head, cells = told.columns(found, details=False)
+    found = summary.lines(choice)
+    head, cells = summary.columns(found, details=False)
     leads = [line for line in found if line.number]
     table(head, [cells(line) for line in leads], title="The front of speed, memory and loss")
-    for sentence in told.basis(choice):
+    for sentence in summary.basis(choice):
         typer.echo(sentence)
     typer.echo()
-    pairs([(question, name) for question, name in told.picks(found)])
+    pairs([(question, name) for question, name in summary.picks(found)])
     typer.echo()
     for line in leads:
         typer.echo(f"{line.number}  {line.command}")
     typer.echo()
     pairs([
         *(("note", note) for note in choice.notes),
-        *((why, ", ".join(names)) for why, names in told.beside(found).items()),
+        *((why, ", ".join(names)) for why, names in summary.beside(found).items()),
         ("not tried for lack of time", ", ".join(choice.untried)),
         ("refused", ", ".join(choice.refused)),
         ("reasons, pictures", page),

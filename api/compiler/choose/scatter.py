@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from accel.compiler.choose.told import Line
+from accel.compiler.choose.summary import Line
 from accel.compiler.layer_summary import bytes_text
 
 _WIDE, _HIGH = 940, 520

@@ -37,7 +37,7 @@ def read_config(path: Path) -> dict[str, Any]:
         raise CaptureError(f"{path} holds no config.json; {hint}")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CaptureError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise CaptureError(f"{file} is not a configuration: it holds a {type(config).__name__}")
