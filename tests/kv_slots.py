@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel.ir.axis import Axis
 from accel.ir.ops.attention import Mask
-from accel.passes.kv._shared.compress import Compress, chooser
+from accel.passes.kv.compress import Compress, chooser
 from accel.passes.kv.keep.drop import Drop
 from accel.runtime.kv.budget.uniform import Uniform
 

@@ -9,7 +9,7 @@ import accel
 from accel.compiler.smoke.smoke import compare
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.errors import PassError
-from accel.passes.kv._shared.compress import Compress
+from accel.passes.kv.compress import Compress
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.score.knorm import KNorm
 from accel.runtime.kv.budget.uniform import Uniform

@@ -12,7 +12,7 @@ from accel.ir.errors import RecipeError, unknown
 from accel.ir.invariants import Invariant, Method
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
-from accel.passes.kv._shared.compress import Compress
+from accel.passes.kv.compress import Compress
 from accel.passes.state.trees import Trees
 
 EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together

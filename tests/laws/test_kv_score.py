@@ -163,7 +163,7 @@ def test_the_law_catches(law, broken):
 
 
 def test_the_laws_of_budget_and_protection_catch(monkeypatch):
-    from accel.passes.kv._shared import compress
+    from accel.passes.kv import compress
 
     monkeypatch.setattr(compress, "_protected", lambda score, scores, where, seen: scores)
     for law, score in (

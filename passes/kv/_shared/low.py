@@ -69,13 +69,13 @@ def read(
 
 
 def demoted(
-    keep: Keep, given: dict[str, Any], x: dict[str, Tensor], lost: Tensor
+    keep: Keep, named: dict[str, Any], x: dict[str, Tensor], lost: Tensor
 ) -> dict[str, Tensor]:
     """What is held in fewer bits from now on: that of before, but what is `lost` to later queries, and the real
     slots that were not chosen; in the order of their positions, -1 behind the last.
     """
-    where: Tensor = given["positions"]
-    stays = torch.zeros_like(where).scatter(2, given["chosen"], given["real"].long())
+    where: Tensor = named["positions"]
+    stays = torch.zeros_like(where).scatter(2, named["chosen"], named["real"].long())
     gone = torch.where((where >= 0) & (stays == 0), where, -1)
     before = x["kept_low.pos"].masked_fill(lost, -1)
     places = torch.cat((before, gone), dim=2)
@@ -83,7 +83,7 @@ def demoted(
     out = {"low.pos": places.gather(2, order)}
     for role, name in (("k", "keys"), ("v", "values")):
         if f"kept_low.{role}" in x:
-            for part, new in keep.encode(given[name]).items():
+            for part, new in keep.encode(named[name]).items():
                 part = f"low.{role}.{part}" if part else f"low.{role}"
                 both = torch.cat((x[f"kept_{part}"], new), dim=2)
                 out[part] = both.gather(2, order[..., None].expand(-1, -1, -1, both.shape[3]))

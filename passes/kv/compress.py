@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, ranks_of
+from accel.ir.entries.compress import COMPRESS, keep_of, ranks_of
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
 from accel.ir.ops.attention import Mask, attention, operands_of
-from accel.ir.ops.mass import attention_mass
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
@@ -23,7 +21,7 @@ from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv._shared import low
 from accel.passes.kv._shared.cached import appends, cache_of
-from accel.passes.kv._shared.note import add_notes
+from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.score import Base as Score
 from accel.passes.state.cache import Cache
@@ -31,23 +29,13 @@ from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
 
 _FAR = 1 << 40  # after every position
-_KEPT, _RANKS, _OBSERVED = 31, 23, 11  # example sizes while shapes are worked out
+_KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
 
 
 class Budget(Protocol):
     """How many tokens each head keeps, where its layer keeps `keep` [B] per head: [B,G]."""
 
     def heads(self, scores: Tensor, keep: Tensor) -> Tensor: ...
-
-
-@dataclass
-class _Site:
-    """One layer's cache, and the attention that reads it."""
-
-    layer: int
-    node: fx.Node
-    mass: bool
-    kept: dict[str, fx.Node] = field(default_factory=dict)  # part -> the step's placeholder
 
 
 @dataclass(frozen=True)
@@ -70,8 +58,18 @@ class Compress(Pass):
     must_change = True
     flat = True
 
+    @property
+    def methods(self) -> tuple[Any, ...]:
+        """All methods that this pass connects."""
+        return (self.score, self.budget, self.keep)
+
+    @property
+    def inputs(self) -> list[Input]:
+        """What they name, beside keys, values and positions."""
+        return inputs_of((self.score, self.budget.heads, self.keep))
+
     def run(self, program: Program) -> Report:
-        sites = _sites(program, "mass" in _parameters(self.score))
+        sites = _sites(program)
         if not sites:
             return Report(
                 refused=["no layer of this model has a key cache; leave kv.score out for it"]
@@ -79,24 +77,16 @@ class Compress(Pass):
         _check_values(self.keep, sites)
         _check_readers(program, sites)
         _read_kept(program, sites, self.keep)
-        if "notes" in _parameters(self.score):
-            stored = {s.layer: operand_of(s.node, Part.KEYS) for s in sites}
-            for layer, buffers in add_notes(program, self.score, stored).items():
-                next(s for s in sites if s.layer == layer).kept.update(buffers)
-        if self.score.observe:
-            _give_queries(program, sites)
+        for one in self.inputs:
+            one.prepare(program, sites, self.methods)
         program.facts.kv = KvFacts(observe=int(self.score.observe))
         program.entries[COMPRESS.name] = _entry(self, program, sites)
         return Report(changed=len(sites))
 
 
-def _parameters(method: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(method).parameters)
-
-
-def _sites(program: Program, mass: bool) -> list[_Site]:
+def _sites(program: Program) -> list[Site]:
     """The attention of each layer that has a cache of its own."""
-    found: dict[int, _Site] = {}
+    found: dict[int, Site] = {}
     states = {s.name for s in program.state}
     shared = [i for i, layer in enumerate(program.facts.layers) if layer.shares is not None]
     if shared:
@@ -117,11 +107,11 @@ def _sites(program: Program, mass: bool) -> list[_Site]:
             raise PassError(
                 f"layer {layer} attends twice over one cache, which kv.score does not support"
             )
-        found[layer] = _Site(layer, node, mass)
+        found[layer] = Site(layer, node)
     return list(found.values())
 
 
-def _check_values(keep: Keep, sites: list[_Site]) -> None:
+def _check_values(keep: Keep, sites: list[Site]) -> None:
     same = [s.layer for s in sites if cache_of(s.node, Part.KEYS) is cache_of(s.node, Part.VALUES)]
     if keep.merges and same:
         raise PassError(
@@ -130,7 +120,7 @@ def _check_values(keep: Keep, sites: list[_Site]) -> None:
         )
 
 
-def _check_readers(program: Program, sites: list[_Site]) -> None:
+def _check_readers(program: Program, sites: list[Site]) -> None:
     """What is said of each token is compressed, and read by the attention that will read it from there."""
     taken = {POSITIONS}
     for site in sites:
@@ -151,10 +141,9 @@ def _check_readers(program: Program, sites: list[_Site]) -> None:
         )
 
 
-def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
+def _read_kept(program: Program, sites: list[Site], keep: Keep) -> None:
     """State for what is kept, and attention over it."""
     editor = Editor(program, program.step.graph)
-    outputs = program.step.output_nodes()
     batch = program.step.input("tokens").meta["val"].shape[0]
     for site in sites:
         letter = f"P{site.layer}"
@@ -176,101 +165,35 @@ def _read_kept(program: Program, sites: list[_Site], keep: Keep) -> None:
         if keep.demotes:
             added = low.read(program, editor, keep, site.node, added, site.kept)
         site.node.kwargs = {**site.node.kwargs, **added}
-        if site.mass:
-            _add_mass(program, editor, site, letters, outputs)
-    program.step.set_outputs(outputs)
 
 
-def _add_mass(
-    program: Program,
-    editor: Editor,
-    site: _Site,
-    letters: dict[str, Any],
-    outputs: dict[str, fx.Node],
-) -> None:
-    """Attention that each slot drew, added up over the calls."""
-    keys = cache_of(site.node, Part.KEYS)
-    groups = int(sizes(keys)[1])
-    recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"))
-    kept = replace(recent, shape=("B", groups, f"P{site.layer}"), region=CacheRegion.KEPT)
-    slots = {"B": letters["B"], "C": keys.meta["val"].shape[2]}
-    old = [buffer(program, editor, kept, letters), buffer(program, editor, recent, slots)]
-    site.kept["mass"], site.kept["mass.recent"] = old
-
-    form = vars(operands_of(site.node))
-    read = {name: n for name, n in form.items() if isinstance(n, fx.Node)}
-    rest = {name: value for name, value in form.items() if name not in read}
-
-    def add(before: Tensor, since: Tensor, *values: Tensor) -> tuple[Tensor, Tensor]:
-        drawn = attention_mass(**rest, **dict(zip(read, values, strict=True)))
-        first = (
-            drawn.shape[2] - before.shape[2] - since.shape[2]
-        )  # tokens that were demoted come before
-        last = first + before.shape[2]
-        return before + drawn[..., first:last], since + drawn[..., last:]
-
-    with editor.graph.inserting_before(
-        editor.graph.find_nodes(op="output")[0]
-    ):  # outside of any layer
-        key = "mass", *rest.items(), *read
-        outputs[kept.output], outputs[recent.output] = trace(
-            editor, kept.name, add, *old, *read.values(), like=site.node, key=key
-        )
-
-
-def _give_queries(program: Program, sites: list[_Site]) -> None:
-    """The step gives each layer's queries, by token."""
-    editor = Editor(program, program.step.graph)
-    outputs = program.step.output_nodes()
-    for site in sites:
-        queries = operands_of(site.node).q
-        with editor.graph.inserting_before(editor.graph.find_nodes(op="output")[0]):
-            turned = editor.call(torch.ops.aten.transpose.int, queries, 1, 2, like=site.node)
-        outputs[queries_of(site.layer)] = turned
-    program.step.set_outputs(outputs)
-
-
-def _entry(step: Compress, program: Program, sites: list[_Site]) -> Entry:
+def _entry(step: Compress, program: Program, sites: list[Site]) -> Entry:
     """The graph that chooses."""
     graph = fx.Graph()
     source = Editor(program, program.step.graph)
-    batch = program.step.input("tokens").meta["val"].shape[0]
-    places: dict[str, fx.Node] = {}
-
-    def holder(name: str, value: Any) -> fx.Node:
-        if name not in places:
-            places[name] = graph.placeholder(name)
-            places[name].meta["val"] = value
-        return places[name]
-
-    def blank(shape: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
-        with source.fake:
-            return torch.empty(shape, dtype=dtype)
-
-    given: dict[int, dict[str, fx.Node]] = {}
-    seen = holder("seen", blank((batch,), torch.int64))
-    pos = holder(POSITIONS, program.step.input(POSITIONS).meta["val"])
-    window = source.symbol("W", _OBSERVED) if step.score.observe else 0
+    entry, inputs = EntryInputs(program, graph, source), step.inputs
+    operands: dict[int, dict[str, fx.Node]] = {}
+    seen = entry.placeholder("seen", entry.blank((entry.batch,), torch.int64))
+    pos = entry.placeholder(POSITIONS, program.step.input(POSITIONS).meta["val"])
     for site in sites:
-        here = given[site.layer] = {"seen": seen, "recent_pos": pos}
+        here = operands[site.layer] = {"seen": seen, "recent_pos": pos}
         for part in (Part.KEYS, Part.VALUES):
             node = cache_of(site.node, part)
             if part in site.kept:
-                here[f"recent_{part}"] = holder(str(node.target), node.meta["val"])
+                here[f"recent_{part}"] = entry.placeholder(str(node.target), node.meta["val"])
         for name, node in site.kept.items():
-            here[f"kept_{name}"] = holder(str(node.target), node.meta["val"])
-        here["keep"] = holder(keep_of(site.layer), blank((batch,), torch.int64))
+            here[f"kept_{name}"] = entry.placeholder(str(node.target), node.meta["val"])
+        keep = entry.blank((entry.batch,), torch.int64)
+        here["keep"] = entry.placeholder(keep_of(site.layer), keep)
         count = source.symbol(f"N{site.layer}", _RANKS + site.layer)
-        here["ranks"] = holder(ranks_of(site.layer), blank((count,), torch.int64))
-        if step.score.observe:
-            queries = sizes(operands_of(site.node).q)
-            shape = (batch, window, int(queries[1]), int(queries[3]))
-            here["queries"] = holder(queries_of(site.layer), blank(shape, torch.float32))
-            here["query_positions"] = holder("query_positions", blank((batch, window), torch.int64))
+        ranks = entry.blank((count,), torch.int64)
+        here["ranks"] = entry.placeholder(ranks_of(site.layer), ranks)
+        for one in inputs:
+            here |= one.placeholders(entry, site, step.methods)
     outputs: dict[str, fx.Node] = {}
     editor = Editor(program, graph)
     for site in sites:
-        here = given[site.layer]
+        here = operands[site.layer]
         x = operands_of(site.node)
         key = "compress", step, x.scale, x.mask, x.window, *here
         cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
@@ -286,6 +209,10 @@ def chooser(
     """A function of tensors, by these names: what a layer keeps of the slots that it has, beyond those
     that no later query of its mask sees.
     """
+    inputs = step.inputs
+    carried = [
+        n for n in (name.removeprefix("kept_") for name in names) if f"kept_{n}.recent" in names
+    ]
 
     def cut(*operands: Tensor) -> dict[str, Tensor]:
         x = dict(zip(names, operands, strict=True))
@@ -294,37 +221,36 @@ def chooser(
         where = torch.cat((x["kept_pos"], recent), dim=2)  # [B,G,S]
         after = x["seen"][:, None, None]
         where = where.masked_fill((where >= after) | ~mask.visible(after, where), -1)
-        given: dict[str, Any] = {
+        named: dict[str, Any] = {
             "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
             "positions": where,
             "seen": x["seen"],
             "scale": scale,
         }
         shared = "kept_v" not in x  # a latent, which keys and values share
-        given["values"] = (
-            given["keys"] if shared else torch.cat((x["kept_v"], x["recent_v"]), dim=2)
+        named["values"] = (
+            named["keys"] if shared else torch.cat((x["kept_v"], x["recent_v"]), dim=2)
         )
-        if "queries" in x:
-            given["queries"] = x["queries"].transpose(1, 2)
-            given["query_positions"] = x["query_positions"]
-        told = [name for name in ("mass", "notes") if f"kept_{name}" in x]
-        given |= {n: torch.cat((x[f"kept_{n}"], x[f"kept_{n}.recent"]), dim=2) for n in told}
-        scores = step.score(**{n: given[n] for n in _parameters(step.score)}).float()
-        scores = _protected(step.score, scores, where, x["seen"])
-        counts = step.budget.heads(scores, x["keep"])  # [B,G]
-        chosen = scores.topk(x["ranks"].shape[0], dim=2).indices  # [B,G,N], best first
+        for one in inputs:
+            named |= one.read(x)
+        named |= {n: torch.cat((x[f"kept_{n}"], x[f"kept_{n}.recent"]), dim=2) for n in carried}
+        named["keep"] = x["keep"]
+        scores = call(step.score, named).float()
+        named["scores"] = _protected(step.score, scores, where, x["seen"])
+        counts = call(step.budget.heads, named)  # [B,G]
+        chosen = named["scores"].topk(x["ranks"].shape[0], dim=2).indices  # [B,G,N], best first
         stays = where.gather(2, chosen)
         stays = stays.masked_fill(x["ranks"] >= counts[..., None], -1)
         order = stays.masked_fill(stays < 0, _FAR).sort(dim=2).indices
         chosen, stays = chosen.gather(2, order), stays.gather(2, order)
-        given |= {"chosen": chosen, "real": stays >= 0}
-        index = chosen[..., None].expand(-1, -1, -1, given["keys"].shape[3])
-        out = {"k": given["keys"].gather(2, index), "pos": stays}
+        named |= {"chosen": chosen, "real": stays >= 0}
+        index = chosen[..., None].expand(-1, -1, -1, named["keys"].shape[3])
+        out = {"k": named["keys"].gather(2, index), "pos": stays}
         if not shared:
-            out["v"] = step.keep(**{n: given[n] for n in _parameters(step.keep)})
-        out |= {name: given[name].gather(2, chosen) for name in told}
+            out["v"] = call(step.keep, named)
+        out |= {name: named[name].gather(2, chosen) for name in carried}
         if step.keep.demotes:
-            out |= low.demoted(step.keep, given, x, ~mask.visible(after, x["kept_low.pos"]))
+            out |= low.demoted(step.keep, named, x, ~mask.visible(after, x["kept_low.pos"]))
         return out
 
     return cut

@@ -1,0 +1,114 @@
+"""The named inputs of eviction methods. A file is one input: what it adds to the step, and what the entry
+`compress` reads of it. There is no registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.program import Editor, Program
+
+__all__ = ["EntryInputs", "Input", "Site", "call", "inputs_of", "parameters"]
+
+
+@dataclass
+class Site:
+    """One layer's cache, and the attention that reads it.
+
+    `kept`: the step's placeholders of what `compress` rewrites, by name. `NAME` is the kept part [B,G,P,…] of a
+    value per token, `NAME.recent` the recent part [B,G,C,…].
+    """
+
+    layer: int
+    node: fx.Node
+    kept: dict[str, fx.Node] = field(default_factory=dict)
+
+
+@dataclass
+class EntryInputs:
+    """The placeholders of the entry `compress` while it is built."""
+
+    program: Program
+    graph: fx.Graph
+    source: Editor  # of the step
+    placeholders: dict[str, fx.Node] = field(default_factory=dict)
+
+    @property
+    def batch(self) -> Any:
+        """B."""
+        return self.program.step.input("tokens").meta["val"].shape[0]
+
+    def placeholder(self, name: str, value: Tensor) -> fx.Node:
+        """An input of the entry, one for all layers that ask for the name."""
+        if name not in self.placeholders:
+            self.placeholders[name] = self.graph.placeholder(name)
+            self.placeholders[name].meta["val"] = value
+        return self.placeholders[name]
+
+    def blank(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
+        """A value of this shape, whose sizes may be symbols."""
+        with self.source.fake:
+            return torch.empty(tuple(shape), dtype=dtype)
+
+
+class Input:
+    """Parameters that eviction methods may name. Only an input that some method names is built.
+
+    A value per token that the step keeps is put into `site.kept` as `NAME` and `NAME.recent`; it then follows its
+    token, and methods that name it get [B,G,S,…]. Anything else is read by `placeholders` and `read`.
+    """
+
+    names: ClassVar[tuple[str, ...]]  # the parameters
+
+    def prepare(self, program: Program, sites: Sequence[Site], methods: Sequence[Any]) -> None:
+        """Change the step: what it keeps, what it gives. `methods`: those of the recipe that evict."""
+
+    def placeholders(
+        self, entry: EntryInputs, site: Site, methods: Sequence[Any]
+    ) -> dict[str, fx.Node]:
+        """A layer's operands, by name, beside `site.kept`."""
+        return {}
+
+    def read(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters, by name, from a layer's operands."""
+        return {}
+
+
+def parameters(method: Callable[..., Any]) -> list[str]:
+    """The names that a method's function asks for."""
+    return list(inspect.signature(method).parameters)
+
+
+def call(method: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """A method of the values that it names."""
+    return method(**{name: values[name] for name in parameters(method)})
+
+
+def inputs_of(functions: Sequence[Callable[..., Any]]) -> list[Input]:
+    """The inputs that some function names, in the order of their files."""
+    wanted = {name for function in functions for name in parameters(function)}
+    return [one for one in _all() if wanted & set(one.names)]
+
+
+@cache
+def _all() -> tuple[Input, ...]:
+    found: list[Input] = []
+    for info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{info.name}")
+        found += [
+            value()
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and issubclass(value, Input)
+            and value.__module__ == module.__name__
+        ]
+    return tuple(found)
