@@ -16,7 +16,7 @@ class Part(StrEnum):
     KEYS = "k"
     VALUES = "v"
     POSITIONS = "pos"  # -1: nothing lies there
-    MASS = "mass"  # attention that a slot drew
+    MASS = "mass"  # attention that a slot drew; by `detail`, something else that queries leave
     NOTE = "note"  # what a score notes of a token
     PAGES = "pages"  # what is known of a page of slots
     TABLE = "table"  # which blocks of a pool are a row's
@@ -86,7 +86,7 @@ def name_of(
     if part in (Part.PAGES, Part.RECURRENT):
         words: tuple[object, ...] = (part, layer, detail)
     elif part in (Part.MASS, Part.NOTE):
-        words = part, layer, "kept" if region is CacheRegion.KEPT else "recent"
+        words = part, layer, detail, "kept" if region is CacheRegion.KEPT else "recent"
     else:
         words = region, layer, part, detail
     return ".".join(str(word) for word in words if word not in (None, ""))
@@ -127,8 +127,10 @@ class StateValue:
         if word not in list(Part):
             raise ValueError(f"{name} with role {role} and layer {layer}")
         part = Part(word)
-        if part is Part.MASS and name == name_of(part, layer, CacheRegion.KEPT):
-            region = CacheRegion.KEPT
+        if part is Part.MASS:
+            *inner, last = name.split(".")[2:] or [""]
+            region = CacheRegion.KEPT if last == "kept" else region
+            detail = ".".join(inner)
         if not detail and part in (Part.PAGES, Part.RECURRENT, Part.POSITIONS):
             detail = name[len(name_of(part, layer, region)) :].removeprefix(".")
         value = cls(part, layer, dtype, shape, fill, region, detail)

@@ -113,7 +113,7 @@ def attention_cases() -> list[Case]:
         make = in_tree(mask, 4, 4, groups, bias)
         made.append(Case(f"attention-tree-{mask}-{groups}", attention.attention, make, (5,)))
     for op, mask, groups in itertools.product(
-        (attention.attention, mass.attention_mass), ("causal", "window", "chunk"), (4, 2)
+        (attention.attention, mass.attention_weights), ("causal", "window", "chunk"), (4, 2)
     ):
         make = beside_kept(mask, 4, 4, groups)
         made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
@@ -125,5 +125,5 @@ def attention_cases() -> list[Case]:
     ]:
         name = f"attention-pages-{mask}-{groups}{'-kept' * kept}"
         made.append(Case(name, attention.attention, by_pages(mask, 4, 4, groups, kept)))
-    made.append(Case("attention_mass", mass.attention_mass, attend("causal", 0, 4, 2), (5,)))
+    made.append(Case("attention_weights", mass.attention_weights, attend("causal", 0, 4, 2), (5,)))
     return made

@@ -61,6 +61,8 @@ def slots(
         "kept_pos": kept_pos,
         "kept_mass": randn(B, G, P).abs(),
         "kept_mass.recent": randn(B, G, C).abs(),
+        "kept_entropy": randn(B, G, P).abs(),
+        "kept_entropy.recent": randn(B, G, C).abs(),
         "kept_notes": -randn(B, G, P).abs(),
         "kept_notes.recent": -randn(B, G, C).abs(),
         "queries": randn(B, W, G * R, D),

@@ -13,6 +13,8 @@ VALUES = {  # as artifacts have them: name, role, layer -> what it is
     ("pages.3.high", "pages", 3): (Part.PAGES, CacheRegion.RECENT, "high", Writer.STEP),
     ("mass.0.recent", "mass", 0): (Part.MASS, CacheRegion.RECENT, "", Writer.STEP),
     ("mass.0.kept", "mass", 0): (Part.MASS, CacheRegion.KEPT, "", Writer.STEP),
+    ("mass.0.entropy.kept", "mass", 0): (Part.MASS, CacheRegion.KEPT, "entropy", Writer.STEP),
+    ("mass.0.steps.recent", "mass", 0): (Part.MASS, CacheRegion.RECENT, "steps", Writer.STEP),
     ("note.0.recent", "note", 0): (Part.NOTE, CacheRegion.RECENT, "", Writer.STEP),
     ("note.0.kept", "kept.note", 0): (Part.NOTE, CacheRegion.KEPT, "", Writer.COMPRESS),
     ("cross.pos", "cross.pos", None): (Part.POSITIONS, CacheRegion.CROSS, "", Writer.ENCODE),

@@ -83,10 +83,18 @@ def law_rows(keep, seed):
 
 
 LAWS = [law_mixture, law_apart, law_nothing_goes, law_rows]
+AVERAGES = [law_mixture, law_apart]  # of values that a keep does not add up
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(
+    "law, name",
+    [
+        (law, name)
+        for law in LAWS
+        for name in NAMES
+        if not (law in AVERAGES and AXES["keep"].method(name).adds)
+    ],
+)
 @some
 @given(seed=seeds)
 def test_law(law, name, seed):

@@ -16,7 +16,8 @@ from ..kv_slots import AXES, SCALE, C, D, G, P, build, choose, real, sets, slots
 NAMES = AXES["score"].names()
 some = settings(max_examples=6, deadline=None, derandomize=True)
 seeds = st.integers(0, 1 << 20)
-TOLD = ("kept_mass", "kept_mass.recent", "kept_notes", "kept_notes.recent")
+PER_SLOT = ("mass", "entropy", "notes")
+TOLD = [f"kept_{name}{part}" for name in PER_SLOT for part in ("", ".recent")]
 
 
 # Laws, of any score
@@ -59,7 +60,7 @@ def law_empty(score, seed):
         gone = (where < 0) | (where >= x["seen"][:, None, None])
         for name in ("k", "v"):
             loud[f"{part}_{name}"][gone] = 50.0
-        for told in ("mass", "notes"):
+        for told in PER_SLOT:
             loud[f"kept_{told}" + (".recent" if part == "recent" else "")][gone] = 1e6
     loud["queries"][x["query_positions"] < 0] = 50.0
     assert sets(choose(loud, 7, score)) == want
@@ -90,14 +91,14 @@ def law_no_number(score, seed):
     x = {n: v.clone() for n, v in x.items()}
     x["recent_k"][1, :, 5] = float("nan")
     x["recent_v"][1, :, 5] = float("nan")
-    x["kept_mass.recent"][1, :, 5] = x["kept_notes.recent"][1, :, 5] = float("nan")
+    for name in PER_SLOT:
+        x[f"kept_{name}.recent"][1, :, 5] = float("nan")
     found = sets(choose(x, 6, score))
     assert (found[0], found[2]) == (clean[0], clean[2])
     assert all(len(head) == 6 for head in found[1])
     if set(kv_slots.parameters(score)) & {
         "keys",
-        "mass",
-        "notes",
+        *PER_SLOT,
     } and "queries" not in kv_slots.parameters(score):
         assert all(5 not in head for head in found[1])
     assert sets(choose(x, 12, score)) == real(x)
@@ -124,8 +125,7 @@ def test_scores_are_finite_numbers_of_each_slot(name, seed):
         "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
         "values": torch.cat((x["kept_v"], x["recent_v"]), dim=2),
         "positions": where.masked_fill(where >= x["seen"][:, None, None], -1),
-        "mass": torch.cat((x["kept_mass"], x["kept_mass.recent"]), dim=2),
-        "notes": torch.cat((x["kept_notes"], x["kept_notes.recent"]), dim=2),
+        **{n: torch.cat((x[f"kept_{n}"], x[f"kept_{n}.recent"]), dim=2) for n in PER_SLOT},
         "queries": x["queries"].transpose(1, 2),
         "query_positions": x["query_positions"],
         "seen": x["seen"],

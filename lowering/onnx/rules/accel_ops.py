@@ -118,18 +118,21 @@ def _attend(b: Builder, x: Operands) -> str:
     return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(x.q_pos, 1), wide])))
 
 
-@lower(mass.attention_mass.default)
-def attention_mass(b: Builder, *operands: Any, **more: Any) -> str:
-    """The weights again (equal nodes are one node), those of padding left out, summed."""
+@lower(mass.attention_weights.default)
+def attention_weights(b: Builder, *operands: Any, **more: Any) -> str:
+    """The weights again (equal nodes are one node), those of padding left out."""
     x = Operands(*operands, **more)
-    repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
+    heads = int(b.shape(x.q)[1])
+    repeat = heads // int(b.shape(x.k)[1])
     probs, _ = _weights(b, x)
     places = b.node("Unsqueeze", x.q_pos, b.ints(1, 3))
     real = b.node("GreaterOrEqual", places, b.constant(0, torch.int64))
     real = b.node("Cast", real, to=DTYPES[torch.float32])  # [B,1,T,1]
-    if repeat > 1:
-        real = b.node("Tile", real, b.ints(1, 1, repeat, 1))
-    return str(b.node("ReduceSum", b.node("Mul", probs, real), b.ints(2), keepdims=0))
+    if repeat == 1:
+        return str(b.node("Mul", probs, real))
+    real = b.node("Tile", real, b.ints(1, 1, repeat, 1))
+    shape = b.concat_ints([0, heads, b.size(x.q_pos, 1), -1])
+    return str(b.node("Reshape", b.node("Mul", probs, real), shape))
 
 
 def _weights(b: Builder, x: Operands) -> tuple[str, str]:

@@ -18,15 +18,15 @@ class Base(Method):
     """What happens to evicted tokens: a pure function of tensors, traced into the graph, that returns the
     values to store.
 
-    Inputs: `keys`, `values` [B,G,S,D] of all slots; `positions` [B,G,S] (-1: empty); `chosen` [B,G,N], the slots of the
-    kept tokens, and `real` [B,G,N], which of them are valid. Output: values [B,G,N,D], stored with the keys
-    of the chosen
-    slots. A method that `demotes` also keeps the other tokens, as `parts` of D numbers, with `encode`
-    [B,G,S,D] and `decode`.
+    Inputs: `keys`, `values` [B,G,S,D] of all slots; `positions` [B,G,S] (-1: empty); `chosen` [B,G,N], the slots of
+    the kept tokens, and `real` [B,G,N], which of them are valid; `scores` [B,G,S], and the inputs of scores. Output:
+    values [B,G,N,D], stored with the keys of the chosen slots. A method that `demotes` also keeps the other tokens, as
+    `parts` of D numbers, with `encode` [B,G,S,D] and `decode`.
     """
 
     grade: ClassVar[str] = "approximate"
     merges: ClassVar[bool] = True  # whether values change, so that they must not be keys too
+    adds: ClassVar[bool] = False  # whether values are added up, so that they are no averages
     demotes: ClassVar[bool] = False  # whether tokens that do not stay go on in another form
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})

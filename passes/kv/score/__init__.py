@@ -24,7 +24,8 @@ class Base(Method):
     | `seen` [B] | tokens of each row so far |
     | `queries` [B,H,W,D], `query_positions` [B,W] | the last `observe` queries; position -1: fewer |
     | `notes` [B,G,S] | the value that `note` computed for the slot's token |
-    | `mass` [B,G,S] | accumulated attention of all queries so far to the slot |
+    | `mass` [B,G,S] | attention that the slot drew so far, as `accumulate` adds it up |
+    | `entropy` [B,G,S] | entropy of the attention of the slot's own query |
     | `scale` | attention scale of q k^T |
 
     It returns scores [B,G,S]; the highest are kept, empty slots are ignored. The first `sinks` and the last `recent`
@@ -47,22 +48,28 @@ class Base(Method):
     @property
     def relies(self) -> frozenset[Invariant]:
         found = {Invariant.APPEND_ONLY, Invariant.FIXED_LAYERS, Invariant.UNIFORM_SLOTS}
-        if self.reads & {"mass", "queries"}:
+        if self.reads & {"mass", "entropy", "queries"}:
             found.add(Invariant.ALL_LAYERS_RUN)
-        if "mass" in self.reads:
+        if self.reads & {"mass", "entropy"}:
             found.add(Invariant.FULL_ATTENTION)
         return frozenset(found)
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        """What a draft drew of attention (`mass`) cannot be taken back."""
+        """What a draft drew of attention (`mass`, `entropy`) cannot be taken back."""
         found = {
             Invariant.ALL_TOKENS_HELD,
             Invariant.CALL_INDEPENDENT,
             Invariant.BATCH_INVARIANCE,
             Invariant.TOKENS_CONTIGUOUS,
         }
-        return frozenset(found | {Invariant.REWIND} if "mass" in self.reads else found)
+        return frozenset(found | {Invariant.REWIND} if self.reads & {"mass", "entropy"} else found)
+
+    def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:
+        """`mass` [B,G,S] after a call, for scores that name it; the parameters name what it reads
+        (`passes/kv/inputs/_accumulated.py`). By default the attention weights [B,G,R,T,S] are added up.
+        """
+        return mass + weights.sum((2, 3))
 
     def note(self, hidden: Tensor, **trained: Tensor) -> Tensor:
         """What is noted of each token when it is cached, for scores that name `notes`: hidden

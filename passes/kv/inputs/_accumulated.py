@@ -1,0 +1,104 @@
+"""Values per slot that every call updates by the attention of its queries: state, and the step that writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.ops.attention import operands_of
+from accel.ir.ops.mass import attention_weights
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import sizes
+from accel.ir.state import CacheRegion, Part
+from accel.ir.trace import trace
+from accel.passes.kv._shared.cached import cache_of
+from accel.passes.kv.inputs import Site, call, parameters
+from accel.passes.state.recurrent import buffer
+
+_STEPS = "steps"  # detail of the state value, and the parameter
+
+
+def accumulate(
+    program: Program,
+    site: Site,
+    name: str,
+    update: Callable[..., Tensor],
+    key: Any,
+    detail: str = "",
+) -> None:
+    """Keep `name` [B,G,S] of a layer's slots, which is `update` of itself and a call's attention. The parameters of
+    `update` name what it reads:
+
+    | parameter | |
+    |---|---|
+    | `name` [B,G,S] | before the call; 0 for its own tokens |
+    | `weights` [B,G,R,T,S] | attention of the call's queries, R heads of each group; 0 for padding |
+    | `query_positions` [B,T] | -1: padding |
+    | `positions` [B,G,S] | position of each slot; -1: empty |
+    | `steps` [B] | calls of one token since the last call of several, this one among them |
+    | `layer` [] | number of the layer |
+
+    `key`: hashable; updates of one key are the same function.
+    """
+    editor, outputs = Editor(program, program.step.graph), program.step.output_nodes()
+    keys, where = cache_of(site.node, Part.KEYS), site.kept["pos"].meta["val"]
+    groups, letter, wanted = int(sizes(keys)[1]), f"P{site.layer}", parameters(update)
+    letters = {"B": where.shape[0], "C": keys.meta["val"].shape[2], letter: where.shape[2]}
+    shape = ("B", groups, letter)
+    kept = State(Part.MASS, site.layer, "float32", shape, 0, CacheRegion.KEPT, detail)
+    recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"), detail=detail)
+    words = ".".join(word for word in (detail, _STEPS) if word)
+    count = State(Part.MASS, site.layer, "float32", ("B",), detail=words)
+    site.kept[name] = buffer(program, editor, kept, letters)
+    site.kept[f"{name}.recent"] = buffer(program, editor, recent, letters)
+    before = {"kept": site.kept[name], "recent": site.kept[f"{name}.recent"]}
+    if _STEPS in wanted:
+        before[_STEPS] = buffer(program, editor, count, letters)
+    end = editor.graph.find_nodes(op="output")[0]  # outside of any layer
+    if "layer" in wanted:
+        with editor.graph.inserting_before(end):
+            number = torch.tensor(site.layer)
+            before["layer"] = editor.param(f"{name}.{site.layer}.layer", number)
+    form = vars(operands_of(site.node))
+    read = {operand: n for operand, n in form.items() if isinstance(n, fx.Node)}
+    rest = {operand: value for operand, value in form.items() if operand not in read}
+
+    def step(*values: Tensor) -> tuple[Tensor, ...]:
+        old: Mapping[str, Tensor] = dict(zip(before, values, strict=False))
+        x = dict(zip(read, values[len(before) :], strict=True))
+        wide = old["kept"].shape[2]
+        drawn = attention_weights(**rest, **x).unflatten(1, (groups, -1))
+        # tokens that were demoted come before
+        first = drawn.shape[4] - wide - old["recent"].shape[2]
+        slots = x["k_pos"][:, None].expand(-1, groups, -1)
+        named: dict[str, Any] = {
+            **old,
+            name: torch.cat((old["kept"], old["recent"]), dim=2),
+            "weights": drawn[..., first:],
+            "query_positions": x["q_pos"],
+            "positions": torch.cat((x["kept_pos"][..., first:], slots), dim=2),
+        }
+        more: tuple[Tensor, ...] = ()
+        if _STEPS in old:
+            tokens = (x["q_pos"] >= 0).sum(1)
+            named[_STEPS] = (old[_STEPS] + tokens).masked_fill(tokens > 1, 0)
+            more = (named[_STEPS],)
+        new = call(update, named)
+        return new[..., :wide], new[..., wide:], *more
+
+    with editor.graph.inserting_before(end):
+        found = trace(
+            editor,
+            kept.name,
+            step,
+            *before.values(),
+            *read.values(),
+            like=site.node,
+            key=(name, key, *rest.items(), *read),
+        )
+    states = (kept, recent, count)
+    outputs |= {state.output: new for state, new in zip(states, found, strict=False)}
+    program.step.set_outputs(outputs)

@@ -1,0 +1,43 @@
+"""A2SF (arXiv:2407.20485): H2O with forgetting. Accumulated attention loses a share with every further token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.passes.kv.score import Base
+
+
+@dataclass(frozen=True)
+class A2SF(Base):
+    """`decay`: the weight of a query's attention falls by this factor with each later token; 1 is H2O. `recent`:
+    number of newest tokens to keep.
+
+    The paper's current code scores the prompt alone; here generated tokens count, too, as in its first version.
+    """
+
+    decay: float = 0.95
+    recent: int = 128
+    when: ClassVar[str] = "every"
+    small: ClassVar[Mapping[str, Any]] = {"recent": 4}
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise RecipeError(f"kv.score.a2sf: decay is {self.decay}; give a factor from 0 to 1")
+        if self.recent < 0:
+            raise RecipeError(f"kv.score.a2sf: recent is {self.recent}; give at least 0")
+
+    def accumulate(self, mass: Tensor, weights: Tensor, query_positions: Tensor) -> Tensor:  # type: ignore[override]
+        """See Base."""
+        real = query_positions >= 0
+        after = (real.sum(1, keepdim=True) - real.cumsum(1)).float()  # real queries behind each
+        factor = (self.decay**after)[:, None, None, :, None]
+        before: Tensor = self.decay ** real.sum(1).float()
+        return mass * before[:, None, None] + (weights * factor).sum((2, 3))
+
+    def __call__(self, mass: Tensor) -> Tensor:
+        return mass
