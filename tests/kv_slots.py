@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.ir.axis import Axis
 from accel.ir.ops.attention import Mask
+from accel.ir.ties import FirstOfTies
 from accel.passes.kv.compress import Compress, chooser
 from accel.passes.kv.keep.drop import Drop
 from accel.runtime.kv.budget.uniform import Uniform
@@ -91,7 +92,8 @@ def choose(
     given["keep"] = torch.as_tensor(kept).expand(rows)
     slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]
     given["ranks"] = torch.arange(min(most or slots, slots))
-    return chooser(step, list(given), SCALE, mask or Mask("causal"))(*given.values())
+    with FirstOfTies():
+        return chooser(step, list(given), SCALE, mask or Mask("causal"))(*given.values())
 
 
 def sets(found: dict[str, Tensor]) -> list[list[set[int]]]:

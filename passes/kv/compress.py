@@ -238,7 +238,9 @@ def chooser(
         scores = call(step.score, named).float()
         named["scores"] = _protected(step.score, scores, where, x["seen"])
         counts = call(step.budget.heads, named)  # [B,G]
-        chosen = named["scores"].topk(x["ranks"].shape[0], dim=2).indices  # [B,G,N], best first
+        # [B,G,N], best first, of equal ones the newest
+        chosen = named["scores"].flip(2).topk(x["ranks"].shape[0], dim=2).indices
+        chosen = where.shape[2] - 1 - chosen
         stays = where.gather(2, chosen)
         stays = stays.masked_fill(x["ranks"] >= counts[..., None], -1)
         order = stays.masked_fill(stays < 0, _FAR).sort(dim=2).indices

@@ -129,8 +129,8 @@ def test_heads_that_do_not_add_up_are_caught():
     class CountsNothing(type(build("budget", "ada-kv"))):
         """Slots that hold nothing are made safe too."""
 
-        def heads(self, scores, keep):
-            return super().heads(scores.masked_fill(scores <= EMPTY, -1e30), keep)
+        def heads(self, scores, keep, positions):
+            return super().heads(scores.masked_fill(scores <= EMPTY, -1e30), keep, positions)
 
     for broken in (Halves(), CountsNothing(safeguard=1.0)):
         with pytest.raises(AssertionError):
@@ -142,13 +142,18 @@ def scores(seed, groups=3, length=20):
     return torch.randn(2, groups, length, generator=torch.Generator().manual_seed(seed))
 
 
+def positions(x):
+    return torch.arange(x.shape[2]).expand(x.shape)
+
+
 @pytest.mark.parametrize("safeguard", [0.0, 0.2, 0.5, 1.0])
 def test_ada_kv_guards_each_head(safeguard):
     """Against the rule written out; one head's tokens are worth far more than the others'."""
     x = scores(1)
     x[:, 1] += 5
     for kept in (1, 4, 7, 20):
-        found = build("budget", "ada-kv", safeguard=safeguard).heads(x, torch.tensor([kept, kept]))
+        budget = build("budget", "ada-kv", safeguard=safeguard)
+        found = budget.heads(x, torch.tensor([kept, kept]), positions(x))
         assert (found.sum(1) == kept * 3).all()
         least = max(1, int(kept * safeguard)) if safeguard else 0
         assert (found >= least).all()
@@ -167,7 +172,8 @@ def test_ada_kv_guards_each_head(safeguard):
 
 def test_equal_heads_share_equally():
     x = scores(2)[:, :1].expand(2, 3, 20)
-    found = build("budget", "ada-kv").heads(x.contiguous(), torch.tensor([6, 9]))
+    keep = torch.tensor([6, 9])
+    found = build("budget", "ada-kv").heads(x.contiguous(), keep, positions(x))
     assert found.tolist() == [[6] * 3, [9] * 3]
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from accel.ir.ops import experts, norm
+from accel.ir.ties import TOPK, topk
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.table import lower
 
@@ -51,3 +52,9 @@ def add_rms_norm_rule(b: Builder, x: fx.Node, y: fx.Node, weight: fx.Node, eps: 
 @lower(experts.expert_linear.default)
 def expert_linear_rule(b: Builder, *operands: Any) -> Any:
     return b.call(expert_linear, *operands)
+
+
+@lower(TOPK)
+def topk_rule(b: Builder, *operands: Any) -> Any:
+    """Of equal values the first, as on every target."""
+    return b.call(topk, *operands)

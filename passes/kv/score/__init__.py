@@ -28,8 +28,8 @@ class Base(Method):
     | `entropy` [B,G,S] | entropy of the attention of the slot's own query |
     | `scale` | attention scale of q k^T |
 
-    It returns scores [B,G,S]; the highest are kept, empty slots are ignored. The first `sinks` and the last `recent`
-    tokens are always kept.
+    It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first
+    `sinks` and the last `recent` tokens are always kept.
     """
 
     when: ClassVar[str] = "prompt"  # what a recipe without [kv.when] means

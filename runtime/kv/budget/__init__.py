@@ -28,5 +28,7 @@ class Base(Method, ABC):
         return tokens
 
     def heads(self, scores: Any, keep: Any) -> Any:
-        """What each head keeps [B,G], out of scores [B,G,S] and the average `keep` [B] (tensors)."""
+        """What each head keeps [B,G], out of scores [B,G,S] and the average `keep` [B] (tensors). Its parameters
+        select its inputs, as a score's do. What ranks tokens takes the newest of equal scores.
+        """
         return keep[:, None].expand(-1, scores.shape[1])

@@ -34,11 +34,11 @@ class AdaKV(Share, Base):
     def most(self, tokens: int, heads: int) -> int:
         return heads * tokens - (heads - 1) * self._safe(tokens)
 
-    def heads(self, scores: Any, keep: Any) -> Any:
+    def heads(self, scores: Any, keep: Any, positions: Any) -> Any:  # type: ignore[override]
         safe = (keep * self.safeguard).long().clamp(min=int(self.safeguard > 0))
-        best = (_ranks(scores) < safe[:, None, None]) & (scores > EMPTY)  # [B,G,S]
+        best = (_ranks(scores, positions) < safe[:, None, None]) & (scores > EMPTY)  # [B,G,S]
         forced = scores.masked_fill(best, float("inf"))
-        among = _ranks(forced.flatten(1))  # [B,G S]
+        among = _ranks(forced.flatten(1), positions.flatten(1))  # [B,G S]
         stays = among < (keep * scores.shape[1])[:, None]
         return stays.unflatten(1, (scores.shape[1], scores.shape[2])).sum(2)
 
@@ -46,7 +46,8 @@ class AdaKV(Share, Base):
         return max(int(self.safeguard > 0), int(tokens * self.safeguard))
 
 
-def _ranks(scores: Any) -> Any:
-    """The place of each along the last axis, the highest first."""
-    order = scores.sort(-1, True).indices
-    return order.sort(-1).indices
+def _ranks(scores: Any, positions: Any) -> Any:
+    """The place of each along the last axis, the highest first, of equal scores the newest."""
+    newest = positions.sort(stable=True, dim=-1, descending=True).indices
+    best = scores.gather(-1, newest).sort(stable=True, dim=-1, descending=True).indices
+    return newest.gather(-1, best).sort(-1).indices
