@@ -1,10 +1,10 @@
-# For a newcomer: `make demo`, `make quick`, `make test`, `make docs`. Each makes the virtual environment first.
+# For a newcomer: `make demo`, `make quick`, `make test`, `make parity`, `make docs`. Each makes the virtual environment first.
 PYTHON ?= python3
 BIN := .venv/bin
 QUICK := tests/runtime tests/passes $(addprefix tests/laws/test_,draft.py kv_budget.py kv_keep.py kv_score.py kv_when.py length.py tree.py verify.py) \
 	$(addprefix tests/test_,layers.py recipes.py capabilities.py facts.py state.py sizes.py packaging.py new.py)
 
-.PHONY: demo quick test check docs install
+.PHONY: demo quick test parity check docs install
 
 demo: .venv/installed
 	$(BIN)/accel-compile demo
@@ -16,6 +16,10 @@ quick: .venv/installed
 # a worker for each core, of 1 GB at most; whole files where that goes, for what a file's tests share
 test: check
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
+# what eviction keeps, against kvpress; an error where kvpress is not there
+parity: .venv/installed-parity
+	KVPRESS=required $(BIN)/python -m pytest -n 0 tests/parity/kvpress
 
 check: .venv/installed
 	$(BIN)/ruff check .
@@ -33,4 +37,8 @@ install: .venv/installed
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python tools/links.py
+	touch $@
+
+.venv/installed-parity: .venv/installed
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[parity]'
 	touch $@

@@ -84,6 +84,7 @@ def choose(
     keep: Any = None,
     most: int = 0,
     mask: Any = None,
+    scale: float = SCALE,
 ) -> dict[str, Tensor]:
     """What `compress` keeps where a layer's heads keep `kept` tokens (or so many per row) on average."""
     step = Compress(score, budget or Uniform(), keep or Drop())
@@ -93,7 +94,7 @@ def choose(
     slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]
     given["ranks"] = torch.arange(min(most or slots, slots))
     with FirstOfTies():
-        return chooser(step, list(given), SCALE, mask or Mask("causal"))(*given.values())
+        return chooser(step, list(given), scale, mask or Mask("causal"))(*given.values())
 
 
 def sets(found: dict[str, Tensor]) -> list[list[set[int]]]:
