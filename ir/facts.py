@@ -79,16 +79,23 @@ class KvFacts:
     """What a recipe does with the KV cache beyond appending to it.
 
     observe: last queries of a row that the entry `compress` takes. flush: it drops nothing, and moves
-    blocks of so many tokens (`kv.codec`).
+    blocks of so many tokens (`kv.codec`). tables: the budget's constants, by name, of each layer that evicts;
+    none: it has none.
     """
 
     observe: int = 0
     flush: int = 0
+    tables: tuple[dict[str, tuple[float, ...]], ...] = ()
 
     @classmethod
     def from_json(cls, f: Fields) -> KvFacts:
         """Raises ArtifactError."""
-        return cls(f.integer("observe"), f.integer("flush") if "flush" in f.value else 0)
+        tables = f.objects("tables") if "tables" in f.value else []
+        return cls(
+            f.integer("observe"),
+            f.integer("flush") if "flush" in f.value else 0,
+            tuple({name: one.numbers(name) for name in one.value} for one in tables),
+        )
 
 
 @dataclass

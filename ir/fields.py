@@ -61,6 +61,11 @@ class Fields:
         items = Fields({str(i): v for i, v in enumerate(self.array(key))}, self._name(key))
         return tuple(items.integer(i) for i in items.value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of ints and floats."""
+        items = Fields({str(i): v for i, v in enumerate(self.array(key))}, self._name(key))
+        return tuple(items.number(i) for i in items.value)
+
     def object(self, key: str) -> Fields:
         """An object within."""
         return Fields(self._get(key), self._name(key))

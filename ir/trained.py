@@ -1,4 +1,6 @@
-"""Files of trained parts, small tensors beside a frozen model: `tools/train/train.py METHOD` makes them. No torch."""
+"""Files of trained parts and tables, small tensors beside a frozen model: `tools/train/train.py METHOD` makes
+them. No torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from accel.ir.errors import AccelError
 
-Tensors = dict[str, npt.NDArray[np.float32]]
+Tensors = dict[str, npt.NDArray[Any]]
 
 
 def found(key: str, trained: str) -> Path:
@@ -23,15 +25,15 @@ def found(key: str, trained: str) -> Path:
 def opened(
     key: str, file: Path, another: str, kind: type[AccelError]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Tensors, widened, and notes of a method's file. Raises `kind`, which ends with how to make `another`: the file is
-    not there, damaged, or another method's.
+    """Tensors (integers as they are, others as float32), and notes of a method's file. Raises `kind`, which ends with
+    how to make `another`: the file is not there, damaged, or another method's.
     """
     if not file.is_file():
         raise kind(f"{key}: {file} does not exist; {another}")
     try:
         with safe_open(file, framework="np") as inside:
             told = inside.metadata() or {}
-            tensors = {name: inside.get_tensor(name).astype(np.float32) for name in inside.keys()}
+            tensors = {name: _widened(inside.get_tensor(name)) for name in inside.keys()}
     except (OSError, SafetensorError) as error:
         raise kind(
             f"{key}: {file} is not a complete safetensors file ({error}); {another}"
@@ -41,3 +43,8 @@ def opened(
             f"{key}: {file} holds {told.get('method', 'something that accel did not train')!r}; {another}"
         )
     return tensors, told
+
+
+def _widened(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """As float32, but integers."""
+    return array if array.dtype.kind == "i" else array.astype(np.float32)

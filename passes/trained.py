@@ -1,4 +1,4 @@
-"""Trained parts: small modules beside a frozen model, in a safetensors file that a recipe names.
+"""Trained parts (small modules beside a frozen model) and tables, in a safetensors file that a recipe names.
 
 `tools/train/train.py METHOD` makes such a file. What comes with accel is for the bundled model.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError
 from accel.ir.program import Program
 from accel.ir.region import sizes
+from accel.ir.tables import Sizes, Tables
 from accel.ir.trained import found, opened
 
 Parts = dict[int, dict[str, Tensor]]  # layer -> name -> tensor
@@ -42,43 +43,70 @@ class Trained(ABC):
 
         Raises PassError: there is none, it is damaged, or it is another method's or model's.
         """
-        file = found(self.key, self.trained)
-        another = (
-            f"train it: python tools/train/train.py {self.key} MODEL --out FILE, and set `trained` to the "
-            f"FILE in the recipe"
+        want = {
+            layer: self.sizes(int(sizes(source(node))[-1]), int(sizes(node)[1]))
+            for layer, node in keys.items()
+        }
+        return _read(self.key, self.trained, ("train", "trained"), program, keys, want)
+
+
+def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
+    """What was measured of this model. `keys`: what each layer appends to its cache of keys.
+
+    Raises PassError: there is none, it is damaged, or it is another method's or model's.
+    """
+    want = {
+        layer: method.sizes(int(sizes(node)[3]), int(sizes(node)[1]))
+        for layer, node in keys.items()
+    }
+    return _read(method.key, method.table, ("measure", "measured"), program, keys, want)
+
+
+def _read(
+    key: str,
+    named: str,
+    verb: tuple[str, str],
+    program: Program,
+    keys: Mapping[int, fx.Node],
+    want: Mapping[int, Sizes],
+) -> Parts:
+    """The tensors of a method's file, checked. `named`: the recipe's option; `verb`: how such a file is made."""
+    do, done = verb
+    option = "trained" if done == "trained" else "table"
+    file = found(key, named)
+    another = (
+        f"{do} it: python tools/train/train.py {key} MODEL --out FILE, and set `{option}` to the "
+        f"FILE in the recipe"
+    )
+    arrays, told = opened(key, file, another, PassError)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if not same_model(told.get("model", ""), sample(program, keys)):
+        whose = str(file) if named else "the bundled file"
+        raise PassError(
+            f"{key}: {whose} was {done} for another model; for {program.facts.name}, {another}"
         )
-        arrays, told = opened(self.key, file, another, PassError)
-        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        if not same_model(told.get("model", ""), sample(program, keys)):
-            whose = str(file) if self.trained else "the bundled file"
-            raise PassError(
-                f"{self.key}: {whose} was trained for another model; for {program.facts.name}, {another}"
-            )
-        return self._by_layer(tensors, keys, file)
-
-    def _by_layer(
-        self, tensors: dict[str, Tensor], keys: Mapping[int, fx.Node], file: Path
-    ) -> Parts:
-        parts: Parts = {}
-        for layer, node in keys.items():
-            want = self.sizes(int(sizes(source(node))[-1]), int(sizes(node)[1]))
-            parts[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in want}
-            for name, size in want.items():
-                has = tuple(parts[layer][name].shape)
-                if len(has) != len(size) or any(
-                    w not in (h, -1) for h, w in zip(has, size, strict=True)
-                ):
-                    raise PassError(
-                        f"{self.key}: {file} has {layer}.{name} of size {list(has)}, this model needs {list(size)} "
-                        "(-1: any); train it again for this model"
-                    )
-        return parts
+    parts: Parts = {}
+    for layer, shapes in want.items():
+        parts[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in shapes}
+        for name, size in shapes.items():
+            has = tuple(parts[layer][name].shape)
+            if len(has) != len(size) or any(
+                w not in (h, -1) for h, w in zip(has, size, strict=True)
+            ):
+                raise PassError(
+                    f"{key}: {file} has {layer}.{name} of size {list(has)}, this model needs {list(size)} "
+                    f"(-1: any); {do} it again for this model"
+                )
+    return parts
 
 
-def write(method: Trained, file: Path, parts: Parts, model: str, told: Mapping[str, Any]) -> None:
-    """A file that `parts` reads; whole or not at all."""
+def write(
+    method: Trained | Tables, file: Path, parts: Parts, model: str, told: Mapping[str, Any]
+) -> None:
+    """A file that `parts` or `constants` reads; whole or not at all."""
+    half = isinstance(method, Trained)
     flat = {
-        f"{layer}.{n}": t.detach().half().contiguous()
+        f"{layer}.{n}": (t.detach().half() if half else t.detach()).contiguous()
         for layer, ts in parts.items()
         for n, t in ts.items()
     }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.ir.axis import Axis
 from accel.ir.ops.attention import Mask
+from accel.ir.tables import Observed, Rows, Tables
 from accel.ir.ties import FirstOfTies
 from accel.passes.kv.compress import Compress, chooser
 from accel.passes.kv.keep.drop import Drop
@@ -71,6 +72,18 @@ def slots(
     }
 
 
+def constants(*methods: Any, seed: int = 0) -> dict[str, Tensor]:
+    """What methods with a table measure on a layer of random numbers, by name."""
+    r, found = torch.Generator().manual_seed(seed), {}
+    for method in methods:
+        if isinstance(method, Tables):
+            q, k, v = (torch.randn(2, n, C, D, generator=r) + 0.2 for n in (G * R, G, G))
+            tokens = torch.randint(3, 9, (2, C + 1), generator=r)
+            rows = Rows(tokens, torch.ones(2, C), {0: Observed(q, k, v, SCALE)})
+            found |= method.measure([rows])[0]
+    return found
+
+
 def taken(x: dict[str, Tensor], rows: Any) -> dict[str, Tensor]:
     """The same of other rows."""
     return {name: value[rows] for name, value in x.items()}
@@ -89,6 +102,7 @@ def choose(
     """What `compress` keeps where a layer's heads keep `kept` tokens (or so many per row) on average."""
     step = Compress(score, budget or Uniform(), keep or Drop())
     given = dict(x)
+    given |= {f"table.{n}": t for n, t in constants(score, step.budget, step.keep).items()}
     rows = x["seen"].shape[0]
     given["keep"] = torch.as_tensor(kept).expand(rows)
     slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]

@@ -20,7 +20,7 @@ LAYERS = [
 ]
 FULL = {
     "encoder": EncoderFacts(0, 30, (80, 60), (1, 2)),
-    "kv": KvFacts(observe=4),
+    "kv": KvFacts(observe=4, tables=({"share": (0.5, 1.5)}, {"share": (1.0, 1.0)})),
     "depth": Depth((True, False, True), NESTED, 0.5),
     "prefill": Prefill(Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32)),
     "diffusion": Diffusion(7, shift=True),

@@ -13,6 +13,7 @@ from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import AccelError, RecipeError
 from accel.ir.invariants import Method
 from accel.ir.recipe import Recipe
+from accel.ir.tables import Tables as TableMethod
 from accel.passes.trained import Trained
 
 SECONDS = 30.0  # spent on trying, at most about this
@@ -125,7 +126,7 @@ def _others(axis: Axis, table: dict[str, Any]) -> list[tuple[tuple[bool, bool, i
     def far(other: Method) -> tuple[bool, bool, int]:
         grades = [getattr(method, "grade", "") for method in (own, other)]
         differ = len(_declared(own) ^ _declared(other))
-        return grades[0] != grades[1], isinstance(other, Trained), differ
+        return grades[0] != grades[1], isinstance(other, Trained | TableMethod), differ
 
     return [(far(axis.build(name)), name) for name in near]
 

@@ -17,6 +17,7 @@ from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
+from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv._shared import low
@@ -27,8 +28,11 @@ from accel.passes.kv.score import Base as Score
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
+from accel.passes.tables import appended
+from accel.passes.trained import Parts, constants
 
 _FAR = 1 << 40  # after every position
+_TABLE = "table."  # of an operand that is a constant
 _KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
 
 
@@ -79,8 +83,13 @@ class Compress(Pass):
         _read_kept(program, sites, self.keep)
         for one in self.inputs:
             one.prepare(program, sites, self.methods)
-        program.facts.kv = KvFacts(observe=int(self.score.observe))
-        program.entries[COMPRESS.name] = _entry(self, program, sites)
+        tables = _tables(self, program, sites)
+        counts = [tables.get(id(self.budget), {}).get(site.layer, {}) for site in sites]
+        program.facts.kv = KvFacts(
+            observe=int(self.score.observe),
+            tables=tuple({n: tuple(t.tolist()) for n, t in one.items()} for one in counts if one),
+        )
+        program.entries[COMPRESS.name] = _entry(self, program, sites, tables)
         return Report(changed=len(sites))
 
 
@@ -167,7 +176,13 @@ def _read_kept(program: Program, sites: list[Site], keep: Keep) -> None:
         site.node.kwargs = {**site.node.kwargs, **added}
 
 
-def _entry(step: Compress, program: Program, sites: list[Site]) -> Entry:
+def _tables(step: Compress, program: Program, sites: list[Site]) -> dict[int, Parts]:
+    """The constants of the methods that have some, by the method's id."""
+    keys = {site.layer: appended(site.node) for site in sites}
+    return {id(m): constants(m, program, keys) for m in step.methods if isinstance(m, Tables)}
+
+
+def _entry(step: Compress, program: Program, sites: list[Site], tables: dict[int, Parts]) -> Entry:
     """The graph that chooses."""
     graph = fx.Graph()
     source = Editor(program, program.step.graph)
@@ -194,6 +209,9 @@ def _entry(step: Compress, program: Program, sites: list[Site]) -> Entry:
     editor = Editor(program, graph)
     for site in sites:
         here = operands[site.layer]
+        for parts in tables.values():
+            for name, tensor in parts[site.layer].items():
+                here[_TABLE + name] = editor.param(f"compress.{site.layer}.{name}", tensor)
         x = operands_of(site.node)
         key = "compress", step, x.scale, x.mask, x.window, *here
         cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
@@ -234,6 +252,7 @@ def chooser(
         for one in inputs:
             named |= one.read(x)
         named |= {n: torch.cat((x[f"kept_{n}"], x[f"kept_{n}.recent"]), dim=2) for n in carried}
+        named |= {n.removeprefix(_TABLE): x[n] for n in names if n.startswith(_TABLE)}
         named["keep"] = x["keep"]
         scores = call(step.score, named).float()
         named["scores"] = _protected(step.score, scores, where, x["seen"])

@@ -14,6 +14,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.invariants import PROVIDED, Invariant
 from accel.ir.recipe import Recipe
+from accel.ir.tables import Tables
 from accel.passes.trained import Trained
 
 from ..prefill_case import _MADE, LAYERS, TOKENS, built, far
@@ -24,8 +25,9 @@ METHODS = [
     (axis, use)
     for axis in AXES
     for use in AXES[axis].names()
-    if axis.partition(".")[0] in FOLDERS and not issubclass(AXES[axis].method(use), Trained)
-]  # a trained part fits no random model
+    if axis.partition(".")[0] in FOLDERS
+    and not issubclass(AXES[axis].method(use), Trained | Tables)
+]  # a trained part or a table fits no random model
 PROMPT, CUT = 40, 20  # tokens; where a prompt is cut in two
 ROWS = TOKENS[:1]
 NEAR = 1e-4  # of the largest logit

@@ -130,6 +130,7 @@ def test_scores_are_finite_numbers_of_each_slot(name, seed):
         "query_positions": x["query_positions"],
         "seen": x["seen"],
         "scale": SCALE,
+        **kv_slots.constants(score),
     }
     found = score(**{n: given_[n] for n in kv_slots.parameters(score)})
     assert found.shape == (3, G, P + C) and found.isfinite().all()

@@ -13,6 +13,7 @@ from accel.compiler.explain.explain import explain
 from accel.ir.axis import WHOLE, find_axes
 from accel.ir.errors import AccelError, InputError, RecipeError, shown
 from accel.ir.recipe import Recipe, bundled
+from accel.ir.tables import Tables
 from accel.lowering.onnx.threads import MOST_THREADS, default_threads
 from accel.passes.trained import Trained
 from accel.runtime.inputs.prompts import LONGEST_STOP, MOST_STOPS
@@ -43,7 +44,8 @@ OPTIONS = [
 BUILT = [  # a trained part fits no random model
     (axis, use, option, most)
     for axis, use, option, most in OPTIONS
-    if not issubclass(kind := AXES[axis].method(use), Trained) and not hasattr(kind, "trained")
+    if not issubclass(kind := AXES[axis].method(use), Trained | Tables)
+    and not hasattr(kind, "trained")
 ]
 SAMPLED = ("beams", "followers", "drafts", "blocks")
 

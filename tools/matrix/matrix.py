@@ -34,7 +34,7 @@ import models
 import numpy as np
 import torch
 from rich.progress import track
-from train import Soft, over_state, shared
+from train import Soft, keys_of, over_state, shared
 
 import accel
 from accel.compiler import optimize as building
@@ -45,8 +45,10 @@ from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
+from accel.ir.tables import Tables
 from accel.passes import run
 from accel.passes.numerics import Base as Promise
+from accel.passes.tables import measured
 from accel.passes.trained import Trained, write
 from accel.passes.trained import sample as sample_of
 
@@ -138,7 +140,12 @@ def recipe_of(case: Case) -> Recipe:
 
 
 def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
-    """A trained part of random numbers, for a program over state."""
+    """A trained part of random numbers, or a table measured on random tokens, for a program over state."""
+    if issubclass(kind, Tables):
+        method, generator = kind(), torch.Generator().manual_seed(seed)
+        tokens = torch.randint(3, program.facts.vocab_size, (2, 33), generator=generator)
+        parts = measured(method, program, [(tokens, torch.ones(2, 32))])
+        return write(method, file, parts, sample_of(program, keys_of(program)), {})
     soft, generator = Soft(program, kind()), torch.Generator().manual_seed(seed)
     parts = soft.start(8, seed)
     for part in parts.values():
@@ -208,11 +215,11 @@ class Matrix:
         recipe, axes = recipe_of(case), find_axes()
         for axis, table in recipe.tables.items():
             kind = axes[axis].method(table["use"])
-            if issubclass(kind, Trained):
+            if issubclass(kind, Trained | Tables):
                 file = Path(self.folder.name) / f"{case.architecture}.{kind.key}.safetensors"
                 if not file.exists():
                     random_part(self._program(case.architecture), kind, file)
-                table["trained"] = str(file)
+                table["table" if issubclass(kind, Tables) else "trained"] = str(file)
         return recipe
 
     def _program(self, architecture: str) -> Program:

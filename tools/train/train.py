@@ -8,6 +8,10 @@ Then a recipe names the file: `trained = "gates.safetensors"`. What is trained f
 softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
 `--budget`; `specdec-pp` (`train_head.py`) tells which tokens of a draft model stand. `OUT.run` holds the state of
 a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
+
+A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
+
+    python tools/train/train.py q-filter MODEL --text FILE --out filters.safetensors
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +42,23 @@ from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError, unknown
 from accel.ir.ops.attention import Operands, attention, weights
-from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import REFERENCES
 from accel.ir.program import Program, compute, operand
+from accel.ir.tables import Tables
 from accel.passes import Pass, run
 from accel.passes.calibrate import feeds
 from accel.passes.state.head import Head
+from accel.passes.tables import appended, attentions, measured
 from accel.passes.trained import Parts, Trained, sample, source, write
 from accel.runtime.length.specdec_pp import SpecdecPp
 
 MIX = {"library": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
 WARMUP = 20
+
+
+def keys_of(program: Program) -> dict[int, fx.Node]:
+    """What each layer appends to its cache of keys."""
+    return {layer: appended(node) for layer, node in attentions(program).items()}
 
 
 class Soft:
@@ -56,15 +67,7 @@ class Soft:
     def __init__(self, program: Program, method: Any):
         self.program, self.method = program, method
         self.fixed = {name: program.params[name] for name in program.params}
-        self.keys: dict[int, fx.Node] = {}
-        for node in program.nodes(attention.default, entry=program.step):
-            stored, layer = node.args[1], node.meta.get("layer")
-            if (
-                layer is not None
-                and isinstance(stored, fx.Node)
-                and stored.target is kv_append.default
-            ):
-                self.keys[layer] = stored.args[1]  # type: ignore[assignment]
+        self.keys = keys_of(program)
         self.hidden = {layer: source(node) for layer, node in self.keys.items()}
 
     @property
@@ -245,11 +248,11 @@ def bundled_rows(length: int, rows: int, seed: int) -> Iterator[tuple[Tensor, Te
 
 
 def trained_methods() -> dict[str, type[Any]]:
-    """Every method with a trained part, by name."""
+    """Every method with a trained part or a table, by name."""
     found = {}
     for axis in find_axes().values():
         for name in axis.names():
-            if issubclass(axis.method(name), Trained | SpecdecPp):
+            if issubclass(axis.method(name), Trained | Tables | SpecdecPp):
                 found[name] = axis.method(name)
     return found
 
@@ -266,15 +269,36 @@ def shared(steps: list[Pass]) -> int:
     return 1 + next(i for i, step in enumerate(steps) if isinstance(step, Head))
 
 
-def prepare(model: Path, kind: type[Any], options: argparse.Namespace) -> Run:
+def prepare(kind: type[Any], options: argparse.Namespace) -> Run:
     """The model, captured, or a pair of models; and parts that have not learnt yet."""
     if kind is SpecdecPp:
         pair = open_pair(options, REFERENCE)
         return HeadRun(pair, pair.start(options.inner, options.seed), options)
-    loaded = load_model(model)
-    soft = Soft(over_state(capture(loaded.model, stored=loaded.stored)), kind())
-    options.length = min(options.length, soft.program.facts.max_context)
+    soft = Soft(opened_program(options), kind())
     return Run(soft, soft.start(options.inner, options.seed), options)
+
+
+def opened_program(options: argparse.Namespace) -> Program:
+    """The model, captured; rows are as long as it takes."""
+    loaded = load_model(options.model)
+    program = over_state(capture(loaded.model, stored=loaded.stored))
+    options.length = min(options.length, program.facts.max_context)
+    return program
+
+
+def rows_of(ids: Tensor | None, options: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of a text's tokens; none: of what the bundled model was trained on."""
+    shape = options.length, options.rows, options.seed
+    return bundled_rows(*shape) if ids is None else text_rows(ids, *shape)
+
+
+def measure(kind: type[Any], ids: Tensor | None, options: argparse.Namespace) -> None:
+    """Write the table of a method."""
+    program, method = opened_program(options), kind()
+    parts = measured(method, program, islice(rows_of(ids, options), options.samples))
+    told = {n: str(getattr(options, n)) for n in ("samples", "length", "rows", "seed")}
+    write(method, options.out, parts, sample(program, keys_of(program)), told)
+    print(f"{options.out}: {options.samples * options.rows} rows of {options.length} tokens")
 
 
 def train(run: Run, rows: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
@@ -320,7 +344,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("method", help="a method with a trained part, as trim-kv")
+    parser.add_argument("method", help="a method with a trained part or a table, as trim-kv")
     folder = "a model folder (default: the bundled one)"
     parser.add_argument("model", nargs="?", type=Path, default=REFERENCE, help=folder)
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
@@ -335,6 +359,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--length", type=int, default=768, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=1, help="rows of a step")
+    parser.add_argument("--samples", type=int, default=64, help="steps that a table is measured on")
     parser.add_argument("--inner", type=int, default=128, help="width of a gate, or of a head")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
@@ -360,9 +385,11 @@ def main() -> None:
             raise InputError("give the draft model's folder, as --draft DRAFT")
         if any(
             getattr(options, n) <= 0
-            for n in ("minutes", "budget", "length", "rows", "inner", "rate")
+            for n in ("minutes", "budget", "length", "rows", "samples", "inner", "rate")
         ):
-            raise InputError("minutes, budget, length, rows, inner and rate must be more than 0")
+            raise InputError(
+                "minutes, budget, length, rows, samples, inner and rate must be more than 0"
+            )
         if state_of(options.out).exists() != options.resume:
             what, act = (
                 ("is not there", "leave --resume out")
@@ -371,11 +398,12 @@ def main() -> None:
             )
             raise InputError(f"{state_of(options.out)} {what}: {act}, or choose another --out")
         ids = None if options.text is None else read_text(options)
-        run = prepare(options.model, methods[options.method], options)
+        if issubclass(methods[options.method], Tables):
+            return measure(methods[options.method], ids, options)
+        run = prepare(methods[options.method], options)
         if options.resume:
             run.load()
-        shape = options.length, options.rows, options.seed
-        means = train(run, bundled_rows(*shape) if ids is None else text_rows(ids, *shape))
+        means = train(run, rows_of(ids, options))
     except (AccelError, OSError) as error:
         raise SystemExit(f"train: {error}") from None
     told = {

@@ -12,6 +12,7 @@ from accel.compiler.optimize import pipeline
 from accel.ir.errors import AccelError
 from accel.ir.facts import Facts
 from accel.ir.recipe import Recipe, bundled
+from accel.ir.tables import Tables
 from accel.passes import refuse
 from accel.passes.trained import Trained
 from accel.passes.weights._calibrated import Calibrated
@@ -65,7 +66,7 @@ def _slow(name: str) -> bool:
         methods = assemble(Recipe.load(name)).methods.values()
     except AccelError:
         return True
-    return any(isinstance(m, (Calibrated, Trained)) for m in methods)
+    return any(isinstance(m, (Calibrated, Trained, Tables)) for m in methods)
 
 
 def plan_of(candidate: Candidate, facts: Facts) -> Plan:

@@ -140,11 +140,14 @@ def _kept(
         (s.shape[1] for s in program.state if s.kept_positions),
         default=1,
     )
-    seen = [budget.tokens(prompt, layer, layers) for layer in range(layers)]
+    tables = program.facts.kv.tables or ({},)
+    told = [{n: np.array(v) for n, v in tables[i % len(tables)].items()} for i in range(layers)]
+    seen = [budget.tokens(prompt, layer, layers, **told[layer]) for layer in range(layers)]
     if when.due("prompt", prompt) or when.due("call", prompt):
         if all(tokens >= prompt for tokens in seen):
             return 0.0, prompt
-        return sum(min(prompt, budget.most(t, int(heads))) for t in seen) / layers, 0
+        most = [budget.most(t, int(heads), **one) for t, one in zip(seen, told, strict=True)]
+        return sum(min(prompt, tokens) for tokens in most) / layers, 0
     return 0.0, prompt
 
 

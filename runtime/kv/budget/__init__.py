@@ -15,7 +15,11 @@ EMPTY = -float(np.finfo(np.float32).max)  # the score of a slot that holds nothi
 
 
 class Base(Method, ABC):
-    """How many tokens to keep: a session calls `tokens` before each eviction; `heads` is traced into the graph."""
+    """How many tokens to keep: a session calls `tokens` before each eviction; `heads` is traced into the graph.
+
+    A budget that is a `Tables` (`ir/tables.py`) names its constants of the layer, vectors, as further parameters:
+    arrays in `tokens` and `most` (both take all of them, as keywords), tensors in `heads`.
+    """
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
 

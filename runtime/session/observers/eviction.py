@@ -31,7 +31,7 @@ class KvPlan:
 
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
     queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
-    (`runtime/session/observers/block_codec.py`).
+    (`runtime/session/observers/block_codec.py`). tables: the budget's constants, by name, of each layer.
     """
 
     budget: Budget
@@ -40,6 +40,18 @@ class KvPlan:
     observe: int
     counts: bool
     flush: int = 0
+    tables: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
+
+    def tokens(self, seen: int, layer: int) -> int:
+        """Tokens that a head of the layer, one of `heads` in their order, keeps on average."""
+        return self.budget.tokens(seen, layer, len(self.heads), **self._table(layer))
+
+    def most(self, tokens: int, layer: int, heads: int) -> int:
+        """The most that one of its heads keeps."""
+        return self.budget.most(tokens, heads, **self._table(layer))
+
+    def _table(self, layer: int) -> Mapping[str, npt.NDArray[Any]]:
+        return self.tables[layer] if self.tables else {}
 
 
 def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan | None:
@@ -53,6 +65,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         kv.observe,
         any(s.part is Part.MASS for s in state),
         kv.flush,
+        [{name: np.array(values) for name, values in one.items()} for one in kv.tables],
     )
 
 
@@ -171,8 +184,10 @@ class EvictionState(SessionObserver):
         """Inputs of the entry, beside the state; of so many slots: `recent` ones, `kept` ones of each layer."""
         inputs: Arrays = {"seen": lengths.copy()}
         tokens = self._tokens(lengths)
-        for (layer, heads), keep in zip(self.plan.heads.items(), tokens, strict=True):
-            most = self.plan.budget.most(int(keep.max()), heads)
+        for i, ((layer, heads), keep) in enumerate(
+            zip(self.plan.heads.items(), tokens, strict=True)
+        ):
+            most = self.plan.most(int(keep.max()), i, heads)
             inputs[keep_of(layer)] = keep
             inputs[ranks_of(layer)] = np.arange(max(1, min(most, recent + kept[layer])))
         if self.plan.observe:
@@ -239,8 +254,5 @@ class EvictionState(SessionObserver):
     def _tokens(self, lengths: Ints) -> Ints:
         """What each layer's heads keep of each row [L,B], on average."""
         layers = len(self.plan.heads)
-        found = [
-            [self.plan.budget.tokens(int(seen), i, layers) for seen in lengths]
-            for i in range(layers)
-        ]
+        found = [[self.plan.tokens(int(seen), i) for seen in lengths] for i in range(layers)]
         return np.array(found, np.int64)

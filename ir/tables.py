@@ -1,0 +1,60 @@
+"""Tables: constants of each layer of a model, measured from text, in a safetensors file that a recipe names.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+Sizes = Mapping[str, tuple[int, ...]]  # name -> size
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one layer's attention reads of a text (tensors), keys and queries after RoPE.
+
+    queries: [B,H,T,D]. keys, values: [B,G,T,D].
+    """
+
+    queries: Any
+    keys: Any
+    values: Any
+    scale: float
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a text, and what each layer reads of them.
+
+    tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row.
+    """
+
+    tokens: Any
+    known: Any
+    layers: Mapping[int, Observed]
+
+
+@dataclass(frozen=True)
+class Tables(ABC):
+    """A method with constants of each layer. `table`: their file; empty: the bundled file.
+
+    The constants reach the method's functions as parameters of their names: tensors where a function is traced
+    (a score's `__call__`, a budget's `heads`, what `kv.select` traces), arrays in a budget's `tokens` and `most`.
+    `tools/train/train.py METHOD` measures them.
+    """
+
+    table: str = ""
+
+    key: ClassVar[str]  # the method's name
+
+    @abstractmethod
+    def sizes(self, width: int, heads: int) -> Sizes:
+        """Name -> size of a layer's constants, whose keys are `width` wide, in so many KV heads; -1: any."""
+
+    @abstractmethod
+    def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Any]]:
+        """Layer -> name -> tensor, of a text; integers stay integers."""

@@ -1,0 +1,52 @@
+"""Measuring tables: the attention of each layer over rows of a text, and what a method makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, fx
+
+from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.op import operand_of
+from accel.ir.program import Program
+from accel.ir.state import Part
+from accel.ir.tables import Observed, Rows, Tables
+from accel.passes.calibrate import calibrate
+from accel.passes.kv._shared.cached import appends
+from accel.passes.trained import Parts
+
+Text = Iterable[tuple[Tensor, Tensor]]  # tokens [B,T+1], which of them can be predicted [B,T]
+
+
+def attentions(program: Program) -> dict[int, fx.Node]:
+    """The attention of each layer that appends to a cache of its own."""
+    nodes = program.nodes(attention.default, entry=program.step)
+    return {n.meta["layer"]: n for n in nodes if n.meta.get("layer") is not None and appends(n)}
+
+
+def appended(node: fx.Node) -> fx.Node:
+    """The keys [B,G,T,D] that a step appends to the cache that an attention reads."""
+    append = operand_of(node, Part.KEYS)
+    assert isinstance(append, fx.Node)
+    keys = operand_of(append, "new")
+    assert isinstance(keys, fx.Node)
+    return keys
+
+
+def measured(method: Tables, program: Program, text: Text) -> Parts:
+    """The constants of each layer, of a program over state that no method has changed."""
+    return method.measure(_observed(program, text))
+
+
+def _observed(program: Program, text: Text) -> Iterator[Rows]:
+    nodes = attentions(program)
+    for tokens, known in text:
+        found: dict[int, Observed] = {}
+
+        def visit(node: fx.Node, *operands: Tensor, found: dict[int, Observed] = found) -> None:
+            scale = float(operands_of(node).scale)
+            queries, keys, values = operands[:3]
+            found[node.meta["layer"]] = Observed(queries, keys, values, scale)
+
+        calibrate(program, tokens[:, :-1], nodes.values(), visit)
+        yield Rows(tokens, known, found)
