@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from accel.ir.fields import Fields
@@ -9,19 +10,32 @@ from accel.ir.fields import Fields
 
 @dataclass(frozen=True)
 class Pick:
-    """How many `tokens` of a prompt stay, those that are worth most.
+    """How many tokens of a prompt stay, those with the highest scores: at most `tokens` (0: any number), and at most
+    a `share` of all that the prompt has.
 
-    sinks, recent: first and last tokens of the prompt that stay whatever they are worth.
+    sinks, recent: first and last tokens of the prompt that stay whatever their score. observe: number of last
+    queries of the prompt that the scores are computed from; 0: all.
     """
 
     tokens: int
     sinks: int
     recent: int
+    share: float = 1.0
+    observe: int = 1
+
+    def kept(self, count: int) -> int:
+        """How many tokens stay of a prompt of `count`; at least 1."""
+        most = min(count, self.tokens) if self.tokens else count
+        return max(min(1, count), min(most, math.floor(self.share * count + 1e-9)))
 
     @classmethod
     def from_json(cls, f: Fields) -> Pick:
         """Raises ArtifactError."""
-        return cls(f.integer("tokens", 1), f.integer("sinks"), f.integer("recent"))
+        share = f.number("share")
+        if not 0 < share <= 1:
+            raise f.wrong("share", share, "more than 0 and at most 1")
+        tokens, sinks, recent = (f.integer(name) for name in ("tokens", "sinks", "recent"))
+        return cls(tokens, sinks, recent, share, f.integer("observe"))
 
 
 @dataclass(frozen=True)

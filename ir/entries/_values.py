@@ -44,6 +44,8 @@ def some_layers(program: Program, name: str) -> dict[str, Tensor]:
     if "stream" in entry.inputs:
         shape = *given["tokens"].shape, int(entry.input("stream").meta["val"].shape[2])
         given["stream"] = torch.randn(shape, generator=random())
+    if "before" in entry.inputs:
+        given["before"] = torch.rand((2, 5), generator=random())
     return taken(entry, given, empty_state(program, entry, 2))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,9 +19,25 @@ __all__ = ["Base"]
 
 @dataclass(frozen=True)
 class Base(Pass, Method, ABC):
-    """Prompt pruning: a pass with the score of prompt tokens (`score`), the layer that computes it, and the number of
-    tokens to keep. `_cut.py` runs it before the model, or `_stages.py` at a layer, with separate slots for
-    the layers after it.
+    """Prompt pruning: a pass with the score of prompt tokens (`score`), the layers that compute it, and how many
+    tokens stay (`Pick`). `_cut.py` runs it before the model, or `_stages.py` at one or several layers, with separate
+    slots for the layers after each.
+
+    `score` is a pure function of tensors, traced into the graph. The parameter names select its inputs; only these
+    are computed.
+
+    | parameter | |
+    |---|---|
+    | `queries` [B,H,N,D], `query_positions` [B,N] | the prompt's last `observe` queries; position -1: fewer |
+    | `keys` [B,G,S,D] | as cached |
+    | `positions` [B,S] | position of each slot; -1: empty |
+    | `mass` [B,G,S] | attention of these queries to each slot, summed over them and over the heads of a group |
+    | `before` [B,S] | scores of the layers before that scored, of this stage and of earlier ones; 0 where none did |
+    | `scale` | attention scale of q k^T |
+
+    It returns scores [B,S]; the highest stay. The last layer of a stage computes it, or, with `every`, all layers of a
+    stage in their order. With `observe` = 0 each call of a long prompt scores with its own queries, and `before` holds
+    what the calls before it returned.
 
     Sessions prune prompts only (`Session.prompt`). The step is unchanged, so `Session.run` and the numeric
     check use the whole model.
@@ -29,14 +47,14 @@ class Base(Pass, Method, ABC):
     rank = 2  # after depth methods, which may delete layers
     must_change = True
     grade = "approximate"
+    every: ClassVar[bool] = False
 
     relies = frozenset({Invariant.APPEND_ONLY})
     breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
 
-    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """What queries [B,H,N,D] make of keys [B,G,S,D] at the layer that decides: [B,N,S], higher stays.
-        By default q k^T, summed over the heads; queries that share a key are added first.
-        """
-        shared = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # [B,G,N,D]
-        worth: Tensor = (shared.float() @ keys.float().transpose(-1, -2)).sum(1)
-        return worth
+    score: ClassVar[Callable[..., Tensor]]
+
+    @property
+    def observe(self) -> int:
+        """Number of last queries of a prompt that `score` is computed from; 0: all."""
+        return 1

@@ -1,45 +1,53 @@
-"""The joint: parts of the step as entries of their own, up to a layer that says what a prompt's tokens are worth."""
+"""The joint: parts of the step as entries of their own, up to a layer whose scores select a prompt's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.mass import attention_mass
 from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Entry, Region
 from accel.ir.trace import trace
+from accel.passes.kv.inputs import call as call_named
+from accel.passes.kv.inputs import parameters
 from accel.passes.prefill._entry import added, copied, finished, result, states
-from accel.passes.prefill.prune._layer import near
+
+_SCORED = 29  # example number of tokens that were scored before
+_BY_QUERY = ("tree", "first", "pages")  # what attention reads of the call's own tokens
 
 
-def scoring(
-    program: Program, first: int, last: int, score: Callable[[Tensor, Tensor], Tensor], kernel: int,
-    *, whole: bool,
-) -> Entry:  # fmt: skip
-    """The step's layers `first` .. `last` as an entry, which gives `scores [B,N,C]`: what the queries of
-    `rows` at the last layer make of the token in each slot, as a mean over `kernel` neighbours. Slots that a
-    query does not see count as 0, and so does what lies beyond the ends.
+class Scorer(Protocol):
+    """What the joint asks of a method (`accel.passes.prefill.prune.Base`)."""
 
-    It takes the state of its layers, and `stream [B,T,E]`, what leaves the layer before, where there is one.
-    `whole`: the last layer runs to its end and gives `stream` too, and its own token counts as 0; else
-    no more of it is computed than the scores need.
+    every: Any
+    score: Any
+
+    @property
+    def observe(self) -> int: ...
+
+
+def scoring(program: Program, first: int, last: int, method: Scorer, *, whole: bool) -> Entry:
+    """The step's layers `first` .. `last` as an entry, which gives `scores [B,C]`: of the token in each slot, by the
+    queries of `rows [B,N]` (-1: none) at the last layer, or at each.
+
+    It takes the state of its layers, `stream [B,T,E]`, what leaves the layer before, where there is one, and where the
+    score names it `before [B,A]`. `whole`: the last layer runs to its end and gives `stream` too; else no more
+    of it is computed than the scores need.
     """
     entry, calls = copied(program, first, last)
     written, call = states(program, entry, calls), calls[-1]
-    query, keys, held, stored = _shown(call, last)
-
-    def worth(q: Tensor, k: Tensor, at: Tensor, rows: Tensor, pos: Tensor) -> Tensor:
-        index = rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-        place, where = at.gather(1, rows)[:, :, None], pos[:, None]
-        hidden = (where < 0) | ((where >= place) if whole else (where > place))
-        return near(score(q.gather(2, index), k).float().masked_fill(hidden, 0), kernel)
-
-    with entry.graph.inserting_before(entry.graph.find_nodes(op="output")[0]):
-        given = (query, keys, entry.input("positions"), entry.input("rows"), held)
-        scores = trace(Editor(program, entry.graph), "prune", worth, *given)
-    found = {"scores": scores, **({"stream": result(call, 0)} if whole else {})}
+    scored = [c for c in calls if _attends(c) is not None] if method.every else [call]
+    before, stored = None, set()
+    if "before" in parameters(method.score):
+        before = _before(program, entry, scored[0])
+    for one in scored:
+        before, stored = _scores(program, entry, one, method, before)
+    assert before is not None
+    found = {"scores": before, **({"stream": result(call, 0)} if whole else {})}
     for name, node in written:
         if whole or node.args[0] is not call or node.args[1] in stored:
             found[name] = node
@@ -54,26 +62,85 @@ def ending(program: Program, first: int) -> Entry:
     return finished(entry, calls, found)
 
 
-def _shown(call: fx.Node, layer: int) -> tuple[fx.Node, fx.Node, fx.Node, set[int]]:
-    """Let a layer give its queries and keys as well: these, the positions that the keys' slots hold, and
-    which of its results the keys are stored in.
-    """
+def _attends(call: fx.Node) -> fx.Node | None:
+    """The attention of a layer over its cache."""
     region = call.target
     assert isinstance(region, Region)
-    (out,) = region.graph.find_nodes(op="output")
-    results = out.args[0]
-    assert isinstance(results, tuple)
-    attends = next(
-        n
-        for n in region.graph.nodes
-        if n.target is attention.default and n.meta.get("layer") == layer
-    )
-    x = operands_of(attends)
-    query, keys, held = x.q, x.k, x.k_pos
-    needed = ancestors([keys], set())
-    stored = {place for place, node in enumerate(results) if node in needed and place}
-    items = [added(call, node) for node in (query, keys)]
+    nodes = (n for n in region.graph.nodes if n.target is attention.default)
+    return next((n for n in nodes if "layer" in n.meta), None)
+
+
+def _before(program: Program, entry: Entry, call: fx.Node) -> fx.Node:
+    """The scores so far, for each slot of a layer: the input `before [B,A]`, then 0."""
+    node, region = _attends(call), call.target
+    assert node is not None and isinstance(region, Region)
     holders = list(region.graph.find_nodes(op="placeholder"))
-    outer = call.args[holders.index(held)]
-    assert isinstance(outer, fx.Node)
-    return items[0], items[1], outer, stored
+    held = call.args[holders.index(operands_of(node).k_pos)]
+    assert isinstance(held, fx.Node)
+    editor = Editor(program, entry.graph)
+    sizes = (held.meta["val"].shape[0], editor.symbol("A", _SCORED))
+    holder = editor.placeholder("before", sizes, torch.float32)
+
+    def wide(scores: Tensor, positions: Tensor) -> Tensor:
+        place = torch.arange(positions.shape[1], device=scores.device)
+        index = place.clamp(max=scores.shape[1] - 1)[None].expand(scores.shape[0], -1)
+        return scores.gather(1, index).masked_fill(place >= scores.shape[1], 0)
+
+    with entry.graph.inserting_before(call):
+        made: fx.Node = trace(editor, "before", wide, holder, held)
+    return made
+
+
+def _scores(
+    program: Program, entry: Entry, call: fx.Node, method: Scorer, before: fx.Node | None
+) -> tuple[fx.Node, set[int]]:
+    """Let a layer give its scores too: these, and which of its results its keys are stored in."""
+    region, node = call.target, _attends(call)
+    assert isinstance(region, Region) and node is not None
+    editor, names = Editor(program, region.graph), parameters(method.score)
+    form = vars(operands_of(node))
+    read = {name: n for name, n in form.items() if isinstance(n, fx.Node) and name not in _BY_QUERY}
+    rest = {n: v for n, v in form.items() if not isinstance(v, fx.Node)}
+    rest |= dict.fromkeys(("tree", "first", "pages"))
+    extra = {"rows": entry.input("rows")}
+    if before is not None and "before" in names:
+        extra["before"] = before
+    for name, outer in extra.items():
+        with region.graph.inserting_after(region.graph.find_nodes(op="placeholder")[-1]):
+            holder = region.graph.placeholder(name)
+        holder.meta["val"] = outer.meta["val"]
+        call.args = (*call.args, outer)
+        read[name] = holder
+
+    def worth(*values: Tensor) -> Tensor:
+        x: dict[str, Any] = {**rest, **dict(zip(read, values, strict=True))}
+        rows, so_far = x.pop("rows"), x.pop("before", None)
+        if method.observe:
+            real = rows.clamp(min=0)
+            index = real[:, None, :, None].expand(-1, x["q"].shape[1], -1, x["q"].shape[3])
+            x["q"] = x["q"].gather(2, index)
+            x["q_pos"] = x["q_pos"].gather(1, real).masked_fill(rows < 0, -1)
+        named = {
+            "queries": x["q"],
+            "query_positions": x["q_pos"],
+            "keys": x["k"],
+            "positions": x["k_pos"],
+            "scale": x["scale"],
+            "before": so_far,
+        }
+        if "mass" in names:
+            drawn = attention_mass(**x)  # kept slots come first
+            named["mass"] = drawn[..., drawn.shape[2] - x["k"].shape[2] :]
+        scores: Tensor = call_named(method.score, named).float()
+        return scores
+
+    key = "prune", method, *rest.items(), *read
+    with region.graph.inserting_before(region.graph.find_nodes(op="output")[0]):
+        made: fx.Node = trace(
+            editor, f"{region.name}.prune", worth, *read.values(), like=node, key=key
+        )
+    (out,) = region.graph.find_nodes(op="output")
+    results, needed = out.args[0], ancestors([operands_of(node).k], set())
+    assert isinstance(results, tuple)
+    stored = {place for place, value in enumerate(results) if value in needed and place}
+    return added(call, made), stored

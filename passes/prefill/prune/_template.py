@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from accel.ir.errors import RecipeError
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._cut import scoring
-from accel.passes.prefill.prune._layer import deciding
+from accel.passes.prefill.prune._layer import deciding, products
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,12 @@ class Template(Base):
 
     def run(self, program: Program) -> Report:
         layer = deciding(program, "template", -1, 0.5)
-        program.entries["filter"] = scoring(program, 0, layer, self.score, 1, whole=False)
+        program.entries["filter"] = scoring(program, 0, layer, self, whole=False)
         found = program.facts.prefill or Prefill()
         program.facts.prefill = replace(found, filter=Pick(self.tokens, 0, 1))
         return Report(changed=1)
+
+    def score(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor
+    ) -> Tensor:
+        return products(queries, query_positions, keys, positions)[:, 0]

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.prefill import Pick, Prefill
@@ -13,7 +15,7 @@ from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._cut import scoring
-from accel.passes.prefill.prune._layer import deciding
+from accel.passes.prefill.prune._layer import deciding, near, products
 
 _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
 
@@ -49,9 +51,13 @@ class GemFilter(Base):
 
     def run(self, program: Program) -> Report:
         layer = deciding(program, "gemfilter", self.layer, _SHARE)
-        entry = scoring(program, 0, layer, self.score, self.kernel, whole=False)
-        program.entries["filter"] = entry
+        program.entries["filter"] = scoring(program, 0, layer, self, whole=False)
         found = program.facts.prefill or Prefill()
         program.facts.prefill = replace(found, filter=Pick(self.tokens, self.sinks, self.recent))
         program.facts.notes.append(f"gemfilter picks a prompt's tokens at layer {layer}")
         return Report(changed=1)
+
+    def score(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor
+    ) -> Tensor:
+        return near(products(queries, query_positions, keys, positions), self.kernel)[:, 0]

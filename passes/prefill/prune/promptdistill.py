@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from accel.ir.axis import count
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
@@ -14,7 +16,7 @@ from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._cut import ending, scoring
-from accel.passes.prefill.prune._layer import deciding
+from accel.passes.prefill.prune._layer import deciding, near, products
 from accel.passes.prefill.prune._stages import check_state, own_slots
 
 _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
@@ -64,10 +66,14 @@ class PromptDistill(Base):
                 "fewer tokens; give an earlier layer"
             )
         own_slots(program, layer + 1, 1)
-        program.entries["prompt.0"] = scoring(
-            program, 0, layer, self.score, self.kernel, whole=True
-        )
+        program.entries["prompt.0"] = scoring(program, 0, layer, self, whole=True)
         program.entries["prompt.1"] = ending(program, layer + 1)
         program.facts.prefill = Prefill(stages=(Pick(self.tokens, 0, 1),))
         program.facts.notes.append(f"promptdistill picks a prompt's tokens at layer {layer}")
         return Report(changed=count - layer - 1)
+
+    def score(
+        self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor
+    ) -> Tensor:
+        found = products(queries, query_positions, keys, positions, own=False)
+        return near(found, self.kernel)[:, 0]

@@ -8,63 +8,104 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.prefill import Pick
-from accel.runtime.backends.protocol import BackendSession
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.inputs.ints import Bools, Ints
 
 Scores = npt.NDArray[np.float32]
 
 
-def picks(plan: Pick, scores: Scores) -> Ints:
-    """Which of the tokens that are worth `scores` [n] stay, in order: the newest, then the first, then the
-    best; of equals the earlier. What is no number is worth least.
+def picks(plan: Pick, scores: Scores, count: int | None = None) -> Ints:
+    """Which of the tokens with these scores [n] stay, in order: the newest, then the first, then the
+    best; of equals the earlier. What is no number is the lowest. `count`: tokens of the whole prompt, of which
+    these are left; None: all are.
     """
-    count = scores.size
-    if count <= plan.tokens:
-        return np.arange(count)
+    most = plan.kept(scores.size if count is None else count)
+    if scores.size <= most:
+        return np.arange(scores.size)
     worth = np.nan_to_num(scores.astype(np.float64), nan=-np.finfo(np.float64).max)
     worth[: plan.sinks] = np.inf
     rank = np.argsort(-worth, kind="stable")
-    late = rank >= count - plan.recent
+    late = rank >= scores.size - plan.recent
     rank = np.concatenate([np.sort(rank[late])[::-1], rank[~late]])
-    return np.sort(rank[: plan.tokens])
+    return np.sort(rank[:most])
 
 
 class Part:
-    """One entry over prompts, whose tokens have these positions [B,K] (-1: padding) of `counts` [B]."""
+    """One entry over prompts, whose tokens have these positions [B,K] (-1: padding) of `counts` [B].
+
+    `observe`: number of last queries that its scores are computed from, 0: all; None: it gives logits, of the
+    last token.
+    """
 
     def __init__(
-        self, entry: str, backend: BackendSession, positions: Ints, counts: Ints, chunk: int
+        self,
+        entry: str,
+        backend: BackendSession,
+        positions: Ints,
+        counts: Ints,
+        chunk: int,
+        observe: int | None = None,
     ):
         self.calls = 0
         self._entry, self._backend, self._chunk = entry, backend, chunk
         self._positions, self._counts = positions, counts
+        self._left = (positions >= 0).sum(1)
+        self._observe = observe
 
-    def run(self, inputs: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """`stream`: of all columns; anything else: of the call that a row's last token is in."""
-        found: dict[str, npt.NDArray[Any]] = {}
-        streams = []
-        left = (self._positions >= 0).sum(1)
-        for start in range(0, int(left.max()), self._chunk):
-            columns = slice(start, min(start + self._chunk, int(left.max())))
-            out = self._call({n: a[:, columns] for n, a in inputs.items()}, columns, left)
+    def run(self, inputs: Arrays, before: Scores | None = None) -> Arrays:
+        """`stream`: of all columns; anything else: of the call that a row's last token is in. `before` [B,A]:
+        scores of the tokens so far, of the earlier parts.
+
+        A row's last call begins early enough for all the queries that are observed: tokens that ran in the call
+        before then run again.
+        """
+        found: Arrays = {}
+        stream: npt.NDArray[Any] | None = None
+        left = self._left
+        if before is None:
+            before = np.zeros((left.size, 1), np.float32)
+        longest = int(left.max())
+        for start in range(0, longest, self._chunk):
+            stop = min(start + self._chunk, longest)
+            ends = (left > start) & (left <= stop)
+            early = np.minimum(start, left - (self._observe or 1)).clip(min=0)
+            first = np.where(ends, early, start)
+            width = max(1, int((np.minimum(left, stop) - first).max()))
+            columns = first[:, None] + np.arange(width)
+            out = self._call(
+                inputs, columns, columns < np.minimum(left, stop)[:, None], ends, before
+            )
             if "stream" in out:
-                streams.append(out.pop("stream"))
-            ends = (left > start) & (left <= columns.stop)
+                made = out.pop("stream")
+                if stream is None:
+                    stream = np.zeros((left.size, longest, made.shape[2]), made.dtype)
+                for row, (at, end) in enumerate(zip(first, np.minimum(left, stop), strict=True)):
+                    stream[row, at:end] = made[row, : max(0, end - at)]
+            before = out.get("scores", before)
             for name, array in out.items():
                 found.setdefault(name, np.zeros_like(array))
                 found[name][ends] = array[ends]
-        return {**found, **({"stream": np.concatenate(streams, axis=1)} if streams else {})}
+        return found if stream is None else {**found, "stream": stream}
 
     def _call(
-        self, inputs: dict[str, npt.NDArray[Any]], columns: slice, left: Ints
-    ) -> dict[str, npt.NDArray[Any]]:
-        positions = self._positions[:, columns]
-        width = positions.shape[1]
-        rows = np.clip(left - columns.start - 1, 0, width - 1)[:, None]
+        self, inputs: Arrays, columns: Ints, real: Bools, ends: Bools, before: Scores
+    ) -> Arrays:
+        """One call of these columns [B,T] of each row, of which some are `real`; rows that end in it."""
+        inside = np.minimum(columns, self._positions.shape[1] - 1)
+        rows = np.arange(len(columns))[:, None]
+        positions = np.where(real, self._positions[rows, inside], -1)
         slots = np.where(positions[:, 0] >= 0, positions[:, 0], self._counts)
+        last = (self._left - 1 - columns[:, 0])[:, None]
+        if self._observe is None:
+            wanted = np.clip(last, 0, columns.shape[1] - 1)
+        else:
+            wanted = last - np.arange(self._observe or 1)[::-1]
+            wanted = np.where(ends[:, None] & (wanted >= 0), wanted, -1)
         self.calls += 1
-        place = {"positions": positions, "slots": slots, "rows": rows}
-        return self._backend.part(self._entry, {**inputs, **place})
+        place = {"positions": positions, "slots": slots, "rows": wanted, "before": before}
+        return self._backend.part(
+            self._entry, {n: a[rows, inside] for n, a in inputs.items()} | place
+        )
 
 
 def taken(

@@ -22,7 +22,7 @@ from accel.runtime.session.observers.observer import (
 
 def unseen(plan: Prefill | None, count: int) -> int:
     """How many of a prompt's `count` tokens no layer sees as the model's own."""
-    return 0 if plan is None or plan.filter is None else max(0, count - plan.filter.tokens)
+    return 0 if plan is None or plan.filter is None else count - plan.filter.kept(count)
 
 
 class PromptFilter(SessionObserver):
@@ -45,17 +45,17 @@ class PromptFilter(SessionObserver):
     def shorten(self, calls: Calls, tokens: Ints, counts: Ints) -> tuple[Ints, Ints] | None:
         """See SessionObserver."""
         longest, chunk = int(counts.max()), calls.chunk
-        if longest <= self.plan.tokens:
+        if all(self.plan.kept(int(n)) == n for n in counts):
             return None
         start = time.perf_counter()
         with closing(self._empty(calls.batch)) as backend:
             backend.resize(-(-longest // chunk) * chunk)
             every = np.arange(tokens.shape[1])
             positions = np.where(every < counts[:, None], every, -1)
-            part = Part("filter", backend, positions, counts, chunk)
+            part = Part("filter", backend, positions, counts, chunk, self.plan.observe)
             worth = part.run({"tokens": tokens})["scores"]
         calls.count(part.calls, 0, start)
         return taken(
             tokens,
-            [picks(self.plan, row[0, :n]) for row, n in zip(worth, counts, strict=True)],
+            [picks(self.plan, row[:n]) for row, n in zip(worth, counts, strict=True)],
         )

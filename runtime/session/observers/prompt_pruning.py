@@ -12,7 +12,7 @@ from accel.ir.errors import InputError
 from accel.ir.prefill import Pick
 from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers._prompt_parts import Part, picks, taken
+from accel.runtime.session.observers._prompt_parts import Part, Scores, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
     ModelParts,
@@ -57,7 +57,7 @@ class PromptPruning(SessionObserver):
 
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""
-        return int(counts.max()) > min(plan.tokens for plan in self.plan)
+        return any(plan.kept(int(n)) < n for plan in self.plan for n in counts)
 
     def slots(self, ends: Ints) -> list[int]:
         """How many slots the layers after each stage need where those before need `ends` [B]."""
@@ -82,8 +82,11 @@ class PromptPruning(SessionObserver):
 
     def room(self, counts: Ints) -> list[int]:
         """How many slots prompts of `counts` [B] tokens take in each part."""
-        longest = int(counts.max())
-        return [longest, *(min(longest, plan.tokens) for plan in self.plan)]
+        left, most = counts, [int(counts.max())]
+        for plan in self.plan:
+            left = np.minimum(left, [plan.kept(int(n)) for n in counts])
+            most.append(int(left.max()))
+        return most
 
     def prompt(self, calls: Calls, tokens: Ints, counts: Ints) -> Logits | None:
         """Run prompts that are long enough part by part; see SessionObserver."""
@@ -97,11 +100,14 @@ class PromptPruning(SessionObserver):
         positions = np.where(every < counts[:, None], every, -1)
         inputs: dict[str, npt.NDArray[Any]] = {"tokens": tokens}
         left, made, dropped = counts, 0, []
+        before: Scores = np.zeros((len(tokens), 1), np.float32)
         for index, plan in enumerate(self.plan):
-            part = Part(f"prompt.{index}", backend, positions, counts, chunk)
-            out = part.run(inputs)
+            part = Part(f"prompt.{index}", backend, positions, counts, chunk, plan.observe)
+            out = part.run(inputs, before)
             made += part.calls
-            picked = [picks(plan, row[0, :n]) for row, n in zip(out["scores"], left, strict=True)]
+            rows = zip(out["scores"], left, counts, strict=True)
+            picked = [picks(plan, row[:n], int(count)) for row, n, count in rows]
+            before, _ = taken(out["scores"], picked)
             stream, left = taken(out["stream"], picked)
             positions, _ = taken(positions, picked, -1)
             dropped.append(counts - left)
