@@ -100,6 +100,32 @@ def hiding(model, tokens, kept, layer):
         ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
 
 
+def cascade(model, tokens, count, choose):
+    """Logits [T,V] of transformers' own model, whose layers drop tokens of a prompt of `count` one after the other:
+    choose(layer, probs [H,K,K], kept [K]) says after each which of the kept ones the next layers read.
+    """
+    plain, kept = ALL_ATTENTION_FUNCTIONS["sdpa"], np.arange(count)
+
+    def attend(module, query, key, value, *rest, **more):
+        nonlocal kept
+        repeat, total = query.shape[1] // key.shape[1], query.shape[2]
+        scale = more.get("scaling") or query.shape[-1] ** -0.5
+        scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale
+        hidden = torch.ones(total, total).triu(1).bool()
+        hidden[:, np.setdiff1d(np.arange(count), kept)] = True
+        hidden[range(total), range(total)] = False
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        kept = np.array(choose(module.layer_idx, probs[0][:, kept][:, :, kept], kept))
+        return (probs @ value.repeat_interleave(repeat, 1)).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        with torch.no_grad():
+            return model(torch.tensor(tokens)[None], use_cache=False).logits[0].numpy()
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
+
+
 def last_scores(model, row, layer):
     """q k^T of the last token's queries [H,T], the model's own attention read."""
     with read() as seen, torch.no_grad():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
+from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick
 from accel.passes.prefill.prune._layer import deciding
 from accel.runtime.session.observers import _prompt_parts as prefill
@@ -23,8 +24,21 @@ NAMES = AXIS.names()
 ROWS = TOKENS[:, : LENGTHS.max()]
 
 
+def taken(name, options):
+    """Of these options those that the method has."""
+    fields = {field.name for field in dataclasses.fields(AXIS.method(name))}
+    return {option: value for option, value in options.items() if option in fields}
+
+
 def pruned(name, arch="llama", target="eager", **options):
-    return built(arch, target, use=name, **{**AXIS.small(name), "tokens": KEPT, **options})
+    """A build that drops some of 30 tokens."""
+    found = {**AXIS.small(name), **taken(name, {"tokens": KEPT}), **options}
+    return built(arch, target, use=name, **found)
+
+
+def whole(name):
+    """Options with which nothing is dropped."""
+    return taken(name, {"tokens": int(LENGTHS.max()), "share": 1.0})
 
 
 def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
@@ -37,7 +51,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
-    model, base = pruned(name, tokens=int(LENGTHS.max())), built("llama")
+    model, base = pruned(name, **whole(name)), built("llama")
     got, want = prompted(model, after=3), prompted(base, after=3)
     assert np.array_equal(got[0], want[0]) and np.array_equal(got[1], want[1])
     prompts = [list(row[:n]) for row, n in zip(ROWS, LENGTHS, strict=True)]
@@ -57,7 +71,7 @@ def test_run_sees_every_token(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("chunk", [512, 8])
+@pytest.mark.parametrize("chunk", [512, 10])  # of 10: a last call of one token
 def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
     monkeypatch.setattr("accel.runtime.session.core.CHUNK", chunk)
     model = pruned(name)
@@ -85,7 +99,7 @@ def test_onnx_is_the_eager_oracle(name, arch):
 SIZES = [
     (name, option)
     for name in NAMES
-    for option in ("tokens", "layer", "kernel")
+    for option in ("tokens", "share", "layer", "kernel")
     if option in {field.name for field in dataclasses.fields(AXIS.method(name))}
 ]
 
@@ -100,6 +114,53 @@ def test_what_makes_no_sense_is_refused(name, option):
 def test_a_layer_that_is_not_there_is_refused(name):
     with pytest.raises(PassError, match=f"{name}: layer = 9, .* are 0, 1, 2"):
         pruned(name, layer=9)
+
+
+# methods that prune between layers
+
+
+STAGED = [name for name in NAMES if Invariant.UNIFORM_SLOTS in AXIS.build(name).breaks]
+
+
+def law_of_stages(name):
+    """Each stage keeps some of what the one before kept, in order, and the last token; the layers before the first
+    hold what they hold without it.
+    """
+    with pruned(name).session(3) as session, built("llama").session(3) as whole:
+        for each in (session, whole):
+            each.prompt(ROWS, LENGTHS)
+        got, want = state(session), state(whole)
+    stages = sorted(n for n in got if n.startswith("kv.pos"))
+    assert len(stages) > 1
+    for row, count in enumerate(LENGTHS):
+        before = set(range(count))
+        for stage in stages[1:]:
+            kept = got[stage][row]
+            kept = kept[kept >= 0]
+            assert (np.diff(kept) > 0).all() and {*kept.tolist()} <= before
+            assert kept[-1] == count - 1
+            before = {*kept.tolist()}
+        assert count < 20 or len(before) < count
+    assert far(got["kv.0.k"], want["kv.0.k"]) < 1e-6
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_stages_narrow(name):
+    law_of_stages(name)
+
+
+@pytest.mark.parametrize("broken", ["unordered", "oldest", "all"])
+@pytest.mark.parametrize("name", STAGED)
+def test_the_law_of_stages_catches(name, broken, monkeypatch):
+    def picks(plan, scores, count):
+        found = prefill.picks(plan, scores, count)
+        if broken == "all":
+            return np.arange(scores.size)
+        return found[::-1] if broken == "unordered" else np.arange(found.size)
+
+    monkeypatch.setattr("accel.runtime.session.observers.prompt_pruning.picks", picks)
+    with pytest.raises(AssertionError):
+        law_of_stages(name)
 
 
 # gemfilter
@@ -141,6 +202,14 @@ def law_picks(picks):
 
 def test_picks():
     law_picks(prefill.picks)
+
+
+def test_a_share_is_of_the_whole_prompt():
+    plan, scores = Pick(0, 0, 1, 0.29), np.arange(60, dtype=np.float32)
+    assert [plan.kept(n) for n in (0, 1, 3, 100)] == [0, 1, 1, 29]
+    assert prefill.picks(plan, scores, 100).tolist() == list(range(31, 60))
+    assert prefill.picks(plan, scores).size == 17
+    assert Pick(5, 0, 1, 0.29).kept(100) == 5 and Pick(50, 0, 1, 0.29).kept(100) == 29
 
 
 @pytest.mark.parametrize("broken", ["unordered", "ends", "worst", "many"])

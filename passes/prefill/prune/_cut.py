@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,39 +15,31 @@ from accel.ir.trace import trace
 from accel.passes.kv.inputs import call as call_named
 from accel.passes.kv.inputs import parameters
 from accel.passes.prefill._entry import added, copied, finished, result, states
+from accel.passes.prefill.prune import Base
 
 _SCORED = 29  # example number of tokens that were scored before
 _BY_QUERY = ("tree", "first", "pages")  # what attention reads of the call's own tokens
 
 
-class Scorer(Protocol):
-    """What the joint asks of a method (`accel.passes.prefill.prune.Base`)."""
-
-    every: Any
-    score: Any
-
-    @property
-    def observe(self) -> int: ...
-
-
-def scoring(program: Program, first: int, last: int, method: Scorer, *, whole: bool) -> Entry:
+def scoring(program: Program, first: int, last: int, method: Base, *, whole: bool) -> Entry:
     """The step's layers `first` .. `last` as an entry, which gives `scores [B,C]`: of the token in each slot, by the
     queries of `rows [B,N]` (-1: none) at the last layer, or at each.
 
     It takes the state of its layers, `stream [B,T,E]`, what leaves the layer before, where there is one, and where the
-    score names it `before [B,A]`. `whole`: the last layer runs to its end and gives `stream` too; else no more
+    score names it `before [B,A]`. `whole`: the last layer runs to its end and gives `stream_out`; else no more
     of it is computed than the scores need.
     """
     entry, calls = copied(program, first, last)
     written, call = states(program, entry, calls), calls[-1]
     scored = [c for c in calls if _attends(c) is not None] if method.every else [call]
-    before, stored = None, set()
+    before: fx.Node | None = None
+    stored: set[int] = set()
     if "before" in parameters(method.score):
         before = _before(program, entry, scored[0])
     for one in scored:
         before, stored = _scores(program, entry, one, method, before)
     assert before is not None
-    found = {"scores": before, **({"stream": result(call, 0)} if whole else {})}
+    found = {"scores": before, **({"stream_out": result(call, 0)} if whole else {})}
     for name, node in written:
         if whole or node.args[0] is not call or node.args[1] in stored:
             found[name] = node
@@ -92,7 +84,7 @@ def _before(program: Program, entry: Entry, call: fx.Node) -> fx.Node:
 
 
 def _scores(
-    program: Program, entry: Entry, call: fx.Node, method: Scorer, before: fx.Node | None
+    program: Program, entry: Entry, call: fx.Node, method: Base, before: fx.Node | None
 ) -> tuple[fx.Node, set[int]]:
     """Let a layer give its scores too: these, and which of its results its keys are stored in."""
     region, node = call.target, _attends(call)

@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor, fx
 
+from accel.ir.entries.prompt import part_of
 from accel.ir.errors import PassError
+from accel.ir.invariants import Invariant
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
+from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Region
 from accel.ir.sizes import grows
 from accel.ir.state import Part, name_of, output_of
 from accel.ir.trace import Renamed, trace
+from accel.passes import Report
 from accel.passes.prefill._entry import layer_calls
+from accel.passes.prefill.prune import Base
+from accel.passes.prefill.prune._cut import ending, scoring
 from accel.passes.state.recurrent import buffer
 
+STAGED = Base.breaks | {  # by a method whose layers hold different tokens
+    Invariant.CALL_INDEPENDENT,
+    Invariant.TOKENS_CONTIGUOUS,
+    Invariant.UNIFORM_SLOTS,
+}
 _SLOTS = 73  # example number of slots while shapes are worked out
 
 
-def check_state(program: Program, method: str) -> None:
+def staged(program: Program, method: Base, name: str, plan: Mapping[int, Pick]) -> Report:
+    """Let layers after each of these see what `method` picks there of a prompt, and the step in parts, the entries
+    `prompt.<n>`. Raises PassError where the model cannot be cut so.
+    """
+    _check_state(program, name)
+    layers, count = sorted(plan), len(program.facts.layers)
+    if layers[-1] == count - 1:
+        raise PassError(
+            f"{name}: no layer comes after layer {layers[-1]} of {count}, so no layer would run on "
+            "fewer tokens; give an earlier layer"
+        )
+    for stage, layer in enumerate(layers, 1):
+        own_slots(program, layer + 1, stage)
+    firsts = [0, *(layer + 1 for layer in layers)]
+    for number, (first, last) in enumerate(zip(firsts, layers, strict=False)):
+        program.entries[part_of(number)] = scoring(program, first, last, method, whole=True)
+    program.entries[part_of(len(layers))] = ending(program, firsts[-1])
+    program.facts.prefill = Prefill(stages=tuple(plan[layer] for layer in layers))
+    where = ", ".join(map(str, layers))
+    word = "layer" if len(layers) == 1 else "layers"
+    program.facts.notes.append(f"{name} picks a prompt's tokens at {word} {where}")
+    return Report(changed=count - firsts[1])
+
+
+def _check_state(program: Program, method: str) -> None:
     """Raise PassError where what the model keeps of a token cannot differ from layer to layer."""
     reason = None
     if "commit" in program.entries:

@@ -9,15 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.axis import count
-from accel.ir.errors import PassError, RecipeError
-from accel.ir.invariants import Invariant
-from accel.ir.prefill import Pick, Prefill
+from accel.ir.errors import RecipeError
+from accel.ir.prefill import Pick
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.prefill.prune import Base
-from accel.passes.prefill.prune._cut import ending, scoring
 from accel.passes.prefill.prune._layer import deciding, near, products
-from accel.passes.prefill.prune._stages import check_state, own_slots
+from accel.passes.prefill.prune._stages import STAGED, staged
 
 _SHARE = 13 / 32  # of the depth, as the paper has it for Llama 3.1 8B
 
@@ -39,11 +37,7 @@ class PromptDistill(Base):
     kernel: int = count(5, most=63)
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5}
 
-    breaks = Base.breaks | {
-        Invariant.CALL_INDEPENDENT,
-        Invariant.TOKENS_CONTIGUOUS,
-        Invariant.UNIFORM_SLOTS,
-    }
+    breaks = STAGED
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.layer < -1:
@@ -57,20 +51,8 @@ class PromptDistill(Base):
             )
 
     def run(self, program: Program) -> Report:
-        check_state(program, "promptdistill")
         layer = deciding(program, "promptdistill", self.layer, _SHARE, last=False)
-        count = len(program.facts.layers)
-        if layer == count - 1:
-            raise PassError(
-                f"promptdistill: no layer comes after layer {layer} of {count}, so no layer would run on "
-                "fewer tokens; give an earlier layer"
-            )
-        own_slots(program, layer + 1, 1)
-        program.entries["prompt.0"] = scoring(program, 0, layer, self, whole=True)
-        program.entries["prompt.1"] = ending(program, layer + 1)
-        program.facts.prefill = Prefill(stages=(Pick(self.tokens, 0, 1),))
-        program.facts.notes.append(f"promptdistill picks a prompt's tokens at layer {layer}")
-        return Report(changed=count - layer - 1)
+        return staged(program, self, "promptdistill", {layer: Pick(self.tokens, 0, 1)})
 
     def score(
         self, queries: Tensor, query_positions: Tensor, keys: Tensor, positions: Tensor

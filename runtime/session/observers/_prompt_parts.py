@@ -53,7 +53,7 @@ class Part:
         self._observe = observe
 
     def run(self, inputs: Arrays, before: Scores | None = None) -> Arrays:
-        """`stream`: of all columns; anything else: of the call that a row's last token is in. `before` [B,A]:
+        """`stream_out`: of all columns; anything else: of the call that a row's last token is in. `before` [B,A]:
         scores of the tokens so far, of the earlier parts.
 
         A row's last call begins early enough for all the queries that are observed: tokens that ran in the call
@@ -75,8 +75,8 @@ class Part:
             out = self._call(
                 inputs, columns, columns < np.minimum(left, stop)[:, None], ends, before
             )
-            if "stream" in out:
-                made = out.pop("stream")
+            if "stream_out" in out:
+                made = out.pop("stream_out")
                 if stream is None:
                     stream = np.zeros((left.size, longest, made.shape[2]), made.dtype)
                 for row, (at, end) in enumerate(zip(first, np.minimum(left, stop), strict=True)):
@@ -85,7 +85,7 @@ class Part:
             for name, array in out.items():
                 found.setdefault(name, np.zeros_like(array))
                 found[name][ends] = array[ends]
-        return found if stream is None else {**found, "stream": stream}
+        return found if stream is None else {**found, "stream_out": stream}
 
     def _call(
         self, inputs: Arrays, columns: Ints, real: Bools, ends: Bools, before: Scores

@@ -108,7 +108,7 @@ class PromptPruning(SessionObserver):
             rows = zip(out["scores"], left, counts, strict=True)
             picked = [picks(plan, row[:n], int(count)) for row, n, count in rows]
             before, _ = taken(out["scores"], picked)
-            stream, left = taken(out["stream"], picked)
+            stream, left = taken(out["stream_out"], picked)
             positions, _ = taken(positions, picked, -1)
             dropped.append(counts - left)
             inputs = {"stream": stream}

@@ -1,0 +1,160 @@
+"""FastKV, LazyLLM and SpAtten beside brute-force forms over transformers' own attention."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from accel.ir.axis import find_axes
+from accel.ir.errors import PassError, RecipeError
+
+from .prefill_case import LENGTHS, TOKENS, best, built, cascade, far, module
+
+AXIS = find_axes()["prefill.prune"]
+ROWS = TOKENS[:, : LENGTHS.max()]
+
+
+def stayed(kept, scores, count, *always):
+    """Of the kept positions those with the best scores; `always`: places among them."""
+    return kept[best(scores, count, *always)]
+
+
+def fastkv(prompt, share=0.4, window=3, kernel=3):
+    def choose(layer, probs, kept):
+        if layer != 1:
+            return kept
+        scores = probs[:, -window:].sum((0, 1))
+        scores[-window:] = 0
+        pooled = F.avg_pool1d(scores[None], kernel, stride=1, padding=kernel // 2)[0]
+        count = max(1, int(share * prompt))
+        last = range(len(kept) - min(window, count), len(kept))
+        return stayed(kept, pooled, count, *last)
+
+    return choose
+
+
+def lazyllm(prompt, share=0.6, layers=(1, 3, 4)):
+    def choose(layer, probs, kept):
+        if layer not in layers:
+            return kept
+        count = max(1, int(share ** (layers.index(layer) + 1) * prompt + 1e-9))
+        return stayed(kept, probs[:, -1].mean(0), min(count, len(kept)), len(kept) - 1)
+
+    return choose
+
+
+def spatten(prompt, share=0.4, sinks=1, recent=4, layers=3):
+    total = torch.zeros(prompt)
+
+    def choose(layer, probs, kept):
+        total[kept] += probs.sum((0, 1))
+        if layer == layers - 1:
+            return kept
+        count = max(1, int((1 - (1 - share) * (layer + 1) / (layers - 1)) * prompt + 1e-9))
+        ends = [*range(len(kept) - recent, len(kept)), *range(sinks)][:count]
+        return stayed(kept, total[kept], min(count, len(kept)), *ends)
+
+    return choose
+
+
+CASES = [
+    ("fastkv", "llama", fastkv),
+    ("fastkv", "gpt_neox", fastkv),
+    ("lazyllm", "llama:6", lazyllm),
+    ("spatten", "llama", spatten),
+    ("spatten", "gpt2", spatten),
+]
+
+
+def prompted(model, tokens, length, after):
+    with model.session() as session:
+        out = [session.prompt(tokens[None, :length])]
+        out += [session.run(tokens[None, [length + i]]) for i in range(after)]
+    return np.concatenate(out, axis=1)[0]
+
+
+@pytest.mark.parametrize(("name", "arch", "form"), CASES)
+def test_layers_read_what_the_brute_force_form_keeps(name, arch, form):
+    model = built(arch, use=name, **AXIS.small(name))
+    for row, length in enumerate(LENGTHS[:2]):
+        tokens = TOKENS[row, : length + 3]
+        got = prompted(model, tokens, length, 3)
+        want = cascade(module(arch), tokens, length, form(length))
+        assert far(got, want[length - 1 :]) < 1e-4
+        rule = form(length)
+
+        def newest(layer, probs, kept, rule=rule):  # the control: as many, by position
+            return kept[-len(rule(layer, probs, kept)) :]
+
+        other = cascade(module(arch), tokens, length, newest)
+        assert far(got, other[length - 1 :]) > 1e-3
+
+
+def sums(entry_scores, heads, rows, layers):
+    assert np.allclose(entry_scores.sum(1), heads * rows * layers, rtol=1e-5)
+
+
+def test_scores_of_spatten_are_all_attention_that_was_given():
+    model = built("llama:4", use="spatten", dense=2, share=0.4, sinks=1, recent=4)
+    entry, seen = model.program.entries["prompt.0"], {}
+    heads = module("llama:4").config.num_attention_heads
+    run = model.program.run
+
+    def spy(name, inputs):
+        found = run(name, inputs)
+        seen.setdefault(name, []).append(found)
+        return found
+
+    assert "before" in entry.inputs
+    object.__setattr__(model.program, "run", spy)
+    try:
+        prompted(model, TOKENS[0], 30, 0)
+    finally:
+        del model.program.__dict__["run"]
+    first = seen["prompt.0"][-1]["scores"].numpy()
+    sums(first, heads, 30, 2)
+    with pytest.raises(AssertionError):  # of one layer alone
+        sums(first, heads, 30, 1)
+    later = seen["prompt.1"][-1]["scores"].numpy()
+    assert (later[0, :10] > 0).all() and later.sum() < first.sum() + heads * 30
+
+
+def test_what_lazyllm_computes_is_less_than_the_prompt_in_every_layer():
+    model = built("llama:6", use="lazyllm", **AXIS.small("lazyllm"))
+    with model.session() as session:
+        session.prompt(ROWS[:1])
+        state = {n: v.numpy() for n, v in session._core.backend._state.items()}
+    held = [int((state[f"kv.pos.{i}"][0] >= 0).sum()) for i in (1, 2, 3)]
+    assert held == [18, 10, 6]
+    assert 2 * 30 + 2 * held[0] + held[1] + held[2] < 30 * 6
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("fastkv", {"window": 0}, "window is 0"),
+        ("fastkv", {"share": 1.5}, "share is 1.5; give more than 0 and at most 1"),
+        ("fastkv", {"share": float("nan")}, "share is nan"),
+        ("lazyllm", {"stages": 0}, "stages is 0; give 1 or more"),
+        ("lazyllm", {"spacing": 0.0}, "spacing is 0"),
+        ("lazyllm", {"stages": 4}, "4 stages with a spacing of 0.3 go beyond the last layer"),
+        ("spatten", {"dense": 0}, "dense is 0"),
+        ("spatten", {"recent": -1}, "recent -1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(name, options, words):
+    with pytest.raises(RecipeError, match=f"prefill.prune.{name}: .*{words}"):
+        AXIS.build(name, **options)
+
+
+def test_a_model_that_is_dense_all_through_is_refused():
+    with pytest.raises(PassError, match="3 layers read the whole prompt, and the model has 3"):
+        built("llama", use="spatten")
+
+
+@pytest.mark.parametrize("name", ["fastkv", "lazyllm", "spatten"])
+def test_short_prompts(name):
+    model, base = (built("llama", use=name, **AXIS.small(name)), built("llama"))
+    got, want = (prompted(m, TOKENS[0], 1, 4) for m in (model, base))
+    assert far(got, want) < 1e-5
+    assert np.isfinite(prompted(model, TOKENS[0], 2, 4)).all()
