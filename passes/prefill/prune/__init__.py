@@ -31,7 +31,7 @@ class Base(Pass, Method, ABC):
     | `queries` [B,H,N,D], `query_positions` [B,N] | the prompt's last `observe` queries; position -1: fewer |
     | `keys` [B,G,S,D] | as cached |
     | `positions` [B,S] | position of each slot; -1: empty |
-    | `mass` [B,G,S] | attention of these queries to each slot, summed over them and over the heads of a group |
+    | `weights` [B,H,N,S] | attention weights of these queries; 0 of a query that is not there |
     | `before` [B,S] | scores of the layers before that scored, of this stage and of earlier ones; 0 where none did |
     | `scale` | attention scale of q k^T |
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention, operands_of
-from accel.ir.ops.mass import attention_mass
+from accel.ir.ops.mass import attention_weights
 from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Entry, Region
 from accel.ir.trace import trace
@@ -120,9 +120,9 @@ def _scores(
             "scale": x["scale"],
             "before": so_far,
         }
-        if "mass" in names:
-            drawn = attention_mass(**x)  # kept slots come first
-            named["mass"] = drawn[..., drawn.shape[2] - x["k"].shape[2] :]
+        if "weights" in names:
+            drawn = attention_weights(**x)  # kept slots come first
+            named["weights"] = drawn[..., drawn.shape[3] - x["k"].shape[2] :]
         scores: Tensor = call_named(method.score, named).float()
         return scores
 

@@ -64,8 +64,8 @@ class FastKV(Base):
         pick = Pick(self.tokens, 0, self.window, self.share, self.window)
         return staged(program, self, "fastkv", {layer: pick})
 
-    def score(self, mass: Tensor, query_positions: Tensor, positions: Tensor) -> Tensor:
+    def score(self, weights: Tensor, query_positions: Tensor, positions: Tensor) -> Tensor:
         far = torch.iinfo(torch.int64).max
         first = query_positions.masked_fill(query_positions < 0, far).amin(1)  # of the window
         window = (positions < 0) | (positions >= first[:, None])
-        return near(mass.sum(1).masked_fill(window, 0), self.kernel)
+        return near(weights.sum((1, 2)).masked_fill(window, 0), self.kernel)

@@ -57,5 +57,5 @@ class LazyLLM(Base):
             plan[layer] = Pick(0, 0, 1, self.share**stage)
         return staged(program, self, "lazyllm", plan)
 
-    def score(self, mass: Tensor) -> Tensor:
-        return mass.sum(1)
+    def score(self, weights: Tensor) -> Tensor:
+        return weights.sum((1, 2))

@@ -74,5 +74,5 @@ class SpAtten(Base):
             plan[layer] = Pick(0, self.sinks, self.recent, share, 0)
         return staged(program, self, "spatten", plan)
 
-    def score(self, mass: Tensor, before: Tensor) -> Tensor:
-        return before + mass.sum(1)
+    def score(self, weights: Tensor, before: Tensor) -> Tensor:
+        return before + weights.sum((1, 2))
