@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from accel.ir.errors import PassError
 from accel.ir.tables import Observed, Rows, Tables
+from accel.passes.kv._shared.tables import measured
 from accel.passes.kv.compress import Compress
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.score.knorm import KNorm
 from accel.passes.kv.score.q_filter import QFilter
-from accel.passes.tables import measured
 from accel.passes.trained import constants, sample, write
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when.prompt import Prompt

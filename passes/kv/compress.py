@@ -22,13 +22,13 @@ from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv._shared import low
 from accel.passes.kv._shared.cached import appends, cache_of
+from accel.passes.kv._shared.tables import appended
 from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.score import Base as Score
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
-from accel.passes.tables import appended
 from accel.passes.trained import Parts, constants
 
 _FAR = 1 << 40  # after every position

@@ -47,8 +47,8 @@ from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Tables
 from accel.passes import run
+from accel.passes.kv._shared.tables import measured
 from accel.passes.numerics import Base as Promise
-from accel.passes.tables import measured
 from accel.passes.trained import Trained, write
 from accel.passes.trained import sample as sample_of
 

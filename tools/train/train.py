@@ -47,8 +47,8 @@ from accel.ir.program import Program, compute, operand
 from accel.ir.tables import Tables
 from accel.passes import Pass, run
 from accel.passes.calibrate import feeds
+from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.state.head import Head
-from accel.passes.tables import appended, attentions, measured
 from accel.passes.trained import Parts, Trained, sample, source, write
 from accel.runtime.length.specdec_pp import SpecdecPp
 
