@@ -13,12 +13,15 @@ from accel.ir.ops.attention import Mask
 from accel.ir.tables import Observed, Rows, Tables
 from accel.ir.ties import FirstOfTies
 from accel.passes.kv.compress import Compress, chooser
+from accel.passes.kv.inputs import every_input
 from accel.passes.kv.keep.drop import Drop
 from accel.runtime.kv.budget.uniform import Uniform
 
-B, G, R, D, P, C, W, SCALE = 3, 2, 2, 6, 9, 16, 4, 0.4
+B, G, R, D, P, C, W, E, SCALE = 3, 2, 2, 6, 9, 16, 4, 5, 0.4
+WHOLE = ("output",)  # of a layer, not of rows
 AXES = {
     "score": Axis("kv.score", "accel.passes.kv.score"),
+    "refine": Axis("kv.refine", "accel.passes.kv.refine"),
     "keep": Axis("kv.keep", "accel.passes.kv.keep"),
     "budget": Axis("kv.budget", "accel.runtime.kv.budget"),
     "when": Axis("kv.when", "accel.runtime.kv.when"),
@@ -69,6 +72,7 @@ def slots(
         "kept_notes.recent": -randn(B, G, C).abs(),
         "queries": randn(B, W, G * R, D),
         "query_positions": last.clamp(min=-1),
+        "output": randn(E, G * R * D),
     }
 
 
@@ -84,9 +88,28 @@ def constants(*methods: Any, seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
+def named(x: dict[str, Tensor], kept: int = 7) -> dict[str, Any]:
+    """All parameters that a score may name, where a layer's heads keep `kept` tokens."""
+    groups = x["kept_k"].shape[1]
+    where = torch.cat((x["kept_pos"], x["recent_pos"][:, None].expand(-1, groups, -1)), dim=2)
+    found = {
+        "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
+        "values": torch.cat((x["kept_v"], x["recent_v"]), dim=2),
+        "positions": where.masked_fill(where >= x["seen"][:, None, None], -1),
+        "seen": x["seen"],
+        "scale": SCALE,
+        "keep": torch.full_like(x["seen"], kept),
+    }
+    for one in every_input():
+        found |= one.read(x)
+    for name in (name.removesuffix(".recent") for name in x if name.endswith(".recent")):
+        found[name.removeprefix("kept_")] = torch.cat((x[name], x[f"{name}.recent"]), dim=2)
+    return found
+
+
 def taken(x: dict[str, Tensor], rows: Any) -> dict[str, Tensor]:
     """The same of other rows."""
-    return {name: value[rows] for name, value in x.items()}
+    return {name: value if name in WHOLE else value[rows] for name, value in x.items()}
 
 
 def choose(
@@ -98,9 +121,10 @@ def choose(
     most: int = 0,
     mask: Any = None,
     scale: float = SCALE,
+    refine: Any = None,
 ) -> dict[str, Tensor]:
     """What `compress` keeps where a layer's heads keep `kept` tokens (or so many per row) on average."""
-    step = Compress(score, budget or Uniform(), keep or Drop())
+    step = Compress(score, budget or Uniform(), keep or Drop(), refine)
     given = dict(x)
     given |= {f"table.{n}": t for n, t in constants(score, step.budget, step.keep).items()}
     rows = x["seen"].shape[0]

@@ -18,7 +18,9 @@ from accel.ir.errors import RecipeError, unknown
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECULATION = dict.fromkeys(("draft", "length", "tree", "verify"), "speculation")
-CONTEXT = dict.fromkeys(("kv.score", "kv.budget", "kv.keep", "kv.when", "kv.select"), "context")
+CONTEXT = dict.fromkeys(
+    ("kv.score", "kv.refine", "kv.budget", "kv.keep", "kv.when", "kv.select"), "context"
+)
 GROUPS = {  # axis -> folder of its recipes, where it has another name
     **SPECULATION,
     **CONTEXT,

@@ -15,7 +15,13 @@ from accel.passes import Pass
 from accel.passes.kv.compress import Compress
 from accel.passes.state.trees import Trees
 
-EVICTION = ("kv.score", "kv.budget", "kv.keep", "kv.when")  # axes that one pass takes together
+EVICTION = (
+    "kv.score",
+    "kv.refine",
+    "kv.budget",
+    "kv.keep",
+    "kv.when",
+)  # axes that one pass takes together
 DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
     "verify": "verify sets which drafted tokens are accepted",
@@ -216,7 +222,8 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
                 f"recipe '{plan.recipe.name}': {', '.join(named)} sets how tokens are evicted, but no "
                 f"kv.score selects them; add [kv.score] with one of {', '.join(axes['kv.score'].names())}"
             )
-        compress = Compress(methods["kv.score"], methods["kv.budget"], methods["kv.keep"])
+        score, budget, keep = methods["kv.score"], methods["kv.budget"], methods["kv.keep"]
+        compress = Compress(score, budget, keep, methods.get("kv.refine"))
         found.insert(0, compress)  # before what it keeps is encoded
     return found
 

@@ -100,7 +100,7 @@ def _swaps(axes: dict[str, Axis], tables: Tables, names: list[str]) -> Iterator[
 def _without(tables: Tables, *names: str) -> Tables:
     """The other tables; where a score goes, all that says how it is used goes too."""
     eviction = "kv.score" in names
-    parts = ("kv.budget", "kv.keep", "kv.when")
+    parts = ("kv.refine", "kv.budget", "kv.keep", "kv.when")
     return {n: t for n, t in tables.items() if n not in names and not (eviction and n in parts)}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.tables import appended
 from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of
 from accel.passes.kv.keep import Base as Keep
+from accel.passes.kv.refine import Base as Refine
 from accel.passes.kv.score import Base as Score
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
@@ -33,6 +34,7 @@ from accel.passes.trained import Parts, constants
 
 _FAR = 1 << 40  # after every position
 _TABLE = "table."  # of an operand that is a constant
+_LARGE = 1e30  # of scores that a refine gets
 _KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
 
 
@@ -57,6 +59,7 @@ class Compress(Pass):
     score: Score
     budget: Budget
     keep: Keep
+    refine: Refine | None = None
 
     after = (Cache, Head)
     must_change = True
@@ -65,12 +68,17 @@ class Compress(Pass):
     @property
     def methods(self) -> tuple[Any, ...]:
         """All methods that this pass connects."""
-        return (self.score, self.budget, self.keep)
+        return (self.score, self.budget, self.keep, *self.refines)
+
+    @property
+    def refines(self) -> tuple[Refine, ...]:
+        """The chain that changes scores."""
+        return self.refine.chain if self.refine is not None else ()
 
     @property
     def inputs(self) -> list[Input]:
         """What they name, beside keys, values and positions."""
-        return inputs_of((self.score, self.budget.heads, self.keep))
+        return inputs_of((self.score, *self.refines, self.budget.heads, self.keep))
 
     def run(self, program: Program) -> Report:
         sites = _sites(program)
@@ -243,6 +251,7 @@ def chooser(
             "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
             "positions": where,
             "seen": x["seen"],
+            "keep": x["keep"],
             "scale": scale,
         }
         shared = "kept_v" not in x  # a latent, which keys and values share
@@ -257,6 +266,9 @@ def chooser(
         scores = call(step.score, named).float()
         named["scores"] = _protected(step.score, scores, where, x["seen"])
         counts = call(step.budget.heads, named)  # [B,G]
+        if step.refines:
+            named |= {"counts": counts, "ranks": x["ranks"], "scores": scores}
+            named["scores"] = _refined(step, named)
         # [B,G,N], best first, of equal ones the newest
         chosen = named["scores"].flip(2).topk(x["ranks"].shape[0], dim=2).indices
         chosen = where.shape[2] - 1 - chosen
@@ -275,6 +287,24 @@ def chooser(
         return out
 
     return cut
+
+
+def _refined(step: Compress, named: Mapping[str, Any]) -> Tensor:
+    """The scores after the chain: each method gets finite ones. What had no finite score before a method has none
+    after it.
+    """
+    where, scores = named["positions"], named["scores"]
+    age = named["seen"][:, None, None] - 1 - where
+    stays = (where >= 0) & ((where < step.score.sinks) | (age < step.score.recent))
+    real = where >= 0
+    for one in step.refines:
+        real = real & (scores > -_LARGE)  # NaN: False
+        least = scores.masked_fill(~real, _LARGE).amin(2, keepdim=True)
+        least = least.masked_fill(~real.any(2, keepdim=True), 0)
+        finite = torch.where(real, scores, least).clamp(max=_LARGE)
+        scores = call(one, {**named, "scores": finite, "protected": stays}).float()
+    scores = scores.masked_fill(~real, float("nan"))
+    return _protected(step.score, scores, where, named["seen"])
 
 
 def _protected(score: Score, scores: Tensor, where: Tensor, seen: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def tables(axis, use, request):
     needs = {
         "length": {"draft": "prompt-lookup"}, "verify": {"draft": "prompt-lookup"},
         "tree": {"draft": "token-recycling"}, "kv.when": {"kv.score": "knorm"},
-        "kv.keep": {"kv.score": "knorm"},
+        "kv.keep": {"kv.score": "knorm"}, "kv.refine": {"kv.score": "knorm"},
     }  # fmt: skip
     recipes = [Recipe.load(name).tables for name in bundled()]
     own = [t for t in recipes if t.get(axis, {}).get("use") == use]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar
@@ -15,9 +15,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
+from accel.ir.invariants import Invariant
 from accel.ir.program import Editor, Program
 
-__all__ = ["EntryInputs", "Input", "Site", "call", "inputs_of", "parameters"]
+__all__ = [
+    "EntryInputs",
+    "Input",
+    "Site",
+    "call",
+    "every_input",
+    "inputs_of",
+    "parameters",
+    "relied",
+]
 
 
 @dataclass
@@ -50,9 +60,15 @@ class EntryInputs:
     def placeholder(self, name: str, value: Tensor) -> fx.Node:
         """An input of the entry, one for all layers that ask for the name."""
         if name not in self.placeholders:
-            self.placeholders[name] = self.graph.placeholder(name)
+            *_, at = (self.graph._root, *self.graph.find_nodes(op="placeholder"))
+            with self.graph.inserting_after(at):
+                self.placeholders[name] = self.graph.placeholder(name)
             self.placeholders[name].meta["val"] = value
         return self.placeholders[name]
+
+    def param(self, name: str, tensor: Tensor | None = None) -> fx.Node:
+        """A parameter of the program; `tensor` is its value where it is new."""
+        return Editor(self.program, self.graph).param(name, tensor)
 
     def blank(self, shape: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """A value of this shape, whose sizes may be symbols."""
@@ -68,6 +84,8 @@ class Input:
     """
 
     names: ClassVar[tuple[str, ...]]  # the parameters
+    relies: ClassVar[frozenset[Invariant]] = frozenset()  # of a method that names one
+    breaks: ClassVar[frozenset[Invariant]] = frozenset()
 
     def prepare(self, program: Program, sites: Sequence[Site], methods: Sequence[Any]) -> None:
         """Change the step: what it keeps, what it gives. `methods`: those of the recipe that evict."""
@@ -96,11 +114,19 @@ def call(method: Callable[..., Any], values: Mapping[str, Any]) -> Any:
 def inputs_of(functions: Sequence[Callable[..., Any]]) -> list[Input]:
     """The inputs that some function names, in the order of their files."""
     wanted = {name for function in functions for name in parameters(function)}
-    return [one for one in _all() if wanted & set(one.names)]
+    return [one for one in every_input() if wanted & set(one.names)]
+
+
+def relied(names: Collection[str]) -> tuple[frozenset[Invariant], frozenset[Invariant]]:
+    """What a method of these parameters relies on, and what it breaks."""
+    found = [one for one in every_input() if not set(one.names).isdisjoint(names)]
+    none: frozenset[Invariant] = frozenset()
+    return none.union(*(one.relies for one in found)), none.union(*(one.breaks for one in found))
 
 
 @cache
-def _all() -> tuple[Input, ...]:
+def every_input() -> tuple[Input, ...]:
+    """One of each file, in their order."""
     found: list[Input] = []
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")

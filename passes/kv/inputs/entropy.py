@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes.kv.inputs import Input, Site
 from accel.passes.kv.inputs._accumulated import accumulate
@@ -16,6 +17,8 @@ class Entropy(Input):
     """State `mass.<layer>.entropy.…`, which the call of a token writes into its slot."""
 
     names = ("entropy",)
+    relies = frozenset({Invariant.ALL_LAYERS_RUN, Invariant.FULL_ATTENTION})
+    breaks = frozenset({Invariant.REWIND})  # what a draft drew of attention cannot be taken back
 
     def prepare(self, program: Program, sites: Sequence[Site], methods: Sequence[Any]) -> None:
         """See Input."""

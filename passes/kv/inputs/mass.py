@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes.kv.inputs import Input, Site, parameters
 from accel.passes.kv.inputs._accumulated import accumulate
@@ -16,6 +17,8 @@ class Mass(Input):
     """
 
     names = ("mass",)
+    relies = frozenset({Invariant.ALL_LAYERS_RUN, Invariant.FULL_ATTENTION})
+    breaks = frozenset({Invariant.REWIND})  # what a draft drew of attention cannot be taken back
 
     def prepare(self, program: Program, sites: Sequence[Site], methods: Sequence[Any]) -> None:
         """See Input."""

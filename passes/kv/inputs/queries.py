@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.entries.compress import queries_of
+from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import operands_of
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
@@ -21,6 +22,7 @@ class Queries(Input):
     """The step gives each layer's queries by token, `queries.<layer> [B,T,H,D]`; the entry takes the last W."""
 
     names = ("queries", "query_positions")
+    relies = frozenset({Invariant.ALL_LAYERS_RUN})
 
     def prepare(self, program: Program, sites: Sequence[Site], methods: Sequence[Any]) -> None:
         """See Input."""

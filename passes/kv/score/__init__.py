@@ -9,6 +9,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from accel.ir.invariants import Invariant, Method
+from accel.passes.kv.inputs import relied
 
 __all__ = ["Base"]
 
@@ -26,6 +27,8 @@ class Base(Method):
     | `notes` [B,G,S] | the value that `note` computed for the slot's token |
     | `mass` [B,G,S] | attention that the slot drew so far, as `accumulate` adds it up |
     | `entropy` [B,G,S] | entropy of the attention of the slot's own query |
+    | `keep` [B] | tokens that a head keeps, on average |
+    | `output` [H,D,E] | the layer's output projection |
     | `scale` | attention scale of q k^T |
 
     It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first
@@ -48,22 +51,17 @@ class Base(Method):
     @property
     def relies(self) -> frozenset[Invariant]:
         found = {Invariant.APPEND_ONLY, Invariant.FIXED_LAYERS, Invariant.UNIFORM_SLOTS}
-        if self.reads & {"mass", "entropy", "queries"}:
-            found.add(Invariant.ALL_LAYERS_RUN)
-        if self.reads & {"mass", "entropy"}:
-            found.add(Invariant.FULL_ATTENTION)
-        return frozenset(found)
+        return relied(self.reads)[0] | found
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        """What a draft drew of attention (`mass`, `entropy`) cannot be taken back."""
         found = {
             Invariant.ALL_TOKENS_HELD,
             Invariant.CALL_INDEPENDENT,
             Invariant.BATCH_INVARIANCE,
             Invariant.TOKENS_CONTIGUOUS,
         }
-        return frozenset(found | {Invariant.REWIND} if self.reads & {"mass", "entropy"} else found)
+        return relied(self.reads)[1] | found
 
     def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:
         """`mass` [B,G,S] after a call, for scores that name it; the parameters name what it reads

@@ -1,0 +1,73 @@
+"""Axis: what a token's score becomes beside the other tokens. A chain of methods after any score."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from accel.ir.axis import Axis
+from accel.ir.errors import RecipeError, shown
+from accel.ir.invariants import Invariant, Method
+from accel.passes.kv.inputs import relied
+
+__all__ = ["Base"]
+
+
+@dataclass(frozen=True)
+class Base(Method):
+    """Scores after scores: a pure function of tensors, traced into the graph. The parameter names select its inputs:
+    those of `kv.score`, and
+
+    | parameter | |
+    |---|---|
+    | `scores` [B,G,S] | what came before; finite. Empty slots and tokens without a finite score have the lowest |
+    | `protected` [B,G,S] | bool: tokens that stay whatever their score, the score's `sinks` and `recent` |
+    | `keep` [B] | tokens that a head keeps, on average |
+    | `counts` [B,G] | tokens that each head keeps, by the scores before any refine |
+    | `ranks` [N] | 0..N-1, N: the largest number of tokens that a head may keep |
+    | `output` [H,D,E] | the layer's output projection |
+
+    It returns scores [B,G,S]; those of protected tokens and empty slots are ignored. `then`: the table of the next
+    method of the chain, with `use` and options, or none.
+    """
+
+    then: Any = None
+
+    grade: ClassVar[str] = "approximate"
+
+    __call__: ClassVar[Callable[..., Tensor]]
+
+    def __post_init__(self) -> None:
+        """A method that checks its options calls this, too."""
+        if self.then is None or isinstance(self.then, Base):
+            return
+        table = self.then
+        if not isinstance(table, Mapping) or not isinstance(table.get("use"), str):
+            raise RecipeError(
+                f"kv.refine: then is {shown(table)}; give the table of the next method, with its `use`"
+            )
+        options = {str(name): value for name, value in table.items() if name != "use"}
+        object.__setattr__(self, "then", Axis("kv.refine", __name__).build(table["use"], **options))
+
+    @property
+    def chain(self) -> tuple[Base, ...]:
+        """This method and those after it."""
+        return (self, *(self.then.chain if isinstance(self.then, Base) else ()))
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of what the chain goes by."""
+        found = (inspect.signature(type(one).__call__).parameters for one in self.chain)
+        return frozenset(name for names in found for name in names)
+
+    @property
+    def relies(self) -> frozenset[Invariant]:
+        return relied(self.reads)[0]
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        return relied(self.reads)[1] | {Invariant.TOKENS_CONTIGUOUS}
