@@ -78,13 +78,16 @@ class EncoderFacts:
 class KvFacts:
     """What a recipe does with the KV cache beyond appending to it.
 
-    observe: last queries of a row that the entry `compress` takes. flush: it drops nothing, and moves
-    blocks of so many tokens (`kv.codec`). tables: the budget's constants, by name, of each layer that evicts;
-    none: it has none.
+    observe: last queries of a row that the entry `compress` takes, those of guessed tokens among them. lookahead:
+    tokens that are guessed for that at the end of a prompt. repeats: a prompt is run again before it is compressed.
+    flush: it drops nothing, and moves blocks of so many tokens (`kv.codec`). tables: the budget's constants, by name,
+    of each layer that evicts; none: it has none.
     """
 
     observe: int = 0
     flush: int = 0
+    lookahead: int = 0
+    repeats: bool = False
     tables: tuple[dict[str, tuple[float, ...]], ...] = ()
 
     @classmethod
@@ -94,6 +97,8 @@ class KvFacts:
         return cls(
             f.integer("observe"),
             f.integer("flush") if "flush" in f.value else 0,
+            f.integer("lookahead") if "lookahead" in f.value else 0,
+            f.boolean("repeats") if "repeats" in f.value else False,
             tuple({name: one.numbers(name) for name in one.value} for one in tables),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +41,12 @@ _KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
 class Budget(Protocol):
     """How many tokens each head keeps, where its layer keeps `keep` [B] per head: [B,G]."""
 
-    def heads(self, scores: Tensor, keep: Tensor) -> Tensor: ...
+    observe: int
+
+    @property
+    def heads(self) -> Callable[..., Tensor]: ...
+    @property
+    def across(self) -> Callable[..., list[Tensor]] | None: ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ class Compress(Pass):
         """What they name, beside keys, values and positions."""
         return inputs_of((self.score, *self.refines, self.budget.heads, self.keep))
 
+    @property
+    def across(self) -> Callable[..., list[Tensor]] | None:
+        """The budget's choice over all layers, where it has one."""
+        return self.budget.across
+
     def run(self, program: Program) -> Report:
         sites = _sites(program)
         if not sites:
@@ -94,7 +104,9 @@ class Compress(Pass):
         tables = _tables(self, program, sites)
         counts = [tables.get(id(self.budget), {}).get(site.layer, {}) for site in sites]
         program.facts.kv = KvFacts(
-            observe=int(self.score.observe),
+            observe=max(self.score.observe, self.budget.observe) + self.score.lookahead,
+            lookahead=self.score.lookahead,
+            repeats=self.score.repeats,
             tables=tuple({n: tuple(t.tolist()) for n, t in one.items()} for one in counts if one),
         )
         program.entries[COMPRESS.name] = _entry(self, program, sites, tables)
@@ -216,10 +228,14 @@ def _entry(step: Compress, program: Program, sites: list[Site], tables: dict[int
     outputs: dict[str, fx.Node] = {}
     editor = Editor(program, graph)
     for site in sites:
-        here = operands[site.layer]
         for parts in tables.values():
             for name, tensor in parts[site.layer].items():
-                here[_TABLE + name] = editor.param(f"compress.{site.layer}.{name}", tensor)
+                number = editor.param(f"compress.{site.layer}.{name}", tensor)
+                operands[site.layer][_TABLE + name] = number
+    if step.across is not None:
+        _count_across(step, step.across, editor, sites, operands)
+    for site in sites:
+        here = operands[site.layer]
         x = operands_of(site.node)
         key = "compress", step, x.scale, x.mask, x.window, *here
         cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
@@ -229,43 +245,99 @@ def _entry(step: Compress, program: Program, sites: list[Site], tables: dict[int
     return Entry(graph, list(outputs))
 
 
+def _count_across(
+    step: Compress,
+    across: Callable[..., list[Tensor]],
+    editor: Editor,
+    sites: list[Site],
+    operands: dict[int, dict[str, fx.Node]],
+) -> None:
+    """Give each layer an operand `counts` [B,G]: what its heads keep, by the scores of all layers."""
+    scores, positions = [], []
+    for site in sites:
+        here, x = operands[site.layer], operands_of(site.node)
+        key = "scores", step, x.scale, x.mask, x.window, *here
+        rank = scorer(step, list(here), x.scale, Mask(x.mask, x.window))
+        found = trace(editor, f"scores.{site.layer}", rank, *here.values(), key=key)
+        scores.append(found["scores"])
+        positions.append(found["positions"])
+
+    def count(keep: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        layers = len(values) // 2
+        return tuple(across(list(values[:layers]), keep, list(values[layers:])))
+
+    keep = next(iter(operands.values()))["keep"]
+    counts = trace(editor, "across", count, keep, *scores, *positions)
+    for site, found in zip(sites, counts, strict=True):
+        operands[site.layer]["counts"] = found
+
+
+def scorer(
+    step: Compress, names: list[str], scale: float, mask: Mask
+) -> Callable[..., dict[str, Tensor]]:
+    """A function of tensors, by these names: the `scores` [B,G,S] of a layer's slots, protected tokens first, and
+    their `positions`.
+    """
+
+    def rank(*operands: Tensor) -> dict[str, Tensor]:
+        named = _named(step, dict(zip(names, operands, strict=True)), scale, mask)
+        scores = call(step.score, named).float()
+        where = named["positions"]
+        return {
+            "scores": _protected(step.score, scores, where, named["seen"]),
+            "positions": where,
+        }
+
+    return rank
+
+
+def _carried(names: Iterable[str]) -> list[str]:
+    """Values per token beside keys and values."""
+    there = set(names)
+    plain = (name.removeprefix("kept_") for name in names)
+    return [name for name in plain if f"kept_{name}.recent" in there]
+
+
+def _named(step: Compress, x: dict[str, Tensor], scale: float, mask: Mask) -> dict[str, Any]:
+    """What methods may name, of a layer's operands `x`."""
+    groups = x["kept_k"].shape[1]
+    recent = x["recent_pos"][:, None].expand(-1, groups, -1)
+    where = torch.cat((x["kept_pos"], recent), dim=2)  # [B,G,S]
+    after = x["seen"][:, None, None]
+    where = where.masked_fill((where >= after) | ~mask.visible(after, where), -1)
+    named: dict[str, Any] = {
+        "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
+        "positions": where,
+        "seen": x["seen"],
+        "keep": x["keep"],
+        "scale": scale,
+    }
+    shared = "kept_v" not in x  # a latent, which keys and values share
+    named["values"] = named["keys"] if shared else torch.cat((x["kept_v"], x["recent_v"]), dim=2)
+    for one in step.inputs:
+        named |= one.read(x)
+    named |= {
+        name: torch.cat((x[f"kept_{name}"], x[f"kept_{name}.recent"]), dim=2)
+        for name in _carried(list(x))
+    }
+    return named | {n.removeprefix(_TABLE): value for n, value in x.items() if n.startswith(_TABLE)}
+
+
 def chooser(
     step: Compress, names: list[str], scale: float, mask: Mask
 ) -> Callable[..., dict[str, Tensor]]:
     """A function of tensors, by these names: what a layer keeps of the slots that it has, beyond those
     that no later query of its mask sees.
     """
-    inputs = step.inputs
-    carried = [
-        n for n in (name.removeprefix("kept_") for name in names) if f"kept_{n}.recent" in names
-    ]
+    carried = _carried(names)
 
     def cut(*operands: Tensor) -> dict[str, Tensor]:
         x = dict(zip(names, operands, strict=True))
-        groups = x["kept_k"].shape[1]
-        recent = x["recent_pos"][:, None].expand(-1, groups, -1)
-        where = torch.cat((x["kept_pos"], recent), dim=2)  # [B,G,S]
-        after = x["seen"][:, None, None]
-        where = where.masked_fill((where >= after) | ~mask.visible(after, where), -1)
-        named: dict[str, Any] = {
-            "keys": torch.cat((x["kept_k"], x["recent_k"]), dim=2),
-            "positions": where,
-            "seen": x["seen"],
-            "keep": x["keep"],
-            "scale": scale,
-        }
-        shared = "kept_v" not in x  # a latent, which keys and values share
-        named["values"] = (
-            named["keys"] if shared else torch.cat((x["kept_v"], x["recent_v"]), dim=2)
-        )
-        for one in inputs:
-            named |= one.read(x)
-        named |= {n: torch.cat((x[f"kept_{n}"], x[f"kept_{n}.recent"]), dim=2) for n in carried}
-        named |= {n.removeprefix(_TABLE): x[n] for n in names if n.startswith(_TABLE)}
-        named["keep"] = x["keep"]
+        named = _named(step, x, scale, mask)
+        where, shared = named["positions"], "kept_v" not in x
         scores = call(step.score, named).float()
         named["scores"] = _protected(step.score, scores, where, x["seen"])
-        counts = call(step.budget.heads, named)  # [B,G]
+        counts = x["counts"] if "counts" in x else call(step.budget.heads, named)  # [B,G]
         if step.refines:
             named |= {"counts": counts, "ranks": x["ranks"], "scores": scores}
             named["scores"] = _refined(step, named)
@@ -283,7 +355,8 @@ def chooser(
             out["v"] = call(step.keep, named)
         out |= {name: named[name].gather(2, chosen) for name in carried}
         if step.keep.demotes:
-            out |= low.demoted(step.keep, named, x, ~mask.visible(after, x["kept_low.pos"]))
+            lost = ~mask.visible(x["seen"][:, None, None], x["kept_low.pos"])
+            out |= low.demoted(step.keep, named, x, lost)
         return out
 
     return cut

@@ -135,6 +135,8 @@ class SessionCore:
         """See `Session.end_prompt`."""
         if any(one.base is not None for one in self.observers):
             self.catch_up()  # what is compressed cannot be run again later
+        for one in self.observers:
+            one.rehearse(self)
         self._settle("prompt", self.lengths, self.observers)
 
     def rewind(self, wanted: Ints) -> None:
@@ -172,6 +174,10 @@ class SessionCore:
         self.lengths = self.lengths.copy()
         self.lengths[row] = length
         self.kin = self.kin.rewound(self.lengths)
+
+    def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
+        """See `Calls`."""
+        return self._chunks(tokens, counts, first, True, ())
 
     def begin_tree(self, after: Ints) -> None:
         """A call comes that may be given up again, in which rows would grow to `after` tokens."""

@@ -37,6 +37,10 @@ class Base(Method):
 
     when: ClassVar[str] = "prompt"  # what a recipe without [kv.when] means
     observe: int = 0
+    lookahead: int = (
+        0  # tokens that a session guesses at the end of a prompt: the last of `queries` are theirs
+    )
+    repeats: bool = False  # whether a session runs a prompt again, with `mass` 0 before
     sinks: int = 0
     recent: int = 0
     grade: ClassVar[str] = "approximate"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +23,11 @@ class Base(Method, ABC):
     """
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
+    observe: int = 0  # last queries that `heads` reads as `queries`
+    adaptive: ClassVar[bool] = (
+        False  # whether scores alone say how many stay; `tokens` is then the least
+    )
+    across: Callable[..., list[Any]] | None = None
 
     @abstractmethod
     def tokens(self, seen: int, layer: int, layers: int) -> int:
@@ -36,3 +42,7 @@ class Base(Method, ABC):
         select its inputs, as a score's do. What ranks tokens takes the newest of equal scores.
         """
         return keep[:, None].expand(-1, scores.shape[1])
+
+    # across(scores, keep, positions): what the heads of each layer keep, a list of [B,G], out of lists of scores and
+    # positions [B,G,S], one for each layer, and the average `keep` [B] of all heads. A budget that has it takes all
+    # layers together, and its `heads` is not asked.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget import EMPTY, Base
+from accel.runtime.kv.budget._ranks import ranks
 from accel.runtime.kv.budget._share import Share
 
 
@@ -36,18 +37,11 @@ class AdaKV(Share, Base):
 
     def heads(self, scores: Any, keep: Any, positions: Any) -> Any:  # type: ignore[override]
         safe = (keep * self.safeguard).long().clamp(min=int(self.safeguard > 0))
-        best = (_ranks(scores, positions) < safe[:, None, None]) & (scores > EMPTY)  # [B,G,S]
+        best = (ranks(scores, positions) < safe[:, None, None]) & (scores > EMPTY)  # [B,G,S]
         forced = scores.masked_fill(best, float("inf"))
-        among = _ranks(forced.flatten(1), positions.flatten(1))  # [B,G S]
+        among = ranks(forced.flatten(1), positions.flatten(1))  # [B,G S]
         stays = among < (keep * scores.shape[1])[:, None]
         return stays.unflatten(1, (scores.shape[1], scores.shape[2])).sum(2)
 
     def _safe(self, tokens: int) -> int:
         return max(int(self.safeguard > 0), int(tokens * self.safeguard))
-
-
-def _ranks(scores: Any, positions: Any) -> Any:
-    """The place of each along the last axis, the highest first, of equal scores the newest."""
-    newest = positions.sort(stable=True, dim=-1, descending=True).indices
-    best = scores.gather(-1, newest).sort(stable=True, dim=-1, descending=True).indices
-    return newest.gather(-1, best).sort(-1).indices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,7 +18,9 @@ from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
+from accel.runtime.session.observers._rehearsal import PromptLog, blank, last_tokens, repeat
 from accel.runtime.session.observers.observer import (
+    Calls,
     Capabilities,
     ModelParts,
     ObserverFactory,
@@ -31,7 +34,8 @@ class KvPlan:
 
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
     queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
-    (`runtime/session/observers/block_codec.py`). tables: the budget's constants, by name, of each layer.
+    (`runtime/session/observers/block_codec.py`). lookahead, repeats: see `KvFacts`. mass: names of the state that
+    scores add up. tables: the budget's constants, by name, of each layer.
     """
 
     budget: Budget
@@ -40,6 +44,9 @@ class KvPlan:
     observe: int
     counts: bool
     flush: int = 0
+    lookahead: int = 0
+    repeats: bool = False
+    mass: Sequence[str] = ()
     tables: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
 
     def tokens(self, seen: int, layer: int) -> int:
@@ -65,6 +72,9 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         kv.observe,
         any(s.part is Part.MASS for s in state),
         kv.flush,
+        kv.lookahead,
+        kv.repeats,
+        [s.name for s in state if s.part is Part.MASS],
         [{name: np.array(values) for name, values in one.items()} for one in kv.tables],
     )
 
@@ -85,6 +95,9 @@ class EvictionState(SessionObserver):
         self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
         self._query_positions: Ints = np.zeros((batch, 0), np.int64)
+        self._last: Ints = np.full(batch, -1)  # token of each row; where guesses are made
+        self._prompt = PromptLog(batch)
+        self._guesses = False  # in a fork that makes them
         self._before = self._numbers  # the call
 
     @classmethod
@@ -98,12 +111,12 @@ class EvictionState(SessionObserver):
         """All that changes; nothing of it is written in place."""
         return (
             *(self.base, self._kept, self._calm, self._first),
-            *(self._queries, self._query_positions),
+            *(self._queries, self._query_positions, self._last, self._prompt),
         )
 
     def _restore(self, numbers: tuple[Any, ...]) -> None:
         self.base, self._kept, self._calm, self._first = numbers[:4]
-        self._queries, self._query_positions = numbers[4:]
+        self._queries, self._query_positions, self._last, self._prompt = numbers[4:]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -128,6 +141,7 @@ class EvictionState(SessionObserver):
         self.base, self._calm, self._kept = self.base[rows], self._calm[rows], self._kept[:, rows]
         self._queries = {name: queries[rows] for name, queries in self._queries.items()}
         self._query_positions = self._query_positions[rows]
+        self._last, self._prompt = self._last[rows], self._prompt.select(rows)
 
     def begin(
         self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
@@ -150,8 +164,38 @@ class EvictionState(SessionObserver):
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
+        if self.plan.lookahead:
+            self._last = last_tokens(self._last, tokens, positions)
+        if self.plan.repeats and (tokens.shape[1] > 1 or self._first):
+            self._prompt = self._prompt.add(tokens, positions)
         if queries and self.observes(tokens.shape[1]):
             self.observe(queries, positions)
+
+    def rehearse(self, calls: Calls) -> None:
+        """See SessionObserver."""
+        if self._guesses or not self.due("prompt", calls.lengths):
+            return
+        if self.plan.repeats:
+            blank(calls.backend, self.plan.mass)
+            repeat(calls, self._prompt)
+        if self.plan.lookahead:
+            self._guess(calls)
+
+    def _guess(self, calls: Calls) -> None:
+        """Take the queries of tokens that a fork, compressed by the prompt's own queries, decodes greedily."""
+        other, start, lengths = calls.fork(), time.perf_counter(), calls.lengths
+        try:
+            (mine,) = (o for o in other.observers if isinstance(o, EvictionState))
+            other.rewind(np.maximum(lengths - 1, 0))
+            logits = other.run(self._last[:, None], np.minimum(lengths, 1), True)
+            mine._guesses = True
+            other.end_prompt()
+            for _ in range(min(self.plan.lookahead, calls.max_context - int(lengths.max()))):
+                logits = other.run(logits[:, 0].argmax(-1)[:, None], None, True)
+            calls.count(other.calls, other.tokens, start)
+            self._queries, self._query_positions = mine._queries, mine._query_positions
+        finally:
+            other.close()
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
         """See SessionObserver."""
@@ -159,17 +203,21 @@ class EvictionState(SessionObserver):
         if due:
             backend.compress(self, lengths)
             self.compressed(lengths)
+            if self.plan.lookahead:
+                self.rewound(lengths)  # the queries of guesses have done their part
         if moment == "prompt":
             self.end_prompt()
         return 1 if due else None
 
     def observes(self, tokens: int) -> bool:
         """Whether the queries of a call of so many tokens are needed."""
-        return self.plan.observe > 0 and (tokens > 1 or self._first or self.plan.when.single)
+        asked = tokens > 1 or self._first or self.plan.when.single or self._guesses
+        return self.plan.observe > 0 and asked
 
     def end_prompt(self) -> None:
         """Single tokens from here on are generated ones, unless nothing was there yet."""
         self._first = not self._queries
+        self._prompt = PromptLog(len(self.base))
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether to compress now, and there is something to drop."""
@@ -210,6 +258,7 @@ class EvictionState(SessionObserver):
         self._calm = np.where(rows, 0, self._calm)
         self._query_positions = np.where(rows[:, None], -1, self._query_positions)
         self._first |= bool(rows.all())
+        self._prompt = self._prompt.forget(rows)
 
     def check(self, wanted: Ints, lengths: Ints) -> None:
         """Rows may start anew, or go back to where they were compressed; where tokens are counted, not at all."""
@@ -239,6 +288,7 @@ class EvictionState(SessionObserver):
         """
         gone = self._query_positions >= lengths[:, None]
         self._query_positions = np.where(gone, -1, self._query_positions)
+        self._prompt = self._prompt.rewound(lengths)
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding)."""

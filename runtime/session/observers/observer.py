@@ -88,6 +88,14 @@ class Calls(Protocol):
     def count(self, calls: int, tokens: int, start: float) -> None:
         """Add graph calls and real tokens to the figures, and the seconds since `start`."""
 
+    def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
+        """Graph calls of tokens [B,T], `counts` [B] of them real, from position `first` [B] on, of which no observer
+        hears and which rows do not hold afterwards: the logits [B,1,V] of the last.
+        """
+
+    def fork(self) -> Any:
+        """A `SessionCore` of its own that holds the same tokens."""
+
     def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int) -> Logits:
         """One graph call, of which `real` tokens are no padding; all observers hear of it."""
 
@@ -221,6 +229,9 @@ class SessionObserver:
         it took. The buffers are then new. None: nothing was done.
         """
         return None
+
+    def rehearse(self, calls: Calls) -> None:
+        """A prompt is whole, and `settle` comes: run tokens that rows do not hold afterwards."""
 
     def pin(self, backend: BackendSession) -> None:
         """Another observer changed what the cache holds, so that no token before can be run again."""

@@ -1,0 +1,66 @@
+"""LAQ (arXiv:2505.20334, Lookahead Q-Cache): the queries of guessed tokens say which tokens of a prompt are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.passes.kv.score import Base
+from accel.passes.kv.score._window import observed, pooled
+
+
+@dataclass(frozen=True)
+class LAQ(Base):
+    """A copy of the session keeps what the last `window` queries attend to (SnapKV), and decodes `lookahead` tokens.
+    Their queries and those of the last `recent` tokens of the prompt then vote. `kernel`: width of the max pooling
+    over neighbouring tokens, odd. `recent` of 0 is the paper's LAQ, 8 its LAQ++.
+
+    Guessed tokens see the whole prompt; the release hides its last tokens from the first of them.
+    """
+
+    window: int = count(32, most=1024)
+    lookahead: int = count(8, most=256)
+    recent: int = count(8, most=1024)
+    kernel: int = count(7, most=63)
+    small: ClassVar[Mapping[str, Any]] = {"window": 4, "recent": 2, "lookahead": 3, "kernel": 3}
+
+    def __post_init__(self) -> None:
+        if min(self.lookahead, self.recent) < 0 or self.window < max(1, self.recent):
+            raise RecipeError(
+                f"kv.score.laq: window is {self.window}, recent {self.recent} and lookahead {self.lookahead}; give at "
+                "least 1, 0 and 0, and no more recent tokens than the window"
+            )
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise RecipeError(f"kv.score.laq: kernel is {self.kernel}; give an odd kernel")
+
+    @property
+    def observe(self) -> int:  # type: ignore[override]
+        return self.window
+
+    def __call__(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        seen: Tensor,
+        scale: float,
+    ) -> Tensor:
+        guessed = query_positions >= seen[:, None]
+        late = torch.where(guessed.any(1), self.recent, self.window)
+        first = seen - late  # of the prompt's tokens whose queries vote
+        voting = query_positions.masked_fill(query_positions < first[:, None], -1)
+        probs = observed(queries, voting, keys, positions, scale)  # [B,G,R,W,S]
+        prefix = positions < first[:, None, None]
+        number = (voting >= 0).sum(1).clamp(min=1)[:, None, None, None]
+        scores = probs.sum(3) / number * prefix[:, :, None]
+        near = pooled(scores, positions, self.kernel, "max").mean(2)
+        return torch.where(
+            prefix | (positions < 0), near, near + 2
+        )  # a mean of weights is at most 1

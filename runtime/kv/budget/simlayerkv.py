@@ -1,0 +1,57 @@
+"""SimLayerKV (arXiv:2410.13846): layers that attend to the first and the newest tokens alone keep only these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accel.ir.errors import RecipeError
+from accel.runtime.kv.budget import Base
+
+
+@dataclass(frozen=True)
+class SimLayerKV(Base):
+    """A layer is lazy if the last query's attention to the first `sinks` and the newest `recent` tokens, a mean over
+    its heads, is above `threshold`. It then keeps `sinks` + `recent` tokens; every other layer keeps all.
+
+    The score says which: `streaming-llm` with as many sinks, as in the paper. Its thresholds: 0.65 to 0.9.
+    """
+
+    threshold: float = 0.9
+    sinks: int = 4
+    recent: int = 1024
+    observe: ClassVar[int] = 1  # type: ignore[misc]
+    adaptive: ClassVar[bool] = True
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 2, "recent": 6, "threshold": 0.3}
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise RecipeError(
+                f"kv.budget.simlayerkv: threshold is {self.threshold}; give a share of attention from 0 to 1"
+            )
+        if self.sinks < 0 or self.recent < 1:
+            raise RecipeError(
+                f"kv.budget.simlayerkv: sinks is {self.sinks} and recent {self.recent}; give at least 0 and 1"
+            )
+
+    def tokens(self, seen: int, layer: int, layers: int) -> int:
+        return max(1, min(seen, self.sinks + self.recent))
+
+    def most(self, tokens: int, heads: int) -> int:
+        return 1 << 40
+
+    def heads(  # type: ignore[override]
+        self, keep: Any, queries: Any, keys: Any, positions: Any, seen: Any, scale: float
+    ) -> Any:
+        """See Base."""
+        groups = keys.shape[1]
+        last = queries[:, :, -1:].unflatten(1, (groups, -1)).flatten(2, 3).float()  # [B,G,R,D]
+        there = positions >= 0
+        logits = (last @ keys.float().transpose(-1, -2)) * scale
+        weights = logits.masked_fill(~there[:, :, None], -1e30).softmax(-1)
+        near = (positions < self.sinks) | (positions >= (seen - self.recent)[:, None, None])
+        mass = weights.masked_fill(~(near & there)[:, :, None], 0).sum(-1).flatten(1).mean(1)
+        lazy = (mass > self.threshold)[:, None]
+        few = keep[:, None].expand(-1, groups)
+        return few.where(lazy, there.sum(2))

@@ -1,0 +1,96 @@
+"""Tokens that a session runs at the end of a prompt for their attention alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import Calls
+
+_ROOM = 64  # positions that a repeat needs at least: fewer would take too many calls
+
+
+@dataclass(frozen=True)
+class PromptLog:
+    """The tokens of a prompt, `tokens` [B,N] at `positions` [B,N] (-1: none)."""
+
+    batch: int
+    tokens: Ints | None = None
+    positions: Ints | None = None
+
+    def add(self, tokens: Ints, positions: Ints) -> PromptLog:
+        """With those of a call."""
+        if self.tokens is None or self.positions is None:
+            return PromptLog(self.batch, tokens, positions)
+        return PromptLog(
+            self.batch,
+            np.concatenate([self.tokens, tokens], axis=1),
+            np.concatenate([self.positions, positions], axis=1),
+        )
+
+    def select(self, rows: Ints) -> PromptLog:
+        """Row i is what row rows[i] was."""
+        if self.tokens is None or self.positions is None:
+            return PromptLog(rows.size)
+        return PromptLog(rows.size, self.tokens[rows], self.positions[rows])
+
+    def rewound(self, lengths: Ints) -> PromptLog:
+        """Without tokens from `lengths` [B] on."""
+        if self.positions is None:
+            return self
+        gone = self.positions >= lengths[:, None]
+        return PromptLog(self.batch, self.tokens, np.where(gone, -1, self.positions))
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> PromptLog:
+        """Without the tokens of these rows."""
+        if self.positions is None:
+            return self
+        return PromptLog(self.batch, self.tokens, np.where(rows[:, None], -1, self.positions))
+
+    def ragged(self) -> tuple[Ints, Ints]:
+        """The tokens, each row's in the order of their positions [B,M], and how many they are [B]."""
+        if self.tokens is None or self.positions is None:
+            return np.zeros((self.batch, 0), np.int64), np.zeros(self.batch, np.int64)
+        there = self.positions >= 0
+        counts = there.sum(1)
+        order = np.argsort(np.where(there, self.positions, 1 << 60), axis=1, kind="stable")
+        tokens = np.take_along_axis(self.tokens, order, axis=1)[:, : int(counts.max(initial=0))]
+        return tokens, counts
+
+
+def last_tokens(before: Ints, tokens: Ints, positions: Ints) -> Ints:
+    """The token of the last real column of each row [B], or what it was."""
+    real = positions >= 0
+    column = real.shape[1] - 1 - real[:, ::-1].argmax(1)
+    newest = np.take_along_axis(tokens, column[:, None], axis=1)[:, 0]
+    return np.where(real.any(1), newest, before)
+
+
+def blank(backend: BackendSession, names: Sequence[str]) -> None:
+    """Let state be 0, in new buffers."""
+    buffers = backend.buffers()
+    backend.put({name: np.zeros_like(buffers[name]) for name in names if name in buffers})
+
+
+def repeat(calls: Calls, prompt: PromptLog) -> None:
+    """Run a prompt again behind itself, part by part; rows do not hold it. Raises InputError where positions do not
+    suffice.
+    """
+    tokens, counts = prompt.ragged()
+    room = calls.max_context - int(calls.lengths.max(initial=0))
+    longest = int(counts.max(initial=0))
+    if room < min(_ROOM, longest):
+        raise InputError(
+            f"the recipe repeats a prompt before it compresses it, which needs {_ROOM} free positions, but the prompt "
+            f"leaves {room} of {calls.max_context}; give at most {calls.max_context - _ROOM} tokens"
+        )
+    width = min(calls.chunk, room)
+    for start in range(0, longest, width):
+        part = tokens[:, start : start + width]
+        calls.aside(part, np.clip(counts - start, 0, part.shape[1]), calls.lengths)
