@@ -172,7 +172,10 @@ def test_all_layers_by_brute_force():
     r = torch.Generator().manual_seed(0)
     scores = [torch.randn(B, G, n, generator=r) for n in (9, 6)]
     positions = [torch.arange(n).expand(B, G, n) for n in (9, 6)]
-    found = AXES["budget"].build("kvzip").across(scores, torch.tensor([3, 1, 7]), positions)
+    flat = [torch.cat([x.flatten(1) for x in some], dim=1) for some in (scores, positions)]
+    budget = AXES["budget"].build("kvzip")
+    stays = budget.across(flat[0], torch.tensor([3, 1, 7]), flat[1], 2 * G)
+    found = [x.unflatten(1, (G, -1)).sum(2) for x in stays.split([9 * G, 6 * G], dim=1)]
     for row, keep in enumerate((3, 1, 7)):
         flat = torch.cat([s[row].flatten() for s in scores])
         least = flat.sort(descending=True).values[min(2 * G * keep, flat.numel()) - 1]

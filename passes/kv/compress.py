@@ -46,7 +46,7 @@ class Budget(Protocol):
     @property
     def heads(self) -> Callable[..., Tensor]: ...
     @property
-    def across(self) -> Callable[..., list[Tensor]] | None: ...
+    def across(self) -> Callable[..., Tensor] | None: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Compress(Pass):
         return inputs_of((self.score, *self.refines, self.budget.heads, self.keep))
 
     @property
-    def across(self) -> Callable[..., list[Tensor]] | None:
+    def across(self) -> Callable[..., Tensor] | None:
         """The budget's choice over all layers, where it has one."""
         return self.budget.across
 
@@ -247,7 +247,7 @@ def _entry(step: Compress, program: Program, sites: list[Site], tables: dict[int
 
 def _count_across(
     step: Compress,
-    across: Callable[..., list[Tensor]],
+    across: Callable[..., Tensor],
     editor: Editor,
     sites: list[Site],
     operands: dict[int, dict[str, fx.Node]],
@@ -263,8 +263,16 @@ def _count_across(
         positions.append(found["positions"])
 
     def count(keep: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        layers = len(values) // 2
-        return tuple(across(list(values[:layers]), keep, list(values[layers:])))
+        layers, where = values[: len(sites)], values[len(sites) :]
+        flat = [torch.cat([x.flatten(1) for x in some], dim=1) for some in (layers, where)]
+        heads = sum(x.shape[1] for x in layers)
+        stays, counts, start = across(flat[0], keep, flat[1], heads), [], 0
+        for x in layers:
+            size = x.shape[1] * x.shape[2]
+            here = stays.narrow(1, start, size).unflatten(1, (x.shape[1], x.shape[2]))
+            counts.append(here.sum(2))
+            start = start + size
+        return tuple(counts)
 
     keep = next(iter(operands.values()))["keep"]
     counts = trace(editor, "across", count, keep, *scores, *positions)

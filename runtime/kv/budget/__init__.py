@@ -27,7 +27,7 @@ class Base(Method, ABC):
     adaptive: ClassVar[bool] = (
         False  # whether scores alone say how many stay; `tokens` is then the least
     )
-    across: Callable[..., list[Any]] | None = None
+    across: Callable[..., Any] | None = None
 
     @abstractmethod
     def tokens(self, seen: int, layer: int, layers: int) -> int:
@@ -43,6 +43,6 @@ class Base(Method, ABC):
         """
         return keep[:, None].expand(-1, scores.shape[1])
 
-    # across(scores, keep, positions): what the heads of each layer keep, a list of [B,G], out of lists of scores and
-    # positions [B,G,S], one for each layer, and the average `keep` [B] of all heads. A budget that has it takes all
-    # layers together, and its `heads` is not asked.
+    # across(scores, keep, positions, heads): which slots stay, bool [B,M], of all layers and heads side by side, out of
+    # their scores and positions [B,M]; of `heads` heads, each keeps `keep` [B] on average. A budget that has it takes
+    # all layers together, and its `heads` is not asked.

@@ -25,21 +25,6 @@ class KVzip(Share, Base):
     def most(self, tokens: int, heads: int) -> int:
         return 1 << 40
 
-    def across(self, scores: list[Any], keep: Any, positions: list[Any]) -> list[Any]:
+    def across(self, scores: Any, keep: Any, positions: Any, heads: int) -> Any:
         """See Base."""
-        flat = [s.flatten(1) for s in scores]
-        places = ranks(_joined(flat), _joined([p.flatten(1) for p in positions]))
-        heads = sum(s.shape[1] for s in scores)
-        stays, found, start = places < (keep * heads)[:, None], [], 0
-        for score, one in zip(scores, flat, strict=True):
-            here = stays.narrow(1, start, one.shape[1])
-            found.append(here.unflatten(1, (score.shape[1], score.shape[2])).sum(2))
-            start = start + one.shape[1]
-        return found
-
-
-def _joined(rows: list[Any]) -> Any:
-    """Side by side."""
-    import torch  # only where a graph is built
-
-    return torch.cat(rows, dim=1)
+        return ranks(scores, positions) < (keep * heads)[:, None]
