@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 from accel.runtime.kv.budget.pyramidkv import PyramidKV
 
-from ..presses import kvpress
+from ...kv_case import recipe
+from ..presses import agree_whole, kvpress
 
 
 def test_layers_get_what_pyramids_give():
@@ -20,3 +21,9 @@ def test_layers_get_what_pyramids_give():
                     )
                     want = press.get_layer_budget(module, length)
                     assert mine.tokens(length, i, layers) == want, (length, ratio, beta, window, i)
+
+
+def test_the_same_tokens_stay_in_every_layer(stateful):
+    budget = {"use": "pyramidkv", "compression_ratio": 0.5, "beta": 5.0, "window": 4}
+    press = kvpress.PyramidKVPress(0.5, window_size=4, kernel_size=3, beta=5)
+    agree_whole(stateful, recipe("snapkv") | {"kv.budget": budget}, press)
