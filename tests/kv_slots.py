@@ -125,8 +125,8 @@ def choose(
 ) -> dict[str, Tensor]:
     """What `compress` keeps where a layer's heads keep `kept` tokens (or so many per row) on average."""
     step = Compress(score, budget or Uniform(), keep or Drop(), refine)
-    given = dict(x)
-    given |= {f"table.{n}": t for n, t in constants(score, step.budget, step.keep).items()}
+    tables = constants(score, step.budget, step.keep)
+    given = {f"table.{n}": t for n, t in tables.items()} | x
     rows = x["seen"].shape[0]
     given["keep"] = torch.as_tensor(kept).expand(rows)
     slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]

@@ -29,11 +29,12 @@ class Modulo(Base):
         return (positions % self.values).float()
 
 
-def law_newest(budget, seed, values=1):
+def law_newest(budget, seed, values=1, refine=None):
     """A head keeps the best, of equal ones the newest; heads of equal scores keep the same."""
     x, score = slots(seed, base=(0, 0, 0), recent=(14, 11, 9)), Modulo(values)
     for count in (1, 3, 6, 8):
-        found = sets(choose(x, count, score, budget, most=budget.most(count, G)))
+        most = budget.most(count, G)
+        found = sets(choose(x, count, score, budget, most=most, refine=refine))
         for row, there in zip(found, real(x), strict=True):
             order = sorted(there[0], key=lambda p: (p % values, p))
             assert row == [set(order[-count:])] * G
@@ -44,6 +45,13 @@ def law_newest(budget, seed, values=1):
 def test_law_newest(name, values):
     for seed in range(3):
         law_newest(build("budget", name), seed, values)
+
+
+@pytest.mark.parametrize("values", [1, 5])
+def test_a_refine_that_ranks_takes_the_newest(values):
+    whole = build("refine", "critical-kv", share=1.0)
+    for seed in range(3):
+        law_newest(build("budget", "ada-kv"), seed, values, whole)
 
 
 def test_heads_whose_slots_hold_other_tokens_share_by_position():

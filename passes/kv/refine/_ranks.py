@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def ranks_of(scores: Tensor) -> Tensor:
-    """The place of each slot along the last axis, the highest score first."""
-    order = scores.sort(-1, True).indices
-    return order.sort(-1).indices
+    """The place of each slot along the last axis, the highest score first, of equal scores the newest."""
+    order = scores.flip(-1).sort(stable=True, dim=-1, descending=True).indices
+    return order.sort(-1).indices.flip(-1)
 
 
 def above_zero(scores: Tensor) -> Tensor:

@@ -33,10 +33,17 @@ class CriticalKV(Base):
             raise RecipeError(f"kv.refine.critical-kv: epsilon is {self.epsilon}; give 0 or more")
 
     def __call__(
-        self, scores: Tensor, protected: Tensor, counts: Tensor, values: Tensor, output: Tensor
+        self,
+        scores: Tensor,
+        protected: Tensor,
+        counts: Tensor,
+        positions: Tensor,
+        values: Tensor,
+        output: Tensor,
     ) -> Tensor:
         first = (counts * self.share).long().clamp(min=1)[..., None]
-        ranks = ranks_of(scores.masked_fill(protected, float("inf")))
+        order = scores.masked_fill(protected, float("inf"))
+        ranks = ranks_of(order.masked_fill(positions < 0, -float("inf")))
         moved = (above_zero(scores) + self.epsilon) * projected(values, output)
         most = moved.nan_to_num(0.0).amax(2, keepdim=True).clamp(min=1e-30)
         ahead = most * (2 - ranks / (ranks.amax(2, keepdim=True) + 1))  # in the order of the scores
