@@ -115,6 +115,7 @@ class Prompt:
             "kept_notes.recent": notes,
             "queries": self.queries.transpose(1, 2)[:, -last:],
             "query_positions": torch.arange(length - last, length).repeat(rows, 1),
+            "output": self.module.o_proj.weight.detach(),
         }
 
     def scores(self, press: Any, attentions: bool = False) -> Tensor:
@@ -172,6 +173,7 @@ def agree(
     *,
     budget: Any = None,
     keep: Any = None,
+    refine: Any = None,
     operands: Callable[[Prompt], dict[str, Tensor]] | None = None,
     attentions: bool = False,
     batch: int = 2,
@@ -180,9 +182,9 @@ def agree(
 ) -> None:
     """A method keeps what a press does, ties aside, of the same tensors.
 
-    press: the press of a compression ratio. operands: what the method's inputs read beyond `Prompt.slots`, by the
-    names that `Input.read` knows. attentions: whether the press takes the attention of all queries (some must, some
-    must not). A press that ranks by `score` may differ in tokens of equal scores.
+    press: the press of a compression ratio. operands: what the method reads beyond `Prompt.slots`, by the names that
+    `Input.read` knows; a constant NAME of a table as `table.NAME`. attentions: whether the press takes the attention of
+    all queries (some must, some must not). A press that ranks by `score` may differ in tokens of equal scores.
     """
     for length in lengths:
         prompt = Prompt.of(length, batch, seed=length)
@@ -191,7 +193,8 @@ def agree(
             other, count = press(ratio), max(1, int(length * (1 - ratio)))
             theirs = prompt.left(other, attentions)
             most = budget.most(count, prompt.keys.shape[1]) if budget else count
-            mine = sets(choose(x, count, method, budget, keep, most, scale=prompt.module.scaling))
+            scale = prompt.module.scaling
+            mine = sets(choose(x, count, method, budget, keep, most, scale=scale, refine=refine))
             assert any(len(head) < length for row in theirs for head in row), "nothing went"
             if mine != theirs:
                 where = f"length {length}, ratio {ratio}"
