@@ -18,7 +18,7 @@ from accel.passes.kv.keep.drop import Drop
 from accel.runtime.kv.budget.uniform import Uniform
 
 B, G, R, D, P, C, W, E, SCALE = 3, 2, 2, 6, 9, 16, 4, 5, 0.4
-WHOLE = ("output",)  # of a layer, not of rows
+WHOLE = ("output", "layer")  # of a layer, not of rows
 AXES = {
     "score": Axis("kv.score", "accel.passes.kv.score"),
     "refine": Axis("kv.refine", "accel.passes.kv.refine"),
@@ -73,6 +73,7 @@ def slots(
         "queries": randn(B, W, G * R, D),
         "query_positions": last.clamp(min=-1),
         "output": randn(E, G * R * D),
+        "layer": torch.tensor(1),
     }
 
 

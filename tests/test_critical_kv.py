@@ -31,7 +31,7 @@ def test_is_the_two_stages(share):
             newest = [int(x["seen"][row]) - 1 - i for i in range(3)]
             stays = [p for p in newest if p in worth]
             best = sorted(worth, key=lambda p: (p not in stays, -worth[p][0]))
-            first = best[: max(1, int(7 * share))]
+            first = best[: max(int(share > 0), int(7 * share))]
             rest = [p for p in worth if p not in first and p not in stays]
             rest.sort(key=lambda p: -(worth[p][0] + 1e-4) * worth[p][1])
             want = list(dict.fromkeys([*stays, *first, *rest]))[:7]

@@ -41,7 +41,7 @@ class CriticalKV(Base):
         values: Tensor,
         output: Tensor,
     ) -> Tensor:
-        first = (counts * self.share).long().clamp(min=1)[..., None]
+        first = (counts * self.share).long().clamp(min=int(self.share > 0))[..., None]
         order = scores.masked_fill(protected, float("inf"))
         ranks = ranks_of(order.masked_fill(positions < 0, -float("inf")))
         moved = (above_zero(scores) + self.epsilon) * projected(values, output)

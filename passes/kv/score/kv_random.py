@@ -1,0 +1,35 @@
+"""Random scores: the control that every other score is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.ir.noise import uniform
+from accel.passes.kv.score import Base
+
+
+@dataclass(frozen=True)
+class KVRandom(Base):
+    """A hash of `seed`, layer, head and position, so a token has the same score whenever and wherever it is asked for.
+    `sinks`, `recent`: number of first and newest tokens to keep.
+    """
+
+    sinks: int = 4
+    recent: int = 32
+    seed: int = 0
+    small: ClassVar[Mapping[str, Any]] = {"sinks": 1, "recent": 2}
+
+    def __post_init__(self) -> None:
+        if min(self.sinks, self.recent, self.seed) < 0:
+            raise RecipeError(
+                f"kv.score.kv-random: sinks is {self.sinks}, recent {self.recent} and seed {self.seed}; give at least 0"
+            )
+
+    def __call__(self, positions: Tensor, layer: Tensor) -> Tensor:
+        head = positions.new_ones(positions.shape[:2]).cumsum(1)[..., None]
+        return uniform(self.seed, layer, head, positions)

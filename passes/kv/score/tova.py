@@ -1,0 +1,43 @@
+"""TOVA (arXiv:2401.06104): keep the tokens that the newest query attends to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.passes.kv._shared.slots import mean_of_heads
+from accel.passes.kv.score import Base
+from accel.passes.kv.score._window import observed
+
+
+@dataclass(frozen=True)
+class TOVA(Base):
+    """The attention of the last query, a mean over all heads of the layer, so all keep the same tokens. `recent`:
+    number of newest tokens to keep; the paper has 0, kvpress 1.
+    """
+
+    recent: int = 0
+    when: ClassVar[str] = "every"
+
+    def __post_init__(self) -> None:
+        if self.recent < 0:
+            raise RecipeError(f"kv.score.tova: recent is {self.recent}; give at least 0")
+
+    @property
+    def observe(self) -> int:  # type: ignore[override]
+        return 1
+
+    def __call__(
+        self,
+        queries: Tensor,
+        query_positions: Tensor,
+        keys: Tensor,
+        positions: Tensor,
+        scale: float,
+    ) -> Tensor:
+        last = queries[:, :, -1:], query_positions[:, -1:]
+        attention = observed(*last, keys, positions, scale)[:, :, :, 0]  # [B,G,R,S]
+        return mean_of_heads(attention.mean(2), positions)
