@@ -22,8 +22,8 @@ _TINY = 1e-12  # a range of 0
 class LagKV(Base):
     """After the first `sinks` tokens, partitions of `partition` tokens. Each channel is scaled to the range that it has
     in the next partition; a token's score is the mean, over key and value, of the softmax over the partition of the
-    standard deviation of its channels. Tokens are compared by their rank in their partition (of equal ranks the newer
-    is kept), or, with `across`, by their score. The last complete partition and what follows are kept.
+    standard deviation of its channels. Tokens are compared by their rank in their partition, or, with `across`, by
+    their score. The last complete partition and what follows are kept.
 
     As kvpress has it: partitions are counted anew at each eviction. The paper's code freezes what it compressed, and
     its defaults are 16 sinks and partitions of 1024.
@@ -62,9 +62,6 @@ class LagKV(Base):
             score = ranks / size
         score = score.masked_fill(lost, float("nan")).where(counted, 1.0).flatten(2)
         found = pad(score, (0, 1), value=1.0).gather(2, where[..., 0])
-        if not self.across:
-            newer = place / (positions.shape[2] + 1)  # below 1
-            found = found + newer / (2 * size)
         bad = ~(keys.float().sum(-1) + values.float().sum(-1)).isfinite()
         return found.masked_fill(bad, float("nan"))
 
