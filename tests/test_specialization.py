@@ -6,16 +6,19 @@ import math
 from pathlib import Path
 
 import pytest
+import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.functions import FloorDiv, PythonMod
 
 from accel.ir import trace as tracing
 from accel.ir.errors import PassError
 from accel.ir.facts import Facts
 from accel.ir.program import Editor, Program, execute
 from accel.ir.region import Entry
+from accel.ir.specialization import _one_answer
 from accel.ir.trace import trace
 from accel.ir.weights import Weights
 
@@ -213,3 +216,11 @@ def test_an_example_of_one_is_refused():
         match="size N: torch treats an example size of 1 as a constant; give one of at least 2",
     ):
         Editor(made, made.step.graph).symbol("N", 1)
+
+
+def test_sizes_at_which_a_question_has_no_value_are_left_out():
+    """A remainder by C//64, which is 0 for most of the sizes that are tried."""
+    size = sympy.Symbol("C", positive=True, integer=True)
+    rest = PythonMod(size, FloorDiv(size, 64), evaluate=False)
+    assert _one_answer(sympy.Ge(rest, 0)) is True
+    assert _one_answer(sympy.Ge(FloorDiv(size, 64), 1)) is None  # the control: sizes differ
