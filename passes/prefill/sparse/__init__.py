@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,8 +21,21 @@ from accel.passes.state.layers import Layers
 __all__ = ["Base"]
 
 
+class Choice(Method):
+    """What a method may set beside the options of all: a class attribute, or an option of its own."""
+
+    score: Callable[..., Tensor]  # [B,G,NB]; the highest are read, those of -inf never
+    order: Callable[..., Tensor]  # [B,G,C], with `orders`: each segment's keys by falling value
+    score_columns: Callable[..., Tensor]  # [B,G,C], with `columns`: of single keys
+    orders: ClassVar[bool] = False
+    fuses: ClassVar[bool] = False  # blocks are chosen by `fuse`
+    observe: int = 0  # last queries of a segment whose `logits` are computed
+    columns: int = 0  # tokens of the budget that are read as single keys
+    share: float = 1.0  # where a list of blocks ends, by cumulated weight; 1: at the budget
+
+
 @dataclass(frozen=True)
-class Base(Pass, Method, ABC):
+class Base(Pass, Choice):
     """Sparse prefill. A session splits a prompt into segments of `segment` tokens, from an empty cache on. A
     segment that begins
     at `threshold` or later, and is not the last, attends to its own tokens and to `budget` earlier tokens, in blocks of
@@ -29,6 +43,26 @@ class Base(Pass, Method, ABC):
     segments and calls attend to all keys.
 
     A segment with no more earlier tokens than the budget also attends to all keys.
+
+    A method scores blocks. It may also order the keys of a segment before they are cut into blocks, and have
+    `columns` of the budget read as single keys beside blocks. The parameter names of these functions select their
+    inputs; only these are computed.
+
+    | parameter | |
+    |---|---|
+    | `queries` [B,H,T,D] | of the segment, after RoPE |
+    | `keys` [B,G,C,D] | of all slots, after RoPE |
+    | `logits` [B,G,R,W,C] | scale q k^T of the segment's last `observe` queries; the lowest number where hidden |
+    | `first` [B] | the segment's first slot |
+    | `earlier` [B,C] | whether a slot is before the segment |
+    | `past` [B,NB] | whether a block is |
+    | `slots` [B,G,S] | the slot of each key in the order of blocks, where a method orders them |
+    | `scale` | attention scale of q k^T |
+    | `high`, `low` [B,G,NB,D] | what `summary` gives |
+
+    Tokens of later segments are not there yet: estimates are of the segment's own last queries. There is one
+    list of keys per segment and KV head, a union where a paper has smaller blocks of queries, or a list per query
+    head. Attention over all keys chosen equals partial attentions that are merged by their log-sum-exp.
     """
 
     segment: int = 512
@@ -47,29 +81,38 @@ class Base(Pass, Method, ABC):
     )
 
     def __post_init__(self) -> None:
-        name = f"prefill.sparse.{type(self).__name__.lower()}"
+        file = type(self).__module__.rpartition(".")[2]
+        name = f"prefill.sparse.{file.replace('_', '-')}"
         if min(self.segment, self.block, self.budget) < 1 or min(self.threshold, self.first) < 0:
             raise RecipeError(
                 f"{name}: segment is {self.segment}, block {self.block}, budget {self.budget}, threshold "
                 f"{self.threshold} and first {self.first}; give at least 1, 1, 1, 0 and 0"
             )
-        if self.segment % self.block or self.budget % self.block:
+        single = self.columns
+        if not 0 <= single <= self.budget:
+            raise RecipeError(f"{name}: columns is {single}; give 0 .. budget = {self.budget}")
+        if self.segment % self.block or (self.budget - single) % self.block:
+            less = f" less columns = {single}" if single else ""
             raise RecipeError(
-                f"{name}: segment = {self.segment} and budget = {self.budget} must be multiples "
+                f"{name}: segment = {self.segment} and budget = {self.budget}{less} must be multiples "
                 f"of block = {self.block}"
             )
+        if not 0 <= self.observe <= self.segment:
+            raise RecipeError(
+                f"{name}: observe is {self.observe}; give at most segment = {self.segment}"
+            )
+        if not 0 < self.share <= 1:
+            raise RecipeError(f"{name}: share is {self.share}; give more than 0 and at most 1")
 
-    @abstractmethod
-    def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor:
-        """What a segment's queries [B,H,T,D] make of blocks of keys, whose largest and smallest numbers are
-        high, low [B,G,NB,D]: [B,G,NB], higher is read. Attention multiplies q k^T by `scale`.
-        """
+    def summary(self, blocks: Tensor) -> dict[str, Tensor]:
+        """What is known of each block of keys [B,G,NB,block,D], for `score` to name: [B,G,NB,…]."""
+        return {"high": blocks.amax(3), "low": blocks.amin(3)}
 
     def fuse(self, weights: Tensor, before: Tensor) -> Tensor:
-        """Softmax of a layer's scores over the blocks [B,G,NB], and what this gave in the layer before
-        (of another form where `fuses` is false): what the blocks are chosen by.
+        """Softmax of a layer's scores over the blocks [B,G,NB], and what this gave in the layer before: what
+        blocks are chosen by, where the method `fuses`.
         """
-        return weights
+        raise NotImplementedError(f"{type(self).__name__} fuses, but has no fuse method")
 
     def run(self, program: Program) -> Report:
         threshold = max(self.threshold, self.budget)

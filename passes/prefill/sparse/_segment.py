@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -18,22 +18,34 @@ from accel.ir.region import Entry, Region
 from accel.ir.state import POSITIONS, Part
 from accel.ir.trace import Renamed, trace
 from accel.passes.prefill._entry import added, copied, finished, states
+from accel.passes.prefill.sparse._inputs import LOWEST, Inputs, last_logits
 
 _SLOTS = 59  # example number of slots, beyond those of the blocks
-_NEVER = torch.finfo(torch.float32).min
 
 
 class Method(Protocol):
     """What the joint asks of a method (`accel.passes.prefill.sparse.Base`)."""
 
+    fuses: ClassVar[bool]
+    orders: ClassVar[bool]
+    score: Callable[..., Tensor]
+    order: Callable[..., Tensor]
+    score_columns: Callable[..., Tensor]
+
+    @property
+    def segment(self) -> int: ...
     @property
     def block(self) -> int: ...
     @property
     def budget(self) -> int: ...
     @property
     def first(self) -> int: ...
+    @property
+    def observe(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
 
-    def score(self, queries: Tensor, high: Tensor, low: Tensor, scale: float) -> Tensor: ...
+    def summary(self, blocks: Tensor) -> dict[str, Tensor]: ...
     def fuse(self, weights: Tensor, before: Tensor) -> Tensor: ...
 
 
@@ -104,9 +116,9 @@ def _gathered(
     call: fx.Node,
     node: fx.Node,
     before: fx.Node | None,
-) -> fx.Node:
-    """Let a layer's attention read the blocks that it chooses and its own tokens; gives the weights that
-    it chose them by.
+) -> fx.Node | None:
+    """Let a layer's attention read what it chooses and its own tokens; gives the weights that it chose blocks
+    by, where the next layer reads them.
     """
     region = call.target
     assert isinstance(region, Region)
@@ -130,49 +142,106 @@ def _gathered(
     node.args = (x.q, *own, x.q_pos, found["own_pos"], *form)
     kept = {"kept_k": old[0], "kept_v": old[1], "kept_pos": found["old_pos"]}
     node.kwargs = {**({} if x.sink is None else {"sink": x.sink}), **kept}
-    return added(call, found["weights"])
+    return added(call, found["weights"]) if method.fuses else None
 
 
 def gather(method: Method, scale: float, shared: bool) -> Callable[..., dict[str, Tensor]]:
     """A function of queries [B,H,T,D], keys [B,G,C,D], their positions [B,C], the first own slot [B], values
     (unless they are `shared` with the keys) and, from the second layer on, the weights of the one before:
-    the keys, values and positions of the chosen blocks [B,G,M,…] and of the segment itself [B,G,T,…].
+    the keys, values and positions of the chosen slots [B,G,M,…] and of the segment itself [B,G,T,…].
     """
-    size = method.block
 
     def pick(q: Tensor, k: Tensor, pos: Tensor, first: Tensor, *more: Tensor) -> dict[str, Tensor]:
         values, more = (k, more) if shared else (more[0], more[1:])
-        groups, width = k.shape[1], k.shape[3]
-        blocks = k.shape[2] // size
-        cut = k[:, :, : blocks * size].reshape(k.shape[0], groups, blocks, size, width)
-        number = torch.arange(blocks, device=k.device)
-        past = ((number + 1) * size)[None] <= first[:, None]  # [B,NB]
-        scores = method.score(q, cut.amax(3), cut.amin(3), scale).float()
-        scores = torch.nan_to_num(scores, nan=_NEVER).masked_fill(~past[:, None], _NEVER)
-        weights = scores.softmax(-1)
-        if more:
-            weights = method.fuse(weights, more[0])
-        ranked = weights.masked_fill(~past[:, None], -1.0)
-        chosen = ranked.topk(method.budget // size, dim=2).indices  # [B,G,K]
-        inside = torch.arange(size, device=k.device)
-        slots = (chosen[..., None] * size + inside).flatten(2)  # [B,G,M]
-        old_pos = pos[:, None].expand(-1, groups, -1).gather(2, slots)
+        groups = k.shape[1]
+        slots, weights = chosen(method, q, k, pos, first, scale, *more)
+        old_pos = pos[:, None].expand(-1, groups, -1).gather(2, slots.clamp(min=0))
         own = first[:, None] + torch.arange(q.shape[2], device=k.device)  # [B,T]
+        hidden = (slots < 0) | (slots >= first[:, None, None])
         found = {
-            "weights": weights,
-            "old_pos": old_pos.masked_fill(slots >= first[:, None, None], -1),
+            "old_pos": old_pos.masked_fill(hidden, -1),
             "own_pos": pos.gather(1, own),
-            "old": taken(k, slots),
+            "old": taken(k, slots.clamp(min=0)),
             "own": taken(k, own[:, None].expand(-1, groups, -1)),
         }
+        if method.fuses:
+            found["weights"] = weights
         if not shared:
-            found["old_v"] = taken(values, slots)
+            found["old_v"] = taken(values, slots.clamp(min=0))
             found["own_v"] = taken(values, own[:, None].expand(-1, groups, -1))
         return found
 
     return pick
 
 
+def chosen(
+    method: Method, q: Tensor, k: Tensor, pos: Tensor, first: Tensor, scale: float, *before: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The slots that a segment reads before its own, [B,G,M] (-1: nothing), and the weights or scores of blocks
+    [B,G,NB] that they were chosen by.
+    """
+    size, groups, width = method.block, k.shape[1], k.shape[3]
+    inputs = Inputs({"queries": q, "keys": k, "first": first, "scale": scale})
+    inputs.add(
+        {"logits": lambda: last_logits(q, k, pos, first, method.observe, scale)}
+        | {"earlier": lambda: torch.arange(k.shape[2], device=k.device) < first[:, None]}
+    )
+    held = None  # the slot of each key in the order of blocks [B,G,S]; None: its number
+    blocks = k.shape[2] // size
+    if method.orders:
+        blocks = k.shape[2] // method.segment * (method.segment // size)
+        held = _ordered(inputs.call(method.order), method.segment)
+        inputs.add({"slots": held})
+    keys = k[:, :, : blocks * size] if held is None else taken(k, held)
+    inputs.add(method.summary(keys.reshape(k.shape[0], groups, blocks, size, width)))
+    number = torch.arange(blocks, device=k.device)
+    past = ((number + 1) * size)[None] <= first[:, None]  # [B,NB]
+    inputs.add({"past": past})
+    scores = inputs.call(method.score).float()
+    left_out = (scores == -torch.inf) | ~past[:, None]
+    weights = torch.nan_to_num(scores, nan=LOWEST).masked_fill(~past[:, None], LOWEST)
+    if method.fuses:
+        weights = weights.softmax(-1)
+        if before:
+            weights = method.fuse(weights, before[0])
+    ranked = weights.masked_fill(~past[:, None], -1.0 if method.fuses else -torch.inf)
+    best = ranked.topk((method.budget - method.columns) // size, dim=2).indices  # [B,G,K]
+    inside = torch.arange(size, device=k.device)
+    slots = (best[..., None] * size + inside).flatten(2)  # [B,G,M]
+    if held is not None:
+        slots = held.gather(2, slots)
+    unread = left_out.gather(2, best)[..., None].expand(-1, -1, -1, size).flatten(2)
+    slots = slots.masked_fill(unread, -1)
+    if method.columns:
+        slots = torch.cat((slots, _columns(method, inputs, slots)), 2)
+    return slots, weights
+
+
+def _ordered(scores: Tensor, segment: int) -> Tensor:
+    """Slots [B,G,S] by falling scores [B,G,C] within each whole segment."""
+    segments = scores.shape[2] // segment
+    cut = torch.nan_to_num(scores[:, :, : segments * segment], nan=LOWEST)
+    order = cut.unflatten(2, (segments, segment)).argsort(dim=-1, descending=True, stable=True)
+    start = torch.arange(segments, device=scores.device)[:, None] * segment
+    slots: Tensor = (order + start).flatten(2)
+    return slots
+
+
+def _columns(method: Method, inputs: Inputs, slots: Tensor) -> Tensor:
+    """The best earlier slots beside these, [B,G,K] (-1: nothing)."""
+    scores = torch.nan_to_num(inputs.call(method.score_columns).float(), nan=LOWEST)
+    scores = scores.masked_fill(~inputs["earlier"][:, None], -torch.inf)
+    beyond = scores.shape[2]  # one more slot, for what is not read
+    read = torch.zeros_like(torch.nn.functional.pad(scores, (0, 1)))
+    read = read.scatter(2, slots.masked_fill(slots < 0, beyond), torch.ones_like(slots).float())
+    scores = scores.masked_fill(read[..., :beyond] > 0, -torch.inf)
+    best = scores.topk(method.columns, dim=2)
+    return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+
 def taken(x: Tensor, slots: Tensor) -> Tensor:
-    """Rows of x [B,G,C,D] in these slots [B,G,M]."""
-    return x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[3]))
+    """Rows of x [B,G,C,D] in these slots [B,G,M]; whole rows are copied, by their number in a table of all."""
+    batch, groups, count, width = x.shape
+    start = torch.arange(batch * groups, device=x.device).reshape(batch, groups, 1) * count
+    rows: Tensor = x.reshape(batch * groups * count, width)[slots + start]
+    return rows

@@ -25,6 +25,8 @@ class CritiPrefill(Base):
     """
 
     fusion: float = 0.25
+
+    fuses: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {"segment": 8, "block": 4, "budget": 8, "threshold": 8}
 
     def __post_init__(self) -> None:
