@@ -219,7 +219,8 @@ REFUSED = {
     "unified-skip",
     "edge",
 }
-REFUSED |= {"quest", "paged-prefix", "pie", "critiprefill"}  # no guess could be taken back
+REFUSED |= {"quest", "paged-prefix", "pie"}  # no guess could be taken back
+REFUSED |= {n for n in bundled() if "prefill.sparse" in Recipe.load(n).tables}
 
 
 def test_what_cannot_take_guesses_back_is_refused_before_any_work():

@@ -1,5 +1,7 @@
 """Laws of prompts whose segments read some of the keys, over every method found, and parity of each."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -54,7 +56,9 @@ def test_short_prompts_and_calls_read_all_keys(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
-    model, calls = sparse(name, budget=16, threshold=16), []
+    options = {f.name for f in dataclasses.fields(AXIS.method(name))}
+    whole = {"share": 1.0} if "share" in options else {}
+    model, calls = sparse(name, budget=16, threshold=16, **whole), []
     part = accel.runtime.backends.eager.EagerSession.part
     monkeypatch.setattr(
         accel.runtime.backends.eager.EagerSession,
@@ -142,11 +146,35 @@ def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
         ({"threshold": -1}, "threshold -1"),
         ({"block": 3}, "must be multiples of block = 3"),
         ({"fusion": 1.5}, "fusion is 1.5"),
+        ({"use": "tri-shape", "sinks": -1}, "sinks is -1; give 0 .. budget = 2048"),
+        ({"use": "tri-shape", "sinks": 4096}, "sinks is 4096"),
+        ({"use": "minference", "columns": 0}, "columns is 0; give at least 1"),
+        ({"use": "minference", "columns": 4096}, "columns is 4096; give 0 .. budget = 3072"),
+        (
+            {"use": "minference", "columns": 1000},
+            "less columns = 1000 must be multiples of block = 64",
+        ),
+        ({"use": "minference", "observe": 0}, "observe is 0; give at least 1"),
+        ({"use": "minference", "observe": 1024}, "observe is 1024; give at most segment = 512"),
+        (
+            {"use": "minference", "sinks": 1025},
+            "sinks is 1025 and near 100; give 0 .. columns = 1024",
+        ),
+        ({"use": "minference", "near": -1}, "near -1"),
+        ({"use": "pbs-attn", "share": 0.0}, "share is 0.0; give more than 0 and at most 1"),
+        ({"use": "pbs-attn", "share": 1.5}, "share is 1.5"),
+        ({"use": "pbs-attn", "observe": 0}, "observe is 0"),
+        ({"use": "flexprefill", "tau": 2.0}, "tau is 2.0; give 0 .. 1"),
+        ({"use": "flexprefill", "tau": float("nan")}, "tau is nan; give 0 .. 1"),
+        ({"use": "flexprefill", "least": 5000}, "least is 5000; give 0 .. budget = 4096"),
+        ({"use": "flexprefill", "share": float("nan")}, "share is nan"),
+        ({"use": "flexprefill", "observe": 0}, "observe is 0"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(options, words):
-    with pytest.raises(RecipeError, match=f"critiprefill.*{words}"):
-        AXIS.build("critiprefill", **options)
+    name = options.get("use", "critiprefill")
+    with pytest.raises(RecipeError, match=f"{name}.*{words}"):
+        AXIS.build(name, **{n: v for n, v in options.items() if n != "use"})
 
 
 @pytest.mark.parametrize(

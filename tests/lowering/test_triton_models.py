@@ -12,6 +12,7 @@ import torch
 import accel
 from accel.compiler.optimize import pipeline
 from accel.compiler.smoke.tiny_models import small_model
+from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, Miscompiled
 from accel.lowering import triton
@@ -179,6 +180,23 @@ def test_eviction_is_as_on_the_eager_target(score):
     prompt = np.random.default_rng(0).integers(3, 90, (1, 24)).tolist()
     with eager, beside(eager) as model:
         assert model.generate(prompt, 3, eos=[]).tokens == eager.generate(prompt, 3, eos=[]).tokens
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", find_axes()["prefill.sparse"].names())
+def test_sparse_prefill_is_as_on_the_eager_target(name):
+    table = {"prefill.sparse": {"use": name, **find_axes()["prefill.sparse"].small(name)}}
+    eager = accel.optimize(
+        module("llama"), table, target="eager", max_context=64, max_batch=2, verify=False
+    )
+    tokens = np.random.default_rng(0).integers(3, 50, (2, 45))
+    with eager, beside(eager) as model:
+        found = []
+        for each in (eager, model):
+            with each.session(2) as session:
+                found += [session.prompt(tokens, [45, 29]), session.run(tokens[:, :1])]
+        close(found[2], found[0])
+        close(found[3], found[1])
 
 
 @pytest.mark.parametrize("recipes", [["kv-int8"], ["kv-int8", "knorm"]], ids=str)
