@@ -44,9 +44,16 @@ SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("kv.budget", "tokens_kept"): (256, 128, 512),
     ("prefill.prune", "tokens"): (256, 128, 512),
     ("kv.select", "tokens_read"): (256, 128, 512),
+    ("prefill.sparse", "budget"): (256, 128, 512),
     ("depth", "speedup"): (2.0, 1.34),
     ("depth", "threshold"): (0.9, 0.5),
     ("depth", "share"): (0.25, 0.125),
+}  # fmt: skip
+# (axis, option) -> other options that fit the values, where the method has them
+BESIDE: dict[tuple[str, str], dict[str, Any]] = {
+    ("prefill.sparse", "budget"): {
+        "segment": 128, "block": 16, "threshold": 0, "observe": 32, "columns": 64, "sinks": 16, "least": 64
+    },
 }  # fmt: skip
 INSTEAD = ("compression_ratio",)  # options that would make a swept one count for nothing
 
@@ -95,6 +102,7 @@ def _swept(name: str) -> list[Case]:
         fields = {f.name for f in dataclasses.fields(axes[axis].method(tables[axis]["use"]))}
         if option in fields:
             table = {n: v for n, v in tables[axis].items() if n not in INSTEAD}
+            table |= {n: v for n, v in BESIDE.get((axis, option), {}).items() if n in fields}
             return [Case(name, option, v, {**tables, axis: {**table, option: v}}) for v in values]
     return [Case(name, tables=tables)]
 
