@@ -57,8 +57,9 @@ def test_a_token_without_a_number_harms_no_other():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"sinks": -1}, "sinks is -1 and window 16; give at least 0 and 1"),
-        ({"window": 0}, "sinks is 4 and window 0; give at least 0 and 1"),
+        ({"sinks": -1}, "sinks is -1, recent 0 and window 16; give at least 0, 0 and 1"),
+        ({"window": 0}, "sinks is 4, recent 0 and window 0; give at least 0, 0 and 1"),
+        ({"recent": -1}, "recent -1 and window 16; give at least 0"),
         ({"by": "key"}, "by is 'key'; give 'product', 'mean', 'keys' or 'values'"),
     ],
 )

@@ -16,19 +16,22 @@ from accel.passes.kv.score import Base
 @dataclass(frozen=True)
 class CurDKV(Base):
     """Squared norms of keys and values, each as its share of the sum over a window of `window` tokens. `by`: product
-    (of both), mean (of both), keys or values. `sinks`: number of first tokens to keep.
+    (of both), mean (of both), keys or values. `sinks`, `recent`: number of first and newest tokens to keep; the paper's
+    code has no `recent`.
 
     The paper has leverage scores; its code has row norms, as here. Its optional projection to 20 channels is left out.
     """
 
     sinks: int = 4
+    recent: int = 0
     window: int = count(16, most=1 << 20)
     by: str = "product"
 
     def __post_init__(self) -> None:
-        if self.sinks < 0 or self.window < 1:
+        if min(self.sinks, self.recent) < 0 or self.window < 1:
             raise RecipeError(
-                f"kv.score.curdkv: sinks is {self.sinks} and window {self.window}; give at least 0 and 1"
+                f"kv.score.curdkv: sinks is {self.sinks}, recent {self.recent} and window {self.window}; give at "
+                "least 0, 0 and 1"
             )
         if self.by not in ("product", "mean", "keys", "values"):
             raise RecipeError(
