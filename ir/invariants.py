@@ -43,10 +43,12 @@ class Method:
     """The declarations of a method, as class attributes, or as properties if they depend on an option. A
     recipe is refused if
     and only if one method relies on an invariant that another breaks, or on one in `PROVIDED` that no method provides.
-    `small`: options for tiny models and a few dozen tokens, if the defaults are too large.
+    `small`: options for tiny models and a few dozen tokens, if the defaults are too large. `by_position`: it chooses
+    tokens by their position alone, whatever they hold.
     """
 
     small: ClassVar[Mapping[str, Any]] = {}
+    by_position: ClassVar[bool] = False
 
     @property
     def relies(self) -> frozenset[Invariant]:

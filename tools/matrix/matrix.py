@@ -51,6 +51,7 @@ from accel.passes.kv._shared.tables import measured
 from accel.passes.numerics import Base as Promise
 from accel.passes.trained import Trained, write
 from accel.passes.trained import sample as sample_of
+from accel.runtime.model.compiled import CompiledModel
 
 ARCHITECTURES = ("llama", "mistral", "gpt2", "plain_latent")
 AXES = ("kv", "depth", "prefill", "weights", "numerics")  # whose methods change the graph
@@ -154,11 +155,13 @@ def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
     write(soft.method, file, parts, sample_of(program, soft.keys), {})
 
 
+_PROGRAMS: dict[str, Program] = {}  # of each architecture, over state
+
+
 @dataclass
 class Matrix:
-    """Runs cases; each architecture is captured once, and goes once through the passes of every recipe."""
+    """Runs cases. A process captures each architecture once, and takes it once through the passes of every recipe."""
 
-    programs: dict[str, Program] = field(default_factory=dict)
     folder: Any = field(default_factory=TemporaryDirectory)  # of trained parts
 
     def run(self, case: Case) -> Outcome:
@@ -173,7 +176,13 @@ class Matrix:
             kind, why = "wrong", f"{type(error).__name__}: {error}"
         return Outcome(case, kind, why, time.perf_counter() - start)
 
-    def _compare(self, case: Case) -> tuple[str, str]:
+    def eager(self, case: Case) -> CompiledModel:
+        """A case on the eager target. Raises AccelError where it is refused."""
+        job, program, _ = self._rewritten(case)
+        return building._in_process(job, program, None, None)
+
+    def _rewritten(self, case: Case) -> tuple[Any, Program, list[Any]]:
+        """The job of a case, its program, and a report of each of its own passes."""
         job = building._Job(
             assemble(self._recipe(case)), BuildOptions(target="eager"), lambda *_: None
         )
@@ -183,6 +192,10 @@ class Matrix:
         own = shared(passes)
         steps = run(program, passes[own:], done=passes[:own])
         program.calibration = None
+        return job, program, steps
+
+    def _compare(self, case: Case) -> tuple[str, str]:
+        job, program, steps = self._rewritten(case)
         own_names = {
             type(step).__name__ for step in job.plan.passes if not isinstance(step, Promise)
         }
@@ -223,7 +236,7 @@ class Matrix:
         return recipe
 
     def _program(self, architecture: str) -> Program:
-        if architecture not in self.programs:
+        if architecture not in _PROGRAMS:
             layers, models.LAYERS = models.LAYERS, LAYERS
             try:
                 module = models.ARCHITECTURES[architecture]()
@@ -231,9 +244,9 @@ class Matrix:
                 models.LAYERS = layers
             program = capture(module, max_context=128)
             program.facts.max_batch = 2
-            self.programs[architecture] = over_state(program)
+            _PROGRAMS[architecture] = over_state(program)
             gc.freeze()  # a build collects garbage: none of this is
-        return self.programs[architecture].copy()
+        return _PROGRAMS[architecture].copy()
 
 
 def drive(model: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class StreamingLlm(Base):
     sinks: int = 4
     when: ClassVar[str] = "every"
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2}
+    by_position: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

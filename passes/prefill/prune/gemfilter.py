@@ -36,7 +36,7 @@ class GemFilter(Base):
     kernel: int = count(5, most=63)
     sinks: int = 1
     recent: int = 8
-    small: ClassVar[Mapping[str, Any]] = {"tokens": 5, "recent": 4}
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 5, "recent": 2}
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or min(self.sinks, self.recent) < 0 or self.layer < -1:
