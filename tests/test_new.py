@@ -5,8 +5,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import kinds
 import matrix
 import matrix_loops
 import new
@@ -57,6 +60,27 @@ def test_a_started_method_builds_and_computes_the_same(axis, started, matrices):
             if kind is not None:
                 outcome = matrices[kind].run(matrix.Case("llama", ((axis, NAME),)))
                 assert outcome.kind == "equal", outcome.why
+
+
+def test_a_method_of_a_known_kind_adds_pairs_and_no_triples(started):
+    before = Counter(len(case.tables) for case in matrix.cases())
+    started("kv.score")
+    after = Counter(len(case.tables) for case in matrix.cases())
+    assert after[2] > before[2] and after[3] == before[3]
+    found = {
+        m for case in matrix.cases(having=[NAME]) if len(case.tables) == 3 for m in case.methods
+    }
+    assert NAME in found and "knorm" not in found, "it stands for its kind"
+
+
+def test_kinds_tell_apart_what_methods_read_and_declare():
+    kinds_of = partial(kinds.declared, "kv.score")
+    apart = ["knorm", "snapkv", "h2o", "a2sf", "trim-kv", "streaming-llm"]
+    assert len({kinds_of(name) for name in apart}) == len(apart)
+    assert kinds_of("knorm") == kinds_of("keydiff")
+    runner = matrix.Matrix()
+    assert runner.kind("weights", "int4") == runner.kind("weights", "int8")
+    assert runner.kind("weights", "int4") != runner.kind("weights", "float16")
 
 
 @pytest.mark.long

@@ -1,11 +1,13 @@
-"""Every pair and triple of methods across axes, on tiny models: refused with a reason, or equal to the oracle.
+"""Every pair of methods across axes, and every triple of kinds (`kinds.py`), one method of each, on tiny models:
+refused with a reason, or equal to the oracle.
 
     python tools/matrix/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--having METHOD] [--part K/N] [--results FILE]
     python tools/matrix/matrix.py --page docs/figures [--results FILE]
 
 A method whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
-known; cases that are there already are not run again. `--page` writes docs/figures/composition.md of what FILE holds.
-Processes that run parts write files of their own, which may be put together.
+known; cases that are there already are not run again. A METHOD of `--having` stands for its kind. `--page` writes
+docs/figures/composition.md of what FILE holds. Processes that run parts write files of their own, which may be put
+together.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,6 +31,7 @@ from typing import Any
 sys.path.extend(
     str(Path(__file__).resolve().parents[1] / folder) for folder in ("models", "pages", "train")
 )
+import kinds
 import matrix_page
 import models
 import numpy as np
@@ -86,15 +89,25 @@ class Outcome:
     seconds: float = 0.0
 
 
-def cases(sizes: tuple[int, ...] = (2, 3)) -> list[Case]:
-    """All of them, in a fixed order: methods are found by folder."""
+def cases(
+    sizes: tuple[int, ...] = (2, 3),
+    kind: Callable[[str, str], Hashable] = kinds.declared,
+    having: Collection[str] = (),
+) -> list[Case]:
+    """All of them, in a fixed order: methods are found by folder. Pairs are of all methods; of more methods, each kind
+    has one member, of those of `having` if it can.
+    """
     axes = {n: a.names() for n, a in find_axes().items() if n.partition(".")[0] in AXES}
+    methods = [(axis, use) for axis in axes for use in axes[axis]]
+    few = kinds.members(sorted(methods, key=lambda m: m[1] not in having), kind)
+    one = {axis: [use for a, use in few if a == axis] for axis in axes}
     found = []
     for architecture in ARCHITECTURES:
         for size in sizes:
+            uses = axes if size < 3 else one
             for chosen in itertools.combinations(sorted(axes), size):
-                for methods in itertools.product(*(axes[a] for a in chosen)):
-                    found.append(Case(architecture, tuple(zip(chosen, methods, strict=True))))
+                for each in itertools.product(*(uses[a] for a in chosen)):
+                    found.append(Case(architecture, tuple(zip(chosen, each, strict=True))))
     return found
 
 
@@ -175,6 +188,15 @@ class Matrix:
         except Exception as error:  # what a user would meet as a bare traceback
             kind, why = "wrong", f"{type(error).__name__}: {error}"
         return Outcome(case, kind, why, time.perf_counter() - start)
+
+    def kind(self, axis: str, use: str) -> Hashable:
+        """What a method declares, reads and changes, as its class and its pass on the first architecture show it."""
+        case = Case(ARCHITECTURES[0], ((axis, use),))
+        try:
+            program = self._rewritten(case)[1]
+        except AccelError as error:
+            return kinds.declared(axis, use), str(error)
+        return kinds.declared(axis, use), kinds.changed(program, self._program(case.architecture))
 
     def eager(self, case: Case) -> CompiledModel:
         """A case on the eager target. Raises AccelError where it is refused."""
@@ -351,7 +373,11 @@ def main(
         matrix_page.write(options.page, list(read(options.results).values()))
         return 0
     warnings.filterwarnings("ignore")
-    chosen = cases(tuple(int(n) for n in options.sizes.split(","))) if every is None else every
+    matrix = runner or Matrix()
+    if every is None:
+        sizes = tuple(int(n) for n in options.sizes.split(","))
+        every = cases(sizes, matrix.kind, options.having or ())
+    chosen = every
     if options.having:
         chosen = [case for case in chosen if case.methods.intersection(options.having)]
     if options.sample:
@@ -362,9 +388,7 @@ def main(
     todo = [case for case in chosen if str(case) not in known]
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with options.results.open("a", encoding="utf-8") as out:
-        for outcome in outcomes(
-            runner or Matrix(), todo, lambda all_: track(all_, f"{len(todo)} recipes")
-        ):
+        for outcome in outcomes(matrix, todo, lambda all_: track(all_, f"{len(todo)} recipes")):
             known[str(outcome.case)] = outcome
             print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
     done = [known[str(case)] for case in chosen]
