@@ -24,8 +24,11 @@ from accel.ir.program import Program
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native.cache import private_folder
 
+from . import captures
+
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
+captures.share()
 DRAWN = report._bars, report._errors
 report._bars = report._errors = lambda *_: ""  # a tenth of a build, where no test looks at them
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import models
 import numpy as np
 import torch
+from train import over_state, shared
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel.compiler import optimize as building
@@ -13,6 +14,7 @@ from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
 from accel.ir.capture.capture import capture
 from accel.ir.recipe import Recipe
+from accel.passes import run
 from accel.passes.check import NumericCheck
 
 LAYERS, KEPT = 3, 12
@@ -37,21 +39,32 @@ def built(name, target="eager", tables=None, **prune):
     """A build of three layers; `prune`: the table of prefill.prune. Made once, out of one capture."""
     key = (name, target, str(tables), *prune.items())
     if key not in _MADE:
-        if ("program", name) not in _MADE:
-            _MADE["program", name] = capture(module(name), max_context=64)
-            _MADE["program", name].facts.max_batch = 3
+        begun = ("program", name, target)
+        if begun not in _MADE:
+            _MADE[begun] = capture(module(name), max_context=64)
+            _MADE[begun].facts.max_batch = 3
+            if target == "eager":  # of which no pass is checked
+                over_state(_MADE[begun])
         tables = {**({"prefill.prune": prune} if prune else {}), **(tables or {})}
-        program = _MADE["program", name].copy()
+        program = _MADE[begun].copy()
         job = building._Job(
             assemble(Recipe(tables=tables)), BuildOptions(target=target), lambda *_: None
         )
         check = NumericCheck(program) if target == "onnx" else None
-        building._rewrite(job, program, check)
         if target == "eager":
+            rewritten(job, program)
             _MADE[key] = building._in_process(job, program, None, None)
         else:
+            building._rewrite(job, program, check)
             _MADE[key] = building._artifact(job, program, check, None, None)
     return _MADE[key]
+
+
+def rewritten(job, program):
+    """The passes of a recipe from its own on, over a program over state."""
+    passes = building._passes(job)
+    own = shared(passes)
+    job.steps += run(program, passes[own:], done=passes[:own])
 
 
 @contextmanager

@@ -1,0 +1,79 @@
+"""Captures that tests share: two modules of the same classes, settings and weights have one program.
+
+Export takes most of the time of a small build. What is shared is a copy without traces, as of a capture of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel.compiler import optimize
+from accel.compiler.explain import subject
+from accel.ir.capture import capture as capturing
+from accel.ir.program import Program
+
+KEPT = 16  # programs, the last ones that were asked for
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
+_real = capturing.capture_inspected
+_made: OrderedDict[Hashable, Program] = OrderedDict()
+
+
+def shared(model: Any, traits: Any, stored: Any = None) -> Program:
+    """`capture_inspected`, or a copy of what it gave for a module like this."""
+    key = None if stored or not isinstance(model, nn.Module) else key_of(model, traits)
+    if key is None:
+        return _real(model, traits, stored)
+    if key not in _made:
+        _made[key] = _real(model, traits, stored)
+        while len(_made) > KEPT:
+            _made.popitem(last=False)
+    _made.move_to_end(key)
+    return replace(_made[key].copy(), traces={})
+
+
+def key_of(model: nn.Module, traits: Any) -> Hashable:
+    """What a capture depends on; nothing where that cannot be told."""
+    config = getattr(model, "config", None)
+    settings = config.to_json_string(use_diff=False) if hasattr(config, "to_json_string") else ""
+    parts: list[Hashable] = [repr(traits), settings, *(getattr(capturing, name) for name in STEPS)]
+    for name, module in model.named_modules(remove_duplicate=False):
+        if any(v for k, v in vars(module).items() if k.endswith("_hooks")):
+            return None
+        parts += [name, type(module), type(module).forward, module.training]
+        for k, v in sorted(vars(module).items()):
+            if isinstance(v, (*PLAIN, BuiltinFunctionType)):
+                parts.append((k, v))
+            elif isinstance(v, FunctionType):
+                parts.append((k, v if v.__closure__ else v.__code__))
+            elif isinstance(v, partial):
+                parts.append((k, v.func, v.args, repr(v.keywords)))
+            elif callable(v) and not isinstance(v, (nn.Module, type)):
+                return None  # code of this module alone
+    first: dict[int, str] = {}
+    held = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    for name, x in held:
+        if type(x) not in (torch.Tensor, nn.Parameter) or x.device.type != "cpu":
+            return None
+        told = hashlib.sha256(x.detach().contiguous().flatten().view(torch.uint8).numpy()).digest()
+        tied = first.setdefault(x.data_ptr(), name)
+        parts.append((name, x.dtype, tuple(x.shape), x.stride(), told, tied))
+    return tuple(parts)
+
+
+def share() -> None:
+    """Let builds and captures of all tests share."""
+    for module in (capturing, optimize, subject):
+        module.capture_inspected = shared  # type: ignore[attr-defined]
