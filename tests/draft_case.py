@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.axis import Axis
+from accel.compiler.assemble import assemble
+from accel.ir.axis import Axis, find_axes
+from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafter
@@ -147,3 +149,10 @@ def surprise(
     )
     square = sum((seen - due) ** 2 / due for seen, due in cells if due > 1)
     return float((square - len(large)) / np.sqrt(2 * len(large)))
+
+
+def against(recipe: Recipe, loop: str) -> bool:
+    """Whether a method of a recipe declares something against a loop, or the loop against it."""
+    mine = find_axes()["loop"].build(loop)
+    others = assemble(recipe).methods.values()
+    return any(one.breaks & mine.relies or one.relies & mine.breaks for one in others)

@@ -18,6 +18,7 @@ from accel.passes.prefill.prune._layer import deciding
 from accel.runtime.session.observers import _prompt_parts as prefill
 
 from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
+from ..spread import spread
 
 AXIS = find_axes()["prefill.prune"]
 NAMES = AXIS.names()
@@ -84,8 +85,9 @@ def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
             assert session.length == held[row]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_neox"])
+@pytest.mark.parametrize(
+    ("name", "arch"), spread("prefill.prune", NAMES, "llama", "gemma2", "gpt_neox")
+)
 def test_onnx_is_the_eager_oracle(name, arch):
     eager = pruned(name, arch)
     want, held = prompted(eager, after=3)

@@ -10,6 +10,7 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 
 from ..prefill_case import TOKENS, built, critical, far, module
+from ..spread import spread
 
 AXIS = find_axes()["prefill.sparse"]
 NAMES = AXIS.names()
@@ -97,8 +98,7 @@ def test_rows_are_as_if_alone(name):
         assert far(np.concatenate(alone, 1)[0], together[row]) < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+@pytest.mark.parametrize(("name", "arch"), spread("prefill.sparse", NAMES, "llama", "gemma2"))
 def test_onnx_is_the_eager_oracle(name, arch):
     want, compiled = prompted(sparse(name, arch)), sparse(name, arch, "onnx")
     assert compiled.report["errors"]["sparse"] < 1e-4
