@@ -11,9 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel.ir.axis import find_axes
 from accel.ir.ops.attention import attention
 from accel.passes.kv.score import Base
+from accel.passes.trained import Trained
 
 from .. import kv_slots
 from ..kv_slots import build, choose, sets, slots
+from ..prefill_case import built
 
 AXES = find_axes()
 BUILT = [
@@ -117,15 +119,17 @@ def law_of_reads(model, by_position):
     assert same == by_position
 
 
-@pytest.fixture(scope="module")
-def runner():
-    return matrix.Matrix()
+def eager(axis, use):
+    """A small Llama with a method, which the trials of invariants share; a trained part comes of the matrix."""
+    kind = AXES[axis].method(use)
+    if issubclass(kind, Trained):
+        return matrix.Matrix().eager(matrix.Case("llama", ((axis, use),)))
+    return built("llama", tables={axis: {"use": use, **kind.small}})
 
 
 @pytest.mark.parametrize(("axis", "use"), BUILT)
-def test_what_is_read_goes_by_content_or_says_that_it_does_not(runner, axis, use):
-    model = runner.eager(matrix.Case("llama", ((axis, use),)))
-    law_of_reads(model, AXES[axis].method(use).by_position)
+def test_what_is_read_goes_by_content_or_says_that_it_does_not(axis, use):
+    law_of_reads(eager(axis, use), AXES[axis].method(use).by_position)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +141,10 @@ def test_what_is_read_goes_by_content_or_says_that_it_does_not(runner, axis, use
         ("prefill.sparse", "critiprefill", {"threshold": PROMPT}),
     ],
 )
-def test_a_method_whose_options_leave_it_no_choice_is_caught(
-    runner, axis, use, options, monkeypatch
-):
+def test_a_method_whose_options_leave_it_no_choice_is_caught(axis, use, options, monkeypatch):
     """All is read; only protected tokens are; no segment is long enough."""
     kind = AXES[axis].method(use)
     monkeypatch.setattr(kind, "small", {**kind.small, **options})
-    model = runner.eager(matrix.Case("llama", ((axis, use),)))
+    model = eager(axis, use)
     with pytest.raises(AssertionError):
         law_of_reads(model, False)
