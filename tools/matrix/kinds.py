@@ -13,7 +13,6 @@ from typing import Any
 
 from accel.ir.axis import find_axes
 from accel.ir.program import Program
-from accel.ir.recipe import Recipe
 
 Method = tuple[str, str]  # axis, name
 APART = {"small", "grade"}  # which may differ between methods of a kind
@@ -66,13 +65,4 @@ def members(
     found: dict[Hashable, Method] = {}
     for axis, use in methods:
         found.setdefault(kind(axis, use), (axis, use))
-    return list(found.values())
-
-
-def recipes(names: Iterable[str]) -> list[str]:
-    """The first of the recipes of each kind: the kinds of its methods, defaults left out."""
-    found: dict[Hashable, str] = {}
-    for name in names:
-        uses = Recipe.load(name).tables.items()
-        found.setdefault(frozenset(declared(axis, table["use"]) for axis, table in uses), name)
     return list(found.values())

@@ -1,0 +1,80 @@
+"""Captures that tests share are of equal modules only, and nobody sees what another makes of one."""
+
+import models
+import pytest
+import torch
+
+from accel.ir.capture import capture as capturing
+from accel.ir.capture.capture import capture
+
+from . import captures
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The modules that were really captured."""
+    found, real = [], captures._real
+    monkeypatch.setattr(captures, "_made", captures.OrderedDict())
+    monkeypatch.setattr(
+        captures, "_real", lambda model, *rest: found.append(model) or real(model, *rest)
+    )
+    return found
+
+
+def test_equal_modules_have_one_capture_and_programs_of_their_own(counted):
+    a, b = (capture(models.tiny(), max_context=64) for _ in range(2))
+    assert len(counted) == 1 and a.text() == b.text() and a.traces is not b.traces
+    name = next(iter(a.params))
+    a.params[name] = a.params[name] + 1
+    a.facts.max_batch = 99
+    a.step.graph.placeholder("more")
+    assert capture(models.tiny(), max_context=64).text() == b.text() and b.facts.max_batch != 99
+    assert not torch.equal(a.params[name], b.params[name])
+
+
+def heavier(module):
+    with torch.no_grad():
+        next(module.parameters()).view(-1)[3] += 1e-4
+
+
+def hooked(module):
+    module.register_forward_hook(lambda module, args, out: out)
+
+
+def halved(module):
+    module.to(torch.float64)
+
+
+def other(module):
+    class Other(type(module)):
+        def forward(self, *args):
+            return super().forward(*args) * 2
+
+    module.__class__ = Other
+
+
+def own(module):
+    plain = module.forward
+    module.forward = lambda *args: plain(*args)
+
+
+@pytest.mark.parametrize("change", [heavier, hooked, halved, other, own])
+def test_a_module_that_differs_is_captured(counted, change):
+    capture(models.tiny(), max_context=64)
+    module = models.tiny()
+    change(module)
+    capture(module, max_context=64)
+    assert counted[1:] == [module]
+
+
+def test_so_is_one_for_another_context_or_by_other_steps(counted, monkeypatch):
+    for context in (64, 32):
+        capture(models.tiny(), max_context=context)
+    assert len(counted) == 2
+
+    def wrong(*_):
+        raise ValueError("seen")
+
+    monkeypatch.setattr(capturing, "check", wrong)
+    with pytest.raises(ValueError, match="seen"):
+        capture(models.tiny(), max_context=64)
