@@ -65,7 +65,7 @@ class Axis:
     def build(self, name: str, **options: Any) -> Any:
         """The method with its options. Raises RecipeError for an unknown option, a wrong type or too large a count."""
         cls = self.method(name)
-        fields = {f.name: f for f in dataclasses.fields(cls)}
+        fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
         for option, value in options.items():
             if option not in fields:
                 raise RecipeError(unknown(f"{self.name}.{name} option", option, fields))

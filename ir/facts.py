@@ -10,6 +10,7 @@ from accel.ir.depth import Depth
 from accel.ir.diffusion import Diffusion
 from accel.ir.fields import Fields
 from accel.ir.prefill import Prefill
+from accel.ir.units import Units
 
 FEATURES = (
     "encoder",
@@ -18,6 +19,7 @@ FEATURES = (
     "prefill",
     "diffusion",
     "adapters",
+    "units",
 )  # attributes of `Facts` that most models lack
 
 
@@ -127,6 +129,7 @@ class Facts:
     prefill: Prefill | None = None
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
     adapters: AdapterFacts | None = None  # None: no row chooses one
+    units: Units | None = None  # None: attention reads no units of tokens
 
     @property
     def num_layers(self) -> int:
@@ -184,4 +187,5 @@ class Facts:
             if "diffusion" in f.value
             else None,
             adapters=AdapterFacts.from_json(f.object("adapters")) if f.has("adapters") else None,
+            units=Units.from_json(f.object("units")) if f.has("units") else None,
         )

@@ -82,7 +82,7 @@ def _state_rules(program: Program) -> list[str]:
             if name not in step.inputs:
                 broken.append(f"state '{name}' is not an input of step")
             continue
-        if state.cross or state.kept:
+        if state.read_only:
             writer = program.entries[state.writer]
             if name not in step.inputs or state.output not in writer.outputs:
                 broken.append(

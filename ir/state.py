@@ -19,6 +19,7 @@ class Part(StrEnum):
     MASS = "mass"  # attention that a slot drew; by `detail`, something else that queries leave
     NOTE = "note"  # what a score notes of a token
     PAGES = "pages"  # what is known of a page of slots
+    UNITS = "units"  # which unit a slot's token is in, and what is known of units
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
 
@@ -39,6 +40,7 @@ class Writer(StrEnum):
     STEP = "step"
     ENCODE = "encode"  # once
     COMPRESS = "compress"  # each time that it runs
+    GROUP = "group"  # each time that it runs, where it lies
     SESSION = "session"  # between calls
 
 
@@ -56,7 +58,7 @@ _WRITERS = {
     CacheRegion.CROSS: Writer.ENCODE,
     CacheRegion.RECENT: Writer.STEP,
 }
-_PLAIN = (Part.MASS, Part.PAGES, Part.RECURRENT)  # their role is the part, whatever the region
+_PLAIN = (Part.MASS, Part.PAGES, Part.UNITS, Part.RECURRENT)  # their role is the part, whatever the region
 
 
 def output_of(name: str) -> str:
@@ -83,7 +85,7 @@ def name_of(
     """The name of a state value, by which graphs and manifests know it."""
     if part is Part.TABLE:
         return part.value
-    if part in (Part.PAGES, Part.RECURRENT):
+    if part in (Part.PAGES, Part.UNITS, Part.RECURRENT):
         words: tuple[object, ...] = (part, layer, detail)
     elif part in (Part.MASS, Part.NOTE):
         words = part, layer, detail, "kept" if region is CacheRegion.KEPT else "recent"
@@ -131,7 +133,7 @@ class StateValue:
             *inner, last = name.split(".")[2:] or [""]
             region = CacheRegion.KEPT if last == "kept" else region
             detail = ".".join(inner)
-        if not detail and part in (Part.PAGES, Part.RECURRENT, Part.POSITIONS):
+        if not detail and part in (Part.PAGES, Part.UNITS, Part.RECURRENT, Part.POSITIONS):
             detail = name[len(name_of(part, layer, region)) :].removeprefix(".")
         value = cls(part, layer, dtype, shape, fill, region, detail)
         if (value.name, value.role) != (name, role):
@@ -164,7 +166,14 @@ class StateValue:
     @property
     def writer(self) -> Writer:
         """Who writes it beside the step, which then only reads it; or the step."""
+        if self.part is Part.UNITS:
+            return Writer.GROUP
         return Writer.STEP if self.part is Part.MASS else _WRITERS[self.region]
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the step only reads it."""
+        return self.writer is not Writer.STEP
 
     @property
     def cross(self) -> bool:

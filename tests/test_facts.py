@@ -12,6 +12,7 @@ from accel.ir.errors import ArtifactError
 from accel.ir.facts import FEATURES, EncoderFacts, Facts, KvFacts, LayerFacts
 from accel.ir.fields import Fields
 from accel.ir.prefill import Pick, Prefill, Segments
+from accel.ir.units import Units
 
 LAYERS = [
     LayerFacts("causal", 0, 4, 2, 16, nodes=40),
@@ -25,6 +26,7 @@ FULL = {
     "prefill": Prefill(Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32)),
     "diffusion": Diffusion(7, shift=True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
+    "units": Units(80, 320, 16),
 }
 
 

@@ -14,10 +14,11 @@ from accel.ir.ops import (
     recurrence,
     rope,
     rows,
+    units,
 )
 from accel.ir.ops.attention import Mask
 
 __all__ = [
     "Mask", "attention", "choice", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized",
-    "recurrence", "rope", "rows",
+    "recurrence", "rope", "rows", "units",
 ]  # fmt: skip

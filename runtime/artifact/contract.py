@@ -104,7 +104,7 @@ def _check_signature(
 ) -> None:
     """What a graph takes and gives, by names, types and sizes."""
     state = {value.name: value for value in manifest.state}
-    held = {value.name for value in manifest.state if not (value.cross or value.kept)}
+    held = {value.name for value in manifest.state if not value.read_only}
     cross = {value.name for value in manifest.state if value.cross}
     facts = manifest.facts
     takes = {n for n in graph.inputs if n not in state}

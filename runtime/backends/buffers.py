@@ -27,6 +27,9 @@ def moving(
         if value.pooled or (slots is not None and (value.kept or value.cross)):
             continue
         where = [slice(None)] * (len(value.shape) - 1)
+        if value.part is Part.UNITS:  # rows of the same tokens may have been grouped at other times
+            yield value, tuple(where)
+            continue
         for axis, size in enumerate(value.shape[1:]):
             if slots is not None and isinstance(size, str) and size.partition("/")[0] == "C":
                 where[axis] = slice(slots[0] // each(size), -(-slots[1] // each(size)))

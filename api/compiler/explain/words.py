@@ -26,7 +26,7 @@ def details(method: Any) -> str:
 def options(method: Any, chosen: dict[str, Any]) -> list[dict[str, Any]]:
     """Every field of a method: its default, and its value in this recipe."""
     found = []
-    for field in dataclasses.fields(method):
+    for field in (f for f in dataclasses.fields(method) if f.init):
         default = field.default
         if default is dataclasses.MISSING:
             made = field.default_factory

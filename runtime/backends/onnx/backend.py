@@ -392,7 +392,7 @@ class OrtSession:
         went well.
         """
         recurrent = {v.name for v in self._state if v.part is Part.RECURRENT}
-        read_only = {v.name for v in self._state if v.cross or v.kept}
+        read_only = {v.name for v in self._state if v.read_only}
         spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
         here = {name: _value(array) for name, array in buffers.items()}
         there = here | {name: _value(array) for name, array in spare.items()}

@@ -1,0 +1,31 @@
+"""How tokens of the cache are grouped into units: when, and how many a unit has, as a manifest keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel.ir.fields import Fields
+from accel.ir.sizes import FEW
+
+
+@dataclass(frozen=True)
+class Units:
+    """Of a row, the first `sinks` tokens are in no unit. The others of a prompt are grouped when it is whole, and
+    generated ones `every` tokens at a time, a multiple of `size`: so many tokens make a unit, on average.
+    """
+
+    size: int
+    every: int
+    sinks: int
+
+    @property
+    def tail(self) -> int:
+        """Most tokens, the newest, that a token reads beside units: a call of FEW tokens groups nothing, and gives
+        what single tokens do.
+        """
+        return self.every + FEW - 1
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Units:
+        """Raises ArtifactError."""
+        return cls(f.integer("size", 1), f.integer("every", 1), f.integer("sinks"))

@@ -1,0 +1,364 @@
+"""Selection by units: groups of tokens with a representative each. The entry `group` makes them, of keys in the cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import operator
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.entries.group import GROUP
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.invariants import Invariant
+from accel.ir.ops.attention import Mask, attention, operands_of
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
+from accel.ir.ops.units import best_tokens
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Conditional, Entry, sizes
+from accel.ir.sizes import FEW
+from accel.ir.state import Part, name_of, output_of
+from accel.ir.trace import trace
+from accel.ir.units import Units as Plan
+from accel.passes import Report
+from accel.passes.kv.select import Base, Sizes, _graph, _nothing
+from accel.passes.state.recurrent import buffer
+
+ORIGIN = name_of(Part.UNITS, detail="origin")  # [B]: segments of generated tokens are counted from there
+_UNITS, _TOKENS, _NEW = 29, 53, 19  # example sizes while shapes are worked out
+
+
+@dataclass(frozen=True)
+class Units(Base):
+    """Sparse attention over tokens, chosen unit by unit. A method says how keys become units (`group`), and what a
+    unit is worth to queries (`score`).
+
+    tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
+    tokens that are grouped at once. sinks: first tokens, in no unit and always read.
+
+    The session's observer (`runtime/session/observers/units.py`) runs the entry `group` when a prompt is whole and
+    for every `every` generated tokens. A token reads the sinks, the best units until `tokens_read - sinks` tokens are
+    listed (the last unit is cut) and all tokens that are in no unit yet. It reads a segment of generated tokens by
+    units from FEW - 1 tokens behind it on: then a call of up to FEW tokens gives the logits of single-token calls, and
+    what a rewind forgets can be grouped again. Longer calls read everything.
+
+    State: `units.<layer>.label [B,G,C]`, the unit of each slot's token; `units.<layer>.<part> [B,G,C/size,…]`, what
+    is known of each unit; `units.origin [B]`. The step only reads them.
+    """
+
+    size: int = 80
+    every: int = 320
+    sinks: int = 16
+    page: int = field(default=1, init=False)  # lists are of tokens
+
+    relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if self.size < 1:
+            raise RecipeError(f"{name}: size = {self.size}; give 1 or more")
+        if self.every < 1 or self.every % self.size:
+            raise RecipeError(
+                f"{name}: every = {self.every}; give a multiple of size = {self.size}"
+            )
+        if not 0 <= self.sinks < self.tokens_read:
+            raise RecipeError(
+                f"{name}: sinks = {self.sinks}; give 0..{self.tokens_read - 1}, fewer than tokens_read"
+            )
+
+    @property
+    def plan(self) -> Plan:
+        """When tokens are grouped."""
+        return Plan(self.size, self.every, self.sinks)
+
+    @property
+    def count(self) -> int:
+        """Tokens that a token reads at most."""
+        return self.tokens_read + self.plan.tail
+
+    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
+        """What is kept of a unit: name -> (dtype, sizes after [B,G,M])."""
+        return {"mean": ("float32", (width,))}
+
+    def summary(self, keys: Tensor) -> dict[str, Tensor]:
+        """Of a unit of consecutive tokens [B,G,N,page,D]: what `group` says of it."""
+        return {"mean": keys.float().mean(3)}
+
+    @abstractmethod
+    def group(self, keys: Tensor, real: Tensor, units: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """keys [B,G,N,D] of tokens, of which some are `real` (bool [B,N]), and which units a row may have (bool
+        [B,U], the first ones) -> the unit of each token [B,G,N], and the parts of units [B,G,U,…].
+        """
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
+        return queries.float() @ parts["mean"].transpose(-1, -2)
+
+    def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
+        """Scores of a group's heads [B,G,R,T,U] -> what units are worth to the group [B,G,T,U]: their mean."""
+        return scores.mean(2)
+
+    def run(self, program: Program) -> Report:
+        if program.facts.kv is not None:
+            raise PassError(
+                "kv.select groups tokens by the slots that they lie in, and kv.codec moves blocks of them to "
+                "others; leave one of the two out, or use a codec that encodes single tokens (kv-int8)"
+            )
+        report = super().run(program)
+        if report.changed:
+            program.facts.units = self.plan
+            program.entries[GROUP.name] = self._entry(program)
+        return report
+
+    def _select(
+        self,
+        program: Program,
+        node: fx.Node,
+        chooses: fx.Node,
+        letters: dict[str, Any],
+        outputs: dict[str, fx.Node],
+    ) -> None:
+        """Let one attention read the tokens of the best units."""
+        editor, x = Editor(program, program.step.graph), operands_of(node)
+        layer, groups, width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.k)[3])
+        units = f"C/{self.size}"
+        if ORIGIN not in program.step.inputs:
+            letters["C"] = x.k.meta["val"].shape[2]
+            letters.setdefault(units, editor.symbol(units, _UNITS))
+            origin = State(Part.UNITS, None, "int64", ("B",), self.sinks, detail="origin")
+            buffer(program, editor, origin, letters)
+        label = State(Part.UNITS, layer, "int64", ("B", groups, "C"), detail="label")
+        held = [program.step.input(ORIGIN), buffer(program, editor, label, letters)]
+        declared = self.parts(width)
+        for part, (dtype, tail) in declared.items():
+            shape: tuple[int | str, ...] = ("B", groups, units, *tail)
+            state = State(Part.UNITS, layer, dtype, shape, detail=part)
+            held.append(buffer(program, editor, state, letters))
+        with editor.graph.inserting_before(node):
+            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
+            given = (chooses, by_token, x.q_pos, x.k_pos, program.step.input("slots"), *held)
+            mask = Mask(x.mask, x.window)
+            choose = partial(self._choose, list(declared), mask)
+            region = Conditional(
+                f"choose.{layer}",
+                _graph(program, layer, choose, given, ("choose", self, mask)),
+                _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
+            )
+            call = editor.graph.call_function(region, given)
+            (out,) = region.graph.find_nodes(op="output")
+            call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
+            pages = editor.call(operator.getitem, call, 0, like=node)
+        node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
+
+    def _choose(  # type: ignore[override]
+        self,
+        names: list[str],
+        mask: Mask,
+        queries: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+        slots: Tensor,
+        origin: Tensor,
+        label: Tensor,
+        *parts: Tensor,
+    ) -> Tensor:
+        """Queries [B,T,H,D] at positions [B,T], positions in the slots [B,C], the call's first slots [B], the origin
+        [B], labels [B,G,C], the parts -> the slots that they read [B,G,T,K], -1 where there are fewer.
+        """
+        (batch, tokens, heads, width), groups = queries.shape, label.shape[1]
+        rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
+        scores = self.score(rows, dict(zip(names, parts, strict=True)))
+        own = slots[:, None] + torch.arange(tokens, device=slots.device)  # [B,T]
+        since = origin[:, None]
+        whole = (own - (FEW - 1) - since).clamp(min=0).div(self.every, rounding_mode="floor")
+        end = (since + whole * self.every)[..., None]  # [B,T,1]: behind the last unit
+        places = torch.arange(k_pos.shape[1], device=slots.device)
+        seen = mask.visible(q_pos[..., None], k_pos[:, None])  # [B,T,C]
+        seen = (seen & (places >= self.sinks) & (places < end))[:, None]
+        shape = (batch, groups, tokens, scores.shape[3])
+        index = label[:, :, None].clamp(0, scores.shape[3] - 1).expand(-1, -1, tokens, -1)
+        some = scores.new_zeros(shape).scatter_add(
+            3, index, seen.to(scores.dtype).expand(-1, groups, -1, -1)
+        )
+        worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), some[:, :, None] > 0)
+        chosen = best_tokens(worth, label, seen, self.tokens_read - self.sinks)
+        first = torch.arange(self.sinks, device=slots.device).expand(batch, tokens, -1)
+        tail = end + torch.arange(self.plan.tail, device=slots.device)
+        always = torch.cat((first, tail), dim=2)
+        always = torch.where(always <= own[..., None], always, -1)[:, None]
+        return torch.cat((always.expand(-1, groups, -1, -1), chosen), dim=3)
+
+    def _entry(self, program: Program) -> Entry:
+        """`group`, over the caches of all layers that choose. Inputs, beside the state: the slots `start` to `stop`
+        [B] whose tokens are grouped, the number of the `first` unit [B] and how many `units` [B] a row gets, its
+        `origin` [B] from now on; `ranks` 0..N-1 and `numbers` 0..U-1, as many as any row has tokens and units.
+        """
+        graph, step = fx.Graph(), program.step
+        source = Editor(program, step.graph)
+
+        def holder(name: str, value: Any) -> fx.Node:
+            node = graph.placeholder(name)
+            node.meta["val"] = value
+            return node
+
+        def whole(size: Any) -> Tensor:
+            with source.fake:
+                return torch.empty((size,), dtype=torch.int64)
+
+        batch = step.input("tokens").meta["val"].shape[0]
+        given = [holder(n, whole(batch)) for n in ("start", "stop", "first", "units", "origin")]
+        given.append(holder("ranks", whole(source.symbol("N", _TOKENS))))
+        given.append(holder("numbers", whole(source.symbol("U", _NEW))))
+        held = {ORIGIN: holder(ORIGIN, step.input(ORIGIN).meta["val"])}
+        sites = [
+            n for n in step.graph.find_nodes(op="call_function", target=attention.default)
+            if n.kwargs.get("pages") is not None
+        ]  # fmt: skip
+        stored: dict[fx.Node, list[fx.Node]] = {}
+        for node in sites:
+            stored[node] = _between(operands_of(node).k)
+            caches = [str(n.target) for n in stored[node] if n.op == "placeholder"]
+            own = [s.name for s in program.state if s.part is Part.UNITS and s.layer == node.meta["layer"]]
+            for name in (*caches, *own):
+                if name not in held:
+                    held[name] = holder(name, step.input(name).meta["val"])
+        editor, outputs = Editor(program, graph), {}
+        after = trace(editor, ORIGIN, _moved, held[ORIGIN], given[1], given[4], key="origin")
+        outputs[output_of(ORIGIN)] = after
+        for node in sites:
+            layer = node.meta["layer"]
+            keys = _copied(graph, stored[node], held)
+            declared = list(self.parts(int(sizes(keys)[3])))
+            own = [name_of(Part.UNITS, layer, detail=part) for part in ("label", *declared)]
+            found = trace(
+                editor, f"units.{layer}", partial(self._grouped, declared), keys, *given,
+                *(held[name] for name in own), key=("group", self),
+            )  # fmt: skip
+            outputs |= {output_of(n): new for n, new in zip(own, found, strict=True)}
+        graph.output(tuple(outputs.values()))
+        return Entry(graph, list(outputs))
+
+    def _grouped(
+        self,
+        names: list[str],
+        keys: Tensor,
+        start: Tensor,
+        stop: Tensor,
+        first: Tensor,
+        units: Tensor,
+        origin: Tensor,
+        ranks: Tensor,
+        numbers: Tensor,
+        label: Tensor,
+        *parts: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Labels and parts as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped."""
+        start, stop, first, units = (x[:, None] for x in (start, stop, first, units))
+        groups, width = keys.shape[1], keys.shape[3]
+        slots = (start + ranks).clamp(min=0, max=keys.shape[2] - 1)  # [B,N]
+        taken = keys.gather(2, slots[:, None, :, None].expand(-1, groups, -1, width))
+        labels, found = self.group(taken.float(), ranks < stop - start, numbers < units)
+
+        def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
+            """old [B,G,S,…], whose entries at [B,1] .. end - 1 are those of new [B,G,N,…]."""
+            ahead = torch.arange(old.shape[2], device=old.device) - at  # [B,S]
+            index = ahead.clamp(min=0, max=new.shape[2] - 1)
+            here = (ahead >= 0) & (ahead < end - at)
+            shape = (*here.shape[:1], 1, -1, *[1] * (old.dim() - 3))
+            index, here = index.reshape(shape), here.reshape(shape)
+            return torch.where(here, new.gather(2, index.expand(old.shape)), old)
+
+        new = [written(label, labels + first[:, None], start, stop)]
+        new += [
+            written(old, found[n], first, first + units) for n, old in zip(names, parts, strict=True)
+        ]
+        return tuple(new)
+
+
+def _moved(origin: Tensor, stop: Tensor, now: Tensor) -> Tensor:
+    """The origin of rows that the call is about, those with a `stop` of 0 or more."""
+    return torch.where(stop >= 0, now, origin)
+
+
+def _between(keys: fx.Node) -> list[fx.Node]:
+    """The nodes from the caches, as they are after a call, to what attention reads of them: a codec's, in order."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        if node in found:
+            return
+        if node.target is kv_append.default:
+            source = operand_of(node, "buffer")
+            assert isinstance(source, fx.Node)
+            found.setdefault(source)
+        else:
+            for parent in node.all_input_nodes:
+                visit(parent)
+        found[node] = None
+
+    visit(keys)
+    return list(found)
+
+
+def _copied(graph: fx.Graph, nodes: list[fx.Node], held: dict[str, fx.Node]) -> fx.Node:
+    """The last of these nodes in another graph, of caches `held` there by their names."""
+    env: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.target is kv_append.default:
+            source = operand_of(node, "buffer")
+            assert isinstance(source, fx.Node)
+            env[node] = env[source]
+        elif node.op == "placeholder":
+            env[node] = held[str(node.target)]
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    return env[nodes[-1]]
+
+
+def spread(keys: Tensor, real: Tensor, units: Tensor) -> Tensor:
+    """Where k-means starts: keys [B,G,U,D] at equal distances among those that are real."""
+    tokens, count = real.sum(1, keepdim=True), units.sum(1, keepdim=True).clamp(min=1)
+    numbers = torch.arange(units.shape[1], device=keys.device)
+    index = (numbers * tokens).div(count, rounding_mode="floor")
+    index = torch.minimum(index, tokens - 1).clamp(min=0)[:, None, :, None]
+    return keys.gather(2, index.expand(-1, keys.shape[1], -1, keys.shape[3]))
+
+
+def k_means(
+    keys: Tensor, real: Tensor, units: Tensor, rounds: int
+) -> tuple[Tensor, Tensor]:
+    """Labels [B,G,N] of keys [B,G,N,D] by the cosine with the means of units, and these [B,G,U,D]: members are not
+    normalised, and an empty unit keeps its mean.
+    """
+    clean = torch.nan_to_num(keys, posinf=0.0, neginf=0.0)
+    near = _normal(clean)
+    means = spread(clean, real, units)
+    for _ in range(rounds):
+        means = _means(clean, real, _nearest(near, means, units), means)
+    labels = _nearest(near, means, units)
+    return labels, means
+
+
+def _normal(x: Tensor) -> Tensor:
+    return x / x.square().sum(-1, keepdim=True).sqrt().clamp(min=1e-12)
+
+
+def _nearest(near: Tensor, means: Tensor, units: Tensor) -> Tensor:
+    like = near @ _normal(means).transpose(-1, -2)  # [B,G,N,U]
+    return like.masked_fill(~units[:, None, None], -2.0).argmax(3)
+
+
+def _means(keys: Tensor, real: Tensor, labels: Tensor, before: Tensor) -> Tensor:
+    """Means [B,G,U,D] of the real keys [B,G,N,D] with each label; `before` where there are none."""
+    there = real[:, None, :, None].to(keys.dtype)
+    ones = there.expand(-1, keys.shape[1], -1, -1)
+    index = labels[..., None]
+    total = torch.zeros_like(before).scatter_add(2, index.expand(keys.shape), keys * there)
+    count = torch.zeros_like(before[..., :1]).scatter_add(2, index, ones)
+    return torch.where(count > 0, total / count.clamp(min=1), before)

@@ -1,0 +1,155 @@
+"""What a session does about a recipe whose attention reads units: which tokens are grouped, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from accel.ir.entries.group import GROUP
+from accel.ir.sizes import FEW
+from accel.ir.units import Units
+from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import (
+    Capabilities,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """One that ended at `end`, when tokens before `grouped` were in units and segments were counted from `origin`."""
+
+    end: int
+    grouped: int
+    origin: int
+
+
+class UnitGroups(SessionObserver):
+    """Which tokens of each row lie in units.
+
+    Those of a prompt do when it ends: its end is the row's `origin`. Then segments of `plan.every` tokens follow. A
+    segment is grouped after a call of up to FEW tokens that makes it whole, or before the next; only such calls read
+    units. What a rewind
+    takes tokens of is grouped again when it is whole again; the step knows by the origin which tokens are in units.
+    """
+
+    def __init__(self, plan: Units, batch: int):
+        self.plan = plan
+        self._lengths: Ints = np.zeros(batch, np.int64)
+        self._grouped: Ints = np.full(batch, plan.sinks, np.int64)
+        self._origin: Ints = np.full(batch, plan.sinks, np.int64)
+        self._known = self._origin  # what the state says of it
+        self._few = False  # whether the last call reads units
+        self._prompts: tuple[tuple[_Prompt, ...], ...] = ((),) * batch
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the recipe selects units."""
+        plan = model.facts.units
+        return ObserverFactory(lambda n: cls(plan, n)) if plan is not None else None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Calls of more tokens read everything."""
+        return Capabilities(width=FEW, trees=False)
+
+    def before(self, backend: BackendSession, width: int) -> bool:
+        """Group what is due, where the call reads units."""
+        self._few = width <= FEW
+        if self._few:
+            self._segments(backend)
+            if (self._known != self._origin).any():
+                self._group(backend, np.where(self._known != self._origin, 0, -1), self._origin)
+        return False
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See SessionObserver."""
+        self._lengths = np.maximum(self._lengths, positions.max(axis=1) + 1)
+
+    def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
+        """A prompt's tokens are grouped when it ends; of a short one that follows others, as generated ones are."""
+        if moment == "call" and self._few:
+            self._segments(backend)
+        if moment == "prompt":
+            new = lengths - self._grouped
+            first = self._grouped == self.plan.sinks
+            due = np.where(first, new > 0, new >= self.plan.every)
+            if due.any():
+                self._prompts = tuple(
+                    (*held, _Prompt(int(n), int(g), int(o))) if d else held
+                    for held, d, n, g, o in zip(
+                        self._prompts, due, lengths, self._grouped, self._origin, strict=True
+                    )
+                )
+                origin = np.where(due, lengths, self._origin)
+                self._group(backend, np.where(due, lengths, -1), origin)
+        return None
+
+    def undo(self, backend: BackendSession, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        self._back(lengths)
+        return False
+
+    def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
+        """See SessionObserver."""
+        self._back(wanted)
+        return False
+
+    def select(self, rows: Ints) -> None:
+        """See SessionObserver."""
+        self._lengths, self._grouped = self._lengths[rows], self._grouped[rows]
+        self._origin, self._known = self._origin[rows], self._known[rows]
+        self._prompts = tuple(self._prompts[row] for row in rows)
+
+    def copy(self) -> Self:
+        """Of its own: what it holds is replaced, never written."""
+        other = type(self)(self.plan, len(self._lengths))
+        other._lengths, other._grouped = self._lengths, self._grouped
+        other._origin, other._known, other._prompts = self._origin, self._known, self._prompts
+        other._few = self._few
+        return other
+
+    def _segments(self, backend: BackendSession) -> None:
+        """Group the segments that are whole."""
+        every = self.plan.every
+        while (due := self._lengths - self._grouped >= every).any():
+            self._group(backend, np.where(due, self._grouped + every, -1), self._origin)
+
+    def _back(self, lengths: Ints) -> None:
+        """Rows hold no more than `lengths` tokens; what was grouped with a token that is gone is in no unit."""
+        grouped, origin, prompts = self._grouped.copy(), self._origin.copy(), list(self._prompts)
+        for row, length in enumerate(lengths):
+            while prompts[row] and prompts[row][-1].end > length:
+                last = prompts[row][-1]
+                prompts[row] = prompts[row][:-1]
+                grouped[row], origin[row] = min(grouped[row], last.grouped), last.origin
+            segments = max(0, int(length - origin[row])) // self.plan.every
+            grouped[row] = min(grouped[row], origin[row] + segments * self.plan.every)
+        self._lengths = np.minimum(self._lengths, lengths)
+        self._grouped, self._origin, self._prompts = grouped, origin, tuple(prompts)
+
+    def _group(self, backend: BackendSession, stop: Ints, origin: Ints) -> None:
+        """Group the tokens of rows up to `stop` [B] (-1: none of the row)."""
+        start = np.where(stop < 0, 0, self._grouped)
+        first, end = (-(-(x - self.plan.sinks) // self.plan.size) for x in (start, stop))
+        tokens, units = np.maximum(stop - start, 0), np.maximum(end - first, 0)
+        backend.part(
+            GROUP.name,
+            {
+                "start": start,
+                "stop": stop,
+                "first": np.maximum(first, 0),
+                "units": units,
+                "origin": origin,
+                "ranks": np.arange(max(1, int(tokens.max()))),
+                "numbers": np.arange(max(1, int(units.max()))),
+            },
+        )
+        self._grouped = np.maximum(self._grouped, stop)
+        self._known = np.where(stop >= 0, origin, self._known)
+        self._origin = origin

@@ -1,0 +1,259 @@
+"""Laws of kv.select methods that choose units: every token is in one, what is read is what the brute-force form reads,
+and a choice depends on what came before it alone.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from accel.ir.entries.group import GROUP
+from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.units import best_tokens
+from accel.ir.program import DTYPES
+from accel.ir.sizes import FEW
+from accel.passes.kv.select._units import Units
+from accel.runtime.session.observers.units import UnitGroups
+
+from ..select_case import AXIS, Selecting, built, close, singles
+from .test_kv_select import law_rewind, law_rows, law_singles, lists
+
+NAMES = [name for name in AXIS.names() if issubclass(AXIS.method(name), Units)]
+each = pytest.mark.parametrize("name", NAMES)
+B, G, N, D = 2, 2, 23, 6
+
+
+@pytest.fixture(scope="module")
+def made(stateful):
+    kept = {}
+
+    def get(name=None, **options):
+        key = (name, *options.items())
+        if key not in kept:
+            kept[key] = Selecting(stateful("llama"), built(name, **options) if name else None)
+        return kept[key]
+
+    return get
+
+
+def groups(method, seed=0, counts=(N, 9), units=(6, 3)):
+    x = torch.randn(B, G, N, D, generator=torch.Generator().manual_seed(seed))
+    real = torch.arange(N) < torch.tensor(counts)[:, None]
+    return x, real, torch.arange(6) < torch.tensor(units)[:, None]
+
+
+def law_partition(method, seed):
+    """Each real token is in one of its row's units; what a row and head makes of its keys, it makes alone."""
+    x, real, units = groups(method, seed)
+    labels, parts = method.group(x, real, units)
+    assert list(parts) == list(method.parts(D))
+    for name, (dtype, tail) in method.parts(D).items():
+        assert parts[name].dtype == DTYPES[dtype] and parts[name].shape == (B, G, 6, *tail)
+    for row, count in enumerate(real.sum(1).tolist()):
+        few = int(units[row].sum())
+        assert ((labels[row, :, :count] >= 0) & (labels[row, :, :count] < few)).all()
+        cut = units[[row]][:, :few]
+        alone, its = method.group(x[[row], :, :count], real[[row], :count], cut)
+        assert torch.equal(alone[0], labels[row, :, :count])
+        for name in parts:
+            torch.testing.assert_close(its[name][0], parts[name][row, :, :few])
+        one, _ = method.group(x[[row], 1:, :count], real[[row], :count], cut)
+        assert torch.equal(one[0], labels[row, 1:, :count])
+
+
+@each
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_token_is_in_one_unit(name, seed):
+    law_partition(built(name), seed)
+
+
+@each
+def test_padding_that_counts_is_caught(name):
+    class Broken(type(built(name))):
+        def group(self, keys, real, units):
+            return super().group(keys, torch.ones_like(real), units)
+
+    with pytest.raises(AssertionError):
+        law_partition(Broken(**AXIS.small(name)), 0)
+
+
+def brute(worth, label, seen, count):
+    """Unit by unit, in the order of worth, slot by slot."""
+    found = []
+    for unit in sorted(range(len(worth)), key=lambda u: (-worth[u], u)):
+        found += [s for s in range(len(label)) if label[s] == unit and seen[s]]
+    return (found + [-1] * count)[:count]
+
+
+@pytest.mark.parametrize("count", [1, 7, 40])
+def test_tokens_are_listed_unit_by_unit_and_the_last_is_cut(count):
+    g = torch.Generator().manual_seed(count)
+    worth = torch.randint(-3, 3, (B, G, 3, 5), generator=g).float()
+    label = torch.randint(0, 5, (B, G, 17), generator=g)
+    seen = torch.rand(B, 1, 3, 17, generator=g) < 0.7
+    found = best_tokens(worth, label, seen, count)
+    assert found.shape == (B, G, 3, count)
+    for b, h, t in np.ndindex(B, G, 3):
+        want = brute(worth[b, h, t].tolist(), label[b, h].tolist(), seen[b, 0, t].tolist(), count)
+        assert found[b, h, t].tolist() == want
+    worth[..., 2] = math.nan
+    first = best_tokens(worth, label, torch.ones_like(seen), 1)[..., 0]
+    assert (label[:, :, None].expand(-1, -1, 3, -1).gather(3, first[..., None]) == 2).all()
+
+
+def law_lists(case, tokens):
+    """A token reads the sinks, itself and all in no unit yet, and as many more as it may; each once."""
+    plan = case.method.plan
+    with case.session(2) as session:
+        session.prompt(tokens[:, :39], np.array([39, 14]))
+        singles(session, tokens[:, 39:56])
+        for found in lists(case, session):
+            for row, length in enumerate(session.lengths.tolist()):
+                origin = (39, 14)[row]
+                whole = max(0, length - (FEW - 1) - origin) // plan.every
+                end = origin + whole * plan.every
+                for head in found[row, :, 0].tolist():
+                    read = [s for s in head if s >= 0]
+                    assert len(set(read)) == len(read)
+                    assert {*range(plan.sinks), *range(end, length + 1)} <= set(read)
+                    assert all(0 <= s <= length for s in read)
+                    chosen = len([s for s in read if plan.sinks <= s < end])
+                    assert chosen == min(case.method.tokens_read - plan.sinks, end - plan.sinks)
+
+
+def law_labels(case, tokens):
+    """Slots of one unit are next to none of another's: units of a prompt and of each segment are numbered apart."""
+    plan = case.method.plan
+    with case.session(2) as session:
+        session.prompt(tokens[:, :39], np.array([39, 14]))
+        singles(session, tokens[:, 39:56])
+        state = session._core.backend._state
+        for layer in range(2):
+            label = state[f"units.{layer}.label"]
+            for row, origin in enumerate((39, 14)):
+                ends = [origin, *range(origin + plan.every, session.lengths[row] + 1, plan.every)]
+                seen = set()
+                for start, stop in zip([plan.sinks, *ends], ends, strict=False):
+                    new = set(label[row, :, start:stop].flatten().tolist())
+                    assert not seen & new and max(new) < state[f"units.{layer}.mean"].shape[2]
+                    seen |= new
+
+
+def law_rewind_prompts(case, tokens):
+    """What was forgotten leaves no trace, of whole prompts, and of generated tokens behind them."""
+    other = case.tokens(*tokens.shape, seed=9)
+    for length in (21, 27, 33):
+        with case.session(2) as straight, case.session(2) as bent:
+            for session in (straight, bent):
+                session.prompt(tokens[:, :20])
+                singles(session, tokens[:, 20:length])
+            bent.run(other[:, length:41])
+            bent.prompt(other[:, 41:53])
+            singles(bent, other[:, 53:56])
+            bent.rewind(length)
+            assert np.array_equal(
+                singles(straight, tokens[:, length:]), singles(bent, tokens[:, length:])
+            )
+            for session in (straight, bent):
+                session.rewind(0)
+                session.prompt(tokens[:, :30])
+            assert np.array_equal(*(singles(s, tokens[:, 30:]) for s in (straight, bent)))
+
+
+def law_forks(case, tokens):
+    """Rows that were selected, and forks, go on as they would have alone."""
+    with case.session(2) as session:
+        session.prompt(tokens[:, :30], np.array([30, 18]))
+        singles(session, tokens[:, 30:40])
+        with session.fork() as other:
+            want = singles(other, tokens[:, 40:])
+        session.select([1, 1])
+        singles(session, tokens[:, 40:42])
+        session.select([0])
+        with case.session(1) as alone:
+            alone.prompt(tokens[[1], :18])
+            singles(alone, tokens[[1], 30:40])
+            alone.run(tokens[[0], 40:41])
+            alone.run(tokens[[0], 41:42])
+            close(singles(session, tokens[[1], 42:]), singles(alone, tokens[[1], 42:]))
+    assert np.isfinite(want).all()
+
+
+LAWS = [law_lists, law_labels, law_singles, law_rewind, law_rewind_prompts, law_rows, law_forks]
+
+
+@each
+@pytest.mark.parametrize("law", LAWS)
+def test_law(made, law, name):
+    case = made(name)
+    law(case, case.tokens(2, 72 if law is law_rewind_prompts else 64))
+
+
+@each
+def test_what_is_read_matters(made, name):
+    """Or the laws above would say nothing."""
+    small, whole = made(name), made()
+    tokens = whole.tokens(1, 70)
+    with small.session() as a, whole.session() as b:
+        first = [s.prompt(tokens[:, : FEW + 8]) for s in (a, b)]
+        assert np.array_equal(*first), "a long call reads everything"
+        assert (
+            np.abs(singles(a, tokens[:, FEW + 8 :]) - singles(b, tokens[:, FEW + 8 :])).max() > 1e-2
+        )
+
+
+@each
+@pytest.mark.parametrize("read", [64, 1 << 20])
+def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
+    case, whole = made(name, tokens_read=read), made()
+    tokens = whole.tokens(1, 62)
+    with case.session() as a, whole.session() as b:
+        close(a.prompt(tokens[:, :20]), b.prompt(tokens[:, :20]))
+        close(singles(a, tokens[:, 20:]), singles(b, tokens[:, 20:]))
+
+
+def broken(monkeypatch, **changed):
+    for name, function in changed.items():
+        monkeypatch.setattr(UnitGroups, name, function)
+
+
+@each
+def test_a_rewind_that_keeps_what_was_grouped_is_caught(made, name, monkeypatch):
+    case = made(name)
+    broken(monkeypatch, rewind=lambda self, backend, wanted, lengths: False)
+    with pytest.raises(AssertionError):
+        law_rewind_prompts(case, case.tokens(2, 72))
+
+
+@each
+def test_segments_that_are_read_at_once_are_caught(stateful, name):
+    """By units, as soon as they are grouped: a call of several tokens cannot do so."""
+    case = Selecting(stateful("llama"), built(name))
+    for node in case.program.nodes(attention.default, entry=case.program.step):
+        graph = operands_of(node).pages.args[0].target.graph
+        for at in graph.nodes:
+            if at.target is torch.ops.aten.sub.Tensor and at.args[1] == FEW - 1:
+                at.args = (at.args[0], 0)
+    with pytest.raises(AssertionError):
+        law_singles(case, case.tokens(2, 64))
+
+
+@each
+def test_rows_grouped_as_one_are_caught(made, name, monkeypatch):
+    case = made(name)
+    group = UnitGroups._group
+
+    def together(self, backend, stop, origin):
+        group(self, backend, np.full_like(stop, stop.max()), origin)
+
+    broken(monkeypatch, _group=together)
+    with pytest.raises(AssertionError):
+        law_labels(case, case.tokens(2, 64))
+
+
+@each
+def test_the_entry_groups_what_it_is_told(made, name):
+    entry = made(name).program.entries[GROUP.name]
+    assert {"start", "stop", "first", "units", "origin", "ranks", "numbers"} <= set(entry.inputs)
+    assert not any(n.endswith(".v") for n in entry.inputs)
