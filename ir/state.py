@@ -58,7 +58,12 @@ _WRITERS = {
     CacheRegion.CROSS: Writer.ENCODE,
     CacheRegion.RECENT: Writer.STEP,
 }
-_PLAIN = (Part.MASS, Part.PAGES, Part.UNITS, Part.RECURRENT)  # their role is the part, whatever the region
+_PLAIN = (
+    Part.MASS,
+    Part.PAGES,
+    Part.UNITS,
+    Part.RECURRENT,
+)  # their role is the part, whatever the region
 
 
 def output_of(name: str) -> str:

@@ -21,12 +21,14 @@ def _best_tokens(worth: Tensor, label: Tensor, seen: Tensor, count: int) -> Tens
     key = rank.gather(3, label) * slots + torch.arange(slots, device=worth.device)
     key = key.masked_fill(~seen, units * slots)
     best, listed = key.topk(min(count, slots), dim=3, largest=False)
-    return F.pad(listed.masked_fill(best == units * slots, -1), (0, max(0, count - slots)), value=-1)
+    return F.pad(
+        listed.masked_fill(best == units * slots, -1), (0, max(0, count - slots)), value=-1
+    )
 
 
 # worth [B,G,T,M] of units, the unit that each slot's token is in label [B,G,C], the slots that each token may choose
-# seen bool [B,1 or G,T,C] -> the slots of the best units [B,G,T,count]: unit after unit, the earlier one of equals, each
-# in the order of its slots, the last one cut; -1 where there are fewer. NaN is worth most.
+# seen bool [B,1 or G,T,C] -> the slots of the best units [B,G,T,count]: unit after unit, the earlier one of equals,
+# each in the order of its slots, the last one cut; -1 where there are fewer. NaN is worth most.
 best_tokens = Op(
     "best_tokens",
     "(Tensor worth, Tensor label, Tensor seen, int count) -> Tensor",

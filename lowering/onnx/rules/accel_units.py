@@ -25,9 +25,7 @@ def best_tokens(b: Builder, worth: str, label: str, seen: str, count: int) -> An
     rank = b.node("ScatterElements", order, order, numbers, axis=3)
     label = b.node("Min", b.node("Max", label, zero), b.node("Sub", number, one))
     label = b.node("Unsqueeze", label, b.ints(2))
-    label = b.node(
-        "Expand", label, b.concat_ints([1, 1, b.size(worth, 2), 1])
-    )  # [B,G,T,C]
+    label = b.node("Expand", label, b.concat_ints([1, 1, b.size(worth, 2), 1]))  # [B,G,T,C]
     rank = b.node("GatherElements", rank, label, axis=3)
     key = b.node("Add", b.node("Mul", rank, slots), b.node("Range", zero, slots, one))
     far = b.node("Mul", number, slots)

@@ -1,13 +1,12 @@
-"""Selection by units: groups of tokens with a representative each. The entry `group` makes them, of keys in the cache."""
+"""Selection by units: groups of tokens with a representative each, which the entry `group` makes of cached keys."""
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-
-import operator
 
 import torch
 from torch import Tensor, fx
@@ -29,7 +28,9 @@ from accel.passes import Report
 from accel.passes.kv.select import Base, Sizes, _graph, _nothing
 from accel.passes.state.recurrent import buffer
 
-ORIGIN = name_of(Part.UNITS, detail="origin")  # [B]: segments of generated tokens are counted from there
+ORIGIN = name_of(
+    Part.UNITS, detail="origin"
+)  # [B]: segments of generated tokens are counted from there
 _UNITS, _TOKENS, _NEW = 29, 53, 19  # example sizes while shapes are worked out
 
 
@@ -224,7 +225,11 @@ class Units(Base):
         for node in sites:
             stored[node] = _between(operands_of(node).k)
             caches = [str(n.target) for n in stored[node] if n.op == "placeholder"]
-            own = [s.name for s in program.state if s.part is Part.UNITS and s.layer == node.meta["layer"]]
+            own = [
+                s.name
+                for s in program.state
+                if s.part is Part.UNITS and s.layer == node.meta["layer"]
+            ]
             for name in (*caches, *own):
                 if name not in held:
                     held[name] = holder(name, step.input(name).meta["val"])
@@ -276,7 +281,8 @@ class Units(Base):
 
         new = [written(label, labels + first[:, None], start, stop)]
         new += [
-            written(old, found[n], first, first + units) for n, old in zip(names, parts, strict=True)
+            written(old, found[n], first, first + units)
+            for n, old in zip(names, parts, strict=True)
         ]
         return tuple(new)
 
@@ -330,11 +336,9 @@ def spread(keys: Tensor, real: Tensor, units: Tensor) -> Tensor:
     return keys.gather(2, index.expand(-1, keys.shape[1], -1, keys.shape[3]))
 
 
-def k_means(
-    keys: Tensor, real: Tensor, units: Tensor, rounds: int
-) -> tuple[Tensor, Tensor]:
+def k_means(keys: Tensor, real: Tensor, units: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
     """Labels [B,G,N] of keys [B,G,N,D] by the cosine with the means of units, and these [B,G,U,D]: members are not
-    normalised, and an empty unit keeps its mean.
+    normalised, and an empty unit keeps its mean. A mean of what is no number is none.
     """
     clean = torch.nan_to_num(keys, posinf=0.0, neginf=0.0)
     near = _normal(clean)
@@ -342,7 +346,7 @@ def k_means(
     for _ in range(rounds):
         means = _means(clean, real, _nearest(near, means, units), means)
     labels = _nearest(near, means, units)
-    return labels, means
+    return labels, torch.where(_means(keys, real, labels, means).isnan(), torch.nan, means)
 
 
 def _normal(x: Tensor) -> Tensor:
@@ -359,6 +363,8 @@ def _means(keys: Tensor, real: Tensor, labels: Tensor, before: Tensor) -> Tensor
     there = real[:, None, :, None].to(keys.dtype)
     ones = there.expand(-1, keys.shape[1], -1, -1)
     index = labels[..., None]
-    total = torch.zeros_like(before).scatter_add(2, index.expand(keys.shape), keys * there)
+    total = torch.zeros_like(before).scatter_add(
+        2, index.expand(keys.shape), keys.masked_fill(there == 0, 0.0)
+    )
     count = torch.zeros_like(before[..., :1]).scatter_add(2, index, ones)
     return torch.where(count > 0, total / count.clamp(min=1), before)
