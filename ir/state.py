@@ -20,6 +20,7 @@ class Part(StrEnum):
     NOTE = "note"  # what a score notes of a token
     PAGES = "pages"  # what is known of a page of slots
     UNITS = "units"  # which unit a slot's token is in, and what is known of units
+    CHOICE = "choice"  # of the newest tokens, for the choices of later ones
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
 
@@ -58,12 +59,8 @@ _WRITERS = {
     CacheRegion.CROSS: Writer.ENCODE,
     CacheRegion.RECENT: Writer.STEP,
 }
-_PLAIN = (
-    Part.MASS,
-    Part.PAGES,
-    Part.UNITS,
-    Part.RECURRENT,
-)  # their role is the part, whatever the region
+_DETAILED = (Part.PAGES, Part.UNITS, Part.CHOICE, Part.RECURRENT)  # whose names end with the detail
+_PLAIN = (Part.MASS, *_DETAILED)  # their role is the part, whatever the region
 
 
 def output_of(name: str) -> str:
@@ -90,7 +87,7 @@ def name_of(
     """The name of a state value, by which graphs and manifests know it."""
     if part is Part.TABLE:
         return part.value
-    if part in (Part.PAGES, Part.UNITS, Part.RECURRENT):
+    if part in _DETAILED:
         words: tuple[object, ...] = (part, layer, detail)
     elif part in (Part.MASS, Part.NOTE):
         words = part, layer, detail, "kept" if region is CacheRegion.KEPT else "recent"
@@ -138,7 +135,7 @@ class StateValue:
             *inner, last = name.split(".")[2:] or [""]
             region = CacheRegion.KEPT if last == "kept" else region
             detail = ".".join(inner)
-        if not detail and part in (Part.PAGES, Part.UNITS, Part.RECURRENT, Part.POSITIONS):
+        if not detail and part in (*_DETAILED, Part.POSITIONS):
             detail = name[len(name_of(part, layer, region)) :].removeprefix(".")
         value = cls(part, layer, dtype, shape, fill, region, detail)
         if (value.name, value.role) != (name, role):

@@ -80,9 +80,9 @@ def test_consecutive_clusters_are_pages_by_their_mean_key():
     parts = paged.summary(keys.unflatten(2, (-1, page)))
     label = (torch.arange(64) // page).expand(1, 2, -1)
     origin = torch.tensor([40])
-    listed = cluster._choose(
-        ["mean"], Mask("causal"), queries, at, where, at[0], origin, label, parts["mean"]
-    )
+    x = {"queries": queries, "positions": at, "k_pos": where, "slots": at[0]}
+    x |= {"origin": origin, "label": label, **parts}
+    listed, _ = cluster.choose(x, Mask("causal"), {}, at[0] < 0)
     chosen = listed[0, :, 0, -page * count :]
     worth = (queries[0, 0].view(2, 2, 6) @ parts["mean"][0].transpose(-1, -2)).mean(1)[:, :10]
     for head in range(2):

@@ -63,10 +63,10 @@ def _check(state: State, written: dict[str, fx.Node]) -> None:
             "kv.reuse shares token blocks between sessions, which do not support draft trees yet; "
             "leave kv.reuse out, or draft a chain"
         )
-    if state.part in (Part.PAGES, Part.UNITS):
+    if state.part in (Part.PAGES, Part.UNITS, Part.CHOICE):
         raise PassError(
-            "kv.select keeps bounds of pages, or units, which rejected tokens of a tree would change; leave kv.select "
-            "out, or draft a chain"
+            "kv.select keeps bounds of pages, units or choices, which rejected tokens of a tree would change; leave "
+            "kv.select out, or draft a chain"
         )
     if not (state.cross or state.kept or (new is not None and new.target is kv_append.default)):
         raise PassError(

@@ -132,7 +132,9 @@ class Backend(Protocol):
 
 def alike(state: Iterable[Any]) -> int | None:
     """Most tokens of a call that read what they would read alone, by the layout of the state; None: any."""
-    return FEW if any(value.part in (Part.PAGES, Part.UNITS) for value in state) else None
+    return (
+        FEW if any(value.part in (Part.PAGES, Part.UNITS, Part.CHOICE) for value in state) else None
+    )
 
 
 def call_inputs(

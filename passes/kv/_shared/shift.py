@@ -65,12 +65,12 @@ class Shift(Pass):
             cos, sin = operand_of(node, "cos"), operand_of(node, "sin")
             interleaved = operand_of(node, "interleaved")
             if (cos, sin) not in places:
-                tables = _tables(program, layer, cos, sin)
+                made = tables(program, layer, cos, sin)
                 both = [
                     editor.param(f"shift.{len(places)}.{n}", t)
-                    for n, t in zip("cs", tables, strict=True)
+                    for n, t in zip("cs", made, strict=True)
                 ]
-                zero = tables[0].shape[0] // 2
+                zero = made[0].shape[0] // 2
                 places[cos, sin] = (editor.call(torch.ops.aten.add.Tensor, delta, zero), *both)
             at, *both = places[cos, sin]
             turned = editor.call(rope.default, keys[layer], at, *both, interleaved)
@@ -104,7 +104,7 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
     return found
 
 
-def _tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
+def tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
     """cos and sin [2M-1,R/2] of positions -(M-1) .. M-1, without a common factor."""
     try:
         c, s = (t.double() for t in evaluate([cos, sin], program.params, {}))
@@ -124,5 +124,5 @@ def _tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, T
             "because rope is scaled by length, so keys cannot be moved; leave kv.reuse = pie out for this model"
         )
     back = torch.arange(c.shape[0] - 1, 0, -1)
-    tables = torch.cat((c[back], c)), torch.cat((-s[back], s))
-    return tables[0].float().contiguous(), tables[1].float().contiguous()
+    both = torch.cat((c[back], c)), torch.cat((-s[back], s))
+    return both[0].float().contiguous(), both[1].float().contiguous()

@@ -233,7 +233,7 @@ class Base(Pass, Method, ABC):
 def _graph(
     program: Program,
     layer: int,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     given: tuple[fx.Node, ...],
     key: Any,
 ) -> fx.Graph:
@@ -244,7 +244,8 @@ def _graph(
         holders.append(graph.placeholder(str(node.target) if node.op == "placeholder" else f"x{i}"))
         holders[-1].meta["val"] = node.meta["val"]
     editor = Editor(program, graph)
-    graph.output((trace(editor, f"pages.{layer}", function, *holders[1:], key=key),))
+    found = trace(editor, f"pages.{layer}", function, *holders[1:], key=key)
+    graph.output(found if isinstance(found, tuple) else (found,))
     remove_dead(graph)  # what a vote did not ask for
     return graph
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,14 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.units import best_tokens
 from accel.ir.program import Editor, Program, State
-from accel.ir.region import Conditional, Entry, sizes
+from accel.ir.region import Entry, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
 from accel.passes import Report
-from accel.passes.kv.select import Base, Sizes, _graph, _nothing
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._tokens import Tokens
 from accel.passes.state.recurrent import buffer
 
 ORIGIN = name_of(
@@ -35,7 +36,7 @@ _UNITS, _TOKENS, _NEW = 29, 53, 19  # example sizes while shapes are worked out
 
 
 @dataclass(frozen=True)
-class Units(Base):
+class Units(Tokens):
     """Sparse attention over tokens, chosen unit by unit. A method says how keys become units (`group`), and what a
     unit is worth to queries (`score`).
 
@@ -55,9 +56,8 @@ class Units(Base):
     size: int = 80
     every: int = 320
     sinks: int = 16
-    page: int = field(default=1, init=False)  # lists are of tokens
 
-    relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+    relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,71 +117,51 @@ class Units(Base):
             program.entries[GROUP.name] = self._entry(program)
         return report
 
-    def _select(
-        self,
-        program: Program,
-        node: fx.Node,
-        chooses: fx.Node,
-        letters: dict[str, Any],
-        outputs: dict[str, fx.Node],
-    ) -> None:
-        """Let one attention read the tokens of the best units."""
-        editor, x = Editor(program, program.step.graph), operands_of(node)
-        layer, groups, width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.k)[3])
+    def reads(
+        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
+    ) -> dict[str, fx.Node]:
+        """The origin, a layer's labels and parts."""
+        keys = operands_of(node).k
+        layer, groups, width = node.meta["layer"], int(sizes(keys)[1]), int(sizes(keys)[3])
         units = f"C/{self.size}"
         if ORIGIN not in program.step.inputs:
-            letters["C"] = x.k.meta["val"].shape[2]
-            letters.setdefault(units, editor.symbol(units, _UNITS))
+            letters["C"] = keys.meta["val"].shape[2]
+            if units not in letters:
+                letters[units] = editor.symbol(units, _UNITS)
             origin = State(Part.UNITS, None, "int64", ("B",), self.sinks, detail="origin")
             buffer(program, editor, origin, letters)
         label = State(Part.UNITS, layer, "int64", ("B", groups, "C"), detail="label")
-        held = [program.step.input(ORIGIN), buffer(program, editor, label, letters)]
-        declared = self.parts(width)
-        for part, (dtype, tail) in declared.items():
+        found = {
+            "origin": program.step.input(ORIGIN),
+            "label": buffer(program, editor, label, letters),
+        }
+        for part, (dtype, tail) in self.parts(width).items():
             shape: tuple[int | str, ...] = ("B", groups, units, *tail)
             state = State(Part.UNITS, layer, dtype, shape, detail=part)
-            held.append(buffer(program, editor, state, letters))
-        with editor.graph.inserting_before(node):
-            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
-            given = (chooses, by_token, x.q_pos, x.k_pos, program.step.input("slots"), *held)
-            mask = Mask(x.mask, x.window)
-            choose = partial(self._choose, list(declared), mask)
-            region = Conditional(
-                f"choose.{layer}",
-                _graph(program, layer, choose, given, ("choose", self, mask)),
-                _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
-            )
-            call = editor.graph.call_function(region, given)
-            (out,) = region.graph.find_nodes(op="output")
-            call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
-            pages = editor.call(operator.getitem, call, 0, like=node)
-        node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
+            found[part] = buffer(program, editor, state, letters)
+        return found
 
-    def _choose(  # type: ignore[override]
-        self,
-        names: list[str],
-        mask: Mask,
-        queries: Tensor,
-        q_pos: Tensor,
-        k_pos: Tensor,
-        slots: Tensor,
-        origin: Tensor,
-        label: Tensor,
-        *parts: Tensor,
-    ) -> Tensor:
-        """Queries [B,T,H,D] at positions [B,T], positions in the slots [B,C], the call's first slots [B], the origin
-        [B], labels [B,G,C], the parts -> the slots that they read [B,G,T,K], -1 where there are fewer.
+    def search(
+        self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """See `choose`. The queries [B,T,H,D] that choose for each token, the slots [B,T] of the tokens that they are
+        of, and the memory of these tokens. By default each token's own, and none.
         """
-        (batch, tokens, heads, width), groups = queries.shape, label.shape[1]
+        return x["queries"], _own(x), {}
+
+    def choose(
+        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sinks, the newest tokens, and those of the best units that the token of the search had behind it."""
+        label, k_pos = x["label"], x["k_pos"]
+        (batch, tokens, heads, width), groups = x["queries"].shape, label.shape[1]
+        queries, at, new = self.search(x, before, known)
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
-        scores = self.score(rows, dict(zip(names, parts, strict=True)))
-        own = slots[:, None] + torch.arange(tokens, device=slots.device)  # [B,T]
-        since = origin[:, None]
-        whole = (own - (FEW - 1) - since).clamp(min=0).div(self.every, rounding_mode="floor")
-        end = (since + whole * self.every)[..., None]  # [B,T,1]: behind the last unit
-        places = torch.arange(k_pos.shape[1], device=slots.device)
-        seen = mask.visible(q_pos[..., None], k_pos[:, None])  # [B,T,C]
-        seen = (seen & (places >= self.sinks) & (places < end))[:, None]
+        scores = self.score(rows, {n: x[n] for n in self.parts(width)})
+        places = torch.arange(k_pos.shape[1], device=at.device)
+        seen = mask.visible(x["positions"][..., None], k_pos[:, None])  # [B,T,C]
+        seen = seen & (places >= self.sinks) & (places < self.grouped(at, x["origin"])[..., None])
+        seen = seen[:, None]
         shape = (batch, groups, tokens, scores.shape[3])
         index = label[:, :, None].clamp(0, scores.shape[3] - 1).expand(-1, -1, tokens, -1)
         some = scores.new_zeros(shape).scatter_add(
@@ -189,11 +169,19 @@ class Units(Base):
         )
         worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), some[:, :, None] > 0)
         chosen = best_tokens(worth, label, seen, self.tokens_read - self.sinks)
-        first = torch.arange(self.sinks, device=slots.device).expand(batch, tokens, -1)
-        tail = end + torch.arange(self.plan.tail, device=slots.device)
+        own = _own(x)
+        first = torch.arange(self.sinks, device=at.device).expand(batch, tokens, -1)
+        end = self.grouped(own, x["origin"])[..., None]
+        tail = end + torch.arange(self.plan.tail, device=at.device)
         always = torch.cat((first, tail), dim=2)
         always = torch.where(always <= own[..., None], always, -1)[:, None]
-        return torch.cat((always.expand(-1, groups, -1, -1), chosen), dim=3)
+        return torch.cat((always.expand(-1, groups, -1, -1), chosen), dim=3), new
+
+    def grouped(self, slots: Tensor, origin: Tensor) -> Tensor:
+        """The slot behind the last unit that tokens in these slots [B,T] read; rows' origin [B]."""
+        since = origin[:, None]
+        whole = (slots - (FEW - 1) - since).clamp(min=0).div(self.every, rounding_mode="floor")
+        return since + whole * self.every
 
     def _entry(self, program: Program) -> Entry:
         """`group`, over the caches of all layers that choose. Inputs, beside the state: the slots `start` to `stop`
@@ -285,6 +273,12 @@ class Units(Base):
             for n, old in zip(names, parts, strict=True)
         ]
         return tuple(new)
+
+
+def _own(x: Mapping[str, Tensor]) -> Tensor:
+    """The slots [B,T] of a call's tokens."""
+    slots = x["slots"]
+    return slots[:, None] + torch.arange(x["queries"].shape[1], device=slots.device)
 
 
 def _moved(origin: Tensor, stop: Tensor, now: Tensor) -> Tensor:

@@ -1,0 +1,186 @@
+"""Selection of single tokens, with what a choice leaves for the next: a memory of the newest tokens."""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Conditional, sizes
+from accel.ir.sizes import FEW
+from accel.ir.state import Part
+from accel.passes.kv.select import Base, Sizes, _graph
+from accel.passes.state.recurrent import buffer
+
+RING = (
+    FEW + 1
+)  # entries of a memory: a call of FEW tokens does not overwrite that of the token before it
+_PLACES = "pos"
+
+
+@dataclass(frozen=True)
+class Tokens(Base):
+    """Sparse attention over lists of tokens [B,G,T,K].
+
+    A method says what of the state its choice reads (`reads`), and chooses (`choose`). It may keep numbers of each
+    token for later ones: `memory`. These are `choice.<layer>.<name> [B,RING,…]`, of the newest tokens: an entry is of
+    the position that `choice.<layer>.pos [B,RING]` says, so the last FEW tokens can be rewound. A call that reads
+    everything (a prompt) leaves no entries. The session's observer is `runtime/session/observers/choice.py`.
+    """
+
+    page: int = field(default=1, init=False)  # lists are of tokens
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Tokens that a token reads at most."""
+
+    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+        """What is kept of a token, of its H queries of D numbers: name -> (dtype, sizes after [B,T])."""
+        return {}
+
+    @abstractmethod
+    def reads(
+        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
+    ) -> dict[str, fx.Node]:
+        """What `choose` reads beside queries and positions, of an attention."""
+
+    @abstractmethod
+    def choose(
+        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The slots that tokens read [B,G,T,K], -1: none, each once; and the memory of these tokens [B,T,…].
+
+        x: queries [B,T,H,D], positions [B,T] of the call and k_pos [B,C] in the slots, the call's first slots [B],
+        and what `reads` names. before: the memory [B,…] of the token before the call, where it is `known` (bool [B]).
+        """
+
+    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
+        return {}
+
+    def summary(self, keys: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
+        return queries.float() @ parts["mean"].transpose(-1, -2)
+
+    def _select(
+        self,
+        program: Program,
+        node: fx.Node,
+        chooses: fx.Node,
+        letters: dict[str, Any],
+        outputs: dict[str, fx.Node],
+    ) -> None:
+        """Let one attention read the tokens that it chooses."""
+        editor, x = Editor(program, program.step.graph), operands_of(node)
+        layer, groups = node.meta["layer"], int(sizes(x.k)[1])
+        heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
+        read = self.reads(program, editor, node, letters)
+        declared = self.memory(heads, width)
+        states = [
+            State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)
+            for name, (dtype, tail) in declared.items()
+        ]
+        if states:
+            states.append(State(Part.CHOICE, layer, "int64", ("B", RING), -1, detail=_PLACES))
+        held = [buffer(program, editor, state, letters) for state in states]
+        with editor.graph.inserting_before(node):
+            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
+            slots = program.step.input("slots")
+            given = (chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
+            mask = Mask(x.mask, x.window)
+            choose = partial(self._chosen, list(read), list(declared), mask)
+            key = "choose", self, mask, *read
+            region = Conditional(
+                f"choose.{layer}",
+                _graph(program, layer, choose, given, key),
+                _graph(
+                    program, layer, partial(_everything, groups, len(held)), given,
+                    ("everything", groups, len(held)),
+                ),
+            )  # fmt: skip
+            call = editor.graph.call_function(region, given)
+            (out,) = region.graph.find_nodes(op="output")
+            call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": layer}
+            pages, *after = (
+                editor.call(operator.getitem, call, i, like=node) for i in range(1 + len(held))
+            )
+        node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
+        outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
+
+    def _chosen(
+        self, names: list[str], kept: list[str], mask: Mask, *operands: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What `choose` lists, and the memory as it is after the call."""
+        own = ("queries", "positions", "k_pos", "slots", *names)
+        x = dict(zip(own, operands, strict=False))
+        held = operands[len(own) :]
+        positions = x["positions"]
+        if not kept:
+            return (self.choose(x, mask, {}, positions[:, 0] < 0)[0],)
+        *values, places = held
+        last = positions[:, :1] - 1  # [B,1]
+        at = last.clamp(min=0).remainder(RING)
+        known = (places.gather(1, at) == last)[:, 0] & (last[:, 0] >= 0)
+        before = {n: _entry(v, at)[:, 0] for n, v in zip(kept, values, strict=True)}
+        listed, new = self.choose(x, mask, before, known)
+        # entry i is of the token of the call whose position is i modulo RING, if there is one
+        token = (torch.arange(RING, device=at.device) - positions[:, :1]).remainder(
+            RING
+        )  # [B,RING]
+        index = token.clamp(max=positions.shape[1] - 1)
+        place = positions.gather(1, index)
+        here = (token < positions.shape[1]) & (place >= 0)
+        written = []
+        for name, old in zip(kept, values, strict=True):
+            there = here.reshape(*here.shape, *[1] * (old.dim() - 2))
+            written.append(torch.where(there, _entry(new[name], index), old))
+        return listed, *written, torch.where(here, place, places)
+
+
+def _entry(values: Tensor, at: Tensor) -> Tensor:
+    """values [B,N,…] at [B,M] -> [B,M,…]."""
+    index = at.reshape(*at.shape, *[1] * (values.dim() - 2))
+    return values.gather(1, index.expand(*at.shape, *values.shape[2:]))
+
+
+def _everything(groups: int, held: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Any:
+    """No list of tokens [B,G,0,1], since everything is read; and no memory of the call, or of others."""
+    none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
+    if not held:
+        return (none,)
+    *values, places = rest[len(rest) - held :]
+    return none, *(torch.zeros_like(v) for v in values), torch.full_like(places, -1)
+
+
+def searches(queries: Tensor, before: Tensor, known: Tensor, least: float) -> Tensor:
+    """Which query each token of a call chooses by [B,T]: 0, that of before the call [B,E], or i + 1, its i-th [B,T,E].
+    A token takes that of the token before it, where the cosine with its own is `least` or more; or else its own.
+
+    Token after token: a token's rule maps what the one before it took to what it takes, and rules are composed.
+    """
+    tokens = queries.shape[1]
+    both = torch.cat((before[:, None], queries), dim=1)
+    norms = both.square().sum(-1).sqrt().clamp(min=1e-12)
+    like = queries @ both.transpose(1, 2) / (norms[:, 1:, None] * norms[:, None])  # [B,T,1+T]
+    numbers = torch.arange(tokens + 1, device=queries.device)
+    may = known[:, None] | (numbers > 0)
+    rule = torch.where((like >= least) & may[:, None], numbers, numbers[1:, None])
+    ahead = 1
+    while ahead < FEW:
+        token = numbers[1:] - 1 - ahead
+        earlier = rule.index_select(1, token.clamp(min=0))
+        both_rules = rule.gather(2, earlier)
+        rule = torch.where((token >= 0)[:, None], both_rules, rule)
+        ahead *= 2
+    return rule[..., 0]

@@ -1,0 +1,147 @@
+"""TokenSelect (arXiv:2411.02886): the tokens that the heads of a layer vote for, by softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.choice import best_pages
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
+from accel.ir.ops.rope import rope
+from accel.ir.program import Editor, Program
+from accel.passes.kv._shared.shift import tables
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._tokens import Tokens, searches
+
+
+@dataclass(frozen=True)
+class Tokenselect(Tokens):
+    """Attend to the `tokens_read` tokens with the most votes, to the first `sinks` and the newest `window`: one list
+    for all heads of a layer. A head votes with its softmax over the tokens between (without 1/√D, as in the release).
+
+    Every candidate is scored as if it lay `window` tokens back: keys are turned to position 0 and queries to
+    `window`, by the step's own tables. Where these depend on the call, or two rotations are not one (rope scaled
+    by length), keys and queries are scored at their true positions. Attention reads keys at their true positions,
+    too: the release gives them those in the list, to go beyond the trained length.
+
+    reuse: a token chooses by the query of the last search, among the tokens of that time, where the cosine of its own
+    with it is `reuse` or more (all heads together); above 1, each token searches. Longer calls than FEW tokens, and
+    what a batch holds of them, read everything.
+    """
+
+    tokens_read: int = 2048
+    sinks: int = 128
+    window: int = 512
+    reuse: float = 0.9
+
+    small: ClassVar[Mapping[str, Any]] = {
+        "tokens_read": 6, "sinks": 2, "window": 4, "dense_layers": 0,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sinks < 0:
+            raise RecipeError(f"Tokenselect: sinks = {self.sinks}; give 0 or more")
+        if self.window < 1:
+            raise RecipeError(f"Tokenselect: window = {self.window}; give 1 or more")
+        if not self.reuse >= -1:
+            raise RecipeError(
+                f"Tokenselect: reuse = {self.reuse}; give a cosine, -1..1, or more for a search by each token"
+            )
+
+    @property
+    def count(self) -> int:
+        return self.sinks + self.tokens_read + self.window
+
+    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+        """The query of the last search, and the position of its token."""
+        if self.reuse > 1:
+            return {}
+        return {"query": ("float32", (heads * width,)), "at": ("int64", ())}
+
+    def reads(
+        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
+    ) -> dict[str, fx.Node]:
+        """The keys, and the tables of their rotation, continued to negative positions."""
+        keys = operands_of(node).k
+        found, new = {"keys": keys}, operand_of(keys, "new") if _plain(keys) else None
+        if isinstance(new, fx.Node) and new.target is rope.default:
+            cos, sin = operand_of(new, "cos"), operand_of(new, "sin")
+            try:
+                both = tables(program, node.meta["layer"], cos, sin)
+            except PassError:
+                return found
+            name = f"choice.{node.meta['layer']}"
+            kind = "interleaved" if operand_of(new, "interleaved") else "halves"
+            with editor.graph.inserting_before(node):
+                for n, table in zip((f"cos.{kind}", f"sin.{kind}"), both, strict=True):
+                    found[n] = editor.param(f"{name}.{n}", table)
+        return found
+
+    def choose(
+        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        keys, positions, k_pos, slots = x["keys"], x["positions"], x["k_pos"], x["slots"]
+        queries, keys = self.turned(x)
+        (batch, tokens, heads, width), groups = queries.shape, keys.shape[1]
+        at, new = positions, {}
+        if self.reuse <= 1:
+            flat = queries.flatten(2)
+            which = searches(flat, before["query"], known, self.reuse)
+            flat = torch.cat((before["query"][:, None], flat), dim=1)
+            flat = flat.gather(1, which[..., None].expand(-1, -1, flat.shape[2]))
+            at = torch.cat((before["at"][:, None], positions), dim=1).gather(1, which)
+            queries, new = flat.unflatten(2, (heads, width)), {"query": flat, "at": at}
+        own = slots[:, None] + torch.arange(tokens, device=slots.device)
+        places = torch.arange(k_pos.shape[1], device=slots.device)
+        where = k_pos[:, None]  # [B,1,C]
+        between = (where >= self.sinks) & (where <= (at - self.window)[..., None])
+        between = between & mask.visible(positions[..., None], where)
+        between = between & (places >= self.sinks) & (places <= (own - self.window)[..., None])
+        rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
+        logits = (rows.float() @ keys.float().transpose(-1, -2)).reshape(batch, heads, tokens, -1)
+        worth = self.vote(logits, between[:, None])
+        listed = best_pages(
+            worth.expand(-1, groups, -1, -1), positions, k_pos, slots, self.tokens_read + 1, 1,
+            mask.kind, mask.size,
+        )  # fmt: skip
+        first = torch.arange(self.sinks, device=slots.device).expand(batch, tokens, -1)
+        first = torch.where(first < own[..., None], first, -1)
+        near = own[..., None] - 1 - torch.arange(self.window - 1, device=slots.device)
+        near = torch.where(near >= self.sinks, near, -1)
+        always = torch.cat((first, near), dim=2)[:, None].expand(-1, groups, -1, -1)
+        return torch.cat((listed, always), dim=3), new
+
+    def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
+        """Scores of heads [B,H,T,C], what tokens may choose (bool [B,1,T,C]) -> votes [B,1,T,C], -inf elsewhere.
+        The logarithm of their sum, which does not vanish where a head is sure.
+        """
+        lowest = torch.finfo(scores.dtype).min / 2
+        shares = scores.masked_fill(~seen, lowest).log_softmax(-1)
+        return shares.logsumexp(1, keepdim=True).masked_fill(~seen, -torch.inf)
+
+    def turned(self, x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Queries [B,T,H,D] as at position `window`, keys [B,G,C,D] as at 0."""
+        queries, keys = x["queries"], x["keys"]
+        for kind in ("interleaved", "halves"):
+            if f"cos.{kind}" not in x:
+                continue
+            both, form = (x[f"cos.{kind}"], x[f"sin.{kind}"]), kind == "interleaved"
+            most = both[0].shape[0] // 2
+            at = most - x["k_pos"].clamp(min=0)
+            to = most + (self.window - x["positions"]).clamp(max=most)
+            keys = rope(keys, at, *both, form)
+            queries = rope(queries.transpose(1, 2), to, *both, form).transpose(1, 2)
+        return queries, keys
+
+
+def _plain(keys: fx.Node) -> bool:
+    """Whether keys are cached as the rotation gives them."""
+    return keys.target is kv_append.default
