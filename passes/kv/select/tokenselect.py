@@ -137,8 +137,9 @@ class Tokenselect(Tokens):
             most = both[0].shape[0] // 2
             at = most - x["k_pos"].clamp(min=0)
             to = most + (self.window - x["positions"]).clamp(max=most)
-            keys = rope(keys, at, *both, form)
-            queries = rope(queries.transpose(1, 2), to, *both, form).transpose(1, 2)
+            # not the operator: kernels of it take no more slots than tables have rows
+            keys = rope.reference(keys, at, *both, form)
+            queries = rope.reference(queries.transpose(1, 2), to, *both, form).transpose(1, 2)
         return queries, keys
 
 

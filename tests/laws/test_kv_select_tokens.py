@@ -1,5 +1,5 @@
-"""Laws of kv.select methods that choose units: every token is in one, what is read is what the brute-force form reads,
-and a choice depends on what came before it alone.
+"""Laws of kv.select methods that choose tokens: a list has each once, a choice depends on what came before it alone,
+and every token is in one unit.
 """
 
 import math
@@ -9,18 +9,24 @@ import pytest
 import torch
 
 from accel.ir.entries.group import GROUP
+from accel.ir.errors import InputError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.units import best_tokens
 from accel.ir.program import DTYPES
 from accel.ir.sizes import FEW
+from accel.passes.kv.select._tokens import Tokens, searches
 from accel.passes.kv.select._units import Units
 from accel.runtime.session.observers.units import UnitGroups
 
 from ..select_case import AXIS, Selecting, built, close, singles
-from .test_kv_select import law_rewind, law_rows, law_singles, lists
+from .test_kv_select import law_rows, law_singles, lists
 
-NAMES = [name for name in AXIS.names() if issubclass(AXIS.method(name), Units)]
-each = pytest.mark.parametrize("name", NAMES)
+TOKENS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Tokens)]
+UNITS = [name for name in TOKENS if issubclass(AXIS.method(name), Units)]
+MEMORY = [name for name in TOKENS if built(name).memory(4, 8)]
+every = pytest.mark.parametrize("name", TOKENS)
+each = pytest.mark.parametrize("name", UNITS)
+remembers = pytest.mark.parametrize("name", MEMORY)
 B, G, N, D = 2, 2, 23, 6
 
 
@@ -143,7 +149,7 @@ def law_labels(case, tokens):
 def law_rewind_prompts(case, tokens):
     """What was forgotten leaves no trace, of whole prompts, and of generated tokens behind them."""
     other = case.tokens(*tokens.shape, seed=9)
-    for length in (21, 27, 33):
+    for length in (21, 33):
         with case.session(2) as straight, case.session(2) as bent:
             for session in (straight, bent):
                 session.prompt(tokens[:, :20])
@@ -180,7 +186,88 @@ def law_forks(case, tokens):
     assert np.isfinite(want).all()
 
 
-LAWS = [law_lists, law_labels, law_singles, law_rewind, law_rewind_prompts, law_rows, law_forks]
+def law_listed_once(case, tokens):
+    """A token reads itself, and what lies before it, each once."""
+    with case.session(2) as session:
+        session.prompt(tokens[:, :39], np.array([39, 14]))
+        singles(session, tokens[:, 39:44])
+        for found in lists(case, session):
+            for row, length in enumerate(session.lengths.tolist()):
+                for head in found[row, :, 0].tolist():
+                    read = [s for s in head if s >= 0]
+                    assert len(set(read)) == len(read) <= case.method.count
+                    assert length in read and max(read) == length
+
+
+def law_back(case, tokens):
+    """What was forgotten of the last FEW tokens leaves no trace, in calls of one token and of several."""
+    other = case.tokens(*tokens.shape, seed=9)
+    for length, calls in ((24, (1, 2, 1, 3)), (22, (7, 9, 16)), (37, (FEW,))):
+        with case.session(2) as straight, case.session(2) as bent:
+            for session in (straight, bent):
+                session.prompt(tokens[:, :20])
+                session.run(tokens[:, 20:length])
+            start = length
+            for width in calls:
+                bent.run(other[:, start : start + width])
+                start += width
+            bent.rewind(length)
+            for a, b in ((length, length + 1), (length + 1, length + 7)):
+                assert np.array_equal(straight.run(tokens[:, a:b]), bent.run(tokens[:, a:b]))
+
+
+LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
+
+
+@every
+@pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
+def test_law_of_lists(made, law, name):
+    case = made(
+        name, dense_layers=1
+    )  # keys of a layer's first tokens are equal where the tokens are
+    law(case, case.tokens(2, 64))
+
+
+@remembers
+def test_rewinds_into_unknown_choices_are_refused(made, name):
+    """The end of a prompt, and what lies in it, has none."""
+    case = made(name, dense_layers=1)
+    tokens = case.tokens(1, 90)
+    with case.session() as session:
+        session.prompt(tokens[:, :40])
+        singles(session, tokens[:, 40:80])
+        able = session.capabilities
+        assert (able.back, able.width, able.trees) == (FEW, FEW, False)
+        with pytest.raises(InputError, match=r"cannot rewind row 0 to 47.*give 48\.\.80, the end"):
+            session.rewind(47)
+        for length in (48, 40, 11, 0):
+            session.rewind(length)
+
+
+def chain(queries, before, known, least):
+    """Token after token."""
+    found = []
+    for row in range(len(queries)):
+        taken, last = [], (before[row], 0) if known[row] else None
+        for i, query in enumerate(queries[row]):
+            like = -2 if last is None else torch.cosine_similarity(query, last[0], dim=0)
+            last = last if like >= least else (query, i + 1)
+            taken.append(last[1])
+        found.append(taken)
+    return found
+
+
+@pytest.mark.parametrize("least", [-1.0, 0.0, 0.3, 0.6, 2.0])
+@pytest.mark.parametrize("tokens", [1, 2, 5, FEW])
+def test_searches_are_those_of_token_after_token(tokens, least):
+    g = torch.Generator().manual_seed(tokens)
+    queries, before = torch.randn(3, tokens, 4, generator=g), torch.randn(3, 4, generator=g)
+    queries = queries.cumsum(1)
+    known = torch.tensor([True, False, True])
+    want = chain(queries, before, known, least)
+    assert searches(queries, before, known, least).tolist() == want
+    if least > 1:
+        assert want == [list(range(1, tokens + 1))] * 3
 
 
 @each
@@ -190,7 +277,7 @@ def test_law(made, law, name):
     law(case, case.tokens(2, 72 if law is law_rewind_prompts else 64))
 
 
-@each
+@every
 def test_what_is_read_matters(made, name):
     """Or the laws above would say nothing."""
     small, whole = made(name), made()
@@ -203,10 +290,9 @@ def test_what_is_read_matters(made, name):
         )
 
 
-@each
-@pytest.mark.parametrize("read", [64, 1 << 20])
-def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
-    case, whole = made(name, tokens_read=read), made()
+@every
+def test_who_reads_everything_decodes_what_the_model_does(made, name):
+    case, whole = made(name, tokens_read=64), made()
     tokens = whole.tokens(1, 62)
     with case.session() as a, whole.session() as b:
         close(a.prompt(tokens[:, :20]), b.prompt(tokens[:, :20]))
