@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Mask, operands_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
@@ -37,6 +38,8 @@ class Tokens(Base):
     """
 
     page: int = field(default=1, init=False)  # lists are of tokens
+
+    breaks = Base.breaks - {Invariant.PLAIN_KEYS}  # nothing is made of keys
 
     @property
     @abstractmethod

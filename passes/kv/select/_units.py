@@ -58,6 +58,7 @@ class Units(Tokens):
     sinks: int = 16
 
     relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+    breaks = Tokens.breaks | {Invariant.PLAIN_KEYS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
