@@ -20,6 +20,8 @@ from accel.passes.kv._shared.shift import tables
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._tokens import Tokens, searches
 
+_STEPS = 1024.0  # of a logit's unit: what is smaller is rounding
+
 
 @dataclass(frozen=True)
 class Tokenselect(Tokens):
@@ -107,6 +109,8 @@ class Tokenselect(Tokens):
         between = between & (places >= self.sinks) & (places <= (own - self.window)[..., None])
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
         logits = (rows.float() @ keys.float().transpose(-1, -2)).reshape(batch, heads, tokens, -1)
+        # keys at position 0 may be equal (of equal tokens in the first layer): then the earlier one is chosen
+        logits = (logits * _STEPS).round() / _STEPS
         worth = self.vote(logits, between[:, None])
         listed = best_pages(
             worth.expand(-1, groups, -1, -1), positions, k_pos, slots, self.tokens_read + 1, 1,
