@@ -18,6 +18,7 @@ from .test_encoder_decoder import make
 from .tree_case import with_trees
 
 SPARSE = {"use": "critiprefill", "segment": 8, "block": 4, "budget": 8, "threshold": 16, "first": 1}
+CLUSTERS = {"use": "clusterkv", "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2}
 PRUNED = {"use": "promptdistill", "tokens": 12, "layer": 0}
 BUILDS = {  # entries -> architecture, recipe
     "step, genai": ("llama", {}),
@@ -27,6 +28,7 @@ BUILDS = {  # entries -> architecture, recipe
     "filter": ("llama", {"prefill.prune": {"use": "gemfilter", "tokens": 12, "layer": 1}}),
     "prompt": ("llama", {"prefill.prune": PRUNED}),
     "sparse": ("llama", {"prefill.sparse": SPARSE}),
+    "group": ("llama", {"kv.select": {**CLUSTERS, "dense_layers": 0}}),
     "commit": ("llama", {"kv.codec": {"use": "kv-int8"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
 }
