@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.entries.genai import GENAI, past_of, present_of
-from accel.ir.ops.attention import attention
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
@@ -69,8 +69,9 @@ class Concat(Pass):
             )
         if any(s.name != POSITIONS and (s not in own or s.dtype == "int8") for s in program.state):
             return Report(refused=["onnxruntime-genai supports a dense cache only"])
-        if any(n.kwargs.get("pages") is not None for n in program.nodes(attention.default)):
-            return Report(refused=["onnxruntime-genai reads the whole cache"])
+        readers = program.nodes(attention.default, entry=program.step)
+        if any(operands_of(node).pages is not None for node in readers):
+            return Report(refused=["onnxruntime-genai has no call that chooses pages"])
         graph = fx.Graph()
         copied: dict[fx.Node, fx.Node] = {}
         _inputs(program, graph, copied, own)

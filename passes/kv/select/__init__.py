@@ -5,9 +5,9 @@ functions, a summary of a page's keys and a score of pages by queries; this pass
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,17 @@ from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import POSITIONS, Part, name_of, output_of
+from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import remove_dead
+from accel.passes.kv._shared.tables import appended, attentions
+from accel.passes.kv.inputs import call as named_call
+from accel.passes.kv.inputs import parameters
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
+from accel.passes.trained import Parts, constants
 
 Sizes = tuple[int, ...]
 LEAST = 3  # pages that are read at least
@@ -37,19 +42,35 @@ LARGEST = 128  # slots of a page: buffers are multiples of it
 _PAGES = 43  # example size while shapes are worked out
 
 
+class _Scored:
+    """A class with a `score` of whatever parameters, which is no field of a dataclass."""
+
+    score: Callable[..., Tensor]
+
+
 @dataclass(frozen=True)
-class Base(Pass, Method, ABC):
+class Base(_Scored, Pass, Method, ABC):
     """Sparse attention over pages: each token and KV head attends to its own page (the newest, maybe not
     full) and to the best earlier pages.
 
     The summary of each page, `pages.<layer>.<part> [B,G,C/page,…]`, is a function of the page's keys. It is
-    computed for
-    the pages that a call writes or fills, and used from the call that fills the page on; before, the page is
-    the own page
-    of every reader. So rewinding stays free, and a call of up to FEW tokens gives the logits of single-token
-    calls. Longer
-    calls attend to all pages, as do the first `dense_layers` layers, and all layers while the buffers have
-    no more pages than are read. Tokens kept by eviction are always read.
+    computed for the pages that a call writes or fills, and used from the call that fills the page on; before, the
+    page is the own page of every reader. So rewinding stays free, and a call of up to FEW tokens gives the logits of
+    single-token calls. Longer calls attend to all pages, as do the first `dense_layers` layers, and all layers while
+    the buffers have no more pages than are read. Tokens kept by eviction are always read.
+
+    `score` gives what each page is worth to each query [B,G,M,N]. It names its inputs:
+
+    | parameter | |
+    |---|---|
+    | `queries` [B,G,M,D] | after RoPE; the M = R T queries of a group's R heads |
+    | `parts` | name -> the parts [B,G,N,…] of all pages |
+    | `keys` [B,G,C,D] | as cached, read in place; pages of one token (`page` = 1), which need no parts |
+
+    The constants of a method that is a `Tables` (`ir/tables.py`) are further parameters of `score` and `summary`.
+
+    A layer may read the list that a layer before it chose (`chooser`), and choose for others though it reads
+    everything itself (`reads_all`).
     """
 
     tokens_read: int = 1024
@@ -84,27 +105,39 @@ class Base(Pass, Method, ABC):
         if self.dense_layers < 0:
             raise RecipeError(f"{name}: dense_layers = {self.dense_layers}; give 0 or more")
 
-    @abstractmethod
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
         """What is kept of a page of keys of D = `width` numbers: name -> (dtype, sizes after [B,G,N])."""
+        return {}
 
-    @abstractmethod
     def summary(self, keys: Tensor) -> dict[str, Tensor]:
         """keys [B,G,N,page,D] -> the parts [B,G,N,…]. A page must not depend on others."""
+        return {}
 
     def update(
-        self, held: dict[str, Tensor], keys: Tensor, q_pos: Tensor, slots: Tensor
+        self,
+        held: dict[str, Tensor],
+        keys: Tensor,
+        q_pos: Tensor,
+        slots: Tensor,
+        **table: Tensor,
     ) -> dict[str, Tensor]:
         """The parts [B,G,N,…] as they are after a call of positions [B,T] wrote its keys from slots [B] on into
         [B,G,C,D]. A method may give what it says of full pages by an operator of its own, in place.
         """
         first, count = pages_written(keys, q_pos, slots, self.page)
-        found = self.summary(kv_pages(keys, first, count, self.page))
+        new = {"keys": kv_pages(keys, first, count, self.page), **table}
+        found = named_call(self.summary, new)
         return {name: kv_append(old, found[name], first) for name, old in held.items()}
 
-    @abstractmethod
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        """queries [B,G,M,D], the parts [B,G,N,…] -> what each page is worth to them [B,G,M,N]."""
+    def chooser(self, layer: int) -> int:
+        """The layer whose list a layer reads: its own, or that of a layer before it."""
+        return layer
+
+    def reads_all(self, layer: int) -> str:
+        """Why a layer reads all pages; nothing where it reads a list."""
+        if layer < self.dense_layers:
+            return f"it is in layer {layer}, and dense_layers is {self.dense_layers}"
+        return ""
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         """Scores of a group's heads [B,G,R,T,N], pages that each token may choose (bool [B,1,1,T,N]) ->
@@ -118,39 +151,59 @@ class Base(Pass, Method, ABC):
         """Pages that a token reads, its own among them."""
         return max(LEAST, self.tokens_read // self.page)
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names of what its score goes by."""
+        return frozenset(parameters(self.score))
+
     def run(self, program: Program) -> Report:
         report = Report()
-        graph = program.step.graph
-        sites = [n for n in graph.nodes if n.target is attention.default]
+        sites = [n for n in program.step.graph.nodes if n.target is attention.default]
+        why = {node: self._dense(program, node) for node in sites}
+        free = {node.meta["layer"] for node in sites if not why[node]}
+        wanted = {self.chooser(layer) for layer in free if not self.reads_all(layer)} & free
+        keys = {layer: appended(node) for layer, node in attentions(program).items()}
+        tables = constants(self, program, keys) if wanted and isinstance(self, Tables) else {}
         outputs = program.step.output_nodes()
-        positions = program.step.input("positions")
-        letters: dict[str, Any] = {}
+        build: _Build | None = None
         for node in sites:
-            if why := self._dense(program, node):
-                report.refused.append(f"{node.name}: {why}")
+            layer = node.meta.get("layer")
+            if layer in wanted and not why[node]:
+                build = build or self._build(program, node, tables, outputs)
+                build.lists[layer] = node, self._list(build, node)
+            own = why[node] or self.reads_all(layer) or _other(build, node, self.chooser(layer))
+            if own:
+                report.refused.append(f"{node.name}: {own}")
                 continue
-            if not letters:
-                editor = Editor(program, graph)
-                letters["B"] = program.step.input("tokens").meta["val"].shape[0]
-                letters[f"C/{self.page}"] = editor.symbol(f"C/{self.page}", _PAGES)
-                with graph.inserting_before(node):
-                    where = operands_of(node).k_pos
-                    read = self.count * self.page
-                    chooses = editor.call(few_to_many.default, positions, where, FEW, read)
-            self._select(program, node, chooses, letters, outputs)
+            assert build is not None
+            pages = build.lists[self.chooser(layer)][1]
+            node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
             report.changed += 1
         program.step.set_outputs(outputs)
         return report
 
+    def _build(
+        self, program: Program, node: fx.Node, tables: Parts, outputs: dict[str, fx.Node]
+    ) -> _Build:
+        """What all lists have in common, before the first."""
+        graph = program.step.graph
+        editor = Editor(program, graph)
+        letters: dict[str, Any] = {"B": program.step.input("tokens").meta["val"].shape[0]}
+        letters[f"C/{self.page}"] = editor.symbol(f"C/{self.page}", _PAGES)
+        with graph.inserting_before(node):
+            where = operands_of(node).k_pos
+            read = self.count * self.page
+            positions = program.step.input("positions")
+            chooses = editor.call(few_to_many.default, positions, where, FEW, read)
+        return _Build(program, chooses, letters, tables, outputs)
+
     def _dense(self, program: Program, node: fx.Node) -> str:
-        """Why an attention reads everything; nothing where it may choose."""
+        """Why an attention can neither choose nor read a list; nothing where it can."""
         x = operands_of(node)
         layer = node.meta.get("layer")
         states = {s.name for s in program.state}
         if layer is None or POSITIONS not in states or not _recent(program, x):
             return "it does not read a cache that steps append to"
-        if layer < self.dense_layers:
-            return f"it is in layer {layer}, and dense_layers is {self.dense_layers}"
         if x.bias is not None:
             return "the score bound of a page does not include a position bias (ALiBi, T5)"
         if x.tree is not None:
@@ -160,15 +213,9 @@ class Base(Pass, Method, ABC):
             return f"it reads the cache of layer {shares}, whose pages belong to that layer"
         return ""
 
-    def _select(
-        self,
-        program: Program,
-        node: fx.Node,
-        chooses: fx.Node,
-        letters: dict[str, Any],
-        outputs: dict[str, fx.Node],
-    ) -> None:
-        """Keep the pages' parts up to date, and let one attention read what they say."""
+    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+        """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""
+        program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
         layer, groups, width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.k)[3])
         declared = self.parts(width)
@@ -176,52 +223,76 @@ class Base(Pass, Method, ABC):
         for part, (dtype, tail) in declared.items():
             shape: tuple[int | str, ...] = ("B", groups, f"C/{self.page}", *tail)
             state = State(Part.PAGES, layer, dtype, shape, detail=part)
-            held.append(buffer(program, editor, state, letters))
+            held.append(buffer(program, editor, state, build.letters))
         slots = program.step.input("slots")
+        table = {f"pages.{layer}.{n}": t for n, t in build.tables.get(layer, {}).items()}
+        names = [*build.tables.get(layer, {})]
         with editor.graph.inserting_before(node):
-            update, written = partial(self._update, list(declared)), (x.k, x.q_pos, slots)
-            stored = trace(
-                editor, f"pages.{layer}", update, *written, *held, like=node, key=("pages", self)
-            )
+            stored: dict[str, fx.Node] = {}
+            if declared:
+                update = partial(self._update, list(declared), names)
+                written = (
+                    x.k,
+                    x.q_pos,
+                    slots,
+                    *held,
+                    *(editor.param(*one) for one in table.items()),
+                )
+                stored = trace(
+                    editor, f"pages.{layer}", update, *written, like=node, key=("pages", self)
+                )
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
-            given = (chooses, by_token, x.q_pos, x.k_pos, slots, *stored.values())
+            inputs = {**stored, **({"keys": x.k} if "keys" in self.reads else {})}
+            given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *inputs.values())
             mask = Mask(x.mask, x.window)
-            choose = partial(self._choose, list(declared), mask)
+            choose = partial(self._choose, list(declared), [*inputs, *names][len(declared) :], mask)
             region = Conditional(
                 f"choose.{layer}",
-                _graph(program, layer, choose, given, ("choose", self, mask)),
+                _graph(program, layer, choose, given, ("choose", self, mask), table),
                 _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
             )
             call = editor.graph.call_function(region, given)
             (out,) = region.graph.find_nodes(op="output")
             call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
             pages = editor.call(operator.getitem, call, 0, like=node)
-        node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
-        outputs |= {
+        build.outputs |= {
             output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
         }
+        return pages
 
     def _update(
-        self, names: list[str], keys: Tensor, q_pos: Tensor, slots: Tensor, *held: Tensor
+        self,
+        parts: list[str],
+        table: list[str],
+        keys: Tensor,
+        q_pos: Tensor,
+        slots: Tensor,
+        *values: Tensor,
     ) -> dict[str, Tensor]:
-        return self.update(dict(zip(names, held, strict=True)), keys, q_pos, slots)
+        """`values`: the parts, then the constants, of these names."""
+        x = dict(zip([*parts, *table], values, strict=True))
+        return self.update({n: x[n] for n in parts}, keys, q_pos, slots, **{n: x[n] for n in table})
 
     def _choose(
         self,
-        names: list[str],
+        parts: list[str],
+        more: list[str],
         mask: Mask,
         queries: Tensor,
         q_pos: Tensor,
         k_pos: Tensor,
         slots: Tensor,
-        *parts: Tensor,
+        *values: Tensor,
     ) -> Tensor:
-        """Queries [B,T,H,D] at positions [B,T], positions in the slots [B,C], the call's first slots [B], the parts
-        -> the pages that they read [B,G,T,K], -1 where there are fewer. A token's own page comes first.
+        """Queries [B,T,H,D] at positions [B,T], positions in the slots [B,C], the call's first slots [B], and values,
+        the parts, then what else the score names -> the pages that they read [B,G,T,K], -1 where there are fewer.
+        A token's own page comes first.
         """
-        (batch, tokens, heads, width), groups = queries.shape, parts[0].shape[1]
+        (batch, tokens, heads, width), groups = queries.shape, values[0].shape[1]
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
-        scores = self.score(rows, dict(zip(names, parts, strict=True)))
+        x = dict(zip([*parts, *more], values, strict=True))
+        known = {"queries": rows, "parts": {n: x[n] for n in parts}, **{n: x[n] for n in more}}
+        scores = named_call(self.score, known)
         seen, _ = pages_before(q_pos, k_pos, slots, scores.shape[3], self.page, mask)
         worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), seen[:, :, None])
         chosen: Tensor = best_pages(
@@ -230,21 +301,50 @@ class Base(Pass, Method, ABC):
         return chosen
 
 
+@dataclass
+class _Build:
+    """A program while its layers get their lists.
+
+    chooses: whether this call chooses. tables: the constants of each layer. lists: layer -> its attention, its list.
+    """
+
+    program: Program
+    chooses: fx.Node
+    letters: dict[str, Any]
+    tables: Parts
+    outputs: dict[str, fx.Node]
+    lists: dict[int, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+
+
+def _other(build: _Build | None, node: fx.Node, layer: int) -> str:
+    """Why an attention cannot read the list that a layer chose; nothing where it can."""
+    if build is None or layer not in build.lists:
+        return f"layer {layer}, whose list it would read, chooses none"
+    x, y = operands_of(node), operands_of(build.lists[layer][0])
+    if (x.mask, x.window, x.k_pos) != (y.mask, y.window, y.k_pos):
+        return f"it sees other tokens than layer {layer}, whose list it would read"
+    if sizes(x.k)[1] != sizes(y.k)[1]:
+        return f"it has other KV heads than layer {layer}, whose list it would read"
+    return ""
+
+
 def _graph(
     program: Program,
     layer: int,
     function: Callable[..., Any],
     given: tuple[fx.Node, ...],
     key: Any,
+    table: Mapping[str, Tensor] | None = None,
 ) -> fx.Graph:
-    """What a function does with operands, the first (a condition) left out."""
+    """What a function does with operands, the first (a condition) left out, and with parameters of its own."""
     graph = fx.Graph()
     holders = []
     for i, node in enumerate(given):
         holders.append(graph.placeholder(str(node.target) if node.op == "placeholder" else f"x{i}"))
         holders[-1].meta["val"] = node.meta["val"]
     editor = Editor(program, graph)
-    found = trace(editor, f"pages.{layer}", function, *holders[1:], key=key)
+    operands = *holders[1:], *(editor.param(*one) for one in (table or {}).items())
+    found = trace(editor, f"pages.{layer}", function, *operands, key=key)
     graph.output(found if isinstance(found, tuple) else (found,))
     remove_dead(graph)  # what a vote did not ask for
     return graph

@@ -25,7 +25,12 @@ class Quest(Base):
         return {"high": keys.amax(3), "low": keys.amin(3)}
 
     def update(
-        self, held: dict[str, Tensor], keys: Tensor, q_pos: Tensor, slots: Tensor
+        self,
+        held: dict[str, Tensor],
+        keys: Tensor,
+        q_pos: Tensor,
+        slots: Tensor,
+        **table: Tensor,
     ) -> dict[str, Tensor]:
         high, low = page_range(held["high"], held["low"], keys, q_pos, slots, self.page)
         return {"high": high, "low": low}
