@@ -1,0 +1,57 @@
+"""TidalDecode (arXiv:2410.05076): two layers attend to everything and choose the tokens that later layers read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
+from accel.passes.kv.select import Base
+
+
+@dataclass(frozen=True)
+class TidalDecode(Base):
+    """Layer `dense_layers` (the first that is not dense) and layer `again` attend to all tokens, and choose those with
+    the highest logits, anew for each token. Each later layer reads the list of the last of them. An `again` beyond the
+    last layer is none.
+
+    The query heads of a group share a list, by the sum of their logits; the paper gives each head its own. A token
+    always reads itself, as in the paper's kernels.
+    """
+
+    tokens_read: int = 256
+    page: int = 1
+    again: int = 9
+
+    relies = Base.relies | {Invariant.ALL_LAYERS_RUN}
+    small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "again": 9}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.page != 1:
+            raise RecipeError(
+                f"kv.select.tidaldecode: page = {self.page}; tokens are chosen one by one, leave page out"
+            )
+        if self.again <= self.dense_layers:
+            raise RecipeError(
+                f"kv.select.tidaldecode: again = {self.again}; give a layer after the first that chooses, "
+                f"{self.dense_layers} (dense_layers)"
+            )
+
+    def chooser(self, layer: int) -> int:
+        return self.again if layer >= self.again else self.dense_layers
+
+    def reads_all(self, layer: int) -> str:
+        if layer in (self.dense_layers, self.again):
+            return f"layer {layer} chooses for those after it, and attends to everything"
+        return super().reads_all(layer)
+
+    def score(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return queries.float() @ keys.float().transpose(-1, -2)
+
+    def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
+        return scores.sum(2)
