@@ -13,6 +13,7 @@ from accel.compiler.assemble import EVICTION, assemble
 from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.invariants import PROVIDED, Invariant
+from accel.ir.ops.attention import attention, operands_of
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Tables
 from accel.passes.trained import Trained
@@ -146,10 +147,15 @@ def plain_keys(model, near=NEAR):
 
 
 def full_attention(model, near=NEAR):
-    """Where a value of the first layer is another, the next token's logits are: each is read. Prompts alike."""
+    """Where a value of the first layer (that reads pages, if some do) is another, the next token's logits are: each
+    is read. Prompts alike.
+    """
     assert "sparse" not in model.program.entries
+    nodes = model.program.nodes(attention.default, entry=model.program.step)
+    paged = (n.meta["layer"] for n in nodes if operands_of(n).pages is not None)
+    name = f"kv.{next(paged, 0)}.v"
     with prompted(model) as session:
-        value = session._core.backend._state.get("kv.0.v")
+        value = session._core.backend._state.get(name)
         if value is None or not value.is_floating_point() or not value.numel():
             return
         there = session._core.backend._state["kv.pos"][0] >= 0
@@ -157,8 +163,8 @@ def full_attention(model, near=NEAR):
         for slot in there.nonzero()[:, 0].tolist():
             with session.fork() as other:
                 state = other._core.backend._state
-                state["kv.0.v"] = state["kv.0.v"].clone()
-                state["kv.0.v"][:, :, slot] += 5
+                state[name] = state[name].clone()
+                state[name][:, :, slot] += 5
                 assert far(ran(other, 1), want) > 1e-6, f"slot {slot} is not read"
 
 

@@ -85,14 +85,16 @@ class Base(_Scored, Pass, Method, ABC):
     error = 1.0  # where few of the tokens are read
 
     relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.ROW_PRIVATE})
-    breaks = frozenset(
-        {
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        """Parts are made of keys; a method without leaves these as they are."""
+        found = {
             Invariant.CALL_INDEPENDENT,
             Invariant.BATCH_INVARIANCE,
             Invariant.FULL_ATTENTION,
-            Invariant.PLAIN_KEYS,
         }
-    )
+        return frozenset(found | {Invariant.PLAIN_KEYS} if self.parts(1) else found)
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -27,7 +27,7 @@ class TidalDecode(Base):
     page: int = 1
     again: int = 9
 
-    relies = Base.relies | {Invariant.ALL_LAYERS_RUN}
+    relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.UNIFORM_SLOTS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "again": 9}
 
     def __post_init__(self) -> None:
