@@ -16,7 +16,7 @@ class KVzip(Base):
     """What stays serves any later question, since none was asked. `sinks`: number of first tokens to keep.
 
     The repeat attends to the whole cache; the paper lets each chunk of 2048 tokens attend to its own original and the
-    sinks alone, which is the same for shorter prompts. Its instruction to repeat is left out. A prompt must leave 64
+    sinks alone, which is the same for shorter prompts. Its instruction to repeat is left out. A prompt must leave 16
     positions free.
     """
 

@@ -39,6 +39,9 @@ from accel.passes.trained import Parts, constants
 Sizes = tuple[int, ...]
 LEAST = 3  # pages that are read at least
 LARGEST = 128  # slots of a page: buffers are multiples of it
+SPARSE = frozenset(  # what any selection breaks
+    {Invariant.CALL_INDEPENDENT, Invariant.BATCH_INVARIANCE, Invariant.FULL_ATTENTION}
+)
 _PAGES = 43  # example size while shapes are worked out
 
 
@@ -89,12 +92,7 @@ class Base(_Scored, Pass, Method, ABC):
     @property
     def breaks(self) -> frozenset[Invariant]:
         """Parts are made of keys; a method without leaves these as they are."""
-        found = {
-            Invariant.CALL_INDEPENDENT,
-            Invariant.BATCH_INVARIANCE,
-            Invariant.FULL_ATTENTION,
-        }
-        return frozenset(found | {Invariant.PLAIN_KEYS} if self.parts(1) else found)
+        return SPARSE | {Invariant.PLAIN_KEYS} if self.parts(1) else SPARSE
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Mask, operands_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import Base, Sizes, _graph
+from accel.passes.kv.select import SPARSE, Base, Sizes, _graph
 from accel.passes.state.recurrent import buffer
 
 RING = (
@@ -39,7 +38,7 @@ class Tokens(Base):
 
     page: int = field(default=1, init=False)  # lists are of tokens
 
-    breaks = Base.breaks - {Invariant.PLAIN_KEYS}  # nothing is made of keys
+    breaks = SPARSE  # nothing is made of keys
 
     @property
     @abstractmethod
@@ -51,7 +50,7 @@ class Tokens(Base):
         return {}
 
     @abstractmethod
-    def reads(
+    def operands(
         self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
     ) -> dict[str, fx.Node]:
         """What `choose` reads beside queries and positions, of an attention."""
@@ -88,7 +87,7 @@ class Tokens(Base):
         editor, x = Editor(program, program.step.graph), operands_of(node)
         layer, groups = node.meta["layer"], int(sizes(x.k)[1])
         heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
-        read = self.reads(program, editor, node, letters)
+        read = self.operands(program, editor, node, letters)
         declared = self.memory(heads, width)
         states = [
             State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)

@@ -118,7 +118,7 @@ class Units(Tokens):
             program.entries[GROUP.name] = self._entry(program)
         return report
 
-    def reads(
+    def operands(
         self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
     ) -> dict[str, fx.Node]:
         """The origin, a layer's labels and parts."""

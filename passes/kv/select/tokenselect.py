@@ -68,7 +68,7 @@ class Tokenselect(Tokens):
             return {}
         return {"query": ("float32", (heads * width,)), "at": ("int64", ())}
 
-    def reads(
+    def operands(
         self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
     ) -> dict[str, fx.Node]:
         """The keys, and the tables of their rotation, continued to negative positions."""

@@ -13,7 +13,7 @@ from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import Calls
 
-_ROOM = 64  # positions that a repeat needs at least: fewer would take too many calls
+_ROOM = 16  # positions that a repeat needs at least: fewer would take too many calls
 
 
 @dataclass(frozen=True)
