@@ -26,6 +26,16 @@ def queries_of(layer: int) -> str:
     return f"queries.{layer}"
 
 
+def is_queries(output: str) -> bool:
+    """Whether an output gives the queries of a layer."""
+    return output.startswith("queries.")
+
+
+def query_positions_of(stage: int) -> str:
+    """The input with the positions of observed queries [B,W], of the layers behind so many stages of a prompt."""
+    return f"query_positions.{stage}" if stage else "query_positions"
+
+
 class _Compress(EntryKind):
     def example(self, program: Any, name: str) -> dict[str, Tensor]:
         """Two rows, the second shorter, each head with some slots that are empty."""
@@ -36,14 +46,14 @@ class _Compress(EntryKind):
         layers = range(len(program.facts.layers))
         letters = {"B": 2, "C": 24, "W": 3}
         for i in layers:
-            letters |= {f"P{i}": 8, f"Q{i}": 7, f"N{i}": 9}
+            letters |= {f"P{i}": 8, f"Q{i}": 7, f"N{i}": 9, f"C{i + 1}": 24}
         if program.facts.kv is not None and (block := program.facts.kv.flush):
             letters |= {"C": 24 + 2 * block, "P": 3, "F": 2, "N": 4, "M": 5}
         told = {
             "places": [[0, 1, 3, 4], [0, 3, -1, -1]],  # old and new blocks
             "tail": [[7, 8, 9, 10, 11], [3, 4, -1, -1, -1]],
             "seen": [30, 21],
-            "query_positions": [[27, 28, 29], [-1, 19, 20]],
+            **{query_positions_of(i): [[27, 28, 29], [-1, 19, 20]] for i in layers},
             **{keep_of(i): [9, 6] for i in layers},
             **{ranks_of(i): list(range(9)) for i in layers},
         }

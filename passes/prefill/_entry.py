@@ -7,6 +7,7 @@ import operator
 import torch
 from torch import fx
 
+from accel.ir.entries.compress import queries_of
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Entry, Region
@@ -63,15 +64,24 @@ def result(call: fx.Node, place: int) -> fx.Node:
 
 
 def states(program: Program, entry: Entry, calls: list[fx.Node]) -> list[tuple[str, fx.Node]]:
-    """The state that these layers of an entry write, the positions of its slots among it."""
+    """The state that these layers of an entry write, the positions of its slots among it, and what the step says of
+    them outside.
+    """
     read = {a for call in calls for a in call.args}
     positions = {s.output for s in program.state if s.positions}
+    numbers = {i for i, call in enumerate(layer_calls(program, entry)) if call in calls}
+    layers = {s.output: s.layer for s in program.state}
     return [
         (name, node)
         for name, node in entry.output_nodes().items()
-        if writes_state(name)
-        and (node in read if name in positions else node.args and node.args[0] in calls)
+        if writes_state(name) and (node in read if name in positions else layers[name] in numbers)
     ]
+
+
+def observed(entry: Entry, first: int, last: int) -> dict[str, fx.Node]:
+    """The queries of these layers of an entry, where the step gives them."""
+    names = {queries_of(layer) for layer in range(first, last + 1)}
+    return {n: v for n, v in entry.output_nodes().items() if n in names}
 
 
 def finished(entry: Entry, calls: list[fx.Node], outputs: dict[str, fx.Node]) -> Entry:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.sizes import each
-from accel.ir.state import CacheRegion, Part, StateValue
+from accel.ir.state import CacheRegion, Part, StateValue, name_of
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
 
@@ -55,6 +55,27 @@ def moved(
             part = buffer[(slice(None), *where)]
             part[there] = part[source]
     return found
+
+
+def stages_of(state: Sequence[Any]) -> dict[int, int]:
+    """How many stages of prompt pruning are before each layer with a cache: C1 are the slots behind the first."""
+    return {
+        value.layer: int(size.partition("/")[0][1:] or 0)
+        for value in state
+        if value.part is Part.KEYS
+        and value.region is CacheRegion.RECENT
+        and value.layer is not None
+        for size in value.shape
+        if isinstance(size, str) and size.startswith("C")
+    }
+
+
+def recent_slots(state: Sequence[Any], buffers: Mapping[str, Any]) -> dict[int, int]:
+    """How many slots each layer has that steps append to."""
+    return {
+        layer: int(buffers[name_of(Part.POSITIONS, detail=str(stage or ""))].shape[1])
+        for layer, stage in stages_of(state).items()
+    }
 
 
 def forgettable(value: Any) -> bool:

@@ -18,8 +18,8 @@ from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows, in_numbers
-from accel.ir.state import POSITIONS, Part, output_of, state_of
-from accel.runtime.backends.buffers import forgettable, trimmed
+from accel.ir.state import Part, output_of, state_of
+from accel.runtime.backends.buffers import forgettable, recent_slots, trimmed
 from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Bools, Ints
 
@@ -132,7 +132,7 @@ class EagerSession:
 
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
-        recent = int(self._state[POSITIONS].shape[1])
+        recent = recent_slots(self._program.state, self._state)
         kept = {v.layer or 0: v.name for v in self._program.state if v.kept_positions}
         slots = {layer: int(self._state[name].shape[2]) for layer, name in kept.items()}
         given = {

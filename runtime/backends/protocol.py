@@ -19,8 +19,10 @@ Logits = npt.NDArray[np.float32]
 class Compression(Protocol):
     """What says which tokens stay (`session/observers/eviction.py`)."""
 
-    def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
-        """Inputs of the compress entry beside the state, which has `recent` slots, and `kept` of each layer."""
+    def compress_inputs(
+        self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
+    ) -> Arrays:
+        """Inputs of the compress entry beside the state, which has so many slots of each layer."""
 
 
 class BackendSession(Protocol):

@@ -242,6 +242,11 @@ class SessionCore:
             one.after(tokens, positions, queries)
         self.count(1, real, start)
 
+    def observe(self, queries: Arrays, positions: Ints) -> None:
+        """Some layers ran a part of a prompt and gave these queries."""
+        for one in self.observers:
+            one.observe(queries, positions)
+
     def need(self, slots: list[int]) -> None:
         """Make room for so many slots, and in layers that see prompts pruned."""
         if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):

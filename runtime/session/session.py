@@ -171,6 +171,7 @@ class Session:
             counts = np.full(core.batch, ids.shape[1], np.int64) if real is None else real
             for one in core.observers:
                 if (logits := one.prompt(core, ids, counts)) is not None:
+                    core.end_prompt()
                     return logits
                 if (shorter := one.shorten(core, ids, counts)) is not None:
                     tokens, lengths = ids, counts = shorter

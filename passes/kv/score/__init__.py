@@ -54,7 +54,7 @@ class Base(Method):
 
     @property
     def relies(self) -> frozenset[Invariant]:
-        found = {Invariant.APPEND_ONLY, Invariant.FIXED_LAYERS, Invariant.UNIFORM_SLOTS}
+        found = {Invariant.APPEND_ONLY, Invariant.FIXED_LAYERS}
         return relied(self.reads)[0] | found
 
     @property

@@ -14,7 +14,7 @@ from accel.ir.region import Entry, Region
 from accel.ir.trace import trace
 from accel.passes.kv.inputs import call as call_named
 from accel.passes.kv.inputs import parameters
-from accel.passes.prefill._entry import added, copied, finished, result, states
+from accel.passes.prefill._entry import added, copied, finished, observed, result, states
 from accel.passes.prefill.prune import Base
 
 _SCORED = 29  # example number of tokens that were scored before
@@ -40,8 +40,12 @@ def scoring(program: Program, first: int, last: int, method: Base, *, whole: boo
         before, stored = _scores(program, entry, one, method, before)
     assert before is not None
     found = {"scores": before, **({"stream_out": result(call, 0)} if whole else {})}
-    for name, node in written:
-        if whole or node.args[0] is not call or node.args[1] in stored:
+    if whole:
+        found |= {**observed(entry, first, last), **dict(written)}
+    kept = {s.output for s in program.state if s.positions}
+    for name, node in () if whole else written:
+        of = node.args[0] if node.args else None
+        if name in kept or (of in calls and (of is not call or node.args[1] in stored)):
             found[name] = node
     return finished(entry, calls, found)
 
@@ -51,6 +55,7 @@ def ending(program: Program, first: int) -> Entry:
     entry, calls = copied(program, first, len(program.facts.layers) - 1)
     before = entry.output_nodes()
     found = {"logits": before["logits"], **dict(states(program, entry, calls))}
+    found |= observed(entry, first, len(program.facts.layers) - 1)
     return finished(entry, calls, found)
 
 

@@ -7,18 +7,20 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
+from accel.ir.entries.compress import COMPRESS, query_positions_of
 from accel.ir.entries.prompt import part_of
 from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.prefill import Pick, Prefill
-from accel.ir.program import Editor, Program, State
+from accel.ir.program import Editor, Program, State, ancestors
 from accel.ir.region import Region
 from accel.ir.sizes import grows
-from accel.ir.state import Part, name_of, output_of
+from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.trace import Renamed, trace
 from accel.passes import Report
+from accel.passes.clean.clean import remove_dead
 from accel.passes.prefill._entry import layer_calls
 from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._cut import ending, scoring
@@ -89,28 +91,74 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     state = State(Part.POSITIONS, None, "int64", ("B", letter), -1, detail=str(stage))
     old = name_of(Part.POSITIONS, detail=str(stage - 1) if stage > 1 else "")
     before = step.input(old).meta["val"]
-    slots, written = step.input("slots"), outputs[output_of(old)]
+    written = outputs[output_of(old)]
     slots = operand_of(written, "slots")
     letters = {"B": before.shape[0], letter: editor.symbol(letter, _SLOTS + stage)}
     held = buffer(program, editor, state, letters)
 
-    def filled(pos: Tensor, seen: Tensor) -> Tensor:
-        return ((pos >= 0) & (pos < seen[:, None])).sum(1)
+    def filled(pos: Tensor, first: Tensor, start: Tensor) -> Tensor:
+        last = first.gather(
+            1, (start - 1).clamp(min=0)[:, None]
+        )  # the newest token before the call
+        return ((pos >= 0) & (pos <= last) & (start > 0)[:, None]).sum(1)
 
     with graph.inserting_before(written):
-        at = trace(editor, state.name, filled, held, step.input("slots"))
+        shared = step.input(POSITIONS), step.input("slots")
+        at = trace(editor, state.name, filled, held, *shared)
         positions = editor.call(kv_append.default, held, step.input("positions"), at)
     step.set_outputs({**outputs, state.output: positions})
     renamed = Renamed(editor, [before], [held.meta["val"]])
     for call in calls:
         call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)
         _rename(call, renamed)
+    for node in graph.nodes:  # what the step says of a layer outside of it
+        if node.meta.get("layer", -1) >= first and not isinstance(node.target, Region):
+            node.replace_input_with(written, positions)
+            node.meta["val"] = renamed(node.meta["val"])
+    _choose_apart(program, first, stage, old, renamed)
     layers = range(first, len(program.facts.layers))
     for index, value in enumerate(program.state):
         if value.layer in layers and grows(value.shape):
             program.state[index] = replace(value, shape=tuple(_own(d, letter) for d in value.shape))
             holder = step.input(value.name)
             holder.meta["val"] = renamed(holder.meta["val"])
+
+
+def _choose_apart(program: Program, first: int, stage: int, old: str, renamed: Renamed) -> None:
+    """Let `compress` choose among a layer's own slots from `first` on: its nodes for these layers again, over the
+    positions of the stage and the queries of its tokens.
+    """
+    entry = program.entries.get(COMPRESS.name)
+    if entry is None:
+        return
+    graph, outputs = entry.graph, entry.output_nodes()
+    layers = {s.output: s.layer for s in program.state}
+    late = {n: v for n, v in outputs.items() if (layers[n] or 0) >= first}
+    needed = ancestors(list(late.values()), set())
+    own = {s.name for s in program.state if s.layer is not None and s.layer >= first}
+    before = query_positions_of(stage - 1)
+    names = {
+        old: name_of(Part.POSITIONS, detail=str(stage)),
+        before: query_positions_of(stage),
+    }
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in graph.nodes if n in needed]:
+        name = str(node.target)
+        if node.op != "placeholder":
+            with graph.inserting_before(next(iter(graph.find_nodes(op="output")))):
+                copies[node] = graph.node_copy(node, lambda n: copies.get(n, n))
+        elif name in names:
+            with graph.inserting_after(node):
+                copies[node] = graph.placeholder(names[name])
+            copies[node].meta["val"] = node.meta["val"]
+        elif name in own:
+            node.meta["val"] = renamed(node.meta["val"])
+            continue
+        else:
+            continue
+        copies[node].meta = {**node.meta, "val": renamed(node.meta["val"])}
+    entry.set_outputs({**outputs, **{n: copies[v] for n, v in late.items()}})
+    remove_dead(graph)
 
 
 def _own(size: int | str, letter: str) -> int | str:

@@ -8,7 +8,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, fx
 
-from accel.ir.entries.compress import queries_of
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
@@ -17,7 +16,7 @@ from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, Region
 from accel.ir.state import POSITIONS, Part
 from accel.ir.trace import Renamed, trace
-from accel.passes.prefill._entry import added, copied, finished, states
+from accel.passes.prefill._entry import added, copied, finished, observed, states
 from accel.passes.prefill.sparse._inputs import LOWEST, Inputs, last_logits
 
 _SLOTS = 59  # example number of slots, beyond those of the blocks
@@ -73,8 +72,7 @@ def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
             f"prefill.sparse: no layer from {method.first} on attends to all tokens before it; leave it out "
             "for this model, or set an earlier first"
         )
-    asked = {queries_of(layer) for layer in range(len(calls))}
-    found = {n: v for n, v in entry.output_nodes().items() if n in asked}
+    found = observed(entry, 0, len(calls) - 1)
     return finished(entry, calls, {**found, **dict(states(program, entry, calls))}), count
 
 

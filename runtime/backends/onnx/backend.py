@@ -21,12 +21,12 @@ from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows
-from accel.ir.state import POSITIONS, Part, StateValue, output_of, state_of
+from accel.ir.state import Part, StateValue, output_of, state_of
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import default_threads
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact
-from accel.runtime.backends.buffers import forgettable, moved, trimmed
+from accel.runtime.backends.buffers import forgettable, moved, recent_slots, trimmed
 from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.open import (
@@ -291,7 +291,7 @@ class OrtSession:
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """See protocol.BackendSession."""
         assert self._other_entry is not None
-        recent = self._buffers[POSITIONS].shape[1]
+        recent = recent_slots(self._state, self._buffers)
         kept = {v.layer or 0: v.name for v in self._state if v.kept_positions}
         slots = {layer: self._buffers[name].shape[2] for layer, name in kept.items()}
         given = {**self._buffers, **eviction.compress_inputs(seen, recent, slots)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.entries.compress import is_queries
 from accel.ir.prefill import Pick
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Bools, Ints
@@ -34,7 +36,7 @@ class Part:
     """One entry over prompts, whose tokens have these positions [B,K] (-1: padding) of `counts` [B].
 
     `observe`: number of last queries that its scores are computed from, 0: all; None: it gives logits, of the
-    last token.
+    last token. `listen`: is told the queries of each call and their positions, where the entry gives them.
     """
 
     def __init__(
@@ -45,42 +47,40 @@ class Part:
         counts: Ints,
         chunk: int,
         observe: int | None = None,
+        listen: Callable[[Arrays, Ints], None] = lambda *_: None,
     ):
         self.calls = 0
         self._entry, self._backend, self._chunk = entry, backend, chunk
         self._positions, self._counts = positions, counts
         self._left = (positions >= 0).sum(1)
-        self._observe = observe
+        self._observe, self._listen = observe, listen
 
     def run(self, inputs: Arrays, before: Scores | None = None) -> Arrays:
         """`stream_out`: of all columns; anything else: of the call that a row's last token is in. `before` [B,A]:
         scores of the tokens so far, of the earlier parts.
 
-        A row's last call begins early enough for all the queries that are observed: tokens that ran in the call
-        before then run again.
+        A row's last call begins early enough for all the queries that are observed, and the one before ends there.
         """
         found: Arrays = {}
         stream: npt.NDArray[Any] | None = None
         left = self._left
         if before is None:
             before = np.zeros((left.size, 1), np.float32)
-        longest = int(left.max())
+        longest, final = int(left.max()), (left - 1) // self._chunk * self._chunk
+        early = np.minimum(final, left - (self._observe or 1)).clip(min=0)
         for start in range(0, longest, self._chunk):
-            stop = min(start + self._chunk, longest)
-            ends = (left > start) & (left <= stop)
-            early = np.minimum(start, left - (self._observe or 1)).clip(min=0)
+            ends = (left > 0) & (final == start)
             first = np.where(ends, early, start)
-            width = max(1, int((np.minimum(left, stop) - first).max()))
+            end = np.where(ends, left, np.minimum(start + self._chunk, early))
+            width = max(1, int((end - first).max()))
             columns = first[:, None] + np.arange(width)
-            out = self._call(
-                inputs, columns, columns < np.minimum(left, stop)[:, None], ends, before
-            )
+            out = self._call(inputs, columns, columns < end[:, None], ends, before)
             if "stream_out" in out:
                 made = out.pop("stream_out")
                 if stream is None:
                     stream = np.zeros((left.size, longest, made.shape[2]), made.dtype)
-                for row, (at, end) in enumerate(zip(first, np.minimum(left, stop), strict=True)):
-                    stream[row, at:end] = made[row, : max(0, end - at)]
+                for row, (a, b) in enumerate(zip(first, end, strict=True)):
+                    stream[row, a : max(a, b)] = made[row, : max(0, b - a)]
             before = out.get("scores", before)
             for name, array in out.items():
                 found.setdefault(name, np.zeros_like(array))
@@ -103,9 +103,11 @@ class Part:
             wanted = np.where(ends[:, None] & (wanted >= 0), wanted, -1)
         self.calls += 1
         place = {"positions": positions, "slots": slots, "rows": wanted, "before": before}
-        return self._backend.part(
-            self._entry, {n: a[rows, inside] for n, a in inputs.items()} | place
-        )
+        given = {n: a[rows, inside] for n, a in inputs.items()} | place
+        out = self._backend.part(self._entry, given)
+        queries = {n: out.pop(n) for n in list(out) if is_queries(n)}
+        self._listen(queries, positions)
+        return out
 
 
 def taken(

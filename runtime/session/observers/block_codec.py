@@ -34,7 +34,9 @@ class BlockCodecState(EvictionState):
         """Whether any row has a block to give; `moment` does not matter."""
         return bool((self._given_up(lengths) > 0).any())
 
-    def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
+    def compress_inputs(
+        self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
+    ) -> Arrays:
         """Inputs of the entry, beside the state (passes/kv/codec/_blocks.py); `kept`: blocks that there is
         room for.
         """

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import host_method
-from accel.ir.entries.compress import keep_of, queries_of, ranks_of
+from accel.ir.entries.compress import keep_of, queries_of, query_positions_of, ranks_of
 from accel.ir.errors import InputError
 from accel.ir.state import Part
+from accel.runtime.backends.buffers import stages_of
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
@@ -36,6 +37,7 @@ class KvPlan:
     queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
     (`runtime/session/observers/block_codec.py`). lookahead, repeats: see `KvFacts`. mass: names of the state that
     scores add up. tables: the budget's constants, by name, of each layer.
+    stages: how many stages of prompt pruning are before each layer.
     """
 
     budget: Budget
@@ -48,6 +50,7 @@ class KvPlan:
     repeats: bool = False
     mass: Sequence[str] = ()
     tables: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
+    stages: Mapping[int, int] = field(default_factory=dict)
 
     def tokens(self, seen: int, layer: int) -> int:
         """Tokens that a head of the layer, one of `heads` in their order, keeps on average."""
@@ -76,6 +79,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         kv.repeats,
         [s.name for s in state if s.part is Part.MASS],
         [{name: np.array(values) for name, values in one.items()} for one in kv.tables],
+        stages_of(state),
     )
 
 
@@ -94,7 +98,9 @@ class EvictionState(SessionObserver):
         self._calm: Ints = np.zeros(batch, np.int64)  # below these lengths there is nothing to drop
         self._first = True  # no prompt has ended yet, so that single tokens may be one's
         self._queries: Arrays = {}
-        self._query_positions: Ints = np.zeros((batch, 0), np.int64)
+        self._query_positions = {  # of each stage
+            stage: np.zeros((batch, 0), np.int64) for stage in sorted({0, *plan.stages.values()})
+        }
         self._last: Ints = np.full(batch, -1)  # token of each row; where guesses are made
         self._prompt = PromptLog(batch)
         self._guesses = False  # in a fork that makes them
@@ -140,7 +146,7 @@ class EvictionState(SessionObserver):
         """See SessionObserver."""
         self.base, self._calm, self._kept = self.base[rows], self._calm[rows], self._kept[:, rows]
         self._queries = {name: queries[rows] for name, queries in self._queries.items()}
-        self._query_positions = self._query_positions[rows]
+        self._query_positions = {n: where[rows] for n, where in self._query_positions.items()}
         self._last, self._prompt = self._last[rows], self._prompt.select(rows)
 
     def begin(
@@ -228,8 +234,10 @@ class EvictionState(SessionObserver):
         self._calm = lengths + room + 1  # budgets do not shrink before
         return bool((room < 0).any())
 
-    def compress_inputs(self, lengths: Ints, recent: int, kept: Mapping[int, int]) -> Arrays:
-        """Inputs of the entry, beside the state; of so many slots: `recent` ones, `kept` ones of each layer."""
+    def compress_inputs(
+        self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
+    ) -> Arrays:
+        """Inputs of the entry, beside the state; of so many slots of each layer: `recent` ones, `kept` ones."""
         inputs: Arrays = {"seen": lengths.copy()}
         tokens = self._tokens(lengths)
         for i, ((layer, heads), keep) in enumerate(
@@ -237,12 +245,18 @@ class EvictionState(SessionObserver):
         ):
             most = self.plan.most(int(keep.max()), i, heads)
             inputs[keep_of(layer)] = keep
-            inputs[ranks_of(layer)] = np.arange(max(1, min(most, recent + kept[layer])))
+            inputs[ranks_of(layer)] = np.arange(max(1, min(most, recent[layer] + kept[layer])))
         if self.plan.observe:
-            inputs["query_positions"] = self._query_positions
-            inputs |= {
-                queries_of(layer): self._queries[queries_of(layer)] for layer in self.plan.heads
-            }
+            width = max(where.shape[1] for where in self._query_positions.values())
+            for stage, where in self._query_positions.items():
+                short = width - where.shape[1]
+                inputs[query_positions_of(stage)] = np.pad(
+                    where, ((0, 0), (short, 0)), constant_values=-1
+                )
+            for name in map(queries_of, self.plan.heads):
+                queries = self._queries[name]
+                short = width - queries.shape[1]
+                inputs[name] = np.pad(queries, ((0, 0), (short, 0), (0, 0), (0, 0)))
         return inputs
 
     def compressed(self, lengths: Ints) -> None:
@@ -256,7 +270,9 @@ class EvictionState(SessionObserver):
         self.base = np.where(rows, 0, self.base)
         self._kept = np.where(rows, 0, self._kept)
         self._calm = np.where(rows, 0, self._calm)
-        self._query_positions = np.where(rows[:, None], -1, self._query_positions)
+        self._query_positions = {
+            n: np.where(rows[:, None], -1, where) for n, where in self._query_positions.items()
+        }
         self._first |= bool(rows.all())
         self._prompt = self._prompt.forget(rows)
 
@@ -286,20 +302,28 @@ class EvictionState(SessionObserver):
         """Queries of tokens from `lengths` [B] on are forgotten. Those that they had pushed out do not come
         back: until as many new ones came, scores look with fewer.
         """
-        gone = self._query_positions >= lengths[:, None]
-        self._query_positions = np.where(gone, -1, self._query_positions)
+        self._query_positions = {
+            n: np.where(where >= lengths[:, None], -1, where)
+            for n, where in self._query_positions.items()
+        }
         self._prompt = self._prompt.rewound(lengths)
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
-        """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding)."""
-        both = np.concatenate([self._query_positions, positions], axis=1)
-        last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
-        newest = {}
-        for name, new in queries.items():
-            joined = np.concatenate([self._queries.get(name, new[:, :0]), new], axis=1)
-            newest[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
-        self._queries = newest
-        self._query_positions = np.take_along_axis(both, last, axis=1)
+        """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding), of all layers or some."""
+        layers = {queries_of(layer): self.plan.stages.get(layer, 0) for layer in self.plan.heads}
+        newest, where = dict(self._queries), dict(self._query_positions)
+        for stage, before in self._query_positions.items():
+            names = [name for name in queries if layers[name] == stage]
+            if not names:
+                continue
+            both = np.concatenate([before, positions], axis=1)
+            last = np.argsort(both, axis=1, kind="stable")[:, -self.plan.observe :]
+            for name in names:
+                new = queries[name]
+                joined = np.concatenate([self._queries.get(name, new[:, :0]), new], axis=1)
+                newest[name] = np.take_along_axis(joined, last[:, :, None, None], axis=1)
+            where[stage] = np.take_along_axis(both, last, axis=1)
+        self._queries, self._query_positions = newest, where
 
     def _tokens(self, lengths: Ints) -> Ints:
         """What each layer's heads keep of each row [L,B], on average."""

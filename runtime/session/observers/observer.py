@@ -102,6 +102,9 @@ class Calls(Protocol):
     def sparse(self, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """One call of the entry `sparse`; all observers hear of it."""
 
+    def observe(self, queries: Arrays, positions: Ints) -> None:
+        """Of some layers of a prompt the queries [B,T,H,D], at these positions [B,T]; all observers hear of it."""
+
     def run(self, tokens: Any, lengths: Any, last_only: bool) -> Logits:
         """See `Session.run`."""
 
@@ -221,6 +224,9 @@ class SessionObserver:
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """A step ran: tokens, positions [B,T] (-1: padding), and the queries [B,T,H,D] where someone asked."""
+
+    def observe(self, queries: Arrays, positions: Ints) -> None:
+        """Some layers ran a part of a prompt: their queries [B,T,H,D], at these positions [B,T] (-1: padding)."""
 
     # Between calls
 

@@ -63,6 +63,10 @@ class PromptPruning(SessionObserver):
         """How many slots the layers after each stage need where those before need `ends` [B]."""
         return [int((ends - gone).max()) for gone in self.dropped]
 
+    def pin(self, backend: BackendSession) -> None:
+        """What was kept of the prompt lies elsewhere: the slots of all layers begin at the same token."""
+        self.dropped = np.zeros_like(self.dropped)
+
     def check(self, wanted: Ints, lengths: Ints) -> None:
         """Raises InputError where rows would go back to within a pruned prompt."""
         if (bad := (wanted < self.ends) & (wanted > 0)).any():
@@ -94,7 +98,7 @@ class PromptPruning(SessionObserver):
             return None
         start = time.perf_counter()
         calls.need(self.room(counts))
-        backend, chunk = calls.backend, calls.chunk
+        backend, chunk, listen = calls.backend, calls.chunk, calls.observe
         backend.forget(np.ones(len(tokens), bool))
         every = np.arange(tokens.shape[1])
         positions = np.where(every < counts[:, None], every, -1)
@@ -102,7 +106,7 @@ class PromptPruning(SessionObserver):
         left, made, dropped = counts, 0, []
         before: Scores = np.zeros((len(tokens), 1), np.float32)
         for index, plan in enumerate(self.plan):
-            part = Part(f"prompt.{index}", backend, positions, counts, chunk, plan.observe)
+            part = Part(f"prompt.{index}", backend, positions, counts, chunk, plan.observe, listen)
             out = part.run(inputs, before)
             made += part.calls
             rows = zip(out["scores"], left, counts, strict=True)
@@ -112,7 +116,8 @@ class PromptPruning(SessionObserver):
             positions, _ = taken(positions, picked, -1)
             dropped.append(counts - left)
             inputs = {"stream": stream}
-        part = Part(f"prompt.{len(self.plan)}", backend, positions, counts, chunk)
+        name = f"prompt.{len(self.plan)}"
+        part = Part(name, backend, positions, counts, chunk, listen=listen)
         logits: Logits = part.run(inputs)["logits"] * (counts > 0)[:, None, None]
         self.dropped = np.stack(dropped)
         self.ends = np.where(self.dropped.any(0), counts, 0)
