@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.capture.examples import adapter_example, example, side_inputs
-from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, ranks_of
+from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, query_positions_of, ranks_of
 from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.ops.codec import encode_rows
@@ -195,7 +195,8 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
         if (asked := queries_of(state.layer)) in entry.inputs:  # none: scores do not matter here
             tail = entry.input(asked).meta["val"].shape[2:]
             given[asked] = torch.zeros(batch, 1, *tail)
-            given["query_positions"] = torch.full((batch, 1), -1)
+            stages = map(query_positions_of, range(len(program.state)))
+            given |= {n: torch.full((batch, 1), -1) for n in stages if n in entry.inputs}
     _compressed(program, buffers, given, batch, slots)
 
 

@@ -14,7 +14,7 @@ from accel.ir.recipe import Recipe
 AXES = find_axes()
 EVERY = [(axis, use) for axis in AXES for use in AXES[axis].names()]
 REFUSED = {  # a recipe of each invariant that one side relies on: who relies, who breaks it, what works
-    Invariant.UNIFORM_SLOTS: ("kv.score=knorm", "prefill.prune=promptdistill", "gemfilter for"),
+    Invariant.UNIFORM_SLOTS: ("kv.codec=kivi", "prefill.prune=promptdistill", "gemfilter for"),
     Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", "unified-skip for shortgpt"),
     Invariant.ALL_LAYERS_RUN: ("kv.reuse=paged-prefix", "depth=calm", "shortgpt for calm"),
     Invariant.TOKENS_CONTIGUOUS: ("kv.codec=kivi", "kv.score=knorm", "kv-int8 for kivi"),

@@ -221,7 +221,6 @@ def test_what_is_broken_fails_and_all_else_holds(axis, use):
 
 
 FORCED = {  # recipes that are refused for an invariant, one of each pair of axes that differs in kind
-    ("kv.score=knorm", "prefill.prune=promptdistill"): Invariant.UNIFORM_SLOTS,
     ("kv.codec=kivi", "prefill.prune=promptdistill"): Invariant.UNIFORM_SLOTS,
     ("kv.reuse=paged-prefix", "prefill.prune=promptdistill"): Invariant.UNIFORM_SLOTS,
     ("kv.score=knorm", "depth=shortgpt"): Invariant.FIXED_LAYERS,

@@ -348,8 +348,8 @@ def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
     ("tables", "words"),
     [
         (
-            {"kv.score": {"use": "knorm"}},
-            "knorm cannot be combined with prefill.prune = promptdistill: .*; leave one of the two out .*gemfilter",
+            {"kv.codec": {"use": "kivi"}},
+            "kivi cannot be combined with prefill.prune = promptdistill: .*; leave one of the two out .*gemfilter",
         ),
         (
             {"numerics": {"use": "batch-invariant"}},
