@@ -14,7 +14,8 @@ class Pick:
     a `share` of all that the prompt has.
 
     sinks, recent: first and last tokens of the prompt that stay whatever their score. observe: number of last
-    queries of the prompt that the scores are computed from; 0: all.
+    queries of the prompt that the scores are computed from; 0: all. always: prompts run in parts even where all their
+    tokens stay.
     """
 
     tokens: int
@@ -22,6 +23,7 @@ class Pick:
     recent: int
     share: float = 1.0
     observe: int = 1
+    always: bool = False
 
     def kept(self, count: int) -> int:
         """How many tokens stay of a prompt of `count`; at least 1."""
@@ -35,7 +37,7 @@ class Pick:
         if not 0 < share <= 1:
             raise f.wrong("share", share, "more than 0 and at most 1")
         tokens, sinks, recent = (f.integer(name) for name in ("tokens", "sinks", "recent"))
-        return cls(tokens, sinks, recent, share, f.integer("observe"))
+        return cls(tokens, sinks, recent, share, f.integer("observe"), f.boolean("always"))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ class Part(StrEnum):
     PAGES = "pages"  # what is known of a page of slots
     UNITS = "units"  # which unit a slot's token is in, and what is known of units
     CHOICE = "choice"  # of the newest tokens, for the choices of later ones
+    HEADS = "heads"  # of a whole row: which query heads read its prompt, and their scores
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
 

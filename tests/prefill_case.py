@@ -113,14 +113,16 @@ def hiding(model, tokens, kept, layer):
         ALL_ATTENTION_FUNCTIONS["sdpa"] = plain
 
 
-def cascade(model, tokens, count, choose):
+def cascade(model, tokens, count, choose, heads=lambda layer, out: torch.ones(1)):
     """Logits [T,V] of transformers' own model, whose layers drop tokens of a prompt of `count` one after the other:
-    choose(layer, probs [H,K,K], kept [K]) says after each which of the kept ones the next layers read.
+    choose(layer, probs [H,K,K], kept [K]) says after each which of the kept ones the next layers read;
+    `heads(layer, out [H,K,D])`, which of the query heads: a mask [H].
     """
     plain, kept = ALL_ATTENTION_FUNCTIONS["sdpa"], np.arange(count)
+    mask = torch.ones(1)
 
     def attend(module, query, key, value, *rest, **more):
-        nonlocal kept
+        nonlocal kept, mask
         repeat, total = query.shape[1] // key.shape[1], query.shape[2]
         scale = more.get("scaling") or query.shape[-1] ** -0.5
         scores = query @ key.repeat_interleave(repeat, 1).transpose(2, 3) * scale
@@ -128,8 +130,11 @@ def cascade(model, tokens, count, choose):
         hidden[:, np.setdiff1d(np.arange(count), kept)] = True
         hidden[range(total), range(total)] = False
         probs = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-        kept = np.array(choose(module.layer_idx, probs[0][:, kept][:, :, kept], kept))
-        return (probs @ value.repeat_interleave(repeat, 1)).transpose(1, 2), None
+        out = (probs @ value.repeat_interleave(repeat, 1)) * mask[:, None, None]
+        some = (probs[0] * mask[:, None, None])[:, kept][:, :, kept]
+        mask = heads(module.layer_idx, out[0][:, kept])
+        kept = np.array(choose(module.layer_idx, some, kept))
+        return out.transpose(1, 2), None
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
     try:

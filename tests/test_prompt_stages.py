@@ -90,6 +90,62 @@ def test_layers_read_what_the_brute_force_form_keeps(name, arch, form):
         assert far(got, other[length - 1 :]) > 1e-3
 
 
+def largest(share=0.5, layers=3, heads=4):
+    """Masks of the heads with the largest outputs so far, of those that are left."""
+    total, mask = torch.zeros(heads), torch.ones(heads)
+
+    def choose(layer, out):
+        nonlocal mask
+        total.add_(out.abs().sum((1, 2)) * mask)
+        if layer < layers - 1:
+            count = int(heads * (1 - (1 - share) * (layer + 1) / (layers - 1)))
+            best = total.masked_fill(mask == 0, -1).topk(count).indices
+            mask = torch.zeros(heads).scatter(0, best, 1.0)
+        return mask
+
+    return choose
+
+
+@pytest.mark.parametrize("target", ["eager", "onnx"])
+def test_heads_of_spatten(target):
+    options = {**AXIS.small("spatten"), "heads": 0.5}
+    model = built("llama", target, use="spatten", **options)
+    for row, length in enumerate(LENGTHS[:2]):
+        tokens = TOKENS[row, : length + 3]
+        got = prompted(model, tokens, length, 3)
+        want = cascade(module("llama"), tokens, length, spatten(length), largest())
+        assert far(got, want[length - 1 :]) < 1e-4
+        other = cascade(module("llama"), tokens, length, spatten(length))  # the control: all heads
+        assert far(got, other[length - 1 :]) > 1e-3
+
+
+def test_heads_are_of_a_prompt():
+    model, base = built("llama", use="spatten", **AXIS.small("spatten"), heads=0.5), built("llama")
+    rows = [TOKENS[0, :30], TOKENS[1, :21], TOKENS[2, :1]]
+    alone = [
+        prompted(model, np.append(row, TOKENS[i, 30:33]), len(row), 3) for i, row in enumerate(rows)
+    ]
+    padded = np.zeros((3, 30), np.int64)
+    for row, tokens in zip(padded, rows, strict=True):
+        row[: len(tokens)] = tokens
+    with model.session(3) as session, base.session(3) as whole:
+        for _ in range(2):  # and again, after a rewind
+            out = [session.prompt(padded, np.array([30, 21, 1]))]
+            masks = [session._core.backend._state[f"kv.heads.{i}"].numpy() for i in (1, 2)]
+            assert masks[0].sum(1).tolist() == [3] * 3 and masks[1].sum(1).tolist() == [2] * 3
+            assert (masks[1] <= masks[0]).all()
+            with session.fork() as other:
+                other.select([2, 1, 0])
+                later = other.run(TOKENS[[2, 1, 0], 30:31])
+            out += [session.run(TOKENS[:, 30 + i : 31 + i]) for i in range(3)]
+            assert far(later[[2, 1, 0]], out[1]) < 1e-5
+            for row, want in zip(np.concatenate(out, 1), alone, strict=True):
+                assert far(row, want) < 1e-5
+            session.rewind(0)
+        got, want = session.run(TOKENS[:, :9]), whole.run(TOKENS[:, :9])  # all heads: no prompt
+        assert far(got, want) < 1e-5
+
+
 def sums(entry_scores, heads, rows, layers):
     assert np.allclose(entry_scores.sum(1), heads * rows * layers, rtol=1e-5)
 
@@ -138,6 +194,7 @@ def test_what_lazyllm_computes_is_less_than_the_prompt_in_every_layer():
         ("lazyllm", {"stages": 0}, "stages is 0; give 1 or more"),
         ("lazyllm", {"spacing": 0.0}, "spacing is 0"),
         ("lazyllm", {"stages": 4}, "4 stages with a spacing of 0.3 go beyond the last layer"),
+        ("spatten", {"heads": 0.0}, "heads is 0.0; give more than 0 and at most 1"),
         ("spatten", {"dense": 0}, "dense is 0"),
         ("spatten", {"recent": -1}, "recent -1"),
     ],

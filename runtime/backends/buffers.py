@@ -80,10 +80,12 @@ def recent_slots(state: Sequence[Any], buffers: Mapping[str, Any]) -> dict[int, 
 
 def forgettable(value: Any) -> bool:
     """Whether a state value's slots may hold what rewinding alone does not hide: kept tokens, and the
-    positions of layers that saw a prompt pruned.
+    positions of layers that saw a prompt pruned; or it is of a whole row that starts anew.
     """
     return bool(
-        value.kept or value.part is Part.MASS or (value.positions and "C" not in value.shape)
+        value.kept
+        or value.part in (Part.MASS, Part.HEADS)
+        or (value.positions and "C" not in value.shape)
     )
 
 

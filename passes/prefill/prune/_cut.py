@@ -7,31 +7,50 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import attention, operands_of
+from accel.ir.ops.attention import operands_of
 from accel.ir.ops.mass import attention_weights
 from accel.ir.program import Editor, Program, ancestors
 from accel.ir.region import Entry, Region
+from accel.ir.state import output_of
 from accel.ir.trace import trace
 from accel.passes.kv.inputs import call as call_named
 from accel.passes.kv.inputs import parameters
 from accel.passes.prefill._entry import added, copied, finished, observed, result, states
 from accel.passes.prefill.prune import Base
+from accel.passes.prefill.prune._heads import (
+    HEAD_SCORES,
+    add_scores,
+    attends,
+    choose_heads,
+    mask_name,
+    mask_of,
+)
 
 _SCORED = 29  # example number of tokens that were scored before
 _BY_QUERY = ("tree", "first", "pages")  # what attention reads of the call's own tokens
 
 
-def scoring(program: Program, first: int, last: int, method: Base, *, whole: bool) -> Entry:
+def scoring(
+    program: Program,
+    first: int,
+    last: int,
+    method: Base,
+    *,
+    whole: bool,
+    stage: int = 0,
+    heads: int = 0,
+) -> Entry:
     """The step's layers `first` .. `last` as an entry, which gives `scores [B,C]`: of the token in each slot, by the
     queries of `rows [B,N]` (-1: none) at the last layer, or at each.
 
     It takes the state of its layers, `stream [B,T,E]`, what leaves the layer before, where there is one, and where the
     score names it `before [B,A]`. `whole`: the last layer runs to its end and gives `stream_out`; else no more
-    of it is computed than the scores need.
+    of it is computed than the scores need. `heads`: how many query heads the layers behind it read, as stage `stage`
+    says; 0: all.
     """
     entry, calls = copied(program, first, last)
     written, call = states(program, entry, calls), calls[-1]
-    scored = [c for c in calls if _attends(c) is not None] if method.every else [call]
+    scored = [c for c in calls if attends(c) is not None] if method.every else [call]
     before: fx.Node | None = None
     stored: set[int] = set()
     if "before" in parameters(method.score):
@@ -40,6 +59,10 @@ def scoring(program: Program, first: int, last: int, method: Base, *, whole: boo
         before, stored = _scores(program, entry, one, method, before)
     assert before is not None
     found = {"scores": before, **({"stream_out": result(call, 0)} if whole else {})}
+    if heads:
+        sums = add_scores(program, entry, scored, entry.input(HEAD_SCORES))
+        found[output_of(HEAD_SCORES)] = sums
+        found[output_of(mask_name(stage))] = choose_heads(program, entry, sums, stage, heads)
     if whole:
         found |= {**observed(entry, first, last), **dict(written)}
     kept = {s.output for s in program.state if s.positions}
@@ -59,17 +82,9 @@ def ending(program: Program, first: int) -> Entry:
     return finished(entry, calls, found)
 
 
-def _attends(call: fx.Node) -> fx.Node | None:
-    """The attention of a layer over its cache."""
-    region = call.target
-    assert isinstance(region, Region)
-    nodes = (n for n in region.graph.nodes if n.target is attention.default)
-    return next((n for n in nodes if "layer" in n.meta), None)
-
-
 def _before(program: Program, entry: Entry, call: fx.Node) -> fx.Node:
     """The scores so far, for each slot of a layer: the input `before [B,A]`, then 0."""
-    node, region = _attends(call), call.target
+    node, region = attends(call), call.target
     assert node is not None and isinstance(region, Region)
     holders = list(region.graph.find_nodes(op="placeholder"))
     held = call.args[holders.index(operands_of(node).k_pos)]
@@ -92,7 +107,7 @@ def _scores(
     program: Program, entry: Entry, call: fx.Node, method: Base, before: fx.Node | None
 ) -> tuple[fx.Node, set[int]]:
     """Let a layer give its scores too: these, and which of its results its keys are stored in."""
-    region, node = call.target, _attends(call)
+    region, node = call.target, attends(call)
     assert isinstance(region, Region) and node is not None
     editor, names = Editor(program, region.graph), parameters(method.score)
     form = vars(operands_of(node))
@@ -108,10 +123,13 @@ def _scores(
         holder.meta["val"] = outer.meta["val"]
         call.args = (*call.args, outer)
         read[name] = holder
+    mask = mask_of(call)
+    if mask is not None:
+        read["heads"] = mask
 
     def worth(*values: Tensor) -> Tensor:
         x: dict[str, Any] = {**rest, **dict(zip(read, values, strict=True))}
-        rows, so_far = x.pop("rows"), x.pop("before", None)
+        rows, so_far, kept = (x.pop(name, None) for name in ("rows", "before", "heads"))
         if method.observe:
             real = rows.clamp(min=0)
             index = real[:, None, :, None].expand(-1, x["q"].shape[1], -1, x["q"].shape[3])
@@ -127,6 +145,7 @@ def _scores(
         }
         if "weights" in names:
             drawn = attention_weights(**x)  # kept slots come first
+            drawn = drawn if kept is None else drawn * kept[:, :, None, None]
             named["weights"] = drawn[..., drawn.shape[3] - x["k"].shape[2] :]
         scores: Tensor = call_named(method.score, named).float()
         return scores

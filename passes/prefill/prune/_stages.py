@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor, fx
@@ -24,6 +25,7 @@ from accel.passes.clean.clean import remove_dead
 from accel.passes.prefill._entry import layer_calls
 from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._cut import ending, scoring
+from accel.passes.prefill.prune._heads import mask_heads, number_of_heads
 from accel.passes.state.recurrent import buffer
 
 STAGED = Base.breaks | {  # by a method whose layers hold different tokens
@@ -34,9 +36,12 @@ STAGED = Base.breaks | {  # by a method whose layers hold different tokens
 _SLOTS = 73  # example number of slots while shapes are worked out
 
 
-def staged(program: Program, method: Base, name: str, plan: Mapping[int, Pick]) -> Report:
+def staged(
+    program: Program, method: Base, name: str, plan: Mapping[int, Pick], heads: Sequence[float] = ()
+) -> Report:
     """Let layers after each of these see what `method` picks there of a prompt, and the step in parts, the entries
-    `prompt.<n>`. Raises PassError where the model cannot be cut so.
+    `prompt.<n>`. `heads`: the share of the query heads that stays after each stage, those with the largest
+    outputs so far; none: all heads stay. Raises PassError where the model cannot be cut so.
     """
     _check_state(program, name)
     layers, count = sorted(plan), len(program.facts.layers)
@@ -48,8 +53,15 @@ def staged(program: Program, method: Base, name: str, plan: Mapping[int, Pick]) 
     for stage, layer in enumerate(layers, 1):
         own_slots(program, layer + 1, stage)
     firsts = [0, *(layer + 1 for layer in layers)]
+    kept = [0] * len(layers)
+    if heads:
+        every = number_of_heads(program, name)
+        kept = [max(1, math.floor(every * share + 1e-9)) for share in heads]
+        mask_heads(program, firsts[1:], every)
     for number, (first, last) in enumerate(zip(firsts, layers, strict=False)):
-        program.entries[part_of(number)] = scoring(program, first, last, method, whole=True)
+        program.entries[part_of(number)] = scoring(
+            program, first, last, method, whole=True, stage=number + 1, heads=kept[number]
+        )
     program.entries[part_of(len(layers))] = ending(program, firsts[-1])
     program.facts.prefill = Prefill(stages=tuple(plan[layer] for layer in layers))
     where = ", ".join(map(str, layers))

@@ -26,6 +26,9 @@ class SpAtten(Base):
     from layer to layer, in a line, to `share` at the last; the tokens that are left have the highest scores. A
     token that is dropped is absent from all later layers and from later steps.
 
+    `heads`: the share of query heads that the last layer reads, those whose outputs were largest so far, down
+    to it in the same line. The others are masked in later layers and later steps, which saves no time.
+
     `stages`: at how many layers tokens are dropped, evenly spaced (0: at each, as in the paper). Each is one more
     graph. The first `sinks` and the last `recent` tokens always stay, because early tokens are read by more queries.
 
@@ -33,6 +36,7 @@ class SpAtten(Base):
     """
 
     share: float = 0.3
+    heads: float = 1.0
     dense: int = -1
     stages: int = count(0, most=1024)
     sinks: int = 4
@@ -46,6 +50,10 @@ class SpAtten(Base):
         if not 0 < self.share <= 1:
             raise RecipeError(
                 f"prefill.prune.spatten: share is {self.share}; give more than 0 and at most 1"
+            )
+        if not 0 < self.heads <= 1:
+            raise RecipeError(
+                f"prefill.prune.spatten: heads is {self.heads}; give more than 0 and at most 1"
             )
         if self.dense < -1 or self.dense == 0 or min(self.stages, self.sinks, self.recent) < 0:
             raise RecipeError(
@@ -67,12 +75,15 @@ class SpAtten(Base):
             )
         number = min(self.stages or layers - dense, layers - dense)
         plan: dict[int, Pick] = {}
+        heads: dict[int, float] = {}
         for stage in range(1, number + 1):
             share = 1 - (1 - self.share) * stage / number
             first = dense + (layers - dense) * (stage - 1) // number  # layer that reads so many
             layer = deciding(program, "spatten", -1, (first - 1) / layers, last=False)
-            plan[layer] = Pick(0, self.sinks, self.recent, share, 0)
-        return staged(program, self, "spatten", plan)
+            plan[layer] = Pick(0, self.sinks, self.recent, share, 0, always=self.heads < 1)
+            heads[layer] = 1 - (1 - self.heads) * stage / number
+        shares = [heads[layer] for layer in sorted(heads)] if self.heads < 1 else []
+        return staged(program, self, "spatten", plan, shares)
 
     def score(self, weights: Tensor, before: Tensor) -> Tensor:
         return before + weights.sum((1, 2))

@@ -57,7 +57,7 @@ class PromptPruning(SessionObserver):
 
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""
-        return any(plan.kept(int(n)) < n for plan in self.plan for n in counts)
+        return any(plan.always or plan.kept(int(n)) < n for plan in self.plan for n in counts)
 
     def slots(self, ends: Ints) -> list[int]:
         """How many slots the layers after each stage need where those before need `ends` [B]."""
@@ -80,6 +80,8 @@ class PromptPruning(SessionObserver):
 
     def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:
         """See SessionObserver."""
+        if (anew := (wanted == 0) & (self.ends > 0)).any():
+            backend.forget(anew)
         self.dropped[:, wanted == 0] = 0
         self.ends[wanted == 0] = 0
         return False
@@ -120,7 +122,8 @@ class PromptPruning(SessionObserver):
         part = Part(name, backend, positions, counts, chunk, listen=listen)
         logits: Logits = part.run(inputs)["logits"] * (counts > 0)[:, None, None]
         self.dropped = np.stack(dropped)
-        self.ends = np.where(self.dropped.any(0), counts, 0)
+        whole = any(plan.always for plan in self.plan)
+        self.ends = np.where(self.dropped.any(0) | whole, counts, 0)
         calls.count(made + part.calls, int(counts.sum()), start)
         calls.lengths = counts.copy()
         return logits
