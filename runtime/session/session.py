@@ -160,8 +160,9 @@ class Session:
         Applies the recipe's prompt methods, then `end_prompt`. `lengths` [B]: valid tokens per row, as in `run`.
 
         Prompts are pruned only in an empty session. With `gemfilter` the session then holds the kept tokens, at
-        positions from 0 on; these count towards max_context and can be rewound. With `promptdistill` it holds
-        all tokens, and can be rewound to the end of the prompt or to 0. Raises InputError, as `run`.
+        positions from 0 on; these count towards max_context and can be rewound. With methods that prune between
+        layers (`promptdistill`) it holds all tokens, and can be rewound to the end of the prompt or to 0. Raises
+        InputError, as `run`.
         """
         core = self._open()
         if empty := not core.lengths.any():

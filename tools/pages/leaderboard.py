@@ -43,6 +43,7 @@ CONTEXT = 2048
 SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("kv.budget", "tokens_kept"): (256, 128, 512),
     ("prefill.prune", "tokens"): (256, 128, 512),
+    ("prefill.prune", "share"): (0.5, 0.3, 0.7),
     ("kv.select", "tokens_read"): (256, 128, 512),
     ("prefill.sparse", "budget"): (256, 128, 512),
     ("depth", "speedup"): (2.0, 1.34),
