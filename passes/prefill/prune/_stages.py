@@ -145,6 +145,11 @@ def _choose_apart(program: Program, first: int, stage: int, old: str, renamed: R
         return
     graph, outputs = entry.graph, entry.output_nodes()
     layers = {s.output: s.layer for s in program.state}
+    if shared := [name for name in outputs if layers[name] is None]:
+        raise PassError(
+            f"'{shared[0]}' is one for all layers, but layers hold different tokens of a pruned prompt; leave "
+            "prefill.prune out, or use gemfilter"
+        )
     late = {n: v for n, v in outputs.items() if (layers[n] or 0) >= first}
     needed = ancestors(list(late.values()), set())
     own = {s.name for s in program.state if s.layer is not None and s.layer >= first}
