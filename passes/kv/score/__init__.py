@@ -55,6 +55,8 @@ class Base(Method):
     @property
     def relies(self) -> frozenset[Invariant]:
         found = {Invariant.APPEND_ONLY, Invariant.FIXED_LAYERS}
+        if self.lookahead or self.repeats:  # a session then runs tokens of no stage
+            found.add(Invariant.UNIFORM_SLOTS)
         return relied(self.reads)[0] | found
 
     @property
