@@ -18,7 +18,7 @@ from accel.passes.kv.keep.drop import Drop
 from accel.runtime.kv.budget.uniform import Uniform
 
 B, G, R, D, P, C, W, E, SCALE = 3, 2, 2, 6, 9, 16, 4, 5, 0.4
-WHOLE = ("output", "layer")  # of a layer, not of rows
+WHOLE = ("output", "layer", "back_halves_cos", "back_halves_sin")  # of a layer, not of rows
 AXES = {
     "score": Axis("kv.score", "accel.passes.kv.score"),
     "refine": Axis("kv.refine", "accel.passes.kv.refine"),
@@ -56,6 +56,7 @@ def slots(
     recent_pos = torch.tensor(base)[:, None] + torch.arange(C)
     recent_pos[1, -2:] = -1
     last = seen[:, None] - W + torch.arange(W)
+    angles = torch.arange(64)[:, None] * torch.tensor([1.0, 0.3, 0.1])
     return {
         "seen": seen,
         "recent_pos": recent_pos,
@@ -74,6 +75,10 @@ def slots(
         "query_positions": last.clamp(min=-1),
         "output": randn(E, G * R * D),
         "layer": torch.tensor(1),
+        "query_mean": randn(B, G * R, D),
+        "query_covariance": (wide := randn(B, G * R, D, D)) @ wide.transpose(2, 3) / D,
+        "back_halves_cos": angles.cos(),
+        "back_halves_sin": -angles.sin(),
     }
 
 

@@ -23,6 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.passes.kv.inputs import call
+
 from ..kv_case import decoded, evicting, kept
 from ..kv_slots import choose, sets
 
@@ -100,7 +102,10 @@ class Prompt:
         last = max(1, min(length, int(getattr(method, "observe", 0))))
         notes = torch.zeros(rows, groups, length)
         if hasattr(method, "note") and "notes" in method.reads:
-            notes = method.note(self.hidden).transpose(1, 2)
+            places = torch.arange(length).expand(rows, -1)
+            values = {"hidden": self.hidden, "queries": self.queries, "positions": places}
+            values |= {"keys": self.keys, "values": self.values}
+            notes = call(method.note, values).transpose(1, 2)
         return {
             "seen": torch.full((rows,), length),
             "recent_pos": torch.arange(length).repeat(rows, 1),

@@ -8,20 +8,27 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import CacheRegion, Part
 from accel.ir.trace import trace
-from accel.passes.kv.inputs import Input, Site
+from accel.passes.kv.inputs import Input, Site, parameters
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import Trained, source
 
 
 class Notes(Input):
     """State `note.<layer>.recent [B,G,C]`, which the step appends to as it does to keys, and `note.<layer>.kept
-    [B,G,P]`.
+    [B,G,P]`. The parameters of `note` name what it reads of a call, beside its trained tensors:
+
+    | parameter | |
+    |---|---|
+    | `hidden` [B,T,E] | what keys are made of |
+    | `queries` [B,H,T,D], `keys` [B,G,T,D], `values` [B,G,T,E] | of the call's tokens, after RoPE |
+    | `positions` [B,T] | -1: padding |
     """
 
     names = ("notes",)
@@ -44,22 +51,30 @@ class Notes(Input):
             kept = replace(recent, shape=("B", int(sizes(old)[1]), letter), region=CacheRegion.KEPT)
             site.kept["notes"] = buffer(program, editor, kept, letters)
             site.kept["notes.recent"] = buffer(program, editor, recent, letters)
-            hidden = source(keys[layer])
-            with graph.inserting_before(append):
+            x = operands_of(site.node)
+            known = {"queries": x.q, "values": operand_of(x.v, "new"), "positions": x.q_pos}
+            known |= {"hidden": source(keys[layer]), "keys": keys[layer]}
+            known = {n: node for n, node in known.items() if n in parameters(score.note)}
+            # queries may come after keys were stored
+            with graph.inserting_before(append if set(known) == {"hidden"} else site.node):
                 weights = {
                     n: editor.param(f"note.{layer}.{n}", t)
                     for n, t in trained.get(layer, {}).items()
                 }
 
-                def note(
-                    x: Tensor, *values: Tensor, names: tuple[str, ...] = tuple(weights)
-                ) -> Tensor:
-                    made: Tensor = score.note(x, **dict(zip(names, values, strict=True)))
+                names = (*known, *weights)
+
+                def note(*values: Tensor, names: tuple[str, ...] = names) -> Tensor:
+                    made: Tensor = score.note(**dict(zip(names, values, strict=True)))
                     return made.transpose(1, 2)
 
-                key = "note", score, *weights
                 made: Any = trace(
-                    editor, f"note.{layer}", note, hidden, *weights.values(), like=append, key=key
+                    editor,
+                    f"note.{layer}",
+                    note,
+                    *(*known.values(), *weights.values()),
+                    like=append,
+                    key=("note", score, *names),
                 )
                 outputs[recent.output] = editor.call(
                     kv_append.default,

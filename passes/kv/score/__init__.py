@@ -29,6 +29,9 @@ class Base(Method):
     | `entropy` [B,G,S] | entropy of the attention of the slot's own query |
     | `keep` [B] | tokens that a head keeps, on average |
     | `output` [H,D,E] | the layer's output projection |
+    | `query_mean` [B,H,D] | of the queries so far, rotated to the next `future` positions; not of the first `sinks` |
+    | `query_covariance` [B,H,D,D] | likewise |
+    | `unrotated_keys` [B,G,S,D] | keys before RoPE |
     | `scale` | attention scale of q k^T |
 
     It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first
@@ -43,6 +46,7 @@ class Base(Method):
     repeats: bool = False  # whether a session runs a prompt again, with `mass` 0 before
     sinks: int = 0
     recent: int = 0
+    future: int = 1
     grade: ClassVar[str] = "approximate"
 
     __call__: Callable[..., Tensor]
@@ -77,6 +81,7 @@ class Base(Method):
 
     def note(self, hidden: Tensor, **trained: Tensor) -> Tensor:
         """What is noted of each token when it is cached, for scores that name `notes`: hidden
-        [B,T,E], that its key is made of -> [B,T,G]. `trained`: a layer's trained tensors, if any.
+        [B,T,E], that its key is made of -> [B,T,G]. `trained`: a layer's trained tensors, if any. The parameters name
+        what it reads; `passes/kv/inputs/notes.py` lists others.
         """
         raise NotImplementedError(f"{type(self).__name__} sets `notes`, but has no note method")
