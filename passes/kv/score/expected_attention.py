@@ -1,0 +1,62 @@
+"""Expected Attention (arXiv:2510.00636): the attention that queries to come would pay, if they are Gaussian."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.passes.kv.score import Base
+from accel.passes.kv.score._leverage import finite
+
+
+@dataclass(frozen=True)
+class ExpectedAttention(Base):
+    """softmax over keys of scale k^T mu + scale^2 k^T Sigma k / 2, a mean over the heads of a group, plus `epsilon`,
+    times the norm of the value. mu, Sigma: of all queries so far without the `sinks`, under the mean rotation over the
+    next `future` positions. The first `sinks` tokens are kept.
+
+    The paper sets `epsilon` to 0.02 (0 for needle tests) and splits the budget between heads: see `ada-kv`. While it
+    decodes, it takes statistics of the last 128 tokens alone.
+    """
+
+    future: int = count(512, most=1 << 16)
+    sinks: int = 4
+    epsilon: float = 0.0
+    small: ClassVar[Mapping[str, Any]] = {"future": 8, "sinks": 2}
+
+    def __post_init__(self) -> None:
+        if self.future < 1 or self.sinks < 0:
+            raise RecipeError(
+                f"kv.score.expected-attention: future is {self.future} and sinks {self.sinks}; give at least 1 and 0"
+            )
+        if not 0 <= self.epsilon < float("inf"):
+            raise RecipeError(
+                f"kv.score.expected-attention: epsilon is {self.epsilon}; give 0 or more"
+            )
+
+    def __call__(
+        self,
+        query_mean: Tensor,
+        query_covariance: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        scale: float,
+    ) -> Tensor:
+        groups = keys.shape[1]
+        real = finite(positions >= self.sinks, keys, values)
+        k = keys.float().masked_fill(~real[..., None], 0)[:, :, None]  # [B,G,1,S,D]
+        mean = query_mean.unflatten(1, (groups, -1))[..., None]  # [B,G,R,D,1]
+        covariance = query_covariance.unflatten(1, (groups, -1))
+        logits = scale * (k @ mean)[..., 0] + scale**2 / 2 * ((k @ covariance) * k).sum(-1)
+        logits = logits.masked_fill(~real[:, :, None], torch.finfo(torch.float32).min)
+        attention = logits.softmax(-1).mean(2)
+        scores: Tensor = (attention + self.epsilon) * values.float().norm(dim=-1)
+        scores = scores.masked_fill(positions < self.sinks, 0)
+        return scores.masked_fill((positions >= self.sinks) & ~real, float("nan"))
