@@ -91,7 +91,11 @@ def test_layers_of_older_artifacts():
             {"modules": {}, "ranks": {"../x": 1}, "bytes": {}},
             r"model.adapters.ranks.../x is '../x' .*the name of an adapter",
         ),
-        ("prefill", {"stages": [{"tokens": 0}]}, r"model.prefill.stages\[0\].tokens is 0"),
+        (
+            "prefill",
+            {"stages": [{"tokens": -1, "share": 0.5}]},
+            r"model.prefill.stages\[0\].tokens is -1",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(where, value, words):

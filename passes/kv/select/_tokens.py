@@ -17,7 +17,7 @@ from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import SPARSE, Base, Sizes, _graph
+from accel.passes.kv.select import SPARSE, Base, Sizes, _Build, _graph
 from accel.passes.state.recurrent import buffer
 
 RING = (
@@ -75,19 +75,13 @@ class Tokens(Base):
         """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
         return queries.float() @ parts["mean"].transpose(-1, -2)
 
-    def _select(
-        self,
-        program: Program,
-        node: fx.Node,
-        chooses: fx.Node,
-        letters: dict[str, Any],
-        outputs: dict[str, fx.Node],
-    ) -> None:
-        """Let one attention read the tokens that it chooses."""
+    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+        """The list of tokens that an attention chooses."""
+        program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
         layer, groups = node.meta["layer"], int(sizes(x.k)[1])
         heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
-        read = self.operands(program, editor, node, letters)
+        read = self.operands(program, editor, node, build.letters)
         declared = self.memory(heads, width)
         states = [
             State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)
@@ -95,11 +89,11 @@ class Tokens(Base):
         ]
         if states:
             states.append(State(Part.CHOICE, layer, "int64", ("B", RING), -1, detail=_PLACES))
-        held = [buffer(program, editor, state, letters) for state in states]
+        held = [buffer(program, editor, state, build.letters) for state in states]
         with editor.graph.inserting_before(node):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
             slots = program.step.input("slots")
-            given = (chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
+            given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
             mask = Mask(x.mask, x.window)
             choose = partial(self._chosen, list(read), list(declared), mask)
             key = "choose", self, mask, *read
@@ -117,8 +111,8 @@ class Tokens(Base):
             pages, *after = (
                 editor.call(operator.getitem, call, i, like=node) for i in range(1 + len(held))
             )
-        node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
-        outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
+        build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
+        return pages
 
     def _chosen(
         self, names: list[str], kept: list[str], mask: Mask, *operands: Tensor
