@@ -23,6 +23,7 @@ class KVRandom(Base):
     recent: int = 32
     seed: int = 0
     small: ClassVar[Mapping[str, Any]] = {"sinks": 1, "recent": 2}
+    by_position: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if min(self.sinks, self.recent, self.seed) < 0:
