@@ -125,12 +125,15 @@ def stratified(chosen: list[Case], count: int, seed: int) -> list[Case]:
     def adds(case: Case) -> int:
         return 10 * len(set(case.tables) - seen) + len(strata(case) - seen)
 
+    missing = {table for case in left for table in case.tables}
     while left and len(found) < count:
-        some = left[:400]  # of all of them the best is hardly better
+        new = (case for case in left if not missing or not missing.isdisjoint(case.tables))
+        some = list(itertools.islice(new, 400))  # of all of them the best is hardly better
         best = max(some, key=adds)
         left.remove(best)
         found.append(best)
         seen |= strata(best)
+        missing -= seen
     return found
 
 
