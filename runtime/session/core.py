@@ -175,6 +175,11 @@ class SessionCore:
         self.lengths[row] = length
         self.kin = self.kin.rewound(self.lengths)
 
+    def put(self, arrays: Arrays) -> None:
+        """See `Calls`."""
+        self.backend.put(arrays)
+        self._room = []  # buffers are bound when room is made
+
     def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
         """See `Calls`."""
         return self._chunks(tokens, counts, first, True, ())

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel.ir.axis import find_axes
 from accel.ir.ops.attention import attention
+from accel.ir.tables import Tables
 from accel.passes.kv.score import Base
 from accel.passes.trained import Trained
 
@@ -120,9 +121,9 @@ def law_of_reads(model, by_position):
 
 
 def eager(axis, use):
-    """A small Llama with a method, which the trials of invariants share; a trained part comes of the matrix."""
+    """A small Llama with a method, which the trials of invariants share; a trained part or a table comes of the matrix."""
     kind = AXES[axis].method(use)
-    if issubclass(kind, Trained):
+    if issubclass(kind, Trained | Tables):
         return matrix.Matrix().eager(matrix.Case("llama", ((axis, use),)))
     return built("llama", tables={axis: {"use": use, **kind.small}})
 

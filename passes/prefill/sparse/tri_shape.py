@@ -22,6 +22,7 @@ class TriShape(Base):
     """
 
     sinks: int = 128
+    by_position: ClassVar[bool] = True
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "sinks": 4
     }  # fmt: skip

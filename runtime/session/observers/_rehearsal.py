@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import Calls
 
@@ -72,10 +71,10 @@ def last_tokens(before: Ints, tokens: Ints, positions: Ints) -> Ints:
     return np.where(real.any(1), newest, before)
 
 
-def blank(backend: BackendSession, names: Sequence[str]) -> None:
+def blank(calls: Calls, names: Sequence[str]) -> None:
     """Let state be 0, in new buffers."""
-    buffers = backend.buffers()
-    backend.put({name: np.zeros_like(buffers[name]) for name in names if name in buffers})
+    buffers = calls.backend.buffers()
+    calls.put({name: np.zeros_like(buffers[name]) for name in names if name in buffers})
 
 
 def repeat(calls: Calls, prompt: PromptLog) -> None:

@@ -182,7 +182,7 @@ class EvictionState(SessionObserver):
         if self._guesses or not self.due("prompt", calls.lengths):
             return
         if self.plan.repeats:
-            blank(calls.backend, self.plan.mass)
+            blank(calls, self.plan.mass)
             repeat(calls, self._prompt)
         if self.plan.lookahead:
             self._guess(calls)

@@ -88,6 +88,9 @@ class Calls(Protocol):
     def count(self, calls: int, tokens: int, start: float) -> None:
         """Add graph calls and real tokens to the figures, and the seconds since `start`."""
 
+    def put(self, arrays: Arrays) -> None:
+        """Let state values be these arrays."""
+
     def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
         """Graph calls of tokens [B,T], `counts` [B] of them real, from position `first` [B] on, of which no observer
         hears and which rows do not hold afterwards: the logits [B,1,V] of the last.
