@@ -121,7 +121,7 @@ def law_of_reads(model, by_position):
 
 
 def eager(axis, use):
-    """A small Llama with a method, which the trials of invariants share; a trained part or a table comes of the matrix."""
+    """A small Llama with a method, which the trials of invariants share; trained parts and tables are the matrix's."""
     kind = AXES[axis].method(use)
     if issubclass(kind, Trained | Tables):
         return matrix.Matrix().eager(matrix.Case("llama", ((axis, use),)))
