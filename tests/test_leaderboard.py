@@ -23,15 +23,15 @@ def test_every_recipe_of_causal_models_has_cases_and_base_is_first():
 def test_a_sweep_sets_the_option():
     rows = [c for c in leaderboard.cases() if c.recipe == "snapkv"]
     assert {c.tables["kv.budget"]["tokens_kept"] for c in rows} == {c.value for c in rows}
-    assert len(rows) == 3 and all(c.tables["kv.score"] == {"use": "snapkv"} for c in rows)
+    assert len(rows) == 4 and all(c.tables["kv.score"] == {"use": "snapkv"} for c in rows)
 
 
 def test_a_sweep_is_what_counts():
     rows = {r: [c.tables for c in leaderboard.cases() if c.recipe == r] for r in ("mikv", "quest")}
     assert [t["kv.budget"] for t in rows["mikv"]] == [
-        {"use": "uniform", "tokens_kept": n} for n in (256, 128, 512)
+        {"use": "uniform", "tokens_kept": n} for n in (256, 128, 512, 64)
     ]
-    assert [t["kv.select"]["tokens_read"] for t in rows["quest"]] == [256, 128, 512]
+    assert [t["kv.select"]["tokens_read"] for t in rows["quest"]] == [256, 128, 512, 64]
 
 
 def test_questions_are_as_many_of_every_kind():
@@ -85,12 +85,19 @@ def test_a_result_is_whole_or_not_there(tmp_path):
 
 def test_parts_of_a_case_are_measured_apart(tmp_path):
     case, both = leaderboard.Case("some", "kept", 5), list(measure.PARTS)
-    assert leaderboard.missing(case, tmp_path, both) == both
-    leaderboard.keep(tmp_path / "some@5.json", {"quality": {}, "recall": {}})
-    assert leaderboard.missing(case, tmp_path, both) == ["speed", "loop"]
-    leaderboard.keep(tmp_path / "some@5.json", {"refused": "no"})
-    assert leaderboard.missing(case, tmp_path, both) == []
+    assert leaderboard.missing(case, {}, both) == both
+    there = {"some@5": {"name": "some@5", "quality": {}, "recall": {}}}
+    assert leaderboard.missing(case, there, both) == ["speed", "loop"]
+    assert leaderboard.missing(case, {"some@5": {"refused": "no"}}, both) == []
     rows = [result("base", 1, 0), result("some@128", 0.25, 0.3)]
     del rows[1]["speed"], rows[1]["peak_memory"]
     page.write(tmp_path, rows)
     assert "| 0.25 | – | – | – |" in (tmp_path / "leaderboard.md").read_text()
+
+
+def test_results_of_this_machine_come_before_those_of_the_page(tmp_path):
+    page_, own = tmp_path / "results.jsonl", tmp_path / "own"
+    assert leaderboard.results_of(own, page_) == {}
+    page_.write_text('{"name":"a","x":1}\n{"name":"b","x":1}\n')
+    leaderboard.keep(own / "a.json", {"name": "a", "x": 2})
+    assert {n: r["x"] for n, r in leaderboard.results_of(own, page_).items()} == {"a": 2, "b": 1}

@@ -6,7 +6,8 @@
     python tools/pages/leaderboard.py --write                only write the page, from the results that are there
 
 Recipes are found by folder, and their options by name (SWEEPS): a new method appears by itself. A case is
-kept in a file of its own as soon as it is done; a run that is stopped goes on where it was.
+kept in a file of its own as soon as it is done; a run that is stopped goes on where it was. Writing the page also
+writes all results beside its pictures, where another machine finds them (`results.jsonl`): it measures what is missing.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from accel.ir.errors import AccelError
 from accel.ir.recipe import Recipe, bundled
 
 RESULTS = Path("build/leaderboard")
+COMMITTED = Path("leaderboard/results.jsonl")  # beside the page
 CONTEXT = 2048
 # (axis, option) -> values, beside the recipe's own where a budget says nothing to prompts of 1000 tokens
 SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
-    ("kv.budget", "tokens_kept"): (256, 128, 512),
-    ("prefill.prune", "tokens"): (256, 128, 512),
+    ("kv.budget", "tokens_kept"): (256, 128, 512, 64),
+    ("prefill.prune", "tokens"): (256, 128, 512, 64),
     ("prefill.prune", "share"): (0.5, 0.3, 0.7),
-    ("kv.select", "tokens_read"): (256, 128, 512),
+    ("kv.select", "tokens_read"): (256, 128, 512, 64),
     ("prefill.sparse", "budget"): (256, 128, 512),
     ("depth", "speedup"): (2.0, 1.34),
     ("depth", "threshold"): (0.9, 0.5),
@@ -128,10 +130,17 @@ def keep(path: Path, value: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def missing(case: Case, results: Path, parts: list[str]) -> list[str]:
+def results_of(own: Path, committed: Path) -> dict[str, dict[str, Any]]:
+    """Results by the name of their case: those of this folder, before those that the page was made of."""
+    lines = committed.read_text(encoding="utf-8").splitlines() if committed.is_file() else []
+    found = [json.loads(line) for line in lines]
+    found += [json.loads(p.read_text(encoding="utf-8")) for p in sorted(own.glob("*.json"))]
+    return {one["name"]: one for one in found}
+
+
+def missing(case: Case, results: dict[str, dict[str, Any]], parts: list[str]) -> list[str]:
     """Parts of a case's result that are not there; a case that was refused has all that it can have."""
-    path = results / f"{case.name}.json"
-    there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    there = results.get(case.name, {})
     return [] if "refused" in there else [part for part in parts if part not in there]
 
 
@@ -226,17 +235,18 @@ def main() -> int:
             if wrong := [n for n in options.only if n not in known]:
                 parser.error(f"no recipe {wrong[0]!r}; there are {', '.join(sorted(known))}")
             chosen = [c for c in chosen if c.recipe in (*options.only, "base")]
-        there = options.results
+        there = results_of(options.results, options.docs / COMMITTED)
         parts = options.part or list(measure.PARTS)
         wanted = {c: parts if options.again else missing(c, there, parts) for c in chosen}
         if todo := {c: left for c, left in wanted.items() if left}:
             run(todo, options.results, amount)
-    found = [
-        json.loads(p.read_text(encoding="utf-8")) for p in sorted(options.results.glob("*.json"))
-    ]
+    results = results_of(options.results, options.docs / COMMITTED)
+    found = [results[name] for name in sorted(results)]
     if not any(r["name"] == "base" and "quality" in r for r in found):
         parser.error(f"{options.results} holds no result of base; run without --write")
     write(options.docs, found)
+    lines = [json.dumps(one, separators=(",", ":")) for one in found]
+    (options.docs / COMMITTED).write_text("\n".join([*lines, ""]), encoding="utf-8")
     return 0
 
 
