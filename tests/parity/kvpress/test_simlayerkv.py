@@ -28,7 +28,8 @@ def test_the_same_layers_are_lazy_and_keep_the_same(seed):
         keys, _ = prompt.compressed(press)
         budget = SimLayerKV(threshold, sinks=SINKS, recent=RECENT - 1)
         score = StreamingLlm(sinks=SINKS)
-        ours = choose(prompt.slots(budget), SINKS + RECENT - 1, score, budget)
+        scale, count = prompt.module.scaling, SINKS + RECENT - 1
+        ours = choose(prompt.slots(budget), count, score, budget, scale=scale)
         for head in range(keys.shape[1]):
             real = ours["pos"][0, head] >= 0
             assert (ours["k"][0, head, real] == keys[0, head]).all()
