@@ -24,6 +24,7 @@ from accel.ir.ops import (
     recurrence,
     rope,
     rows,
+    units,
 )
 from accel.ir.ops.op import Op
 
@@ -112,6 +113,18 @@ def worthy(count: int, mask: str) -> Callable[..., list[Any]]:
         where = query_positions(rng, b, t, c), key_positions(rng, b, c)
         slots = torch.from_numpy(rng.integers(0, c - t + 1, b))
         return [worth, *where, slots, count, 1, mask, 4]
+
+    return make
+
+
+def grouped(count: int) -> Callable[..., list[Any]]:
+    """Four units, of equal and broken worth, each slot in one of them."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        worth = randn(rng, b, 2, t, 4).round()
+        worth[torch.from_numpy(rng.random(worth.shape) < 0.1)] = float("nan")
+        label = torch.from_numpy(rng.integers(-1, 4, (b, 2, c)))
+        return [worth, label, torch.from_numpy(rng.random((b, 1, t, c)) < 0.7), count]
 
     return make
 
@@ -406,6 +419,7 @@ def cases() -> list[Case]:
         ),
         Case("page_range", choice.page_range, ranged),
         *(Case(f"best_pages-{n}-{m}", choice.best_pages, worthy(n, m)) for n, m in BEST),
+        *(Case(f"best_tokens-{n}", units.best_tokens, grouped(n)) for n in (3, 40)),
         *(Case(f"expert_linear-{t}", experts.expert_linear, routed(t), (2,)) for t in (False, True)),
     ]  # fmt: skip
 

@@ -152,7 +152,7 @@ def test_a_budget_names_its_table_on_the_host_and_in_the_graph(stateful, tmp_pat
     told = [{n: np.array(v) for n, v in one.items()} for one in facts.kv.tables]
     plan = KvPlan(Shares(), Prompt(), {0: 2, 1: 2}, 0, False, tables=told)
     state = EvictionState(plan, 1)
-    inputs = state.compress_inputs(np.array([40]), 40, {0: 0, 1: 0})
+    inputs = state.compress_inputs(np.array([40]), {0: 40, 1: 40}, {0: 0, 1: 0})
     assert (inputs["keep.0"], inputs["keep.1"]) == (15, 20)
     assert [len(inputs[f"ranks.{i}"]) for i in (0, 1)] == [20, 25]
     x = slots(0, base=(0, 0, 0), recent=(16, 16, 16))

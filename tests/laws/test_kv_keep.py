@@ -9,7 +9,7 @@ from accel.ir.errors import PassError, RecipeError
 from accel.passes.kv.keep import Base
 
 from ..kv_case import evicting, recipe
-from ..kv_slots import AXES, B, C, D, G, build, choose, slots
+from ..kv_slots import AXES, B, C, D, G, build, choose, slots, taken
 
 NAMES = AXES["keep"].names()
 some = settings(max_examples=10, deadline=None, derandomize=True)
@@ -134,7 +134,7 @@ def test_the_law_catches(law, broken):
 
 def test_value_merge_by_hand():
     """One token goes; its value moves that of the key that is most like its own."""
-    x = {n: v[:1] for n, v in slots(0, (0, 0, 0), (3, 3, 3)).items()}
+    x = taken(slots(0, (0, 0, 0), (3, 3, 3)), slice(1))
     keys = torch.tensor([[1.0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0], [0.8, 0.6, 0, 0, 0, 0]])
     x["recent_k"][:, :, :3] = keys
     v = x["recent_v"][0, 0, :3]

@@ -192,7 +192,7 @@ def compressed_and_pruned():
     plan = KvPlan(Uniform(tokens_kept=4), Prompt(), {0: 1}, 2, False)
     eviction, pruning = EvictionState(plan, 2), PromptPruning((Pick(2, 0, 1),), 2)
     live = session(Counts(), eviction, pruning)
-    eviction.base, eviction._query_positions = np.array([2, 2]), np.array([[7, 8], [7, 8]])
+    eviction.base, eviction._query_positions = np.array([2, 2]), {0: np.array([[7, 8], [7, 8]])}
     pruning.ends, pruning.dropped = np.array([4, 4]), np.array([[2, 2]])
     live._core.lengths = np.array([9, 9])
     known = {

@@ -31,7 +31,7 @@ def counts(method):
     return {
         f.name: f.metadata.get("most", WHOLE)
         for f in dataclasses.fields(method)
-        if type(f.default) is int
+        if type(f.default) is int and f.init
     }
 
 

@@ -14,7 +14,7 @@ from accel.lowering.onnx.writer.table import lower
 
 @lower(units.best_tokens.default)
 def best_tokens(b: Builder, worth: str, label: str, seen: str, count: int) -> Any:
-    """TopK keeps the first of equals. Where it runs, there are more slots than are read."""
+    """TopK keeps the first of equals. A list of more tokens than there are slots is filled with -1."""
     zero, one = (b.constant(n, torch.int64) for n in (0, 1))
     number, slots = b.size(worth, 3), b.size(label, 2)
     highest = b.constant(math.inf, torch.float32)
@@ -30,5 +30,11 @@ def best_tokens(b: Builder, worth: str, label: str, seen: str, count: int) -> An
     key = b.node("Add", b.node("Mul", rank, slots), b.node("Range", zero, slots, one))
     far = b.node("Mul", number, slots)
     key = b.node("Where", seen, key, far)
-    best, listed = b.node("TopK", key, b.ints(count), axis=3, largest=0, outputs=2)
-    return b.node("Where", b.node("Equal", best, far), b.constant(-1, torch.int64), listed)
+    most = b.constant(count, torch.int64)
+    some = b.node("Reshape", b.node("Min", most, slots), b.ints(1))
+    best, listed = b.node("TopK", key, some, axis=3, largest=0, outputs=2)
+    none = b.constant(-1, torch.int64)
+    listed = b.node("Where", b.node("Equal", best, far), none, listed)
+    short = b.node("Reshape", b.node("Max", b.node("Sub", most, slots), zero), b.ints(1))
+    pads = b.node("Concat", b.ints(0, 0, 0, 0, 0, 0, 0), short, axis=0)
+    return b.node("Pad", listed, pads, none)
