@@ -138,6 +138,12 @@ def parse(raw: Any) -> Manifest:
     state = tuple(_state(f) for f in top.objects("state"))
     if len({v.name for v in state}) < len(state):
         raise ArtifactError(f"{MANIFEST}: two state values have the same name; {BUILD_AGAIN}")
+    shared = [v.layer is None for v in state if v.kept_positions]
+    if facts.kv is not None and shared != ([True] if facts.kv.flush else [False] * len(shared)):
+        raise ArtifactError(
+            f"{MANIFEST}: model.kv.flush is {facts.kv.flush}, but state has {sum(shared)} positions of blocks and "
+            f"{len(shared) - sum(shared)} of layers; {BUILD_AGAIN}"
+        )
     entries = entries_of(raw)
     if STEP.name not in entries:
         raise ArtifactError(f"{MANIFEST}: entries has no 'step'; {BUILD_AGAIN}")
