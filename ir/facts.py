@@ -83,7 +83,8 @@ class KvFacts:
     observe: last queries of a row that the entry `compress` takes, those of guessed tokens among them. lookahead:
     tokens that are guessed for that at the end of a prompt. repeats: a prompt is run again before it is compressed.
     flush: it drops nothing, and moves blocks of so many tokens (`kv.codec`). tables: the budget's constants, by name,
-    of each layer that evicts; none: it has none.
+    of each layer that evicts; none: it has none. marks: inputs of `compress` about a row's tokens that a session gives.
+    moves: tokens that stay take positions from 0 on.
     """
 
     observe: int = 0
@@ -91,6 +92,8 @@ class KvFacts:
     lookahead: int = 0
     repeats: bool = False
     tables: tuple[dict[str, tuple[float, ...]], ...] = ()
+    marks: tuple[str, ...] = ()
+    moves: bool = False
 
     @classmethod
     def from_json(cls, f: Fields) -> KvFacts:
@@ -102,6 +105,8 @@ class KvFacts:
             f.integer("lookahead") if "lookahead" in f.value else 0,
             f.boolean("repeats") if "repeats" in f.value else False,
             tuple({name: one.numbers(name) for name in one.value} for one in tables),
+            f.texts("marks") if "marks" in f.value else (),
+            f.boolean("moves") if "moves" in f.value else False,
         )
 
 

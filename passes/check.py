@@ -186,6 +186,8 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
     """Run the entry `compress` so that every token of rows that have `seen` so many stays."""
     batch, slots = buffers[POSITIONS].shape
     given: dict[str, Tensor] = {"seen": torch.full((batch,), seen)}
+    given |= {"prompt": given["seen"], "question": torch.full((batch,), -1)}
+    given["units"] = torch.full((batch, seen), -1)  # nothing is marked
     entry = program.entries[COMPRESS.name]
     for state in program.state:
         if not state.kept_positions or state.layer is None:

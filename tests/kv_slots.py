@@ -79,6 +79,9 @@ def slots(
         "query_covariance": (wide := randn(B, G * R, D, D)) @ wide.transpose(2, 3) / D,
         "back_halves_cos": angles.cos(),
         "back_halves_sin": -angles.sin(),
+        "prompt": seen.clone(),  # all of it
+        "units": torch.full((B, 40), -1),
+        "question": torch.full((B,), -1),
     }
 
 
@@ -92,6 +95,12 @@ def constants(*methods: Any, seed: int = 0) -> dict[str, Tensor]:
             rows = Rows(tokens, torch.ones(2, C), {0: Observed(q, k, v, SCALE)})
             found |= method.measure([rows])[0]
     return found
+
+
+def turns(width: int, most: int = 64) -> dict[str, Tensor]:
+    """Tables of rotations by 1 - `most` to `most` - 1 positions."""
+    angles = torch.arange(1 - most, most)[:, None] * 100.0 ** -torch.linspace(0, 1, width // 2)
+    return {"turn.cos": angles.cos(), "turn.sin": angles.sin()}
 
 
 def named(x: dict[str, Tensor], kept: int = 7) -> dict[str, Any]:
@@ -133,6 +142,8 @@ def choose(
     step = Compress(score, budget or Uniform(), keep or Drop(), refine)
     tables = constants(score, step.budget, step.keep)
     given = {f"table.{n}": t for n, t in tables.items()} | x
+    if step.keep.moves:
+        given = {**turns(x["kept_k"].shape[3]), **given}
     rows = x["seen"].shape[0]
     given["keep"] = torch.as_tensor(kept).expand(rows)
     slots = x["kept_pos"].shape[2] + x["recent_pos"].shape[1]

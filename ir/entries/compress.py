@@ -44,7 +44,7 @@ class _Compress(EntryKind):
         from accel.ir.entries._values import filled, numbers, random
 
         layers = range(len(program.facts.layers))
-        letters = {"B": 2, "C": 24, "W": 3}
+        letters = {"B": 2, "C": 24, "W": 3, "U": 32}
         for i in layers:
             letters |= {f"P{i}": 8, f"Q{i}": 7, f"N{i}": 9, f"C{i + 1}": 24}
         if program.facts.kv is not None and (block := program.facts.kv.flush):
@@ -54,6 +54,9 @@ class _Compress(EntryKind):
             "tail": [[7, 8, 9, 10, 11], [3, 4, -1, -1, -1]],
             "seen": [30, 21],
             **{query_positions_of(i): [[27, 28, 29], [-1, 19, 20]] for i in layers},
+            "prompt": [26, 21],
+            "question": [24, -1],
+            "units": [[i // 5 for i in range(32)], [-1] * 9 + [i // 4 for i in range(23)]],
             **{keep_of(i): [9, 6] for i in layers},
             **{ranks_of(i): list(range(9)) for i in layers},
         }

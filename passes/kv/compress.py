@@ -20,7 +20,7 @@ from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
-from accel.passes.kv._shared import low
+from accel.passes.kv._shared import low, moves
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.tables import appended
 from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of
@@ -35,6 +35,7 @@ from accel.passes.trained import Parts, constants
 _FAR = 1 << 40  # after every position
 _TABLE = "table."  # of an operand that is a constant
 _LARGE = 1e30  # of scores that a refine gets
+_NOTHING = -torch.finfo(torch.float32).max  # the score of a slot that holds nothing
 _KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
 
 
@@ -83,7 +84,8 @@ class Compress(Pass):
     @property
     def inputs(self) -> list[Input]:
         """What they name, beside keys, values and positions."""
-        return inputs_of((self.score, *self.refines, self.budget.heads, self.keep))
+        refining = self.refine.functions if self.refine is not None else []
+        return inputs_of((self.score, *refining, self.budget.heads, self.keep))
 
     @property
     def across(self) -> Callable[..., Tensor] | None:
@@ -97,6 +99,7 @@ class Compress(Pass):
                 refused=["no layer of this model has a key cache; leave kv.score out for it"]
             )
         _check_values(self.keep, sites)
+        turns = moves.turned(program, sites, self) if self.keep.moves else {}
         _check_readers(program, sites)
         _read_kept(program, sites, self.keep)
         for one in self.inputs:
@@ -107,9 +110,11 @@ class Compress(Pass):
             observe=max(self.score.observe, self.budget.observe) + self.score.lookahead,
             lookahead=self.score.lookahead,
             repeats=self.score.repeats,
+            moves=self.keep.moves,
+            marks=tuple(name for one in self.inputs for name in one.marks),
             tables=tuple({n: tuple(t.tolist()) for n, t in one.items()} for one in counts if one),
         )
-        program.entries[COMPRESS.name] = _entry(self, program, sites, tables)
+        program.entries[COMPRESS.name] = _entry(self, program, sites, tables, turns)
         return Report(changed=len(sites))
 
 
@@ -202,7 +207,13 @@ def _tables(step: Compress, program: Program, sites: list[Site]) -> dict[int, Pa
     return {id(m): constants(m, program, keys) for m in step.methods if isinstance(m, Tables)}
 
 
-def _entry(step: Compress, program: Program, sites: list[Site], tables: dict[int, Parts]) -> Entry:
+def _entry(
+    step: Compress,
+    program: Program,
+    sites: list[Site],
+    tables: dict[int, Parts],
+    turns: Mapping[int, moves.Turn],
+) -> Entry:
     """The graph that chooses."""
     graph = fx.Graph()
     source = Editor(program, program.step.graph)
@@ -232,13 +243,16 @@ def _entry(step: Compress, program: Program, sites: list[Site], tables: dict[int
             for name, tensor in parts[site.layer].items():
                 number = editor.param(f"compress.{site.layer}.{name}", tensor)
                 operands[site.layer][_TABLE + name] = number
+    for layer, turn in turns.items():
+        operands[layer] |= turn.operands(editor)
     if step.across is not None:
         _count_across(step, step.across, editor, sites, operands)
     for site in sites:
         here = operands[site.layer]
         x = operands_of(site.node)
-        key = "compress", step, x.scale, x.mask, x.window, *here
-        cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window))
+        paired = site.layer in turns and turns[site.layer].interleaved
+        key = "compress", step, x.scale, x.mask, x.window, paired, *here
+        cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window), paired)
         found = trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key)
         outputs |= {output_of(str(site.kept[part].target)): node for part, node in found.items()}
     graph.output(tuple(outputs.values()))
@@ -332,10 +346,10 @@ def _named(step: Compress, x: dict[str, Tensor], scale: float, mask: Mask) -> di
 
 
 def chooser(
-    step: Compress, names: list[str], scale: float, mask: Mask
+    step: Compress, names: list[str], scale: float, mask: Mask, interleaved: bool = False
 ) -> Callable[..., dict[str, Tensor]]:
     """A function of tensors, by these names: what a layer keeps of the slots that it has, beyond those
-    that no later query of its mask sees.
+    that no later query of its mask sees. `interleaved`: how its keys are rotated.
     """
     carried = _carried(names)
 
@@ -349,6 +363,7 @@ def chooser(
         if step.refines:
             named |= {"counts": counts, "ranks": x["ranks"], "scores": scores}
             named["scores"] = _refined(step, named)
+            where = where.masked_fill(named["scores"] <= _NOTHING, -1)  # what goes all the same
         # [B,G,N], best first, of equal ones the newest
         chosen = named["scores"].flip(2).topk(x["ranks"].shape[0], dim=2).indices
         chosen = where.shape[2] - 1 - chosen
@@ -359,6 +374,10 @@ def chooser(
         named |= {"chosen": chosen, "real": stays >= 0}
         index = chosen[..., None].expand(-1, -1, -1, named["keys"].shape[3])
         out = {"k": named["keys"].gather(2, index), "pos": stays}
+        if step.keep.moves:
+            now = x["ranks"].expand_as(stays).masked_fill(stays < 0, -1)
+            out["k"] = moves.turn(out["k"], now - stays, x[moves.COS], x[moves.SIN], interleaved)
+            out["pos"] = now
         if not shared:
             out["v"] = call(step.keep, named)
         out |= {name: named[name].gather(2, chosen) for name in carried}
@@ -372,20 +391,27 @@ def chooser(
 
 def _refined(step: Compress, named: Mapping[str, Any]) -> Tensor:
     """The scores after the chain: each method gets finite ones. What had no finite score before a method has none
-    after it.
+    after it. The score of a token that goes even where there is room is that of an empty slot.
     """
     where, scores = named["positions"], named["scores"]
     age = named["seen"][:, None, None] - 1 - where
     stays = (where >= 0) & ((where < step.score.sinks) | (age < step.score.recent))
-    real = where >= 0
+    real, lost = where >= 0, torch.zeros_like(stays)
     for one in step.refines:
         real = real & (scores > -_LARGE)  # NaN: False
         least = scores.masked_fill(~real, _LARGE).amin(2, keepdim=True)
         least = least.masked_fill(~real.any(2, keepdim=True), 0)
         finite = torch.where(real, scores, least).clamp(max=_LARGE)
         scores = call(one, {**named, "scores": finite, "protected": stays}).float()
+        lost = lost | (real & (scores == -torch.inf))
     scores = scores.masked_fill(~real, float("nan"))
-    return _protected(step.score, scores, where, named["seen"])
+    scores = _protected(step.score, scores, where, named["seen"])
+    for one in reversed(step.refines):
+        if one.first is not None:
+            place = call(one.first, {**named, "protected": stays}).float()
+            lost = lost & (place <= 0)
+            scores = torch.where(place > 0, -_NOTHING * (0.75 + place / 4), scores / 2)
+    return scores.masked_fill((where < 0) | (lost & ~stays), _NOTHING)
 
 
 def _protected(score: Score, scores: Tensor, where: Tensor, seen: Tensor) -> Tensor:

@@ -50,6 +50,9 @@ class SessionCore:
         self._tile = backend.tile
         self._room: list[int] = []  # slots of the buffers; none where they are new
         self._most = 0  # bytes of state that there were before rows were let go
+        self._gone: Ints = np.zeros(
+            batch, np.int64
+        )  # tokens of a call's rows whose places others took
         self._steered = any(one.steers for one in self.observers)
 
     @property
@@ -112,6 +115,7 @@ class SessionCore:
         backend, before = self.backend, self.lengths
         ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
         after = before + (ids.shape[1] if counts is None else counts)
+        self._gone = np.zeros_like(before)
         if not self._steered:
             check_no_plan(run_layers, threshold)
         for one in self.observers:
@@ -124,7 +128,7 @@ class SessionCore:
                         ids, counts, found = left
                         self.lengths, self._room = before + found, []
             logits = self._ran(ids, counts, last_only, prompt)
-            self._settle("call", after, self.observers)
+            after = self._settle("call", after - self._gone, self.observers)
         except BaseException as error:
             self.undo(before, error)
             raise
@@ -137,7 +141,7 @@ class SessionCore:
             self.catch_up()  # what is compressed cannot be run again later
         for one in self.observers:
             one.rehearse(self)
-        self._settle("prompt", self.lengths, self.observers)
+        self.lengths = self._settle("prompt", self.lengths, self.observers)
 
     def rewind(self, wanted: Ints) -> None:
         """Let rows hold no more than `wanted` [B] tokens."""
@@ -194,7 +198,7 @@ class SessionCore:
         for one in self.observers:
             one.after(tokens, positions, _NO_QUERIES)
         self.lengths = after
-        self._settle("call", after, self.observers)
+        self.lengths = self._settle("call", after, self.observers)
 
     def catch_up(self) -> None:
         """Run again what an observer lacks after a rewind. The others saw those tokens, whose slots the cache
@@ -313,13 +317,15 @@ class SessionCore:
         """
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
         out = np.zeros(shape, np.float32)
+        gone = np.zeros_like(counts)
         for start in range(0, int(counts.max()), CHUNK):
             part = ids[:, start : min(start + CHUNK, int(counts.max()))]
             columns = np.arange(part.shape[1])
             left = counts - start
-            before = first + np.minimum(counts, start)
+            before = first + np.minimum(counts, start) - gone
             if start:
-                self._settle("part", before, observers)
+                settled = self._settle("part", before, observers)
+                before, gone = settled, gone + before - settled
             real = columns < left[:, None]
             positions = np.where(real, before[:, None] + columns, -1)
             ends = (left > 0) & (left <= part.shape[1])  # rows whose last token is in this chunk
@@ -337,8 +343,8 @@ class SessionCore:
                 np.copyto(out[:, start : start + part.shape[1]], logits, where=real[:, :, None])
         return out
 
-    def _settle(self, moment: str, lengths: Ints, observers: tuple[SessionObserver, ...]) -> None:
-        """Let observers do what is due; rows hold `lengths` [B] tokens."""
+    def _settle(self, moment: str, lengths: Ints, observers: tuple[SessionObserver, ...]) -> Ints:
+        """Let observers do what is due; rows hold `lengths` [B] tokens. What they hold then."""
         backend = self.backend
         for one in observers:
             start = time.perf_counter()
@@ -350,3 +356,9 @@ class SessionCore:
                 other.pin(backend)
             if calls:
                 self.count(calls, 0, start)
+            held = one.moved(lengths)
+            if held is not lengths:
+                self._gone = self._gone + lengths - held
+                self.kin = self.kin.rewound(np.zeros_like(held))
+            lengths = held
+        return lengths

@@ -187,6 +187,22 @@ class Session:
         """
         self._open().end_prompt()
 
+    def mark(self, units: Any = None, question: Any = None, lengths: Any = None) -> None:
+        """Say what the tokens of the next call (`prompt` or `run`) are, for recipes that evict by it.
+
+        Args:
+            units: [B,T], the number of each token's unit, such as an example or a sentence; -1: none.
+            question: where the question begins in these tokens: an int, or one per row [B]; -1: there is none.
+            lengths: tokens per row [B], as in `run`.
+
+        Raises InputError, also from the call if it has other tokens than were marked; nothing ran then.
+        """
+        if not any([one.mark(units, question, lengths) for one in self._open().observers]):
+            raise InputError(
+                "this model evicts by no marks; build it with a recipe that does, such as 'shotkv' (units) or 'finch' "
+                "(question)"
+            )
+
     def guess(self, tokens: Any, tree: Any, lengths: Any = None, columns: Any = None) -> Logits:
         """Run a draft tree, tokens [B,T] after the tokens of each row, and return the logits after each,
         float32 [B,T,V].

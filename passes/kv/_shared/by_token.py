@@ -1,4 +1,4 @@
-"""What kv.reuse asks of a model: that caches of keys and values by token are all that it keeps."""
+"""What moving keys asks of a model: that caches of keys and values by token are all that it keeps."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from accel.ir.program import Program
 from accel.ir.state import POSITIONS
 
 
-def check_by_token(program: Program, sites: Sequence[fx.Node], why: str) -> None:
+def check_by_token(
+    program: Program, sites: Sequence[fx.Node], why: str, what: str = "kv.reuse"
+) -> None:
     """Raise PassError where the model keeps more of its tokens than the caches that attention at `sites` reads, or
-    positions act on scores beside. `why`: what a method cannot do with other state.
+    positions act on scores beside. `why`: what a method cannot do with other state; `what` is to be left out then.
     """
     for node in sites:
         if operands_of(node).bias is not None:
             raise PassError(
                 f"{node.name}: attention with a bias by position (ALiBi, T5) cannot read reused keys yet; "
-                "leave kv.reuse out for this model"
+                f"leave {what} out for this model"
             )
     known = {POSITIONS, *(name for node in sites for name in _caches(node))}
     if other := [s.name for s in program.state if s.name not in known]:
         raise PassError(
             f"'{other[0]}' is state other than a per-token cache of keys and values, {why}; leave "
-            "kv.reuse out for this "
-            "model"
+            f"{what} out for this model"
         )
     if not sites:
-        raise PassError("no layer of this model has a key cache; leave kv.reuse out for it")
+        raise PassError(f"no layer of this model has a key cache; leave {what} out for it")
 
 
 def _caches(node: fx.Node) -> list[str]:

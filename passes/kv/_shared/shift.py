@@ -41,7 +41,7 @@ class Shift(Pass):
     grade = "approximate"  # what follows an edit keeps values that were made before it
 
     def run(self, program: Program) -> Report:
-        found = _rotations(program)
+        found = rotations(program, "kv.reuse = pie")
         source, graph = Editor(program, program.step.graph), fx.Graph()
         batch, suffix = (
             program.step.input("tokens").meta["val"].shape[0],
@@ -65,7 +65,7 @@ class Shift(Pass):
             cos, sin = operand_of(node, "cos"), operand_of(node, "sin")
             interleaved = operand_of(node, "interleaved")
             if (cos, sin) not in places:
-                made = tables(program, layer, cos, sin)
+                made = tables(program, layer, cos, sin, "kv.reuse = pie")
                 both = [
                     editor.param(f"shift.{len(places)}.{n}", t)
                     for n, t in zip("cs", made, strict=True)
@@ -80,23 +80,23 @@ class Shift(Pass):
         return Report(changed=len(outputs))
 
 
-def _rotations(program: Program) -> dict[int, fx.Node]:
-    """Layer -> the rotation that gave the keys of its cache."""
+def rotations(program: Program, what: str) -> dict[int, fx.Node]:
+    """Layer -> the rotation that gave the keys of its cache. Raises PassError, which says to leave `what` out."""
     found: dict[int, fx.Node] = {}
     sites = program.nodes(attention.default, entry=program.step)
-    check_by_token(program, sites, "which cannot be rotated to another position")
+    check_by_token(program, sites, "which cannot be rotated to another position", what)
     owners = {s.name: s.layer for s in program.state}
     for node in sites:
         layer = node.meta.get("layer")
         if not appends(node) or layer is None:
             raise PassError(
-                f"{node.name} reads keys that are not in a per-token cache; leave kv.reuse out for it"
+                f"{node.name} reads keys that are not in a per-token cache; leave {what} out for it"
             )
         new = operand_of(operand_of(node, Part.KEYS), "new")
         if not (isinstance(new, fx.Node) and new.target is rope.default):
             raise PassError(
                 f"layer {layer}: its cached keys are not rotated by position (learned positions, "
-                "a latent, a layer without rope), so they cannot be moved; leave kv.reuse = pie out for this model"
+                f"a latent, a layer without rope), so they cannot be moved; leave {what} out for this model"
             )
         owner = owners[str(cache_of(node, Part.KEYS).target)]
         assert owner is not None
@@ -104,14 +104,16 @@ def _rotations(program: Program) -> dict[int, fx.Node]:
     return found
 
 
-def tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
+def tables(
+    program: Program, layer: int, cos: Any, sin: Any, what: str = "kv.reuse = pie"
+) -> tuple[Tensor, Tensor]:
     """cos and sin [2M-1,R/2] of positions -(M-1) .. M-1, without a common factor."""
     try:
         c, s = (t.double() for t in evaluate([cos, sin], program.params, {}))
     except KeyError:
         raise PassError(
-            f"layer {layer}: its rotation depends on the call, not on positions alone; leave kv.reuse = pie out for "
-            "this model"
+            f"layer {layer}: its rotation depends on the call, not on positions alone; leave {what} out for this "
+            "model"
         ) from None
     factor = c[:1]
     c, s = c / factor, s / factor
@@ -121,7 +123,7 @@ def tables(program: Program, layer: int, cos: Any, sin: Any) -> tuple[Tensor, Te
     if not float(off) < _CLOSE:
         raise PassError(
             f"layer {layer}: two of its rotations do not compose to one (error {float(off):.1g}), for example "
-            "because rope is scaled by length, so keys cannot be moved; leave kv.reuse = pie out for this model"
+            f"because rope is scaled by length, so keys cannot be moved; leave {what} out for this model"
         )
     back = torch.arange(c.shape[0] - 1, 0, -1)
     both = torch.cat((c[back], c)), torch.cat((-s[back], s))

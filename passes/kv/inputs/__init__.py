@@ -86,6 +86,8 @@ class Input:
     names: ClassVar[tuple[str, ...]]  # the parameters
     relies: ClassVar[frozenset[Invariant]] = frozenset()  # of a method that names one
     breaks: ClassVar[frozenset[Invariant]] = frozenset()
+    marks: ClassVar[tuple[str, ...]] = ()  # inputs of the entry that a session gives
+    lasting: ClassVar[bool] = False  # whether they say positions that must not change
 
     def prepare(self, program: Program, sites: Sequence[Site], methods: Sequence[Any]) -> None:
         """Change the step: what it keeps, what it gives. `methods`: those of the recipe that evict."""

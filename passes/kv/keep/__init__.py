@@ -20,7 +20,8 @@ class Base(Method):
 
     Inputs: `keys`, `values` [B,G,S,D] of all slots; `positions` [B,G,S] (-1: empty); `chosen` [B,G,N], the slots of
     the kept tokens, and `real` [B,G,N], which of them are valid; `scores` [B,G,S], and the inputs of scores. Output:
-    values [B,G,N,D], stored with the keys of the chosen slots. A method that `demotes` also keeps the other tokens, as
+    values [B,G,N,D], stored with the keys of the chosen slots; where a method `moves`, these are rotated to positions
+    0..N-1, and the session goes on from there. A method that `demotes` also keeps the other tokens, as
     `parts` of D numbers, with `encode` [B,G,S,D] and `decode`.
     """
 
@@ -28,6 +29,8 @@ class Base(Method):
     merges: ClassVar[bool] = True  # whether values change, so that they must not be keys too
     adds: ClassVar[bool] = False  # whether values are added up, so that they are no averages
     demotes: ClassVar[bool] = False  # whether tokens that do not stay go on in another form
+
+    moves: ClassVar[bool] = False  # whether tokens that stay take positions from 0 on
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ from torch import Tensor
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError, shown
 from accel.ir.invariants import Invariant, Method
-from accel.passes.kv.inputs import relied
+from accel.passes.kv.inputs import parameters, relied
 
 __all__ = ["Base"]
 
@@ -31,8 +30,9 @@ class Base(Method):
     | `ranks` [N] | 0..N-1, N: the largest number of tokens that a head may keep |
     | `output` [H,D,E] | the layer's output projection |
 
-    It returns scores [B,G,S]; those of protected tokens and empty slots are ignored. `then`: the table of the next
-    method of the chain, with `use` and options, or none.
+    It returns scores [B,G,S]; those of protected tokens and empty slots are ignored. A token of -inf goes even where
+    there is room, unless it is protected. `then`: the table of the next method of the chain, with `use` and options, or
+    none.
     """
 
     then: Any = None
@@ -40,6 +40,7 @@ class Base(Method):
     grade: ClassVar[str] = "approximate"
 
     __call__: ClassVar[Callable[..., Tensor]]
+    first: ClassVar[Callable[..., Tensor] | None] = None
 
     def __post_init__(self) -> None:
         """A method that checks its options calls this, too."""
@@ -61,8 +62,12 @@ class Base(Method):
     @property
     def reads(self) -> frozenset[str]:
         """The names of what the chain goes by."""
-        found = (inspect.signature(type(one).__call__).parameters for one in self.chain)
-        return frozenset(name for names in found for name in names)
+        return frozenset(name for function in self.functions for name in parameters(function))
+
+    @property
+    def functions(self) -> list[Callable[..., Tensor]]:
+        """What the methods of the chain compute."""
+        return [f for one in self.chain for f in (one, one.first) if f is not None]
 
     @property
     def relies(self) -> frozenset[Invariant]:
@@ -71,3 +76,6 @@ class Base(Method):
     @property
     def breaks(self) -> frozenset[Invariant]:
         return relied(self.reads)[1] | {Invariant.TOKENS_CONTIGUOUS}
+
+    # first(…) -> [B,G,S], 0 to 1, its parameters as above: tokens above 0 stay before all others, protected ones too,
+    # the largest first.

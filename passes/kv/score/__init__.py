@@ -32,6 +32,9 @@ class Base(Method):
     | `query_mean` [B,H,D] | of the queries so far, rotated to the next `future` positions; not of the first `sinks` |
     | `query_covariance` [B,H,D,D] | likewise |
     | `unrotated_keys` [B,G,S,D] | keys before RoPE |
+    | `prompt` [B] | tokens of each row that are the prompt's; all of them while it runs |
+    | `units` [B,G,S] | the unit of the slot's token, as `Session.mark` says; -1: none |
+    | `question` [B] | the position where the question begins, as `Session.mark` says; -1: nobody said |
     | `scale` | attention scale of q k^T |
 
     It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first

@@ -19,7 +19,8 @@ class Base(Method, ABC):
     """How many tokens to keep: a session calls `tokens` before each eviction; `heads` is traced into the graph.
 
     A budget that is a `Tables` (`ir/tables.py`) names its constants of the layer, vectors, as further parameters:
-    arrays in `tokens` and `most` (both take all of them, as keywords), tensors in `heads`.
+    arrays in `tokens` and `most` (both take all of them, as keywords), tensors in `heads`. `tokens` may also name
+    `prompt`, how many of the tokens seen are of the prompt: all while it runs, and where it is not given.
     """
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
@@ -27,6 +28,7 @@ class Base(Method, ABC):
     adaptive: ClassVar[bool] = (
         False  # whether scores alone say how many stay; `tokens` is then the least
     )
+    even: ClassVar[bool] = True  # whether each head of a layer keeps what `tokens` says
     across: Callable[..., Any] | None = None
 
     @abstractmethod

@@ -20,6 +20,7 @@ class AdaKV(Share, Base):
     """
 
     safeguard: float = 0.2
+    even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ class KVzip(Share, Base):
     attention is and norms are not.
     """
 
+    even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:

@@ -23,6 +23,7 @@ class SimLayerKV(Base):
     recent: int = 1024
     observe: ClassVar[int] = 1  # type: ignore[misc]
     adaptive: ClassVar[bool] = True
+    even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2, "recent": 6, "threshold": 0.3}
 
     def __post_init__(self) -> None:

@@ -11,8 +11,9 @@ __all__ = ["MOMENTS", "Base"]
 MOMENTS = (
     "part",
     "call",
+    "token",
     "prompt",
-)  # between the parts of a long call; after a call; a prompt is whole
+)  # between the parts of a long call; after a call of a prompt, and of generated tokens; a prompt is whole
 
 
 class Base(Method, ABC):
@@ -25,7 +26,7 @@ class Base(Method, ABC):
     @property
     def single(self) -> bool:
         """Whether it may be due after a call of one token."""
-        return self.due("call", 1 << 40)
+        return self.due("call", 1 << 40) or self.due("token", 1 << 40)
 
     @property
     def breaks(self) -> frozenset[Invariant]:

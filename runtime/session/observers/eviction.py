@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +21,7 @@ from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
+from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers._rehearsal import PromptLog, blank, last_tokens, repeat
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -36,7 +39,7 @@ class KvPlan:
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
     queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
     (`runtime/session/observers/block_codec.py`). lookahead, repeats: see `KvFacts`. mass: names of the state that
-    scores add up. tables: the budget's constants, by name, of each layer.
+    scores add up. tables: the budget's constants, by name, of each layer. marks, moves: see `KvFacts`.
     stages: how many stages of prompt pruning are before each layer.
     """
 
@@ -51,10 +54,17 @@ class KvPlan:
     mass: Sequence[str] = ()
     tables: Sequence[Mapping[str, npt.NDArray[Any]]] = ()
     stages: Mapping[int, int] = field(default_factory=dict)
+    marks: Sequence[str] = ()
+    moves: bool = False
 
-    def tokens(self, seen: int, layer: int) -> int:
-        """Tokens that a head of the layer, one of `heads` in their order, keeps on average."""
-        return self.budget.tokens(seen, layer, len(self.heads), **self._table(layer))
+    def tokens(self, seen: int, layer: int, prompt: int) -> int:
+        """Tokens that a head of the layer, one of `heads` in their order, keeps on average, where `prompt` of those
+        seen are the prompt's.
+        """
+        told: dict[str, Any] = {**self._table(layer)}
+        if _by_prompt(type(self.budget)):
+            told["prompt"] = prompt
+        return self.budget.tokens(seen, layer, len(self.heads), **told)
 
     def most(self, tokens: int, layer: int, heads: int) -> int:
         """The most that one of its heads keeps."""
@@ -62,6 +72,11 @@ class KvPlan:
 
     def _table(self, layer: int) -> Mapping[str, npt.NDArray[Any]]:
         return self.tables[layer] if self.tables else {}
+
+
+@cache
+def _by_prompt(budget: type[Budget]) -> bool:
+    return "prompt" in inspect.signature(budget.tokens).parameters
 
 
 def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan | None:
@@ -80,6 +95,8 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         [s.name for s in state if s.part is Part.MASS],
         [{name: np.array(values) for name, values in one.items()} for one in kv.tables],
         stages_of(state),
+        kv.marks,
+        kv.moves,
     )
 
 
@@ -103,6 +120,7 @@ class EvictionState(SessionObserver):
         }
         self._last: Ints = np.full(batch, -1)  # token of each row; where guesses are made
         self._prompt = PromptLog(batch)
+        self._marks = Marks.new(batch)
         self._guesses = False  # in a fork that makes them
         self._before = self._numbers  # the call
 
@@ -117,12 +135,13 @@ class EvictionState(SessionObserver):
         """All that changes; nothing of it is written in place."""
         return (
             *(self.base, self._kept, self._calm, self._first),
-            *(self._queries, self._query_positions, self._last, self._prompt),
+            *(self._queries, self._query_positions, self._last, self._prompt, self._marks),
         )
 
     def _restore(self, numbers: tuple[Any, ...]) -> None:
         self.base, self._kept, self._calm, self._first = numbers[:4]
-        self._queries, self._query_positions, self._last, self._prompt = numbers[4:]
+        self._queries, self._query_positions, self._last = numbers[4:7]
+        self._prompt, self._marks = numbers[7:]
 
     @property
     def capabilities(self) -> Capabilities:
@@ -148,16 +167,28 @@ class EvictionState(SessionObserver):
         self._queries = {name: queries[rows] for name, queries in self._queries.items()}
         self._query_positions = {n: where[rows] for n, where in self._query_positions.items()}
         self._last, self._prompt = self._last[rows], self._prompt.select(rows)
+        self._marks = self._marks.select(rows)
 
     def begin(
         self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
     ) -> None:
         """See SessionObserver."""
+        marks = self._marks.begun(before, after)
         self._before = self._numbers
+        begins = marks.running & ~self._marks.running
+        self._calm = np.where(begins, 0, self._calm)  # a prompt may have a budget of its own
+        self._marks = marks
+
+    def mark(self, units: Any, question: Any, lengths: Any) -> bool:
+        """See SessionObserver."""
+        if not {"units", "question"}.intersection(self.plan.marks):
+            return False
+        self._marks = self._marks.coming(units, question, lengths)
+        return True
 
     def lost(self) -> bool:
         """See SessionObserver."""
-        return bool(self.plan.counts or (self.base != self._before[0]).any())
+        return self.plan.counts or self.base is not self._before[0]
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """See SessionObserver."""
@@ -212,22 +243,30 @@ class EvictionState(SessionObserver):
             if self.plan.lookahead:
                 self.rewound(lengths)  # the queries of guesses have done their part
         if moment == "prompt":
-            self.end_prompt()
+            self.end_prompt(lengths)
         return 1 if due else None
+
+    def moved(self, lengths: Ints) -> Ints:
+        """See SessionObserver."""
+        return self.base.copy() if self.plan.moves else lengths
 
     def observes(self, tokens: int) -> bool:
         """Whether the queries of a call of so many tokens are needed."""
         asked = tokens > 1 or self._first or self.plan.when.single or self._guesses
         return self.plan.observe > 0 and asked
 
-    def end_prompt(self) -> None:
+    def end_prompt(self, lengths: Ints) -> None:
         """Single tokens from here on are generated ones, unless nothing was there yet."""
         self._first = not self._queries
+        self._marks = self._marks.ended(lengths)
+        self._calm = np.zeros_like(lengths)
         self._prompt = PromptLog(len(self.base))
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether to compress now, and there is something to drop."""
         recent = lengths - self.base
+        if moment == "call" and not self._marks.running.any():
+            moment = "token"
         if not self.plan.when.due(moment, int(recent.max())) or (lengths < self._calm).all():
             return False
         room = (self._tokens(lengths) - self._kept - recent).min(axis=0)
@@ -246,6 +285,7 @@ class EvictionState(SessionObserver):
             most = self.plan.most(int(keep.max()), i, heads)
             inputs[keep_of(layer)] = keep
             inputs[ranks_of(layer)] = np.arange(max(1, min(most, recent[layer] + kept[layer])))
+        inputs |= self._marks.inputs(self.plan.marks, lengths)
         if self.plan.observe:
             width = max(where.shape[1] for where in self._query_positions.values())
             for stage, where in self._query_positions.items():
@@ -262,8 +302,14 @@ class EvictionState(SessionObserver):
     def compressed(self, lengths: Ints) -> None:
         """All tokens so far were looked at."""
         self._kept = np.minimum(self._tokens(lengths), self._kept + lengths - self.base)
-        self.base = lengths.copy()
+        self.base = self._kept[0].copy() if self.plan.moves else lengths.copy()
         self._calm = np.zeros_like(lengths)
+        if self.plan.moves:  # queries before were rotated for other positions
+            gone = (self.base < lengths)[:, None]
+            self._query_positions = {
+                n: np.where(gone, -1, where) for n, where in self._query_positions.items()
+            }
+            self._marks = self._marks.moved(lengths, self.base)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """Rows start anew."""
@@ -274,7 +320,7 @@ class EvictionState(SessionObserver):
             n: np.where(rows[:, None], -1, where) for n, where in self._query_positions.items()
         }
         self._first |= bool(rows.all())
-        self._prompt = self._prompt.forget(rows)
+        self._prompt, self._marks = self._prompt.forget(rows), self._marks.forget(rows)
 
     def check(self, wanted: Ints, lengths: Ints) -> None:
         """Rows may start anew, or go back to where they were compressed; where tokens are counted, not at all."""
@@ -306,7 +352,7 @@ class EvictionState(SessionObserver):
             n: np.where(where >= lengths[:, None], -1, where)
             for n, where in self._query_positions.items()
         }
-        self._prompt = self._prompt.rewound(lengths)
+        self._prompt, self._marks = self._prompt.rewound(lengths), self._marks.rewound(lengths)
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding), of all layers or some."""
@@ -328,5 +374,8 @@ class EvictionState(SessionObserver):
     def _tokens(self, lengths: Ints) -> Ints:
         """What each layer's heads keep of each row [L,B], on average."""
         layers = len(self.plan.heads)
-        found = [[self.plan.tokens(int(seen), i) for seen in lengths] for i in range(layers)]
+        both = list(zip(lengths.tolist(), self._marks.prompts(lengths).tolist(), strict=True))
+        found = [
+            [self.plan.tokens(seen, i, prompt) for seen, prompt in both] for i in range(layers)
+        ]
         return np.array(found, np.int64)

@@ -189,6 +189,10 @@ class SessionObserver:
 
     # Other calls
 
+    def mark(self, units: Any, question: Any, lengths: Any) -> bool:
+        """See `Session.mark`. Whether it was noted."""
+        return False
+
     def encode(self, calls: Calls, inputs: Any, lengths: Any) -> bool:
         """See `Session.encode`. Whether it was done."""
         return False
@@ -238,6 +242,10 @@ class SessionObserver:
         it took. The buffers are then new. None: nothing was done.
         """
         return None
+
+    def moved(self, lengths: Ints) -> Ints:
+        """What rows of `lengths` tokens hold after `settle` did something, at positions from 0 on."""
+        return lengths
 
     def rehearse(self, calls: Calls) -> None:
         """A prompt is whole, and `settle` comes: run tokens that rows do not hold afterwards."""

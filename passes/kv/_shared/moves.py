@@ -1,0 +1,97 @@
+"""Tokens that stay take positions from 0 on: their keys are rotated back, by the step's own tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError
+from accel.ir.ops.attention import operands_of
+from accel.ir.ops.op import operand_of
+from accel.ir.ops.rope import rope
+from accel.ir.program import Editor, Program
+from accel.ir.tables import Tables
+from accel.passes.kv._shared.shift import rotations, tables
+from accel.passes.kv.inputs import Site
+
+COS, SIN = "turn.cos", "turn.sin"  # operands: tables of positions -(M-1) .. M-1 [2M-1,R/2]
+_WHAT = "kv.keep = key-rerotate"
+_LONGEST = 20  # budgets are looked at up to so many powers of 2
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a layer's keys are rotated; layers of one `number` have one table."""
+
+    number: int
+    tables: tuple[Tensor, Tensor]
+    interleaved: bool
+
+    def operands(self, editor: Editor) -> dict[str, fx.Node]:
+        """The tables as operands of the layer."""
+        names = (COS, SIN)
+        return {
+            name: editor.param(f"compress.{self.number}.{name}", table)
+            for name, table in zip(names, self.tables, strict=True)
+        }
+
+
+def turn(keys: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Keys [B,G,N,D] at positions that are `delta` [B,G,N] later, or earlier."""
+    at = (delta + cos.shape[0] // 2).flatten(0, 1)
+    found: Tensor = rope(keys.flatten(0, 1)[:, None], at, cos, sin, interleaved)
+    return found[:, 0].view_as(keys)
+
+
+def turned(program: Program, sites: Sequence[Site], step: Any) -> dict[int, Turn]:
+    """How keys of each layer are rotated, for the methods of `step`. Raises PassError."""
+    _check(program, sites, step)
+    found: dict[int, Turn] = {}
+    known: dict[Any, Turn] = {}
+    for layer, node in rotations(program, _WHAT).items():
+        cos, sin = operand_of(node, "cos"), operand_of(node, "sin")
+        interleaved = bool(operand_of(node, "interleaved"))
+        key = cos, sin, interleaved
+        if key not in known:
+            known[key] = Turn(len(known), tables(program, layer, cos, sin, _WHAT), interleaved)
+        found[layer] = known[key]
+    return found
+
+
+def _check(program: Program, sites: Sequence[Site], step: Any) -> None:
+    """All layers and heads keep equally many tokens, and nothing else goes by position."""
+    count = len(program.facts.layers)
+    if len(sites) != count:
+        raise PassError(
+            f"only {len(sites)} of {count} layers have a key cache, and the state of the others does not move with it; "
+            f"leave {_WHAT} out for this model"
+        )
+    for site in sites:
+        if operands_of(site.node).window:
+            raise PassError(
+                f"layer {site.layer} sees a window of the tokens, and would hold fewer than others; leave {_WHAT} out "
+                "for this model"
+            )
+    budget, score = step.budget, step.score
+    uneven = not budget.even or budget.across is not None or isinstance(budget, Tables)
+    if not uneven:
+        sizes = ({budget.tokens(1 << n, i, count) for i in range(count)} for n in range(_LONGEST))
+        uneven = any(len(layer) > 1 for layer in sizes)
+    if uneven:
+        raise PassError(
+            f"{_WHAT}: layers or heads would hold different numbers of tokens with this kv.budget; use 'uniform', "
+            "without dense_layers"
+        )
+    if score.lookahead or score.repeats:
+        raise PassError(
+            f"{_WHAT} moves tokens, but this kv.score runs some aside at their old positions; use another score, such "
+            "as 'snapkv'"
+        )
+    if lasting := [name for one in step.inputs if one.lasting for name in one.marks]:
+        raise PassError(
+            f"{_WHAT} moves tokens, but a method of the recipe goes by `{lasting[0]}`, which says positions that last; "
+            "use kv.keep = drop"
+        )

@@ -1,0 +1,37 @@
+"""`finch` against FinchPress, whose window is the question."""
+
+from accel.passes.kv.score.finch import Finch
+
+from ..presses import agree, kvpress
+
+WINDOW = 6
+
+
+class OneFewer(Finch):
+    """The press counts one key fewer than a query sees."""
+
+    def normalizer(self, keys):
+        return keys - 1
+
+
+def press(ratio):
+    found = kvpress.FinchPress(ratio, rerotate_keys=False)
+    found.window_size = WINDOW
+    return found
+
+
+def test_the_same_tokens_stay():
+    agree(OneFewer(window=WINDOW), press, attentions=False, operands=unmarked)
+
+
+def test_a_question_is_marked():
+    """Of more queries than are its."""
+
+    def marked(prompt):
+        return {"question": prompt.slots(Finch())["seen"] - WINDOW}
+
+    agree(OneFewer(window=3 * WINDOW), press, operands=marked)
+
+
+def unmarked(prompt):
+    return {"question": prompt.slots(Finch())["seen"] * 0 - 1}
