@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from accel.ir.state import Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
 from accel.passes import Report
+from accel.passes.kv.inputs import call as named_call
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._tokens import Tokens
 from accel.passes.state.recurrent import buffer
@@ -35,10 +35,25 @@ ORIGIN = name_of(
 _UNITS, _TOKENS, _NEW = 29, 53, 19  # example sizes while shapes are worked out
 
 
+class _Grouped:
+    """A class with a `group` of whatever parameters, which is no field of a dataclass."""
+
+    group: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
 @dataclass(frozen=True)
-class Units(Tokens):
+class Units(_Grouped, Tokens):
     """Sparse attention over tokens, chosen unit by unit. A method says how keys become units (`group`), and what a
     unit is worth to queries (`score`).
+
+    `group` gives the unit of each token [B,G,N], and the parts of units [B,G,U,…]. It names its inputs:
+
+    | parameter | |
+    |---|---|
+    | `keys` [B,G,N,D] | as attention reads them |
+    | `real` bool [B,N] | which of them are there |
+    | `units` bool [B,U] | which units a row may have, the first ones |
+    | `generated` bool [B,1] | tokens behind the row's last prompt, not of one |
 
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
     tokens that are grouped at once. sinks: first tokens, in no unit and always read.
@@ -91,12 +106,6 @@ class Units(Tokens):
     def summary(self, keys: Tensor) -> dict[str, Tensor]:
         """Of a unit of consecutive tokens [B,G,N,page,D]: what `group` says of it."""
         return {"mean": keys.float().mean(3)}
-
-    @abstractmethod
-    def group(self, keys: Tensor, real: Tensor, units: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """keys [B,G,N,D] of tokens, of which some are `real` (bool [B,N]), and which units a row may have (bool
-        [B,U], the first ones) -> the unit of each token [B,G,N], and the parts of units [B,G,U,…].
-        """
 
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
         """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
@@ -257,7 +266,8 @@ class Units(Tokens):
         groups, width = keys.shape[1], keys.shape[3]
         slots = (start + ranks).clamp(min=0, max=keys.shape[2] - 1)  # [B,N]
         taken = keys.gather(2, slots[:, None, :, None].expand(-1, groups, -1, width))
-        labels, found = self.group(taken.float(), ranks < stop - start, numbers < units)
+        known = {"keys": taken.float(), "real": ranks < stop - start, "units": numbers < units}
+        labels, found = named_call(self.group, {**known, "generated": start >= origin[:, None]})
 
         def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
             """old [B,G,S,…], whose entries at [B,1] .. end - 1 are those of new [B,G,N,…]."""
@@ -320,6 +330,24 @@ def _copied(graph: fx.Graph, nodes: list[fx.Node], held: dict[str, fx.Node]) -> 
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
     return env[nodes[-1]]
+
+
+def consecutive(real: Tensor, units: Tensor) -> Tensor:
+    """Labels [B,N] of tokens of which some are `real` (bool [B,N]): `units` (bool [B,U]) of neighbours, as long as
+    each other.
+    """
+    tokens, count = real.sum(1, keepdim=True), units.sum(1, keepdim=True)
+    ranks = torch.arange(real.shape[1], device=real.device)
+    label = (ranks * count).div(tokens.clamp(min=1), rounding_mode="floor")
+    return torch.minimum(label, count - 1).clamp(min=0)
+
+
+def means_of(keys: Tensor, real: Tensor, labels: Tensor, units: Tensor) -> Tensor:
+    """Means [B,G,U,D] of the real keys [B,G,N,D] with each label [B,G,N]; 0 of none."""
+    blank = keys.new_zeros((1, 1, 1, 1)).expand(
+        keys.shape[0], keys.shape[1], units.shape[1], keys.shape[3]
+    )
+    return _means(keys, real, labels, blank)
 
 
 def spread(keys: Tensor, real: Tensor, units: Tensor) -> Tensor:

@@ -1,0 +1,102 @@
+"""LouisKV (arXiv:2510.11292): units are searched at boundaries only, where a token's query is unlike the one before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._units import Units, _own, consecutive, k_means, means_of
+
+
+@dataclass(frozen=True)
+class Louiskv(Units):
+    """A token whose query has a mean cosine over the heads below `boundary` with that of the token before it searches;
+    the others choose by the query of the last search.
+
+    A unit is worth the mean over a group's query heads of softmax(q · mean / √D) over the units. Units of a prompt
+    are clusters of keys (k-means by cosine, `rounds` of it), those of generated text runs of `size` tokens: the paper
+    cuts these at boundaries, which would need a mark of each token in each layer. `boundary` is 0.7 in the paper,
+    for Qwen3-8B. The `every` tokens of a segment are the paper's local buffer; when they become units, these
+    compete by the query of the last search. So a budget of all tokens reads all of them.
+    """
+
+    tokens_read: int = 1024
+    size: int = 16
+    every: int = 64
+    boundary: float = 0.7
+    rounds: int = count(10, most=100)
+
+    small: ClassVar[Mapping[str, Any]] = {
+        "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2, "dense_layers": 0,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rounds < 0:
+            raise RecipeError(f"Louiskv: rounds = {self.rounds}; give 0 or more")
+        if not -2 <= self.boundary <= 2:
+            raise RecipeError(
+                f"Louiskv: boundary = {self.boundary}; give a cosine, -1..1, or more for a search by each token"
+            )
+
+    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+        """A token's own query, and that of the last search."""
+        if self.boundary > 1:
+            return {}
+        return {"last": ("float32", (heads, width)), "query": ("float32", (heads, width))}
+
+    def group(
+        self, keys: Tensor, real: Tensor, units: Tensor, generated: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        clusters, means = k_means(keys, real, units, self.rounds)
+        labels = torch.where(generated[:, None], consecutive(real, units)[:, None], clusters)
+        runs = means_of(keys, real, labels, units)
+        return labels, {"mean": torch.where(generated[..., None, None], runs, means)}
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        worth: Tensor = super().score(queries, parts) / math.sqrt(queries.shape[3])
+        return worth
+
+    def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
+        """Scores of a group's heads [B,G,R,T,U] -> the logarithm of the sum of their shares [B,G,T,U], which does not
+        vanish where a head is sure; NaN of what is no number.
+        """
+        lowest = torch.finfo(scores.dtype).min / 2
+        clean = torch.nan_to_num(scores).clamp(lowest, -lowest).masked_fill(~seen, lowest)
+        shares = clean.log_softmax(-1).logsumexp(2)
+        return torch.where(scores.isnan().any(2), torch.nan, shares)
+
+    def search(
+        self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        queries = x["queries"].float()
+        if self.boundary > 1:
+            return queries, _own(x), {}
+        which = self.searched(queries, before["last"], known)
+        both = torch.cat((before["query"][:, None], queries), dim=1)
+        index = which[..., None, None].expand(queries.shape)
+        chosen = both.gather(1, index)
+        return chosen, _own(x), {"last": queries, "query": chosen}
+
+    def searched(self, queries: Tensor, last: Tensor, known: Tensor) -> Tensor:
+        """Which query each token of a call [B,T,H,D] chooses by [B,T]: i + 1, the i-th of the call; 0, that of the
+        last search before it. `last` [B,H,D] is the query of the token before the call, where `known` (bool [B]).
+        """
+        both = torch.cat((last[:, None], queries), dim=1)
+        norms = both.square().sum(-1).sqrt().clamp(min=1e-12)
+        product = (both[:, 1:] * both[:, :-1]).sum(-1)
+        like = (product / (norms[:, 1:] * norms[:, :-1])).mean(2)  # [B,T]
+        numbers = torch.arange(queries.shape[1], device=queries.device) + 1
+        new = ~(like >= self.boundary) | (~known[:, None] & (numbers == 1))
+        own = torch.where(new, numbers, 0)
+        behind = numbers[:, None] >= numbers  # [T,T]
+        newest: Tensor = (own[:, None] * behind).amax(2)
+        return newest
