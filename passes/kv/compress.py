@@ -359,9 +359,10 @@ def chooser(
         where, shared = named["positions"], "kept_v" not in x
         scores = call(step.score, named).float()
         named["scores"] = _protected(step.score, scores, where, x["seen"])
+        named["ranks"] = x["ranks"]
         counts = x["counts"] if "counts" in x else call(step.budget.heads, named)  # [B,G]
         if step.refines:
-            named |= {"counts": counts, "ranks": x["ranks"], "scores": scores}
+            named |= {"counts": counts, "scores": scores}
             named["scores"] = _refined(step, named)
             where = where.masked_fill(named["scores"] <= _NOTHING, -1)  # what goes all the same
         # [B,G,N], best first, of equal ones the newest

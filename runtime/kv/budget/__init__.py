@@ -41,7 +41,8 @@ class Base(Method, ABC):
 
     def heads(self, scores: Any, keep: Any) -> Any:
         """What each head keeps [B,G], out of scores [B,G,S] and the average `keep` [B] (tensors). Its parameters
-        select its inputs, as a score's do. What ranks tokens takes the newest of equal scores.
+        select its inputs, as a score's do. What ranks tokens takes the newest of equal scores. `ranks` [N] may be
+        named, too: N is the most that a head can keep.
         """
         return keep[:, None].expand(-1, scores.shape[1])
 
