@@ -12,7 +12,7 @@ from accel.passes.kv.score import Base as Score
 from accel.runtime.kv.budget import EMPTY, Base
 from accel.runtime.kv.budget._share import Share
 
-from ..kv_slots import AXES, G, build, choose, real, sets, slots
+from ..kv_slots import AXES, G, build, choose, constants, real, sets, slots
 
 EVERY = AXES["budget"].names()
 NAMES = [n for n in EVERY if not AXES["budget"].method(n).adaptive]  # a number of tokens is given
@@ -93,14 +93,17 @@ class Given(Score):
 
 def law_heads(budget, seed, kept, recent=(11, 3, 14)):
     """All heads of a layer together keep the mean times their number, of those that are there; no head
-    more than `most`.
+    more than `most`, which a table says of each layer.
     """
     x, score = slots(seed, recent=recent), Given()
-    found = sets(choose(x, kept, score, budget, most=budget.most(kept, G)))
+    table = {n: t.numpy() for n, t in constants(budget).items()}
+    most = budget.most(kept, G, **table)
+    found = sets(choose(x, kept, score, budget, most=most))
     counts = [[len(h) for h in row] for row in found]
     for row, there in zip(counts, real(x), strict=True):
-        assert sum(row) == min(kept * G, sum(map(len, there))) or name_is_per_head(budget)
-        assert max(row) <= budget.most(kept, G)
+        can = sum(min(len(head), most if table else len(head)) for head in there)
+        assert sum(row) == min(kept * G, can) or name_is_per_head(budget)
+        assert max(row) <= most
         if name_is_per_head(budget):
             assert row == [min(kept, len(t)) for t in there]
     every = sets(choose(x, 99, score))
@@ -135,7 +138,14 @@ def test_heads_that_do_not_add_up_are_caught():
         def heads(self, scores, keep, positions):
             return super().heads(scores.masked_fill(scores <= EMPTY, -1e30), keep, positions)
 
-    for broken in (Halves(), CountsNothing(safeguard=1.0)):
+    class Proportional(type(build("budget", "headkv-r2"))):
+        """What a head has no slots for goes nowhere."""
+
+        def heads(self, scores, keep, positions, ranks, share):
+            weights = self._weights(share)
+            return (keep[:, None] * weights / weights.mean()).round().long()
+
+    for broken in (Halves(), CountsNothing(safeguard=1.0), Proportional(window=0)):
         with pytest.raises(AssertionError):
             for seed, kept in itertools.product(range(4), (5, 9, 14)):
                 law_heads(broken, seed, kept, recent=(1, 3, 14))

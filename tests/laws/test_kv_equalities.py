@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Side:
     refine: tuple[str, dict[str, Any]] | None = None
     budget: tuple[str, dict[str, Any]] = ("uniform", {})
     together: bool = False  # scores are means over the heads
+    table: dict[str, list[float]] = field(default_factory=dict)  # constants of the budget
 
     def named(self) -> set[tuple[str, str]]:
         refine = {("refine", self.refine[0])} if self.refine else set()
@@ -47,6 +49,13 @@ def after(refine: str, **options: Any) -> Side:
 
 def share(budget: str, **options: Any) -> Side:
     return Side(SNAP.score, SNAP.options, budget=(budget, options))
+
+
+def headkv(*heads: float, beta: float = 1.0) -> Side:
+    """Of heads that are so important in every layer."""
+    table = {"share": list(heads), "shares": [sum(heads) / len(heads)] * LAYERS}
+    budget = "headkv-r2", {"window": 3, "beta": beta}
+    return Side(SNAP.score, SNAP.options, budget=budget, table=table)
 
 
 TABLE = {
@@ -81,6 +90,10 @@ TABLE = {
     ),
     "ada-kv that is safe for all is uniform": (
         share("ada-kv", safeguard=1.0), SNAP, share("ada-kv", safeguard=0.0),
+    ),
+    "headkv-r2 of equal heads is uniform": (headkv(1, 1), SNAP, headkv(0.4, 1.6)),
+    "headkv-r2 of no pool is uniform": (
+        headkv(0.4, 1.6, beta=1e6), SNAP, headkv(0.4, 1.6, beta=1.2),
     ),
 }  # fmt: skip
 
@@ -141,12 +154,12 @@ def kept(side: Side, seed: int) -> list[Any]:
     refine = AXES["refine"].build(side.refine[0], **side.refine[1]) if side.refine else None
     budget = AXES["budget"].build(side.budget[0], **{"tokens_kept": KEPT, **side.budget[1]})
     found = []
+    x |= {f"table.{name}": torch.tensor(values) for name, values in side.table.items()}
+    table = {name: np.array(values) for name, values in side.table.items()}
     for layer in range(LAYERS):
-        count = budget.tokens(N, layer, LAYERS)
-        used = Together(score) if side.together else score
-        found.append(
-            sets(choose(x, count, used, budget, most=budget.most(count, 2), refine=refine))
-        )
+        count = budget.tokens(N, layer, LAYERS, **table)
+        used, most = Together(score) if side.together else score, budget.most(count, 2, **table)
+        found.append(sets(choose(x, count, used, budget, most=most, refine=refine)))
     return found
 
 
