@@ -63,7 +63,8 @@ class HeadKVR2(Tables, Share, Base):
                 break
         if not open_[layer]:
             return seen
-        return max(1, self.window + round(left * weights[layer] / weights[open_].sum()))
+        beyond = float(left * weights[layer] / weights[open_].sum())
+        return max(1, self.window + round(beyond))
 
     def most(self, tokens: int, heads: int, share: Any = None, shares: Any = None) -> int:
         """See Base."""

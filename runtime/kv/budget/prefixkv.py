@@ -58,15 +58,13 @@ class PrefixKV(Tables, Share, Base):
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Any]]:
         """Of the whole rows."""
-        found, count = None, 0
-        layers: list[int] = []
+        found: Any = 0
+        count, layers = 0, list[int]()
         for row in rows:
             layers = sorted(row.layers)
             for one in range(len(row.layers[layers[0]].keys)):
                 curves = [curve(probabilities(row.layers[i])[one]) for i in layers]
-                shares = prefixes(curves)  # [L,N]
-                found = shares if found is None else found + shares
-                count += 1
+                found, count = found + prefixes(curves), count + 1  # [L,N]
         return {i: {"kept": found[n] / count} for n, i in enumerate(layers)} if count else {}
 
 
