@@ -27,6 +27,7 @@ class DuoHeads(Tables, Base):
     sinks: int = 64
     recent: int = 256
     adaptive: ClassVar[bool] = True
+    even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2, "recent": 6}
 
     def __post_init__(self) -> None:

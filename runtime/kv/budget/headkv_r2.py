@@ -32,6 +32,7 @@ class HeadKVR2(Tables, Share, Base):
     key: ClassVar[str] = "headkv-r2"
     beta: float = 1.2
     window: int = 32
+    even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17, "window": 4}
 
     def __post_init__(self) -> None:
