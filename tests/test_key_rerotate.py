@@ -8,7 +8,7 @@ from train import over_state
 
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError, PassError, RecipeError
-from accel.passes.kv._shared import moves
+from accel.passes.kv import moves
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.keep.key_rerotate import KeyRerotate
 from accel.passes.kv.score.finch import Finch

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel.passes.kv._shared import moves
+from accel.passes.kv import moves
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.keep.key_rerotate import KeyRerotate
 from accel.passes.kv.score.knorm import KNorm
