@@ -67,6 +67,8 @@ def slots(
         "kept_pos": kept_pos,
         "kept_mass": randn(B, G, P).abs(),
         "kept_mass.recent": randn(B, G, C).abs(),
+        "kept_decode_mass": randn(B, G, P).abs(),
+        "kept_decode_mass.recent": randn(B, G, C).abs(),
         "kept_entropy": randn(B, G, P).abs(),
         "kept_entropy.recent": randn(B, G, C).abs(),
         "kept_notes": -randn(B, G, P).abs(),

@@ -132,7 +132,7 @@ def test_cam_spreads_what_goes_over_the_next_that_stay():
     merged = 0
     for row, head in np.ndindex(B, G):
         kept = [int(p) for p in found["pos"][row, head] if p >= 0]
-        drawn, values = x["kept_mass.recent"][row, head], x["recent_v"][row, head]
+        drawn, values = x["kept_decode_mass.recent"][row, head], x["recent_v"][row, head]
         want = {p: values[p].clone() for p in kept}
         for p in range(int(x["seen"][row])):
             after = [k for k in kept if k > p][:3]
@@ -147,7 +147,7 @@ def test_cam_spreads_what_goes_over_the_next_that_stay():
             found["v"][row, head, : len(kept)], torch.stack([*want.values()])
         )
     assert merged > 5 and not torch.allclose(found["v"], plain["v"])
-    silent = {**x, "kept_mass.recent": torch.zeros_like(x["kept_mass.recent"])}
+    silent = {**x, "kept_decode_mass.recent": torch.zeros_like(x["kept_mass.recent"])}
     nothing = choose(silent, 5, build("score", "knorm"), keep=method, most=5)
     base = choose(silent, 5, build("score", "knorm"), most=5)
     torch.testing.assert_close(nothing["v"], base["v"]), "attention of 0 merges nothing"

@@ -16,7 +16,7 @@ from ..kv_slots import AXES, SCALE, C, D, G, P, build, choose, named, real, sets
 NAMES = AXES["score"].names()
 some = settings(max_examples=6, deadline=None, derandomize=True)
 seeds = st.integers(0, 1 << 20)
-PER_SLOT = ("mass", "entropy", "notes")
+PER_SLOT = ("mass", "decode_mass", "entropy", "notes")
 TOLD = [f"kept_{name}{part}" for name in PER_SLOT for part in ("", ".recent")]
 
 

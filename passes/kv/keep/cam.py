@@ -23,8 +23,8 @@ class CaM(Base):
     """`window`: number of kept tokens after an evicted one that share its value. It is merged with the probability
     of its attention by their mean attention, at most 1. Keys are unchanged.
 
-    Attention is what the score accumulates; where it accumulates nothing, that of generated tokens, as the paper has
-    it. The draw is a hash of the token's position, the head and `seed`.
+    Attention is that of generated tokens, so nothing is merged before the first. The draw is a hash of the token's
+    position, the head and `seed`.
     """
 
     window: int = count(32, most=4096)
@@ -41,23 +41,19 @@ class CaM(Base):
                 f"kv.keep.cam: window is {self.window} and seed {self.seed}; give at least 1 and 0"
             )
 
-    def accumulate(self, mass: Tensor, weights: Tensor, steps: Tensor) -> Tensor:
-        """Attention of generated tokens: calls of one token."""
-        return mass + weights.sum((2, 3)) * (steps > 0)[:, None, None]
-
     def __call__(
-        self, values: Tensor, mass: Tensor, positions: Tensor, chosen: Tensor, real: Tensor
+        self, values: Tensor, decode_mass: Tensor, positions: Tensor, chosen: Tensor, real: Tensor
     ) -> Tensor:
         stays = torch.zeros_like(positions).scatter(2, chosen, real.long())  # [B,G,S]
         behind = stays.cumsum(2) - stays  # kept tokens before each slot: the rank of the next
         total = real.sum(2, keepdim=True)
         end = torch.minimum(behind + self.window, total)
         share = (end - behind).clamp(min=1)
-        drawn = (mass.gather(2, chosen) * real).nan_to_num()  # [B,G,N]
+        drawn = (decode_mass.gather(2, chosen) * real).nan_to_num()  # [B,G,N]
         before = torch.cat((torch.zeros_like(drawn[..., :1]), drawn.cumsum(2)), dim=2)
         mean = (before.gather(2, end) - before.gather(2, behind)) / share
         # an attention of 0 by a mean of 0 merges nothing
-        likely = torch.where(mean > 0, mass / mean.clamp(min=1e-30), (mass > 0).to(mass.dtype))
+        likely = torch.where(mean > 0, decode_mass / mean.clamp(min=1e-30), 1.0 * (decode_mass > 0))
         heads = torch.ones_like(positions[:1, :, :1]).cumsum(1)
         merges = uniform(self.seed, heads, positions) < likely.nan_to_num(nan=0.0)
         merges = merges & (stays == 0) & (positions >= 0) & (end > behind)

@@ -49,7 +49,10 @@ def test_values_merge_alike(length, count, seed, monkeypatch):
     prompt = Prompt.of(length)
     mass = prompt.probs[:, :, -6:].sum(2).unflatten(1, (GROUPS, -1)).sum(2)
     keys, values = merged(prompt, mass / GROUPS, count, seed, monkeypatch)
-    x = prompt.slots(Scattered()) | {"kept_mass.recent": mass}
+    x = prompt.slots(Scattered()) | {
+        "kept_decode_mass": mass[..., :0],
+        "kept_decode_mass.recent": mass,
+    }
     for keep, alike in (
         (CaM(window=WINDOW, seed=seed), True),
         (CaM(window=WINDOW, seed=seed + 1), False),
