@@ -10,6 +10,7 @@ from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 
+import causal
 import checkpoints
 import corpus
 import numpy as np
@@ -415,3 +416,20 @@ def test_checkpoints_hold_what_is_safe_to_load(tmp_path):
     Checkpoints(tmp_path).save(1, {"path": Path("x")})
     with pytest.raises(Exception, match="weights_only|Weights only"):
         Checkpoints(tmp_path).load()
+
+
+@pytest.mark.parametrize("length", [1, 128, 300])
+def test_causal_attention_and_its_slopes_are_those_of_pytorch(length):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 16, requires_grad=True) for heads in (4, 2, 2))
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    found = causal.causal_attention(q, k, v)
+    torch.testing.assert_close(found, wanted)
+    slopes, known = (torch.autograd.grad(o.sin().sum(), (q, k, v)) for o in (found, wanted))
+    torch.testing.assert_close(slopes, known)
+
+
+def test_attention_that_sees_what_is_later_is_seen():
+    q, k, v = (torch.randn(1, 1, 8, 4) for _ in range(3))
+    wrong = F.scaled_dot_product_attention(q, k, v)
+    assert not torch.allclose(causal.causal_attention(q, k, v), wrong)

@@ -29,7 +29,7 @@ class _HeadLoss(torch.autograd.Function):
             slope.scatter_add_(1, goal, slope.new_full(goal.shape, -1.0))
             slope = slope.mul_(weight[part, None]).to(head.dtype)
             by_state[part] = slope @ head
-            by_head.addmm_(slope.T, states[part])
+            by_head += slope.T @ states[part]
         ctx.save_for_backward(by_state, by_head)
         ctx.mark_non_differentiable(each)
         return (each * weight).sum(), each

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from causal import causal_attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -68,10 +69,13 @@ class Attention(nn.Module):
             proj(x).view(rows, length, -1, self.shape.head_dim).transpose(1, 2)
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
-        groups = self.shape.heads // self.shape.kv_heads
-        k = rotate(k, cos, sin).repeat_interleave(groups, dim=1)
-        v = v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=self.shape.causal)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.shape.causal and x.device.type == "cpu":
+            out = causal_attention(q, k, v)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=self.shape.causal, enable_gqa=True
+            )
         merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(rows, length, -1))
         return merged
 
@@ -98,9 +102,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, keep: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """keep [B,1,1] is 0 for the samples that skip this layer, else 1."""
-        x = x + keep * self.self_attn(self.input_layernorm(x), cos, sin)
-        x = x + keep * self.mlp(self.post_attention_layernorm(x))
-        return x
+        x = torch.addcmul(x, keep, self.self_attn(self.input_layernorm(x), cos, sin).to(x))
+        return torch.addcmul(x, keep, self.mlp(self.post_attention_layernorm(x)).to(x))
 
 
 class Llama(nn.Module):
