@@ -17,7 +17,10 @@ import pytest
 
 from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
+from accel.ir.errors import PassError
 from accel.ir.recipe import Recipe
+
+from .kv_slots import choose, slots
 
 AXES, ROOT = find_axes(), Path(__file__).parents[1]
 NAME, STEM = "some-new-one", "some_new_one"
@@ -129,6 +132,23 @@ def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path)
     failed = [line for line in own.stdout.splitlines() if line.startswith("FAILED")]
     assert len(failed) == len(AXES), own.stdout[-4000:]
     assert all("test_what_the_paper_claims" in line for line in failed), "\n".join(failed)
+
+
+def test_a_recipe_is_begun_beside_those_of_its_axis(started):
+    """A selection's is not among those of eviction, a loop's not among those of diffusion."""
+    for axis, group in (("kv.select", "selection"), ("kv.refine", "context"), ("loop", "search")):
+        assert Path("recipes", group, f"{NAME}.toml") in started(axis)
+
+
+def test_scores_of_another_shape_are_refused():
+    """The error of a method that takes positions [B,G,S] for [B,S]."""
+
+    class Flat(AXES["kv.score"].method("knorm")):
+        def __call__(self, keys):
+            return keys.norm(dim=-1)[:, None]
+
+    with pytest.raises(PassError, match=r"Flat gives scores of shape .*, \[B,G,S\]"):
+        choose(slots(0), 4, Flat(), AXES["kv.budget"].build("uniform"), most=4)
 
 
 def test_what_cannot_be_made_is_said(monkeypatch, capsys):

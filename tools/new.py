@@ -11,23 +11,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections import Counter
 from pathlib import Path
 
 from accel.ir.axis import Axis, find_axes
 from accel.ir.errors import RecipeError, unknown
+from accel.ir.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
-SPECULATION = dict.fromkeys(("draft", "length", "tree", "verify"), "speculation")
-CONTEXT = dict.fromkeys(
-    ("kv.score", "kv.refine", "kv.budget", "kv.keep", "kv.when", "kv.select"), "context"
-)
-GROUPS = {  # axis -> folder of its recipes, where it has another name
-    **SPECULATION,
-    **CONTEXT,
-    "kv.codec": "cache",
-    "kv.reuse": "reuse",
-    "loop": "search",
-}
 HOST = ("draft", "length", "loop", "tree", "verify")  # `matrix_loops.py` compares their tokens
 TEMPLATE = "_template"
 BUILT = {
@@ -62,6 +53,18 @@ CLAIM = '''def test_what_the_paper_claims():
 '''
 
 
+def group_of(axis: Axis) -> Path:
+    """The folder of recipes that has most with this axis; for a loop, those of models that are not diffusion's."""
+    having = Counter(
+        path.parent
+        for path in sorted((ROOT / "recipes").glob("*/[!_]*.toml"))
+        if axis.name in Recipe.load(path).tables and path.parent.name != "diffusion"
+    )
+    return max(
+        having, key=having.__getitem__, default=ROOT / "recipes" / axis.name.partition(".")[0]
+    )
+
+
 def files_of(axis: Axis, name: str) -> dict[Path, str]:
     """Path -> text of all that a new method needs. Raises RecipeError where the axis is of another checkout."""
     folder = Path(importlib.import_module(axis.package).__path__[0]).resolve()
@@ -79,8 +82,7 @@ def files_of(axis: Axis, name: str) -> dict[Path, str]:
 
     made = {folder / f"{stem}.py": filled(folder / f"{TEMPLATE}.py")}
     if (recipe := folder / f"{TEMPLATE}.toml").exists():
-        group = GROUPS.get(axis.name, axis.name.partition(".")[0])
-        made[ROOT / "recipes" / group / f"{name}.toml"] = filled(recipe)
+        made[group_of(axis) / f"{name}.toml"] = filled(recipe)
     reference = ROOT / "tests" / "references" / axis.name / f"{TEMPLATE}.py"
     if reference.exists():
         made[reference.with_name(f"{stem}.py")] = filled(reference)

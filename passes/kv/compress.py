@@ -304,7 +304,7 @@ def scorer(
 
     def rank(*operands: Tensor) -> dict[str, Tensor]:
         named = _named(step, dict(zip(names, operands, strict=True)), scale, mask)
-        scores = call(step.score, named).float()
+        scores = _scores(step.score, named)
         where = named["positions"]
         return {
             "scores": _protected(step.score, scores, where, named["seen"]),
@@ -312,6 +312,17 @@ def scorer(
         }
 
     return rank
+
+
+def _scores(method: Score | Refine, named: Mapping[str, Any]) -> Tensor:
+    """What it says of each slot. Raises PassError where these are not scores [B,G,S]."""
+    scores: Tensor = call(method, named).float()
+    if scores.dim() != 3:
+        raise PassError(
+            f"{type(method).__name__} gives scores of shape {list(scores.shape)}; give one for each KV head and slot, "
+            "[B,G,S]"
+        )
+    return scores
 
 
 def _carried(names: Iterable[str]) -> list[str]:
@@ -358,7 +369,7 @@ def chooser(
         x = dict(zip(names, operands, strict=True))
         named = _named(step, x, scale, mask)
         where, shared = named["positions"], "kept_v" not in x
-        scores = call(step.score, named).float()
+        scores = _scores(step.score, named)
         named["scores"] = _protected(step.score, scores, where, x["seen"])
         named["ranks"] = x["ranks"]
         counts = x["counts"] if "counts" in x else call(step.budget.heads, named)  # [B,G]
@@ -404,7 +415,7 @@ def _refined(step: Compress, named: Mapping[str, Any]) -> Tensor:
         least = scores.masked_fill(~real, _LARGE).amin(2, keepdim=True)
         least = least.masked_fill(~real.any(2, keepdim=True), 0)
         finite = torch.where(real, scores, least).clamp(max=_LARGE)
-        scores = call(one, {**named, "scores": finite, "protected": stays}).float()
+        scores = _scores(one, {**named, "scores": finite, "protected": stays})
         lost = lost | (real & (scores == -torch.inf))
     scores = scores.masked_fill(~real, float("nan"))
     scores = _protected(step.score, scores, where, named["seen"])
