@@ -215,3 +215,22 @@ def test_short_prompts(name):
     got, want = (prompted(m, TOKENS[0], 1, 4) for m in (model, base))
     assert far(got, want) < 1e-5
     assert np.isfinite(prompted(model, TOKENS[0], 2, 4)).all()
+
+
+@pytest.mark.parametrize("name", ["promptdistill", pytest.param("lazyllm", marks=pytest.mark.long)])
+def test_pages_of_layers_with_slots_of_their_own(name):
+    """An artifact says of the pages of a stage C1/4, as its graph does; it was refused on load."""
+    quest = {"use": "quest", **find_axes()["kv.select"].small("quest")}
+    tables, options = {"kv.select": quest}, AXIS.small(name)
+    found = [built("llama", t, tables, use=name, **options) for t in ("eager", "onnx")]
+    first, second = (run(model) for model in found)
+    assert far(first, second) < 1e-4
+    assert far(first, run(built("llama", "eager", {}, use=name, **options))) > 1e-4  # it selects
+
+
+def run(model):
+    with model.session(len(ROWS)) as session:
+        return np.concatenate(
+            [session.prompt(ROWS, LENGTHS), *(session.run(TOKENS[:, [t]]) for t in range(30, 34))],
+            1,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, fx
 
@@ -119,7 +120,8 @@ def own_slots(program: Program, first: int, stage: int) -> None:
         at = trace(editor, state.name, filled, held, *shared)
         positions = editor.call(kv_append.default, held, step.input("positions"), at)
     step.set_outputs({**outputs, state.output: positions})
-    renamed = Renamed(editor, [before], [held.meta["val"]])
+    own = {s.name: _letters(s, letter) for s in program.state if (s.layer or 0) >= first}
+    renamed = Renamed(editor, *_sizes(program, editor, own, [before], [held.meta["val"]]))
     for call in calls:
         call.args = tuple({written: positions, slots: at}.get(a, a) for a in call.args)
         _rename(call, renamed)
@@ -128,12 +130,31 @@ def own_slots(program: Program, first: int, stage: int) -> None:
             node.replace_input_with(written, positions)
             node.meta["val"] = renamed(node.meta["val"])
     _choose_apart(program, first, stage, old, renamed)
-    layers = range(first, len(program.facts.layers))
     for index, value in enumerate(program.state):
-        if value.layer in layers and grows(value.shape):
-            program.state[index] = replace(value, shape=tuple(_own(d, letter) for d in value.shape))
+        if value.name in own and grows(value.shape):
+            program.state[index] = replace(value, shape=own[value.name])
             holder = step.input(value.name)
             holder.meta["val"] = renamed(holder.meta["val"])
+
+
+def _sizes(
+    program: Program,
+    editor: Editor,
+    own: Mapping[str, tuple[int | str, ...]],
+    before: list[Tensor],
+    now: list[Tensor],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Values before and after, which hold every size that changes: C, and C/16 of pages, a size of its own."""
+    symbols: dict[int | str, Any] = {}
+    for name, letters in own.items():
+        value = program.step.input(name).meta["val"]
+        for axis, letter in enumerate(letters):
+            if isinstance(letter, str) and "/" in letter and letter not in symbols:
+                symbols[letter] = editor.symbol(letter, _SLOTS + 20 + len(symbols))
+                with editor.fake:
+                    before.append(value.new_empty((value.shape[axis],)))
+                    now.append(value.new_empty((symbols[letter],)))
+    return before, now
 
 
 def _choose_apart(program: Program, first: int, stage: int, old: str, renamed: Renamed) -> None:
@@ -178,11 +199,14 @@ def _choose_apart(program: Program, first: int, stage: int, old: str, renamed: R
     remove_dead(graph)
 
 
-def _own(size: int | str, letter: str) -> int | str:
-    """C -> C1, C/16 -> C1/16."""
-    if isinstance(size, str) and size.startswith("C"):
-        return letter + "/".join(["", *size.split("/")[1:]])
-    return size
+def _letters(value: State, letter: str) -> tuple[int | str, ...]:
+    """Its sizes over slots of its own: C -> C1, C/16 -> C1/16."""
+    return tuple(
+        "/".join([letter, *size.split("/")[1:]])
+        if isinstance(size, str) and size.startswith("C")
+        else size
+        for size in value.shape
+    )
 
 
 def _rename(call: fx.Node, renamed: Renamed) -> None:
