@@ -10,6 +10,7 @@ from onnx import TensorProto, helper
 
 import accel
 from accel.compiler.smoke.tiny_models import randomise, small_config, small_model
+from accel.ir.axis import find_axes
 from accel.ir.errors import PassError
 from accel.ir.ops.codec import decode_rows, encode_rows
 from accel.lowering.onnx import native
@@ -231,3 +232,11 @@ def test_cross_attention_stays_as_it_is():
 def test_a_model_without_a_cache_is_refused():
     with pytest.raises(PassError, match="no cache of keys and values"):
         accel.optimize(small_model("mamba"), "kv-int8", max_context=32)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -7.5, 1e-38, 1e30])
+def test_a_constant_row_comes_back(value):
+    codec = find_axes()["kv.codec"].build("kv-int8")
+    x = torch.full((1, 2, 3, 10), value)
+    back = codec.decode("k", codec.encode("k", x), 10)
+    torch.testing.assert_close(back, x, rtol=1e-6, atol=1e-30)

@@ -42,6 +42,18 @@ def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tenso
     return codes.to(torch.uint8).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
 
 
+def near(x: Tensor, back: Tensor, bits: int, group: int, along: str) -> Tensor:
+    """Whether each number of blocks `back` [..,R,D] is within half a step of x: of its group, 2^bits - 1 steps between
+    its ends; these are rounded to float16.
+    """
+    cut, axis = _grouped(x, group, along)
+    span = cut.amax(axis, keepdim=True) - cut.amin(axis, keepdim=True)
+    ends = cut.abs().amax(axis, keepdim=True) * 2**-10 + 1e-7
+    off = (_grouped(back, group, along)[0] - cut).abs()
+    found: Tensor = off <= span / (2**bits - 1) / 2 * 1.01 + ends
+    return found
+
+
 def block_sizes(rows: int, width: int, bits: int, group: int, along: str) -> tuple[int, int]:
     """Bytes of a block's codes, and its groups."""
     codes = rows * -(-width * bits // 8)

@@ -5,9 +5,10 @@ attention and the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, fx
 
@@ -58,6 +59,9 @@ class Base(Pass, Method, ABC):
     flat = True
     grade = "approximate"
 
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    """Options that the laws try beside the defaults."""
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
@@ -90,6 +94,13 @@ class Base(Pass, Method, ABC):
     @abstractmethod
     def bits_of(self, role: str, width: int) -> float:
         """Bits that a number takes, all told, where D = `width`."""
+
+    @abstractmethod
+    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+        """What the codec promises: whether `back`, which was read of x [B,G,T,D], or of blocks [B,G,P,R,D], is as
+        near to it as its bits allow. bool, one for each number, row or block. x is finite. The laws of the axis hold
+        it to this, and require it to be false of what is 0.9 times as large.
+        """
 
     def run(self, program: Program) -> Report:
         if self.block:

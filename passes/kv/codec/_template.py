@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from accel.ir.ops.codec import decode_rows, encode_rows
+from accel.ir.ops.codec import LEVELS, decode_rows, encode_rows
 from accel.passes.kv.codec import Base, Sizes
 
 
@@ -29,3 +29,7 @@ class Template(Base):
 
     def bits_of(self, role: str, width: int) -> float:
         return 8 + 32 / width
+
+    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+        half = x.abs().amax(-1, keepdim=True) / (2 * LEVELS)
+        return (back - x).abs() <= half * (1 + 1e-4)

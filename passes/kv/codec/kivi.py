@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
+from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
 from accel.passes.kv.codec import Base, Sizes
 
 
@@ -27,6 +27,10 @@ class Kivi(Base):
     group: int = count(32, most=1024)
     residual: int = 128
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"bits": 4},
+        {"bits": 8, "group": 8, "residual": 24},
+    )
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
@@ -67,3 +71,7 @@ class Kivi(Base):
     def bits_of(self, role: str, width: int) -> float:
         codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
         return (8 * codes + 32 * groups) / (self.block * width)
+
+    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+        """No number is off by more than half a step of its group, but for the ends, which are float16."""
+        return near(x, back, self.bits, self.group, self._along(role))
