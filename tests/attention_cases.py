@@ -81,6 +81,35 @@ def by_pages(mask: str, size: int, heads: int, groups: int, kept: bool = False):
     return make
 
 
+def beside_another(mask: str, groups: int, sink: bool = False, kept: bool = False):
+    """A partial result over other keys; of some queries nothing was read there."""
+    plain = beside_kept(mask, 4, 4, groups) if kept else attend(mask, 4, 4, groups)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = plain(b, t, c, rng)
+        lse = randn(rng, b, 4, t)
+        lse[torch.from_numpy(rng.random(lse.shape) < 0.2)] = torch.finfo(torch.float32).min
+        if sink:
+            operands[10:11] = [constant(4)]
+        none = [None] * (17 - len(operands))
+        return [*operands, *none, 0, randn(rng, b, 4, t, 6), lse]
+
+    return make
+
+
+def merging(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    """Two partial results, the first of which read nothing for some queries, the second for one of these."""
+    parts = [
+        randn(rng, b, 4, t, 6),
+        randn(rng, b, 4, t),
+        randn(rng, b, 4, t, 6),
+        randn(rng, b, 4, t) * 50,
+    ]
+    parts[1][:, :2, 0] = torch.finfo(torch.float32).min
+    parts[3][:, 1, 0] = -torch.inf
+    return parts
+
+
 def attention_cases() -> list[Case]:
     masks = [("causal", 0), ("window", 1), ("window", 4), ("chunk", 3), ("full", 0)]
     made = [
@@ -125,5 +154,16 @@ def attention_cases() -> list[Case]:
     ]:
         name = f"attention-pages-{mask}-{groups}{'-kept' * kept}"
         made.append(Case(name, attention.attention, by_pages(mask, 4, 4, groups, kept)))
+    for op, (mask, groups, sink, kept) in itertools.product(
+        (attention.attention, attention.partial_attention),
+        [("causal", 4, True, False), ("window", 2, False, False), ("causal", 1, False, True)],
+    ):
+        make = beside_another(mask, groups, sink, kept)
+        name = f"{op.name}-beside-{mask}-{groups}"
+        made.append(Case(name, op, make, (10,) if sink else ()))
+    partial = attention.partial_attention
+    made.append(Case("partial_attention", partial, attend("causal", 0, 4, 2)))
+    made.append(Case("partial_attention-pages", partial, by_pages("causal", 4, 4, 2)))
+    made.append(Case("merge_attention", attention.merge_attention, merging))
     made.append(Case("attention_weights", mass.attention_weights, attend("causal", 0, 4, 2), (5,)))
     return made

@@ -13,8 +13,8 @@ from accel.ir.ops import attention
 from accel.lowering.onnx import native
 from accel.lowering.onnx.export import export
 
-from .op_cases import Case, query_positions, randn
-from .test_ops import program_of
+from .op_cases import CASES, Case, query_positions, randn
+from .test_ops import onnx_session, program_of
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 SHAPES = [(4, 4, 64), (4, 1, 64), (14, 2, 64), (6, 2, 24), (3, 3, 10)]
@@ -70,6 +70,53 @@ def test_rows_are_equal_bit_for_bit(shape, threads, tmp_path):
     for tokens in (2, 3, 8, 33):
         args = operands(*shape, tokens)
         np.testing.assert_array_equal(run(args), apart(run, args))
+
+
+@needs_native
+@pytest.mark.parametrize("name", [n for n in CASES if "beside" in n or n == "partial_attention"])
+def test_partial_attention_equals_the_reference(name, tmp_path):
+    case = CASES[name]
+    run = onnx_session(case, tmp_path, "step.native.onnx")
+    for sizes in ((1, 1, 1), (2, 1, 9), (3, 4, 11)):
+        made = case.operands(sizes)
+        got, want = run(made), case.op.reference(*made)
+        if case.op is attention.attention:  # what is beside is read by all
+            got, want = (got, got[..., 0]), (want, want[..., 0])
+        seen = attention.partial_attention(*made)[1] > torch.finfo(torch.float32).min / 2
+        torch.testing.assert_close(got[1][seen], want[1][seen], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(got[0][seen], want[0][seen], atol=2e-5, rtol=2e-5)
+        assert all(x.isfinite().all() for x in got)
+
+
+@needs_native
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_partial_result_over_many_slots_is_merged(exact, tmp_path):
+    """Rows that are split over threads, too."""
+    rng = np.random.default_rng(0)
+    made = operands(4, 2, 64, 3)
+    made += [None] * 7 + [0, randn(rng, 1, 4, 3, 64), randn(rng, 1, 4, 3) * 3]
+
+    def make(b, t, c, rng):
+        shapes = (b, 4, t, 64), (b, 2, c, 64), (b, 2, c, 64)
+        where = query_positions(rng, b, t, c), torch.arange(c).repeat(b, 1)
+        beside = randn(rng, b, 4, t, 64), randn(rng, b, 4, t)
+        return [*(randn(rng, *s) for s in shapes), *where, *made[5:18], *beside]
+
+    case = Case("beside", attention.partial_attention, make)
+    export(program_of(case), tmp_path, batch_invariant=exact)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    native.register(options)
+    found = onnxruntime.InferenceSession(str(tmp_path / "step.native.onnx"), options)
+    given = {i.name: made[int(i.name[1:])].numpy() for i in found.get_inputs()}
+    for got, want in zip(found.run(None, given), attention.partial_attention(*made), strict=True):
+        np.testing.assert_allclose(got, want.numpy(), atol=2e-5)
+    given["x19"] = given["x19"] - 1
+    assert np.abs(found.run(None, given)[0] - want_of(made)).max() > 1e-3
+
+
+def want_of(made):
+    return attention.attention(*made).numpy()
 
 
 @needs_native

@@ -89,6 +89,8 @@ class Operands(Generic[T]):
     first: T | None = None
     pages: T | None = None
     page: int = 0
+    beside: T | None = None
+    beside_lse: T | None = None
 
 
 def operands_of(node: fx.Node) -> Operands[Any]:
@@ -103,6 +105,12 @@ def weights(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
 
     `added` [B,H,T,S] or none: what training adds to the scores.
     """
+    scores, values = _scores(x, added)
+    return scores.softmax(-1)[..., : values.shape[2]], values
+
+
+def _scores(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """scale q k^T + mask [B,H,T,S+E], and the values [B,H,S,Dv]; E: first a sink, then what is beside."""
     k, v = x.k, x.v
     repeat = x.q.shape[1] // k.shape[1]
     where = x.k_pos[:, None]  # [B,1,S]
@@ -133,12 +141,39 @@ def weights(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
     if x.sink is not None:  # one more key of that score, whose value is nothing
         column = x.sink[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
-    return scores.softmax(-1)[..., : k.shape[2]], values
+    if x.beside_lse is not None:  # one more key of that score, whose value is `beside`
+        scores = torch.cat([scores, _finite(x.beside_lse)[..., None]], dim=-1)
+    return scores, values
+
+
+def _finite(lse: Tensor) -> Tensor:
+    return lse.clamp(min=torch.finfo(lse.dtype).min)
+
+
+def _partial_attention(*operands: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    x = Operands[Tensor](*operands, **more)
+    scores, values = _scores(x)
+    probs = scores.softmax(-1)
+    out = probs[..., : values.shape[2]] @ values
+    if x.beside is not None:
+        out = out + probs[..., -1:] * x.beside
+    return out, scores.logsumexp(-1)
 
 
 def _attention(*operands: Any, **more: Any) -> Tensor:
-    probs, values = weights(Operands(*operands, **more))
-    return probs @ values
+    return _partial_attention(*operands, **more)[0]
+
+
+def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two results of attention over different keys [B,H,T,Dv], by their log-sum-exp [B,H,T] -> the result over all of
+    these keys and its log-sum-exp. Float32; results are finite also where nothing was read.
+    """
+    a_lse, b_lse = _finite(a_lse), _finite(b_lse)
+    top = torch.maximum(a_lse, b_lse)
+    a_share, b_share = (a_lse - top).exp(), (b_lse - top).exp()
+    total = a_share + b_share
+    out = a * (a_share / total)[..., None] + b * (b_share / total)[..., None]
+    return out, top + total.log()
 
 
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
@@ -149,12 +184,34 @@ def _attention(*operands: Any, **more: Any) -> Tensor:
 # ancestors and itself). W = 1 hides nothing where it is true: a row of tokens.
 # pages [B,G,T,K] or none: what of k and v the queries of a group read, as numbers of stretches of `page`
 # slots (-1: none); [B,G,0,K]: all of it. Kept slots are always read.
+# beside [B,H,T,Dv], beside_lse [B,H,T] or none: a partial result over other keys, which is merged in.
 # -> [B,H,T,Dv]
 attention = Op(
     "attention",
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
     "float softcap, str mask, int window, Tensor? sink=None, Tensor? kept_k=None, Tensor? kept_v=None, "
-    "Tensor? kept_pos=None, Tensor? tree=None, Tensor? first=None, Tensor? pages=None, int page=0) -> Tensor",
+    "Tensor? kept_pos=None, Tensor? tree=None, Tensor? first=None, Tensor? pages=None, int page=0, "
+    "Tensor? beside=None, Tensor? beside_lse=None) -> Tensor",
     reference=_attention,
     shape=lambda q, k, v, *rest, **more: q.new_empty((*q.shape[:3], v.shape[3])),
+)
+
+# The operands of `attention`. -> [B,H,T,Dv], and the log of the sum of exp(score) of all that was read, a sink and
+# what is beside included [B,H,T]. A query that sees nothing has the lowest finite number there, and any finite result.
+partial_attention = Op(
+    "partial_attention",
+    attention.schema.removesuffix("Tensor") + "(Tensor, Tensor)",
+    reference=_partial_attention,
+    shape=lambda q, k, v, *rest, **more: (
+        q.new_empty((*q.shape[:3], v.shape[3])),
+        q.new_empty(q.shape[:3]),
+    ),
+)
+
+# a, b [B,H,T,Dv], a_lse, b_lse [B,H,T]: what `partial_attention` gives over two sets of keys. -> the same over both.
+merge_attention = Op(
+    "merge_attention",
+    "(Tensor a, Tensor a_lse, Tensor b, Tensor b_lse) -> (Tensor, Tensor)",
+    reference=merged,
+    shape=lambda a, a_lse, b, b_lse: (torch.empty_like(a), torch.empty_like(a_lse)),
 )

@@ -23,6 +23,7 @@ from accel.lowering import Table
 from accel.lowering.onnx.writer.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.writer.fallback import lower_node
 
+_NOT_HERE = ("kept_", "beside")  # operands that are left out
 _NAMES = tuple(f.name for f in fields(Operands))
 _LETTERS = {
     "q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC", "tree": "BTW", "first": "B",
@@ -109,11 +110,11 @@ def _operands(
     b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
 ) -> tuple[Any, Any]:
     """The node's arguments as inputs of the probe; what the node reads twice is one input. Where keys or
-    values are decoded, their codes and scales are. Nothing was kept, and every page is read.
+    values are decoded, their codes and scales are. Nothing was kept or is merged in, and every page is read.
     """
-    options = {n: v for n, v in node.kwargs.items() if not n.startswith(("kept_", "page"))}
+    options = {n: v for n, v in node.kwargs.items() if not n.startswith((*_NOT_HERE, "page"))}
     named = zip(_NAMES, node.args, strict=False)
-    args = [None if role.startswith("kept_") else value for role, value in named]
+    args = [None if role.startswith(_NOT_HERE) else value for role, value in named]
     given: dict[str, Any] = dict(zip(_NAMES, args, strict=False)) | options
     names: dict[fx.Node, str] = {}
     for role, value in given.items():

@@ -6,6 +6,9 @@
 //
 // AttentionGroups: the same, where what was kept lies in blocks of codes (grouped.h), and what came since as it is.
 //
+// What was read elsewhere (a partial result and the log-sum-exp of its scores) is merged in, and the second result
+// is the log-sum-exp of everything.
+//
 // Where each query of a group lists the pages that it reads, so many slots each, the others are passed over.
 //
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
@@ -34,11 +37,12 @@ constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless r
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
 constexpr int64_t kGroup = 8;    // rows that go through it together, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
+constexpr float kLeast = std::numeric_limits<float>::lowest();  // log-sum-exp of nothing
 
 struct Settings {
   float scale, softcap;
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
-  int64_t page;
+  int64_t page, partial;  // partial: whether the log-sum-exp is wanted
   int64_t bits, rows, k_group, v_group, k_along, v_along;  // of blocks
 };
 
@@ -68,9 +72,9 @@ struct Piece {
 
 struct Call {
   Settings set;
-  abi::Tensor q, q_pos, bias, sink, pages, tree, first;
+  abi::Tensor q, q_pos, bias, sink, pages, tree, first, beside, beside_lse;
   Segment segments[2];
-  float* out;
+  float *out, *lse;
   int64_t B, H, G, T, D, W, R, rows, chunks, blocks, splits;
   int64_t listed;  // pages that a query lists; 0: it reads everything
   int64_t own;     // slots from `first` on of which each token sees those of its row of `tree`; 0: no tree
@@ -317,8 +321,19 @@ void write(const Call& c, int64_t b, const Row& row, int64_t r, float* sofar) {
     float sink = c.sink.as<float>()[row.head], top = std::max(sofar[0], sink);
     float a = sofar[0] == kNone ? 0.0f : std::exp(sofar[0] - top);
     sofar[1] = std::fma(sofar[1], a, std::exp(sink - top));
+    sofar[0] = top;
     for (int64_t w = 0; w < c.W; ++w) sofar[2 + w] *= a;
   }
+  int64_t at = (b * c.H + row.head) * c.T + r % c.T;  // by head
+  if (c.beside.data) {  // one more key of that score
+    float lse = std::max(kLeast, c.beside_lse.as<float>()[at]), top = std::max(sofar[0], lse);
+    float a = sofar[0] == kNone ? 0.0f : std::exp(sofar[0] - top), share = std::exp(lse - top);
+    const float* value = c.beside.as<float>() + at * c.W;
+    sofar[0] = top;
+    sofar[1] = std::fma(sofar[1], a, share);
+    for (int64_t w = 0; w < c.W; ++w) sofar[2 + w] = std::fma(value[w], share, sofar[2 + w] * a);
+  }
+  if (c.lse) c.lse[at] = sofar[1] == 0 ? kLeast : sofar[0] + std::log(sofar[1]);
   float* out = c.out + place(c, b, row.head, r % c.T) * c.W;
   float weight = sofar[1] > 0 ? 1 / sofar[1] : 0.0f;
   for (int64_t w = 0; w < c.W; ++w) out[w] = sofar[2 + w] * weight;
@@ -579,6 +594,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   if (abi::Status* s = abi::read(api, context, many, &c.tree)) return s;
   if (abi::Status* s = abi::read(api, context, many + 1, &c.first)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 2, &c.beside)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 3, &c.beside_lse)) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
@@ -604,6 +621,10 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
       held = c.first.as<int64_t>()[b] >= 0 && c.first.as<int64_t>()[b] + c.own <= recent.C;
     if (!held) return api.fail("Attention: the tree does not fit the queries and the cache");
   }
+  bool merged = c.beside.rank || c.beside_lse.rank;
+  if (merged && (c.beside.rank != 4 || c.beside_lse.rank != 3 || c.beside.count() != c.B * c.H * c.T * c.W ||
+                 c.beside_lse.count() != c.B * c.H * c.T))
+    return api.fail("Attention: what is merged in does not fit the queries and values");
   kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
   int64_t slots = c.listed ? c.listed * c.set.page : recent.C;
   c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
@@ -618,6 +639,11 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
+  if (c.set.partial) {
+    if (abi::Status* s = api.output(context, 1, by_head, 3, &out)) return s;
+    if (abi::Status* s = api.data(out, &data)) return s;
+    c.lse = static_cast<float*>(data);
+  }
   recent.by_head = false, recent.slots = slots::of(k_pos.as<int64_t>(), c.B, recent.C);
   kept.by_head = apart;
   if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), apart ? c.B * c.G : c.B, kept.C);
@@ -643,10 +669,12 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
     {"exact", &Settings::exact, nullptr},
     {"packed", &Settings::packed, nullptr},
     {"page", &Settings::page, nullptr},
+    {"partial", &Settings::partial, nullptr},
 };
 
 constexpr abi::Attribute<Settings> kWithBlocks[] = {
     kAttributes[0], kAttributes[1], kAttributes[2], kAttributes[3], kAttributes[4], kAttributes[5], kAttributes[6],
+    kAttributes[7],
     {"bits", &Settings::bits, nullptr},
     {"rows", &Settings::rows, nullptr},
     {"k_group", &Settings::k_group, nullptr},
@@ -656,7 +684,7 @@ constexpr abi::Attribute<Settings> kWithBlocks[] = {
 };
 
 int type_of(Form form, size_t i) {
-  if (size_t many = form ? 15 : 11; i >= many) return i == many ? abi::kBool : abi::kInt64;
+  if (size_t many = form ? 15 : 11; i >= many) return i == many ? abi::kBool : i == many + 1 ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
@@ -671,8 +699,10 @@ abi::Op op() {
   else
     op = abi::op_of<Settings, kAttributes, run<kForm>>();
   op.name = [](const abi::Op*) { return kForm == kInt8 ? "AttentionInt8" : kForm ? "AttentionGroups" : "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(kForm ? 17 : 13); };
+  op.input_count = [](const abi::Op*) { return size_t(kForm ? 19 : 15); };
   op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
+  op.output_count = [](const abi::Op*) { return size_t(2); };
+  op.output_presence = [](const abi::Op*, size_t i) { return int(i ? abi::kOptional : abi::kRequired); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from accel.lowering.onnx.writer.table import lower
 Operands = attention.Operands[str]  # names of values
 BLOCK = 128  # slots of a product at once where rows must not change a bit; C is a multiple of it
 _NOTHING = torch.finfo(torch.float32).min
+_LAST = (1 << 63) - 1  # where a slice ends: behind everything
 
 
 @lower(norm.rms_norm.default)
@@ -89,31 +91,62 @@ def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> str:
     """Over chosen pages: of one token only these are read, of several all slots, most of them hidden."""
-    x = Operands(*operands, **more)
+    return _over_pages(b, Operands(*operands, **more), lambda x: [_attend(b, x)], [b.out])[0]
+
+
+@lower(attention.partial_attention.default)
+def attend_partly(b: Builder, *operands: Any, **more: Any) -> Sequence[str]:
+    """The same, and the logarithm of what the weights were divided by."""
+    return _over_pages(
+        b, Operands(*operands, **more), lambda x: [_attend(b, x), _log_sum(b, x)], b.out
+    )
+
+
+@lower(attention.merge_attention.default)
+def merge(b: Builder, x: str, x_lse: str, y: str, y_lse: str) -> tuple[str, str]:
+    least = b.constant(_NOTHING, torch.float32)
+    sums = [b.node("Max", lse, least) for lse in (x_lse, y_lse)]
+    top = b.node("Max", *sums)
+    shares = [b.node("Exp", b.node("Sub", lse, top)) for lse in sums]
+    total = b.node("Add", *shares)
+    parts = [
+        b.node("Mul", value, b.node("Unsqueeze", b.node("Div", share, total), b.ints(-1)))
+        for value, share in zip((x, y), shares, strict=True)
+    ]
+    return str(b.node("Add", *parts)), str(b.node("Add", top, b.node("Log", total)))
+
+
+def _over_pages(
+    b: Builder, x: Operands, read: Callable[[Operands], Sequence[str]], outs: Sequence[Any]
+) -> Sequence[str]:
+    """What `read` gives over the pages that the call chose."""
     if x.pages is None:
-        return _attend(b, x)
-    whole, out, tokens = replace(x, pages=None), b.out, b.size(x.pages, 2)
+        return read(x)
+    whole, tokens = replace(x, pages=None), b.size(x.pages, 2)
 
     def chosen() -> tuple[str, ...]:
         single = b.node("Equal", tokens, b.constant(1, torch.int64))
-        return either(
-            b, single, lambda: [_attend(b, gathered(b, x))], lambda: [_attend(b, x)], [out]
-        )
+        return either(b, single, lambda: read(gathered(b, x)), lambda: read(x), list(outs))
 
     some = b.node("Greater", tokens, b.constant(0, torch.int64))
-    return either(b, some, chosen, lambda: [_attend(b, whole)], [out])[0]
+    return either(b, some, chosen, lambda: read(whole), list(outs))
 
 
 def _attend(b: Builder, x: Operands) -> str:
     """softmax(scale · q kᵀ + mask) v with the R query heads of a group as rows of one product."""
-    heads, wide = int(b.shape(x.q)[1]), int(b.shape(x.v)[3])
+    heads, groups, wide = int(b.shape(x.q)[1]), int(b.shape(x.k)[1]), int(b.shape(x.v)[3])
     probs, keys = _weights(b, x)
     v = x.v
     if x.kept_v is not None:
         shared = x.v == x.k and x.kept_v == x.kept_k
         v = keys if shared else str(b.node("Concat", x.kept_v, x.v, axis=2))
     out = _in_blocks(b, probs, v) if b.batch_invariant else b.node("MatMul", probs, v)
-    if heads == int(b.shape(x.k)[1]):
+    if x.beside is not None:
+        every = b.node("Softmax", _scores(b, x)[0], axis=-1)
+        share = b.node("Slice", every, b.ints(-1), b.ints(_LAST), b.ints(3))
+        beside = b.node("Reshape", x.beside, b.ints(0, groups, -1, wide))
+        out = b.node("Add", out, b.node("Mul", share, beside))
+    if heads == groups:
         return str(out)
     return str(b.node("Reshape", out, b.concat_ints([0, heads, b.size(x.q_pos, 1), wide])))
 
@@ -137,6 +170,26 @@ def attention_weights(b: Builder, *operands: Any, **more: Any) -> str:
 
 def _weights(b: Builder, x: Operands) -> tuple[str, str]:
     """softmax(scale · q kᵀ + mask) [B,G,R·T,S], and the keys [B,G,S,D] with those that were kept."""
+    scores, k, more = _scores(b, x)
+    probs = str(b.node("Softmax", scores, axis=-1))
+    if more:
+        probs = str(b.node("Slice", probs, b.ints(0), b.ints(-more), b.ints(3)))
+    return probs, k
+
+
+def _log_sum(b: Builder, x: Operands) -> str:
+    """log of the sum of exp(scores): [B,H,T]."""
+    scores = _scores(b, x)[0]
+    top = b.node("ReduceMax", scores, b.ints(-1))
+    total = b.node("ReduceSum", b.node("Exp", b.node("Sub", scores, top)), b.ints(-1))
+    lse = b.node("Add", top, b.node("Log", total))
+    return str(b.node("Reshape", lse, b.ints(0, int(b.shape(x.q)[1]), -1)))
+
+
+def _scores(b: Builder, x: Operands) -> tuple[str, str, int]:
+    """scale · q kᵀ + mask [B,G,R·T,S+E], the keys [B,G,S,D] with those that were kept, and E: how many scores stand
+    behind those of keys.
+    """
     heads, groups = int(b.shape(x.q)[1]), int(b.shape(x.k)[1])
     width, repeat = int(b.shape(x.q)[3]), heads // groups
     k = x.k if x.kept_k is None else str(b.node("Concat", x.kept_k, x.k, axis=2))
@@ -155,12 +208,15 @@ def _weights(b: Builder, x: Operands) -> tuple[str, str]:
     elif repeat > 1 and (x.mask != "full" or x.tree or x.pages):  # which is [B,1,1,C]
         hidden = b.node("Tile", hidden, b.ints(1, 1, repeat, 1))
     scores = str(b.node("Add", scores, hidden))
-    probs = (
-        _beside(b, scores, x.sink, x.q_pos, groups)
-        if x.sink
-        else b.node("Softmax", scores, axis=-1)
-    )
-    return str(probs), k
+    more = []
+    if x.sink is not None:
+        more.append(_sink_column(b, x.sink, x.q_pos, groups))
+    if x.beside_lse is not None:
+        lse = b.node("Max", x.beside_lse, b.constant(_NOTHING, torch.float32))
+        more.append(b.node("Reshape", lse, b.ints(0, groups, -1, 1)))
+    if more:
+        scores = str(b.node("Concat", scores, *more, axis=3))
+    return scores, k, len(more)
 
 
 def _in_blocks(b: Builder, probs: str, v: str) -> str:
@@ -177,15 +233,14 @@ def _in_blocks(b: Builder, probs: str, v: str) -> str:
     return str(b.node("Gather", sums, b.constant(-1, torch.int64), axis=2))
 
 
-def _beside(b: Builder, scores: str, sink: str, q_pos: str, groups: int) -> str:
-    """softmax of [B,G,R·T,C] beside one more score per head, whose own share is dropped."""
+def _sink_column(b: Builder, sink: str, q_pos: str, groups: int) -> str:
+    """One more score per head: [B,G,R·T,1]."""
     heads = int(b.shape(sink)[0])
     shape = b.concat_ints([b.size(q_pos, 0), heads, b.size(q_pos, 1), 1])
     column = b.node("Expand", b.node("Reshape", sink, b.ints(1, heads, 1, 1)), shape)
     if groups < heads:
         column = b.node("Reshape", column, b.ints(0, groups, -1, 1))
-    probs = b.node("Softmax", b.node("Concat", scores, column, axis=3), axis=-1)
-    return str(b.node("Slice", probs, b.ints(0), b.ints(-1), b.ints(3)))
+    return str(column)
 
 
 def position_mask(b: Builder, x: Operands) -> str:

@@ -15,7 +15,7 @@ lower = Table("fused")
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     """A sink has no place in the node, and a soft cap would come after the mask, not before it; slots
-    of each head's own have no mask there, and trees and pages are left to the portable one.
+    of each head's own have no mask there, and trees, pages and what is beside are left to the portable one.
     """
     x = attention.Operands[str](*operands, **more)
     if (
@@ -24,6 +24,7 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
         or x.kept_k is not None
         or x.tree is not None
         or x.pages is not None
+        or x.beside is not None
     ):
         return NotImplemented
     hidden = position_mask(b, x)  # [B,1 or H,T,C]

@@ -26,12 +26,21 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     """Every form has one, small pages and a tree over blocks aside; `exact` keeps a row's bits the same however many
     rows a call has. Codes are read as they lie.
     """
-    x = attention.Operands[str](*operands, **more)
+    return _attend(b, attention.Operands[str](*operands, **more), partial=False)
+
+
+@lower(attention.partial_attention.default)
+def attend_partly(b: Builder, *operands: Any, **more: Any) -> Any:
+    return _attend(b, attention.Operands[str](*operands, **more), partial=True)
+
+
+def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     if x.pages is not None and (x.page % _PAGE or x.tree is not None):
         return NotImplemented
     common: dict[str, Any] = dict(
         domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
         window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
+        partial=int(partial), outputs=1 + partial,
     )  # fmt: skip
     blocks = [
         made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))
@@ -46,9 +55,10 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
-    tree = [] if x.tree is None else [*[None] * (4 - len(scales) if coded else 0), x.tree, x.first]
+    none = [None] * (4 - len(scales) if coded else 0)
+    rest = [*none, x.tree, x.first, x.beside, x.beside_lse]
     op = "AttentionInt8" if coded else "Attention"
-    return b.node(op, *read, x.kept_pos, x.pages, *scales, *tree, **common)
+    return b.node(op, *read, x.kept_pos, x.pages, *scales, *rest, **common)
 
 
 def _over_blocks(
@@ -70,8 +80,9 @@ def _over_blocks(
         _of_all(b, x.kept_pos),
     )
     return b.node(
-        "AttentionGroups", *given, x.pages, *k_groups, *v_groups, **common, bits=k["bits"], rows=k["rows"],
-        k_group=k["group"], v_group=v["group"], k_along=k["along"], v_along=v["along"],
+        "AttentionGroups", *given, x.pages, *k_groups, *v_groups, None, None, x.beside, x.beside_lse,
+        **common, bits=k["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"], k_along=k["along"],
+        v_along=v["along"],
     )  # fmt: skip
 
 

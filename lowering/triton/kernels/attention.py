@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE = tl.constexpr(float("-inf"))
+LEAST = tl.constexpr(-3.4028234663852886e38)  # log-sum-exp of nothing
 HIDDEN = tl.constexpr(-1e38)  # a bias that low hides
 
 
@@ -31,31 +32,34 @@ def _sees(q_at, k_at, size, MASK: tl.constexpr):
 
 @triton.jit
 def _finish(acc, peak, total, sink, SINK: tl.constexpr):
-    """What a row of queries gets, out of its sums: 0 where it saw nothing."""
+    """What a row of queries gets, out of its sums: 0 where it saw nothing; and the log of its sum of exp(score)."""
     if SINK:
         top = tl.maximum(peak, sink * LOG2E)
         shrink = tl.exp2(peak - top)
         total = total * shrink + tl.exp2(sink * LOG2E - top)
         acc = acc * shrink[:, None]
-    return acc / tl.where(total > 0, total, 1)[:, None]
+        peak = top
+    some = tl.where(total == 0, 1, total)
+    lse = tl.where(total == 0, LEAST, (peak + tl.log2(some)) / LOG2E)
+    return acc / tl.where(total > 0, total, 1)[:, None], lse
 
 
 @triton.jit
 def attend(
     q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, blocks, counts,
-    out, partial, sums,
+    out, lse, partial, sums,
     scale, cap, size, T, S, heads, groups, rows, width, distances, listed, offset, splits,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, pos_b, pos_g, lists_g, tiles,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr,
-    TREE: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr,
+    TREE: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits of this part, B·G·PARTS): HEADS heads of a group in each of PARTS, TOKENS tokens a tile.
 
-    WHOLE: this is all there is, and `out` [B,T,H,DV] is written; else split `offset` + number of
-    `splits` goes to `partial` [B·T·H,splits,DV] and its peak and total to `sums` [2,B·T·H,splits].
+    WHOLE: this is all there is, and `out` [B,T,H,DV] is written, with LSE `lse` [B,T,H], too; else split `offset` +
+    number of `splits` goes to `partial` [B·T·H,splits,DV] and its peak and total to `sums` [2,B·T·H,splits].
     """
     tile, split, where = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = (where // (groups * PARTS)).to(tl.int64)
@@ -143,9 +147,11 @@ def attend(
     if WHOLE:
         beside = tl.load(sink + h, mask=real, other=0.0) if SINK else 0.0
         peak = tl.where(peak == NONE, HIDDEN, peak)
-        acc = _finish(acc, peak, total, beside, SINK)
+        acc, found = _finish(acc, peak, total, beside, SINK)
         place = out + row[:, None] * DV + w[None, :]
         tl.store(place, acc, mask=real[:, None] & (w < DV)[None, :])
+        if LSE:
+            tl.store(lse + row, found, mask=real)
     else:
         at = row * splits + offset + split
         place = partial + at[:, None] * DV + w[None, :]
@@ -156,10 +162,10 @@ def attend(
 
 @triton.jit
 def merge(
-    partial, sums, sink, out, rows, splits, heads,
-    SINK: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    partial, sums, sink, out, lse, rows, splits, heads,
+    SINK: tl.constexpr, LSE: tl.constexpr, DV: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the splits of one head of one token, `partial` [rows,splits,DV], -> out [rows,DV]."""
+    """Grid (rows): the splits of one head of one token, `partial` [rows,splits,DV], -> out [rows,DV], `lse` [rows]."""
     row = tl.program_id(0).to(tl.int64)
     s, w = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_V)
     peaks = tl.load(sums + row * splits + s, mask=s < splits, other=NONE)
@@ -171,6 +177,8 @@ def merge(
     acc = tl.sum(parts * share[:, None], 0)[None, :]
     total = tl.sum(totals * share, 0) + tl.zeros([1], tl.float32)
     beside = tl.load(sink + row % heads) if SINK else 0.0
-    acc = _finish(acc, peak + tl.zeros([1], tl.float32), total, beside, SINK)
+    acc, found = _finish(acc, peak + tl.zeros([1], tl.float32), total, beside, SINK)
     place = out + row * DV + w[None, :]
     tl.store(place, acc, mask=(w < DV)[None, :])
+    if LSE:
+        tl.store(lse + row + tl.zeros([1], tl.int64), found)

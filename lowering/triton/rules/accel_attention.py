@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,38 +93,45 @@ class Form:
     first: Tensor | None = None
 
 
-def attention_over(q: Tensor, q_pos: Tensor, parts: list[Part], form: Form) -> Tensor:
-    """softmax(scale · q kᵀ + mask) v over the slots of all parts: [B,H,T,Dv], by token in memory.
+def attention_over(
+    q: Tensor, q_pos: Tensor, parts: list[Part], form: Form, partial: bool = False
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale · q kᵀ + mask) v over the slots of all parts: [B,H,T,Dv], by token in memory; and where it is
+    `partial`, the log-sum-exp [B,H,T].
 
-    A row that sees nothing gets 0.
+    A row that sees nothing gets 0, and the lowest finite number.
     """
     batch, heads, tokens, width = q.shape
     groups, wide = parts[-1].k.shape[1], parts[-1].v.shape[3]
     own = parts[-1]
     parts = [p for p in parts if p.k.shape[2]]
     out = q.new_empty(batch, tokens, heads, wide)
+    lse = q.new_empty((batch, tokens, heads if partial else 0), dtype=torch.float32)
     if not parts or not q.numel():
-        return out.zero_().transpose(1, 2)
+        lse.fill_(torch.finfo(torch.float32).min)
+        if form.sink is not None and partial:
+            lse.copy_(form.sink.expand_as(lse))
+        return out.zero_().transpose(1, 2), lse.transpose(1, 2)
     tiling = Tiling.of(heads // groups, tokens, width)
     tiles = -(-tokens // tiling.tokens)
     programs = tiles * batch * groups * tiling.parts
     splits = [_splits(q.device, programs, -(-p.k.shape[2] // tiling.block)) for p in parts]
     lines, every = batch * tokens * heads, sum(splits)
     whole = every == 1
-    partial = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
+    split = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
     sums = q.new_empty(0 if whole else 2 * lines * every, dtype=torch.float32)
     offset = 0
     for part, count in zip(parts, splits, strict=True):
         last = part is own
-        _launch(q, q_pos, part, form, tiling, out, partial, sums, offset, count, every, last)
+        _launch(q, q_pos, part, form, tiling, out, lse, split, sums, offset, count, every, last)
         offset += count
     if not whole:
         merge[(lines,)](
-            partial, sums, _or(form.sink, out), out, lines, every, heads,
-            SINK=form.sink is not None, DV=wide, BLOCK_S=power(every),
+            split, sums, _or(form.sink, out), out, lse, lines, every, heads,
+            SINK=form.sink is not None, LSE=partial, DV=wide, BLOCK_S=power(every),
             BLOCK_V=power(wide), num_warps=1 if wide * every <= 1024 else 4,
         )  # fmt: skip
-    return out.transpose(1, 2)
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _launch(
@@ -134,6 +141,7 @@ def _launch(
     form: Form,
     tiling: Tiling,
     out: Tensor,
+    lse: Tensor,
     partial: Tensor,
     sums: Tensor,
     offset: int,
@@ -155,15 +163,15 @@ def _launch(
         q, k, v, k_scale.contiguous(), v_scale.contiguous(), q_pos.contiguous(), pos,
         _or(form.bias, out), _or(form.sink, out),
         form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
-        form.first if tree else out, *lists, out, partial, sums,
+        form.first if tree else out, *lists, out, lse, partial, sums,
         form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
         batch * tokens * heads, 0 if form.bias is None else form.bias.shape[-1], middle,
         -(-slots // tiling.block), offset, every,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
-        SCALED=part.scales is not None, LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
-        HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
+        LSE=lse.numel() > 0, SCALED=part.scales is not None, LISTED=part.lists is not None, WHOLE=every == 1,
+        D=width, DV=wide, HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
         PRECISION=_precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
     )  # fmt: skip
@@ -221,14 +229,55 @@ def attended(
     sink: Tensor | None,
     tree: Tensor | None,
     first: Tensor | None,
+    beside: Tensor | None = None,
+    beside_lse: Tensor | None = None,
 ) -> Tensor:
     """`attention`; each of `parts` is what a Part is made of."""
     form = Form(scale, softcap, mask, window, bias, sink, tree, first)
-    return attention_over(q, q_pos, [Part(*part) for part in parts], form)
+    read = [Part(*part) for part in parts]
+    out, lse = attention_over(q, q_pos, read, form, beside is not None)
+    if beside is None or beside_lse is None:
+        return out
+    return attention.merged(out, lse, beside, beside_lse)[0].to(out.dtype)
+
+
+def partly(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[tuple[Any, ...]],
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    sink: Tensor | None,
+    tree: Tensor | None,
+    first: Tensor | None,
+    beside: Tensor | None = None,
+    beside_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`partial_attention`, in the same way."""
+    form = Form(scale, softcap, mask, window, bias, sink, tree, first)
+    out, lse = attention_over(q, q_pos, [Part(*part) for part in parts], form, True)
+    if beside is not None and beside_lse is not None:
+        found, lse = attention.merged(out, lse, beside, beside_lse)
+        out = found.to(out.dtype)
+    return out, lse
 
 
 @lower(attention.attention.default)
 def attention_rule(b: Builder, *operands: Any, **more: Any) -> Any:
+    return _attention_rule(b, attended, operands, more)
+
+
+@lower(attention.partial_attention.default)
+def partial_rule(b: Builder, *operands: Any, **more: Any) -> Any:
+    return _attention_rule(b, partly, operands, more)
+
+
+def _attention_rule(
+    b: Builder, run: Callable[..., Any], operands: tuple[Any, ...], more: dict[str, Any]
+) -> Any:
     """Heads that are too wide for the chip go by the reference. What was kept is few slots, most of which
     are seen, so only the recent ones are surveyed.
     """
@@ -242,7 +291,7 @@ def attention_rule(b: Builder, *operands: Any, **more: Any) -> Any:
     if x.kept_k is not None and x.kept_v is not None:
         parts.insert(0, _stored(x.kept_k, x.kept_v, x.kept_pos))
     return b.call(
-        attended,
+        run,
         x.q,
         x.q_pos,
         parts,
@@ -254,6 +303,8 @@ def attention_rule(b: Builder, *operands: Any, **more: Any) -> Any:
         x.sink,
         x.tree,
         x.first,
+        x.beside,
+        x.beside_lse,
     )
 
 
