@@ -12,11 +12,16 @@ from accel.ir.sizes import FEW
 class Units:
     """Of a row, the first `sinks` tokens are in no unit. The others of a prompt are grouped when it is whole, and
     generated ones `every` tokens at a time, a multiple of `size`: so many tokens make a unit, on average.
+
+    marks: whether units go by what a session knows of tokens. It says which lie together: as `Session.mark` says, or up
+    to a token of the ids `ends`, or, where there are none, `size` neighbours.
     """
 
     size: int
     every: int
     sinks: int
+    marks: bool = False
+    ends: tuple[int, ...] = ()
 
     @property
     def tail(self) -> int:
@@ -28,4 +33,10 @@ class Units:
     @classmethod
     def from_json(cls, f: Fields) -> Units:
         """Raises ArtifactError."""
-        return cls(f.integer("size", 1), f.integer("every", 1), f.integer("sinks"))
+        return cls(
+            f.integer("size", 1),
+            f.integer("every", 1),
+            f.integer("sinks"),
+            f.boolean("marks") if "marks" in f.value else False,
+            f.integers("ends") if "ends" in f.value else (),
+        )

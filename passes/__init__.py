@@ -32,6 +32,7 @@ class Pass(ABC):
     flat: ClassVar[bool] = False  # it works on the state, and runs before layers become regions
     rank: ClassVar[int] = 0  # among a recipe's own passes those of lower rank run first
     reads_text: ClassVar[bool] = False  # it goes by `program.calibration`
+    reads_spelling: ClassVar[bool] = False  # it goes by `program.spelling`
     grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
     def refuse(self, facts: Facts) -> str | None:

@@ -117,7 +117,7 @@ def test_marks_of_other_tokens_are_refused_and_nothing_runs(case):
 
 def test_marks_nobody_reads_are_refused(case):
     session = case().session(1)
-    with pytest.raises(InputError, match="evicts by no marks; .* 'shotkv'"):
+    with pytest.raises(InputError, match="goes by no such marks; .* 'shotkv'"):
         session.mark([[0]])
 
 

@@ -303,6 +303,8 @@ def _compiled(
         program.calibration = make_calibration(
             job.calibration, tokenizer, program.facts, _inner(job)
         )
+    if tokenizer is not None and any(step.reads_spelling for step in job.plan.passes):
+        program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
     check = NumericCheck(program) if job.options.verify else None
     with job.part("passes", 0.4):
         _rewrite(job, program, check)
@@ -370,7 +372,7 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
         job.weights = storage(before, program)
         if check is not None:
             job.weights |= loss(before, program, program.calibration)
-    program.calibration = None
+    program.calibration = program.spelling = None
 
 
 def _adapt(job: _Job, program: Program) -> None:

@@ -28,6 +28,7 @@ class _Group(EntryKind):
             "origin": numbers([3 + count, 5]),
             "ranks": torch.arange(count),
             "numbers": torch.arange(units),
+            "marks": torch.arange(count).div(plan.size, rounding_mode="floor").expand(2, -1),
         }
         entry = program.entries[name]
         for state in (s for s in program.state if s.name in entry.inputs):

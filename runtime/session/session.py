@@ -188,7 +188,7 @@ class Session:
         self._open().end_prompt()
 
     def mark(self, units: Any = None, question: Any = None, lengths: Any = None) -> None:
-        """Say what the tokens of the next call (`prompt` or `run`) are, for recipes that evict by it.
+        """Say what the tokens of the next call (`prompt` or `run`) are, for recipes that evict or select by it.
 
         Args:
             units: [B,T], the number of each token's unit, such as an example or a sentence; -1: none.
@@ -199,8 +199,8 @@ class Session:
         """
         if not any([one.mark(units, question, lengths) for one in self._open().observers]):
             raise InputError(
-                "this model evicts by no marks; build it with a recipe that does, such as 'shotkv' (units) or 'finch' "
-                "(question)"
+                "this model goes by no such marks; build it with a recipe that does, such as 'shotkv' or 'sentencekv' "
+                "(units), or 'finch' (question)"
             )
 
     def guess(self, tokens: Any, tree: Any, lengths: Any = None, columns: Any = None) -> Logits:

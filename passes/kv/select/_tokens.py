@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -34,9 +34,13 @@ class Tokens(Base):
     token for later ones: `memory`. These are `choice.<layer>.<name> [B,RING,…]`, of the newest tokens: an entry is of
     the position that `choice.<layer>.pos [B,RING]` says, so the last FEW tokens can be rewound. A call that reads
     everything (a prompt) leaves no entries. The session's observer is `runtime/session/observers/choice.py`.
+
+    Where `sees_all` is set, the memory of a call also has `whole` (bool [B,T]): tokens that read everything. A call
+    with such a token lists all slots for it, and reads them from the same list as others.
     """
 
     page: int = field(default=1, init=False)  # lists are of tokens
+    sees_all: ClassVar[bool] = False  # whether some tokens of a call may read everything
 
     breaks = SPARSE  # nothing is made of keys
 
@@ -62,7 +66,8 @@ class Tokens(Base):
         """The slots that tokens read [B,G,T,K], -1: none, each once; and the memory of these tokens [B,T,…].
 
         x: queries [B,T,H,D], positions [B,T] of the call and k_pos [B,C] in the slots, the call's first slots [B],
-        and what `reads` names. before: the memory [B,…] of the token before the call, where it is `known` (bool [B]).
+        and what `operands` gives. before: the memory [B,…] of the token before the call, where it is `known` (bool
+        [B]).
         """
 
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
@@ -97,20 +102,23 @@ class Tokens(Base):
             mask = Mask(x.mask, x.window)
             choose = partial(self._chosen, list(read), list(declared), mask)
             key = "choose", self, mask, *read
+            nothing = partial(_everything, groups, self.sees_all, len(held))
             region = Conditional(
                 f"choose.{layer}",
                 _graph(program, layer, choose, given, key),
-                _graph(
-                    program, layer, partial(_everything, groups, len(held)), given,
-                    ("everything", groups, len(held)),
-                ),
-            )  # fmt: skip
-            call = editor.graph.call_function(region, given)
-            (out,) = region.graph.find_nodes(op="output")
-            call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": layer}
-            pages, *after = (
-                editor.call(operator.getitem, call, i, like=node) for i in range(1 + len(held))
+                _graph(program, layer, nothing, given, ("everything", *nothing.args)),
             )
+            pages, *after = _called(editor, region, given, node)
+            if self.sees_all:
+                whole = after.pop(0)
+                some = editor.call(torch.ops.aten.any.default, whole, like=node)
+                given = some, pages, whole, x.k_pos, slots
+                region = Conditional(
+                    f"whole.{layer}",
+                    _graph(program, layer, _with_whole, given, "with whole"),
+                    _graph(program, layer, _as_chosen, given, "as chosen"),
+                )
+                (pages,) = _called(editor, region, given, node)
         build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
         return pages
 
@@ -123,7 +131,8 @@ class Tokens(Base):
         held = operands[len(own) :]
         positions = x["positions"]
         if not kept:
-            return (self.choose(x, mask, {}, positions[:, 0] < 0)[0],)
+            listed, new = self.choose(x, mask, {}, positions[:, 0] < 0)
+            return (listed, *([new["whole"]] if self.sees_all else []))
         *values, places = held
         last = positions[:, :1] - 1  # [B,1]
         at = last.clamp(min=0).remainder(RING)
@@ -141,7 +150,38 @@ class Tokens(Base):
         for name, old in zip(kept, values, strict=True):
             there = here.reshape(*here.shape, *[1] * (old.dim() - 2))
             written.append(torch.where(there, _entry(new[name], index), old))
-        return listed, *written, torch.where(here, place, places)
+        return (
+            listed,
+            *([new["whole"]] if self.sees_all else []),
+            *written,
+            torch.where(here, place, places),
+        )
+
+
+def _called(
+    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
+) -> list[fx.Node]:
+    """What a call of the region gives."""
+    call = editor.graph.call_function(region, given)
+    (out,) = region.graph.find_nodes(op="output")
+    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
+    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(out.args[0]))]
+
+
+def _with_whole(pages: Tensor, whole: Tensor, k_pos: Tensor, slots: Tensor) -> Tensor:
+    """Lists [B,G,T,C+K]: of tokens that read everything (bool [B,T]) all slots up to their own, of others pages
+    [B,G,T,K].
+    """
+    own = slots[:, None] + torch.arange(whole.shape[1], device=slots.device)
+    places = torch.arange(k_pos.shape[1], device=slots.device)
+    every = torch.where(whole[..., None] & (places <= own[..., None]), places, -1)
+    every = every[:, None].expand(-1, pages.shape[1], -1, -1)
+    return torch.cat((every, pages.masked_fill(whole[:, None, :, None], -1)), dim=3)
+
+
+def _as_chosen(pages: Tensor, whole: Tensor, k_pos: Tensor, slots: Tensor) -> Tensor:
+    """The lists as they are: no token reads everything."""
+    return pages.clone()
 
 
 def _entry(values: Tensor, at: Tensor) -> Tensor:
@@ -150,13 +190,16 @@ def _entry(values: Tensor, at: Tensor) -> Tensor:
     return values.gather(1, index.expand(*at.shape, *values.shape[2:]))
 
 
-def _everything(groups: int, held: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Any:
+def _everything(
+    groups: int, sees_all: bool, held: int, queries: Tensor, q_pos: Tensor, *rest: Tensor
+) -> Any:
     """No list of tokens [B,G,0,1], since everything is read; and no memory of the call, or of others."""
     none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
+    first = (none, *([q_pos < -1] if sees_all else []))  # whoever has no list needs none of all
     if not held:
-        return (none,)
+        return first
     *values, places = rest[len(rest) - held :]
-    return none, *(torch.zeros_like(v) for v in values), torch.full_like(places, -1)
+    return (*first, *(torch.zeros_like(v) for v in values), torch.full_like(places, -1))
 
 
 def searches(queries: Tensor, before: Tensor, known: Tensor, least: float) -> Tensor:

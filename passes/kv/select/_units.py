@@ -25,6 +25,7 @@ from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
 from accel.passes import Report
 from accel.passes.kv.inputs import call as named_call
+from accel.passes.kv.inputs import parameters
 from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._tokens import Tokens
 from accel.passes.state.recurrent import buffer
@@ -54,6 +55,7 @@ class Units(_Grouped, Tokens):
     | `real` bool [B,N] | which of them are there |
     | `units` bool [B,U] | which units a row may have, the first ones |
     | `generated` bool [B,1] | tokens behind the row's last prompt, not of one |
+    | `marks` [B,N] | which tokens the session says lie together: equal numbers, from 0 on |
 
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
     tokens that are grouped at once. sinks: first tokens, in no unit and always read.
@@ -92,7 +94,13 @@ class Units(_Grouped, Tokens):
     @property
     def plan(self) -> Plan:
         """When tokens are grouped."""
-        return Plan(self.size, self.every, self.sinks)
+        marks = "marks" in parameters(self.group)
+        return Plan(self.size, self.every, self.sinks, marks, self.end_tokens if marks else ())
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens with which what lies together ends; for a method whose `group` names `marks`."""
+        return ()
 
     @property
     def count(self) -> int:
@@ -155,7 +163,8 @@ class Units(_Grouped, Tokens):
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See `choose`. The queries [B,T,H,D] that choose for each token, the slots [B,T] of the tokens that they are
-        of, and the memory of these tokens. By default each token's own, and none.
+        of, and the memory of these tokens (with `whole`, where the method `sees_all`). By default each token's own,
+        and none.
         """
         return x["queries"], _own(x), {}
 
@@ -214,6 +223,10 @@ class Units(_Grouped, Tokens):
         given = [holder(n, whole(batch)) for n in ("start", "stop", "first", "units", "origin")]
         given.append(holder("ranks", whole(source.symbol("N", _TOKENS))))
         given.append(holder("numbers", whole(source.symbol("U", _NEW))))
+        if self.plan.marks:
+            with source.fake:
+                marks = torch.empty((batch, given[5].meta["val"].shape[0]), dtype=torch.int64)
+            given.append(holder("marks", marks))
         held = {ORIGIN: holder(ORIGIN, step.input(ORIGIN).meta["val"])}
         sites = [
             n for n in step.graph.find_nodes(op="call_function", target=attention.default)
@@ -258,16 +271,20 @@ class Units(_Grouped, Tokens):
         origin: Tensor,
         ranks: Tensor,
         numbers: Tensor,
-        label: Tensor,
-        *parts: Tensor,
+        *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Labels and parts as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped."""
+        """Labels and parts as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped.
+        `rest`: the marks, where there are any, labels and parts as they were.
+        """
+        *marks, label = rest[: len(rest) - len(names)]
+        parts = rest[len(rest) - len(names) :]
         start, stop, first, units = (x[:, None] for x in (start, stop, first, units))
         groups, width = keys.shape[1], keys.shape[3]
         slots = (start + ranks).clamp(min=0, max=keys.shape[2] - 1)  # [B,N]
         taken = keys.gather(2, slots[:, None, :, None].expand(-1, groups, -1, width))
         known = {"keys": taken.float(), "real": ranks < stop - start, "units": numbers < units}
-        labels, found = named_call(self.group, {**known, "generated": start >= origin[:, None]})
+        known |= {"generated": start >= origin[:, None], **({"marks": marks[0]} if marks else {})}
+        labels, found = named_call(self.group, known)
 
         def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
             """old [B,G,S,…], whose entries at [B,1] .. end - 1 are those of new [B,G,N,…]."""
@@ -340,6 +357,17 @@ def consecutive(real: Tensor, units: Tensor) -> Tensor:
     ranks = torch.arange(real.shape[1], device=real.device)
     label = (ranks * count).div(tokens.clamp(min=1), rounding_mode="floor")
     return torch.minimum(label, count - 1).clamp(min=0)
+
+
+def marked(marks: Tensor, real: Tensor, units: Tensor) -> Tensor:
+    """Labels [B,N] of tokens with marks [B,N] from 0 on, of which some are `real` (bool [B,N]): a unit (`units`: bool
+    [B,U]) of each mark, or of neighbouring marks, as many as each other, where there are more of them.
+    """
+    most = units.sum(1, keepdim=True).clamp(min=1)
+    there = marks.masked_fill(~real, 0)
+    count = there.amax(1, keepdim=True) + 1
+    shared = (there * most).div(count, rounding_mode="floor")
+    return torch.where(count > most, shared, there)
 
 
 def means_of(keys: Tensor, real: Tensor, labels: Tensor, units: Tensor) -> Tensor:

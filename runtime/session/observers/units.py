@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -11,7 +11,8 @@ from accel.ir.entries.group import GROUP
 from accel.ir.sizes import FEW
 from accel.ir.units import Units
 from accel.runtime.backends.protocol import Arrays, BackendSession
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -46,6 +47,9 @@ class UnitGroups(SessionObserver):
         self._known = self._origin  # what the state says of it
         self._few = False  # whether the last call reads units
         self._prompts: tuple[tuple[_Prompt, ...], ...] = ((),) * batch
+        self._marks = Marks.new(batch)  # as the caller says; with `plan.marks`
+        self._ends: Bools = np.zeros((batch, 0), np.bool_)  # which tokens end something
+        self._before = self._marks  # the call
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -57,6 +61,21 @@ class UnitGroups(SessionObserver):
     def capabilities(self) -> Capabilities:
         """Calls of more tokens read everything."""
         return Capabilities(width=FEW, trees=False)
+
+    def mark(self, units: Any, question: Any, lengths: Any) -> bool:
+        """See SessionObserver."""
+        if not self.plan.marks or units is None:
+            return False
+        self._marks = self._marks.coming(units, question, lengths)
+        return True
+
+    def begin(
+        self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
+    ) -> None:
+        """See SessionObserver."""
+        if self.plan.marks:
+            marks = self._marks.begun(before, after)
+            self._before, self._marks = self._marks, marks
 
     def before(self, backend: BackendSession, width: int) -> bool:
         """Group what is due, where the call reads units."""
@@ -70,6 +89,12 @@ class UnitGroups(SessionObserver):
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
         self._lengths = np.maximum(self._lengths, positions.max(axis=1) + 1)
+        if self.plan.ends:
+            wide = max(0, int(self._lengths.max()) - self._ends.shape[1])
+            ends = np.pad(self._ends, ((0, 0), (0, wide)))
+            rows, columns = np.nonzero(positions >= 0)
+            ends[rows, positions[rows, columns]] = np.isin(tokens[rows, columns], self.plan.ends)
+            self._ends = ends
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
         """A prompt's tokens are grouped when it ends; of a short one that follows others, as generated ones are."""
@@ -92,6 +117,7 @@ class UnitGroups(SessionObserver):
 
     def undo(self, backend: BackendSession, lengths: Ints) -> bool:
         """See SessionObserver."""
+        self._marks = self._before
         self._back(lengths)
         return False
 
@@ -105,13 +131,14 @@ class UnitGroups(SessionObserver):
         self._lengths, self._grouped = self._lengths[rows], self._grouped[rows]
         self._origin, self._known = self._origin[rows], self._known[rows]
         self._prompts = tuple(self._prompts[row] for row in rows)
+        self._marks, self._ends = self._marks.select(rows), self._ends[rows]
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
         other = type(self)(self.plan, len(self._lengths))
         other._lengths, other._grouped = self._lengths, self._grouped
         other._origin, other._known, other._prompts = self._origin, self._known, self._prompts
-        other._few = self._few
+        other._few, other._marks, other._ends = self._few, self._marks, self._ends
         return other
 
     def _segments(self, backend: BackendSession) -> None:
@@ -131,6 +158,7 @@ class UnitGroups(SessionObserver):
             segments = max(0, int(length - origin[row])) // self.plan.every
             grouped[row] = min(grouped[row], origin[row] + segments * self.plan.every)
         self._lengths = np.minimum(self._lengths, lengths)
+        self._marks = self._marks.rewound(lengths)
         self._grouped, self._origin, self._prompts = grouped, origin, tuple(prompts)
 
     def _group(self, backend: BackendSession, stop: Ints, origin: Ints) -> None:
@@ -138,18 +166,37 @@ class UnitGroups(SessionObserver):
         start = np.where(stop < 0, 0, self._grouped)
         first, end = (-(-(x - self.plan.sinks) // self.plan.size) for x in (start, stop))
         tokens, units = np.maximum(stop - start, 0), np.maximum(end - first, 0)
-        backend.part(
-            GROUP.name,
-            {
-                "start": start,
-                "stop": stop,
-                "first": np.maximum(first, 0),
-                "units": units,
-                "origin": origin,
-                "ranks": np.arange(max(1, int(tokens.max()))),
-                "numbers": np.arange(max(1, int(units.max()))),
-            },
-        )
+        inputs = {
+            "start": start,
+            "stop": stop,
+            "first": np.maximum(first, 0),
+            "units": units,
+            "origin": origin,
+            "ranks": np.arange(max(1, int(tokens.max()))),
+            "numbers": np.arange(max(1, int(units.max()))),
+        }
+        if self.plan.marks:
+            inputs["marks"] = self._together(start, tokens)
+        backend.part(GROUP.name, inputs)
         self._grouped = np.maximum(self._grouped, stop)
         self._known = np.where(stop >= 0, origin, self._known)
         self._origin = origin
+
+    def _together(self, start: Ints, tokens: Ints) -> Ints:
+        """Which of the `tokens` [B] from `start` [B] on lie together: numbers from 0 on [B,N], in the order of their
+        first tokens.
+        """
+        found = np.zeros((start.size, max(1, int(tokens.max()))), np.int64)
+        for row, (first, count) in enumerate(zip(start, tokens, strict=True)):
+            place = slice(first, first + count)
+            own: Ints = np.arange(count) // self.plan.size
+            if self.plan.ends:
+                ends = self._ends[row, place].astype(np.int64)
+                own = ends.cumsum() - ends
+            told = np.full(count, -1)
+            units = self._marks.units[row, place]
+            told[: units.size] = units
+            key = np.where(told >= 0, told, -1 - own)
+            _, at, which = np.unique(key, return_index=True, return_inverse=True)
+            found[row, :count] = at.argsort().argsort()[which]
+        return found

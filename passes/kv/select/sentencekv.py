@@ -1,0 +1,136 @@
+"""SentenceKV (arXiv:2504.00970): units are sentences, and a sentence's queries choose together, by their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import PassError, RecipeError, shown
+from accel.ir.program import Editor, Program
+from accel.ir.trace import trace
+from accel.passes import Report
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._units import Units, _own, marked, means_of
+
+_FEWEST = 2  # queries that choose; before, a token reads everything
+
+
+@dataclass(frozen=True)
+class Sentencekv(Units):
+    """A unit is a sentence, worth q · mean, where q is the mean of a token's query and those before it in its own
+    sentence, and the query heads of a KV head choose together. The token that ends a sentence, and the one after it,
+    read everything: there are fewer than two queries.
+
+    A sentence ends with a token whose text is one of `ends` (separated by spaces; spaces around a token's text do not
+    count), or whose id is one of `end_ids`. `Session.mark` says of a prompt's tokens otherwise. Without either, `size`
+    neighbours are a unit. Where a prompt has more than one sentence for `size` tokens, neighbouring ones share
+    a unit. A sentence of generated text is cut where `every` tokens become units; until then they are read whole.
+
+    The paper first drops tokens of the prompt, as `kv.score = snapkv` does with `kernel = 7` and `pooling = "max"`;
+    here all are held, and each KV head, not each query head, has a list.
+    """
+
+    size: int = 16
+    every: int = 64
+    sinks: int = 32
+    ends: str = ". ! ? ... \n\n \u3002 \uff01 \uff1f"
+    end_ids: Any = None
+
+    sees_all: ClassVar[bool] = True
+    reads_spelling: ClassVar[bool] = True
+    small: ClassVar[Mapping[str, Any]] = {
+        "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "dense_layers": 0, "end_ids": [11, 23, 30, 37, 44, 55],
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not any(self.ends.split(" ")):
+            raise RecipeError("Sentencekv: ends names no token; give texts, separated by spaces")
+        ids = self.end_ids
+        if ids is None:
+            return
+        if not isinstance(ids, (list, tuple)) or not all(type(i) is int and i >= 0 for i in ids):
+            raise RecipeError(
+                f"Sentencekv: end_ids = {shown(ids)}; give a list of token ids, 0 or more"
+            )
+        object.__setattr__(self, "end_ids", tuple(sorted(set(ids))))
+
+    def group(
+        self, keys: Tensor, real: Tensor, units: Tensor, marks: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = marked(marks, real, units)[:, None].expand(-1, keys.shape[1], -1)
+        return labels, {"mean": means_of(keys, real, labels, units)}
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """See Units. Known where the program is."""
+        return self.end_ids or ()
+
+    def run(self, program: Program) -> Report:
+        method = self
+        if self.end_ids is None:
+            texts, marks = program.spelling or (), {*self.ends.split(" ")} - {""}
+            found = [i for i, text in enumerate(texts) if text.strip(" ") in marks]
+            if texts and not found:
+                raise PassError(
+                    f"Sentencekv: no token of {program.facts.name} reads as one of ends = {shown(self.ends)}; "
+                    "give other texts, or end_ids"
+                )
+            method = replace(self, end_ids=found)
+        elif self.end_ids and self.end_ids[-1] >= program.facts.vocab_size:
+            raise PassError(
+                f"Sentencekv: end_ids has {self.end_ids[-1]}, and {program.facts.name} has {program.facts.vocab_size} "
+                "tokens; give smaller ids"
+            )
+        return super(Sentencekv, method).run(program)
+
+    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+        """The sum of the queries of a token's sentence so far, and how many they are; none where it ends one."""
+        return {"sum": ("float32", (heads, width)), "count": ("float32", ())}
+
+    def operands(
+        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
+    ) -> dict[str, fx.Node]:
+        """See Units; and which tokens of the call end a sentence."""
+        found = super().operands(program, editor, node, letters)
+        with editor.graph.inserting_before(node):
+            ids = editor.param("units.ends", torch.tensor(self.end_tokens or (-2,)))
+            tokens = program.step.input("tokens")
+            found["ends"] = trace(editor, "units.ends", _ends, tokens, ids, like=node, key="ends")
+        return found
+
+    def search(
+        self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """See Units. The mean of each token's queries; where it has too few, it reads everything."""
+        total, count = self.held(x["queries"].float(), x["ends"], before, known)
+        mean = total / count.clamp(min=1)[..., None, None]
+        new = {"sum": total, "count": count, "whole": count < _FEWEST}
+        return torch.where((count > 0)[..., None, None], mean, x["queries"].float()), _own(x), new
+
+    def held(
+        self, queries: Tensor, ends: Tensor, before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The sum [B,T,H,D] and number [B,T] of the queries since the last sentence end, each token's own [B,T,H,D]
+        among them; of tokens of which some end one (bool [B,T]), behind a token of this memory, where it is `known`
+        (bool [B]). A token that ends a sentence has none.
+        """
+        number = torch.arange(queries.shape[1], device=queries.device)
+        past = ends.long().cumsum(1)  # [B,T]: sentences that ended, at this token or before
+        same = past[..., None] == (past - ends.long())[:, None]  # [B,T,T]: none ended between
+        same = same & (number <= number[:, None])
+        first = ((past == 0) & known[:, None]).to(queries.dtype)  # it goes on with what was held
+        weight = same.to(queries.dtype)
+        total = (weight @ queries.flatten(2).nan_to_num()).view_as(queries)
+        old, many = before["sum"], before["count"]
+        total = total + first[..., None, None] * old[:, None]
+        return total, weight.sum(2) + first * many[:, None]
+
+
+def _ends(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Which tokens [B,T] have one of these ids [M]: bool [B,T]."""
+    return (tokens[..., None] == ids).any(-1)
