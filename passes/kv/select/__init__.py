@@ -169,7 +169,7 @@ class Base(_Scored, Pass, Method, ABC):
         for node in sites:
             layer = node.meta.get("layer")
             if layer in wanted and not why[node]:
-                build = build or self._build(program, node, tables, outputs)
+                build = build or self._build(program, node, tables, outputs, tuple(sorted(wanted)))
                 build.lists[layer] = node, self._list(build, node)
             own = why[node] or self.reads_all(layer) or _other(build, node, self.chooser(layer))
             if own:
@@ -183,7 +183,12 @@ class Base(_Scored, Pass, Method, ABC):
         return report
 
     def _build(
-        self, program: Program, node: fx.Node, tables: Parts, outputs: dict[str, fx.Node]
+        self,
+        program: Program,
+        node: fx.Node,
+        tables: Parts,
+        outputs: dict[str, fx.Node],
+        layers: tuple[int, ...],
     ) -> _Build:
         """What all lists have in common, before the first."""
         graph = program.step.graph
@@ -195,7 +200,7 @@ class Base(_Scored, Pass, Method, ABC):
             read = self.count * self.page
             positions = program.step.input("positions")
             chooses = editor.call(few_to_many.default, positions, where, FEW, read)
-        return _Build(program, chooses, letters, tables, outputs)
+        return _Build(program, chooses, letters, tables, outputs, layers)
 
     def _dense(self, program: Program, node: fx.Node) -> str:
         """Why an attention can neither choose nor read a list; nothing where it can."""
@@ -305,7 +310,8 @@ class Base(_Scored, Pass, Method, ABC):
 class _Build:
     """A program while its layers get their lists.
 
-    chooses: whether this call chooses. tables: the constants of each layer. lists: layer -> its attention, its list.
+    chooses: whether this call chooses. tables: the constants of each layer. layers: those that choose. lists: layer ->
+    its attention, its list.
     """
 
     program: Program
@@ -313,6 +319,7 @@ class _Build:
     letters: dict[str, Any]
     tables: Parts
     outputs: dict[str, fx.Node]
+    layers: tuple[int, ...]
     lists: dict[int, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
 
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +19,7 @@ from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.passes.kv.select import SPARSE, Base, Sizes, _Build, _graph
 from accel.passes.state.recurrent import buffer
+from accel.passes.trained import Parts
 
 RING = (
     FEW + 1
@@ -59,6 +60,10 @@ class Tokens(Base):
     ) -> dict[str, fx.Node]:
         """What `choose` reads beside queries and positions, of an attention."""
 
+    def in_layer(self, layer: int, layers: tuple[int, ...], tables: Parts) -> Self:
+        """The method as one of the `layers` that choose has it, by the constants of each."""
+        return self
+
     @abstractmethod
     def choose(
         self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
@@ -66,8 +71,8 @@ class Tokens(Base):
         """The slots that tokens read [B,G,T,K], -1: none, each once; and the memory of these tokens [B,T,…].
 
         x: queries [B,T,H,D], positions [B,T] of the call and k_pos [B,C] in the slots, the call's first slots [B],
-        and what `operands` gives. before: the memory [B,…] of the token before the call, where it is `known` (bool
-        [B]).
+        what `operands` gives and the layer's constants. before: the memory [B,…] of the token before the call, where it
+        is `known` (bool [B]).
         """
 
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
@@ -86,7 +91,11 @@ class Tokens(Base):
         editor, x = Editor(program, program.step.graph), operands_of(node)
         layer, groups = node.meta["layer"], int(sizes(x.k)[1])
         heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
+        method = self.in_layer(layer, build.layers, build.tables)
         read = self.operands(program, editor, node, build.letters)
+        with editor.graph.inserting_before(node):
+            table = build.tables.get(layer, {})
+            read |= {n: editor.param(constant(layer, n), t) for n, t in table.items()}
         declared = self.memory(heads, width)
         states = [
             State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)
@@ -100,8 +109,8 @@ class Tokens(Base):
             slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
             mask = Mask(x.mask, x.window)
-            choose = partial(self._chosen, list(read), list(declared), mask)
-            key = "choose", self, mask, *read
+            choose = partial(method._chosen, list(read), list(declared), mask)
+            key = "choose", method, mask, *read
             nothing = partial(_everything, groups, self.sees_all, len(held))
             region = Conditional(
                 f"choose.{layer}",
@@ -156,6 +165,11 @@ class Tokens(Base):
             *written,
             torch.where(here, place, places),
         )
+
+
+def constant(layer: int, name: str) -> str:
+    """The parameter that is a layer's constant of this name."""
+    return f"choice.{layer}.{name}"
 
 
 def _called(

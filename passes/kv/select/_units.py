@@ -21,13 +21,14 @@ from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part, name_of, output_of
+from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
 from accel.passes import Report
 from accel.passes.kv.inputs import call as named_call
 from accel.passes.kv.inputs import parameters
 from accel.passes.kv.select import Sizes
-from accel.passes.kv.select._tokens import Tokens
+from accel.passes.kv.select._tokens import Tokens, constant
 from accel.passes.state.recurrent import buffer
 
 ORIGIN = name_of(
@@ -55,6 +56,7 @@ class Units(_Grouped, Tokens):
     | `real` bool [B,N] | which of them are there |
     | `units` bool [B,U] | which units a row may have, the first ones |
     | `generated` bool [B,1] | tokens behind the row's last prompt, not of one |
+    | a constant of a method that is a `Tables` | of the layer |
     | `marks` [B,N] | which tokens the session says lie together: equal numbers, from 0 on |
 
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
@@ -252,9 +254,13 @@ class Units(_Grouped, Tokens):
             keys = _copied(graph, stored[node], held)
             declared = list(self.parts(int(sizes(keys)[3])))
             own = [name_of(Part.UNITS, layer, detail=part) for part in ("label", *declared)]
+            table: list[str] = []
+            if isinstance(self, Tables):
+                table = list(self.sizes(int(sizes(keys)[3]), int(sizes(keys)[1])))
+            numbers = (editor.param(constant(layer, name)) for name in table)
             found = trace(
-                editor, f"units.{layer}", partial(self._grouped, declared), keys, *given,
-                *(held[name] for name in own), key=("group", self),
+                editor, f"units.{layer}", partial(self._grouped, declared, table), keys, *given,
+                *numbers, *(held[name] for name in own), key=("group", self),
             )  # fmt: skip
             outputs |= {output_of(n): new for n, new in zip(own, found, strict=True)}
         graph.output(tuple(outputs.values()))
@@ -263,6 +269,7 @@ class Units(_Grouped, Tokens):
     def _grouped(
         self,
         names: list[str],
+        table: list[str],
         keys: Tensor,
         start: Tensor,
         stop: Tensor,
@@ -274,16 +281,20 @@ class Units(_Grouped, Tokens):
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         """Labels and parts as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped.
-        `rest`: the marks, where there are any, labels and parts as they were.
+        `rest`: the marks, where there are any, constants, labels and parts as they were.
         """
         *marks, label = rest[: len(rest) - len(names)]
         parts = rest[len(rest) - len(names) :]
+        first_constant = len(marks) - len(table)
+        constants = dict(zip(table, marks[first_constant:], strict=True))
+        marks = marks[:first_constant]
         start, stop, first, units = (x[:, None] for x in (start, stop, first, units))
         groups, width = keys.shape[1], keys.shape[3]
         slots = (start + ranks).clamp(min=0, max=keys.shape[2] - 1)  # [B,N]
         taken = keys.gather(2, slots[:, None, :, None].expand(-1, groups, -1, width))
         known = {"keys": taken.float(), "real": ranks < stop - start, "units": numbers < units}
-        known |= {"generated": start >= origin[:, None], **({"marks": marks[0]} if marks else {})}
+        known |= {"generated": start >= origin[:, None], **constants}
+        known |= {"marks": marks[0]} if marks else {}
         labels, found = named_call(self.group, known)
 
         def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
