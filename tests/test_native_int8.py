@@ -77,7 +77,14 @@ def attention(rng, shape, tokens, exact, mask):
     kept = [keys(rng, groups, size, 40), keys(rng, groups, size + 3, 40)]
     places = np.where(rng.random((2, groups, 40)) < 0.8, np.arange(40), -1)
     settings = dict(
-        scale=0.3, softcap=0.0, mask=mask, window=90 if mask else 0, exact=exact, packed=0, page=0
+        scale=0.3,
+        softcap=0.0,
+        mask=mask,
+        window=90 if mask else 0,
+        exact=exact,
+        packed=0,
+        page=0,
+        partial=0,
     )
     coded = [
         q,

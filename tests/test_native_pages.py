@@ -35,7 +35,14 @@ def operands(rng, shape, tokens, mask, page, listed):
     pages[..., 0] = (q_pos // page)[:, None]  # each sees itself
     pages[..., 1:][pages[..., 1:] == pages[..., :1]] = -1
     settings = dict(
-        scale=0.3, softcap=0.0, mask=MASKS.index(mask), window=90, exact=0, packed=0, page=page
+        scale=0.3,
+        softcap=0.0,
+        mask=MASKS.index(mask),
+        window=90,
+        exact=0,
+        packed=0,
+        page=page,
+        partial=0,
     )
     return q, q_pos, held, k, v, kept, places, pages, settings
 

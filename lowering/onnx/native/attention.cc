@@ -5,6 +5,7 @@
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
 //
 // AttentionGroups: the same, where what was kept lies in blocks of codes (grouped.h), and what came since as it is.
+// AttentionCodes: the same, where each slot is such a block by itself, of what was kept and of what came since.
 //
 // What was read elsewhere (a partial result and the log-sum-exp of its scores) is merged in, and the second result
 // is the log-sum-exp of everything.
@@ -43,7 +44,7 @@ struct Settings {
   float scale, softcap;
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
   int64_t page, partial;  // partial: whether the log-sum-exp is wanted
-  int64_t bits, rows, k_group, v_group, k_along, v_along;  // of blocks
+  int64_t k_bits, v_bits, rows, k_group, v_group, k_along, v_along, v_width;  // of blocks
 };
 
 // Slots that lie one after another: what was kept, each head's own or of the same tokens, and what came since.
@@ -558,16 +559,20 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
-enum Form { kFloats, kInt8, kGroups };
+enum Form { kFloats, kInt8, kGroups, kCodes };
+
+constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionGroups", "AttentionCodes"};
+constexpr size_t kInputs[] = {11, 15, 15, 19};  // before the tree
 
 // Blocks of `width` channels, and whether the tensors are of their sizes.
 bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out) {
   const abi::Tensor &x = keys ? s.k : s.v, &scale = keys ? s.k_scale : s.v_scale, &least = keys ? s.k_least : s.v_least;
-  *out = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), c.set.bits, c.set.rows,
+  int64_t bits = keys ? c.set.k_bits : c.set.v_bits;
+  *out = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), bits, c.set.rows,
           keys ? c.set.k_group : c.set.v_group, keys ? c.D : c.W, bool(keys ? c.set.k_along : c.set.v_along)};
   if (c.set.rows <= 0 || out->group <= 0 || (out->along && c.set.rows % out->group)) return false;
   int64_t blocks = c.B * c.G * (s.C / c.set.rows);
-  return (c.set.bits == 2 || c.set.bits == 4 || c.set.bits == 8) && s.C % c.set.rows == 0 && x.rank == 4 &&
+  return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && s.C % c.set.rows == 0 && x.rank == 4 &&
          x.count() == blocks * c.set.rows * out->bytes() && scale.rank && scale.count() == blocks * out->groups() &&
          least.rank && least.count() == scale.count();
 }
@@ -586,10 +591,14 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   abi::Tensor k_pos, kept_pos;
   abi::Tensor* inputs[] = {&c.q,           &recent.k,       &recent.v,     &c.q_pos, &k_pos,  &c.bias,
                            &c.sink,        &kept.k,         &kept.v,       &kept_pos,
-                           &c.pages,       &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale};
-  if (form == kGroups) inputs[11] = &kept.k_scale, inputs[12] = &kept.k_least, inputs[13] = &kept.v_scale, inputs[14] = &kept.v_least;
+                           &c.pages,       &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale,
+                           nullptr,        nullptr,         nullptr,         nullptr};
+  size_t many = kInputs[form], at = 11;
+  if (form >= kGroups)
+    for (Segment* s : {&recent, &kept})
+      if (s == &kept || form == kCodes)
+        for (abi::Tensor* x : {&s->k_scale, &s->k_least, &s->v_scale, &s->v_least}) inputs[at++] = x;
   bool coded = form == kInt8;
-  size_t many = form ? 15 : 11;
   for (size_t i = 0; i < many; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
   if (abi::Status* s = abi::read(api, context, many, &c.tree)) return s;
@@ -599,15 +608,17 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
-  c.G = recent.k.size[1], c.W = recent.v.size[3];
+  c.G = recent.k.size[1], c.W = form == kCodes ? c.set.v_width : recent.v.size[3];
   bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
   bool apart = kept_pos.size[1] == c.G;
   recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
+  auto sized = [&](Segment& s, bool blocks) {
+    return blocks ? blocks_of(c, s, true, &s.k_blocks) && blocks_of(c, s, false, &s.v_blocks) : same(c, s, coded);
+  };
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
-              k_pos.size[1] == recent.C && same(c, recent, coded) &&
+              k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
               (!some || (kept_pos.size[0] == c.B && (apart || kept_pos.size[1] == 1) &&
-                         (form == kGroups ? blocks_of(c, kept, true, &kept.k_blocks) && blocks_of(c, kept, false, &kept.v_blocks)
-                                          : same(c, kept, coded))));
+                         sized(kept, form >= kGroups)));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   c.listed = c.pages.rank == 4 && c.pages.size[2] ? c.pages.size[3] : 0;
@@ -675,31 +686,34 @@ constexpr abi::Attribute<Settings> kAttributes[] = {
 constexpr abi::Attribute<Settings> kWithBlocks[] = {
     kAttributes[0], kAttributes[1], kAttributes[2], kAttributes[3], kAttributes[4], kAttributes[5], kAttributes[6],
     kAttributes[7],
-    {"bits", &Settings::bits, nullptr},
+    {"k_bits", &Settings::k_bits, nullptr},
+    {"v_bits", &Settings::v_bits, nullptr},
     {"rows", &Settings::rows, nullptr},
     {"k_group", &Settings::k_group, nullptr},
     {"v_group", &Settings::v_group, nullptr},
     {"k_along", &Settings::k_along, nullptr},
     {"v_along", &Settings::v_along, nullptr},
+    {"v_width", &Settings::v_width, nullptr},
 };
 
 int type_of(Form form, size_t i) {
-  if (size_t many = form ? 15 : 11; i >= many) return i == many ? abi::kBool : i == many + 1 ? abi::kInt64 : abi::kFloat;
+  if (size_t many = kInputs[form]; i >= many) return i == many ? abi::kBool : i == many + 1 ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
-  if (form == kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
+  if (form == kCodes && (i == 1 || i == 2)) return abi::kUint8;
+  if (form >= kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
   return abi::kFloat;
 }
 
 template <Form kForm>
 abi::Op op() {
   abi::Op op = {};
-  if constexpr (kForm == kGroups)
+  if constexpr (kForm >= kGroups)
     op = abi::op_of<Settings, kWithBlocks, run<kForm>>();
   else
     op = abi::op_of<Settings, kAttributes, run<kForm>>();
-  op.name = [](const abi::Op*) { return kForm == kInt8 ? "AttentionInt8" : kForm ? "AttentionGroups" : "Attention"; };
-  op.input_count = [](const abi::Op*) { return size_t(kForm ? 19 : 15); };
+  op.name = [](const abi::Op*) { return kNames[kForm]; };
+  op.input_count = [](const abi::Op*) { return kInputs[kForm] + 4; };
   op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
   op.output_count = [](const abi::Op*) { return size_t(2); };
   op.output_presence = [](const abi::Op*, size_t i) { return int(i ? abi::kOptional : abi::kRequired); };
@@ -710,4 +724,4 @@ abi::Op op() {
 }  // namespace
 
 abi::Op attention_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
-abi::Op attention_groups_op() { return op<kGroups>(); }
+abi::Op attention_groups_op(bool all) { return all ? op<kCodes>() : op<kGroups>(); }

@@ -1,4 +1,4 @@
-// Blocks of rows in 2, 4 or 8 bits a number, groups of which share a step and a smallest number in float16: see
+// Blocks of rows in 1, 2, 4 or 8 bits a number, groups of which share a step and a smallest number in float16: see
 // accel.ir.ops.groups.
 #pragma once
 #include <algorithm>
@@ -65,6 +65,7 @@ struct Blocks {
 
   // `count` rows from `row` on, counted through all blocks, as floats.
   void read(int64_t row, int64_t count, float* out) const {
+    if (bits == 1) return read_all<1>(row, count, out);
     if (bits == 2) return read_all<2>(row, count, out);
     if (bits == 4) return read_all<4>(row, count, out);
     read_all<8>(row, count, out);

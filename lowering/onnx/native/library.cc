@@ -2,7 +2,7 @@
 #include "abi.h"
 
 abi::Op attention_op(bool coded);
-abi::Op attention_groups_op();
+abi::Op attention_groups_op(bool all);
 abi::Op best_pages_op();
 abi::Op decode_op();
 abi::Op decode_groups_op();
@@ -16,10 +16,20 @@ extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps
     abi::Options* options, const abi::Base* base) {
   const void* const* table = base->get_api(abi::kVersion);
   if (!table) return nullptr;  // an onnxruntime before 1.17: the graph that needs the operators fails to load
-  static const abi::Op ops[] = {attention_op(false),  attention_op(true),  attention_groups_op(), best_pages_op(),
-                                decode_op(),          decode_groups_op(),  encode_op(),           linear_op(),
-                                page_bounds_op(),     page_range_op(false), page_range_op(true),
-                                place_op(false),      place_op(true)};
+  static const abi::Op ops[] = {attention_op(false),
+                                attention_op(true),
+                                attention_groups_op(false),
+                                attention_groups_op(true),
+                                best_pages_op(),
+                                decode_op(),
+                                decode_groups_op(),
+                                encode_op(),
+                                linear_op(),
+                                page_bounds_op(),
+                                page_range_op(false),
+                                page_range_op(true),
+                                place_op(false),
+                                place_op(true)};
   static abi::Domain* domain = nullptr;
   abi::Api api{table};
   if (!domain) {

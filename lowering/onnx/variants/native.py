@@ -42,13 +42,15 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
         window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
         partial=int(partial), outputs=1 + partial,
     )  # fmt: skip
-    blocks = [
-        made for name in (x.kept_k, x.kept_v) if name and (made := _made(b, name, "DecodeGroups"))
-    ]
-    if len(blocks) == 2:
+    new, old = (
+        [_made(b, name, "DecodeGroups") for name in names if name]
+        for names in ((x.k, x.v), (x.kept_k, x.kept_v))
+    )
+    k_read, v_read = old or new
+    if k_read and v_read and _alike(new, old):
         if x.tree is not None:
             return NotImplemented
-        return _over_blocks(b, x, blocks, common)
+        return _over_blocks(b, x, k_read, v_read, new if all(new) else [], common)
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
@@ -61,28 +63,52 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     return b.node(op, *read, x.kept_pos, x.pages, *scales, *rest, **common)
 
 
+def _alike(new: list[onnx.NodeProto | None], old: list[onnx.NodeProto | None]) -> bool:
+    """Whether one operator reads these codes: blocks of as many rows, before slots of floats; or slots, each a block,
+    before others of the same kind.
+    """
+    last, first = ([attributes(n) for n in made if n] for made in (new, old))
+    if {kind["rows"] for kind in last} > {1} or (last and len(last) < len(new)):
+        return False
+    return len({kind["rows"] for kind in first}) < 2 and (not first or not last or first == last)
+
+
 def _over_blocks(
-    b: Builder, x: attention.Operands[str], blocks: list[onnx.NodeProto], common: dict[str, Any]
+    b: Builder,
+    x: attention.Operands[str],
+    k_read: onnx.NodeProto,
+    v_read: onnx.NodeProto,
+    new: list[onnx.NodeProto | None],
+    common: dict[str, Any],
 ) -> Any:
-    """Attention that reads blocks of codes, before slots of floats."""
-    k, v = (attributes(made) for made in blocks)
-    (k_codes, *k_groups), (v_codes, *v_groups) = (made.input for made in blocks)
+    """Attention that reads blocks of codes before slots of floats; or where what is `new` is in codes, too, slots of
+    them, each a block.
+    """
+    k, v = attributes(k_read), attributes(v_read)
+    kept = [list(made.input) for made in (k_read, v_read)] if x.kept_k else [[None] * 3] * 2
+    last = [list(made.input) for made in new if made]
+    k_now, v_now = (codes for codes, *_ in last) if last else (x.k, x.v)
+    scales = [name for _, *groups in [*last, *kept] for name in groups]
+    (k_codes, *_), (v_codes, *_) = kept
+    where = _of_all(b, x.kept_pos)
     given = (
         x.q,
-        x.k,
-        x.v,
+        k_now,
+        v_now,
         x.q_pos,
         x.k_pos,
         x.bias,
         x.sink,
         k_codes,
         v_codes,
-        _of_all(b, x.kept_pos),
+        where,
+        x.pages,
+        *scales,
     )
     return b.node(
-        "AttentionGroups", *given, x.pages, *k_groups, *v_groups, None, None, x.beside, x.beside_lse,
-        **common, bits=k["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"], k_along=k["along"],
-        v_along=v["along"],
+        "AttentionCodes" if last else "AttentionGroups", *given, None, None, x.beside, x.beside_lse, **common,
+        k_bits=k["bits"], v_bits=v["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"],
+        k_along=k["along"], v_along=v["along"], v_width=v["width"],
     )  # fmt: skip
 
 
