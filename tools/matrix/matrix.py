@@ -65,6 +65,7 @@ FAULTS = (  # no reason, but a bug that was caught
     "report it",
     "is not valid",
     "was edited or damaged",
+    "cannot run it",
 )
 EXACT = 1e-3  # error relative to the largest logit
 
