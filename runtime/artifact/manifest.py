@@ -21,7 +21,7 @@ from accel.ir.state import StateValue, Writer, writer_of
 from accel.ir.version import VERSION
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
-FORMAT = 2  # 2: graphs hold what they were built with
+FORMAT = 3  # 3: attention of the compiled operators says whether it is partial, and the bits of keys and of values
 TARGET = "onnx"
 DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
 BATCH_INVARIANT = "batch-invariant"

@@ -165,7 +165,7 @@ def manifest(**model) -> dict:
     }
     facts |= {"layers": [layer]} | model
     return {
-        "format": 2,
+        "format": 3,
         "accel": "0.1.0",
         "target": "onnx",
         "model": facts,

@@ -47,7 +47,7 @@ def test_what_is_not_an_artifact(toy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "\x00", "[" * 100_000, '{"format": 2}', '"x"']
+    "text", ["", "{", "[]", "null", "\x00", "[" * 100_000, '{"format": 3}', '"x"']
 )
 def test_a_manifest_that_is_no_manifest(damaged, text):
     path = damaged()
@@ -79,9 +79,9 @@ def drop(*keys):
 
 EDITS = [
     (put("format", value=1), "format 1 is of an older accel"),
-    (put("format", value=3), "format 3 is newer .* needs accel 0.1.0, which wrote it, or newer$"),
+    (put("format", value=4), "format 4 is newer .* needs accel 0.1.0, which wrote it, or newer$"),
     (
-        both(put("format", value=3), put("accel", value="x; pip install y")),
+        both(put("format", value=4), put("accel", value="x; pip install y")),
         "it needs a newer accel$",
     ),
     (put("format", value="1"), "format is '1' .str., not an integer"),

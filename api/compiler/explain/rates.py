@@ -175,7 +175,7 @@ def _reads(i: int, q: str, kind: str, native: bool) -> list[Any]:
             inputs.pop()
         return [helper.make_node(
             "Attention" if kind == "float32" else "AttentionInt8", inputs, [f"y{i}"], domain=DOMAIN,
-            scale=0.1, softcap=0.0, mask=0, window=0, exact=0, packed=0, page=0,
+            scale=0.1, softcap=0.0, mask=0, window=0, exact=0, packed=0, page=0, partial=0,
         )]  # fmt: skip
     nodes = []
     for part, scale in ((k, f"ks{i}"), (v, f"vs{i}")) if kind == "int8" else ():
