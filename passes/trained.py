@@ -28,8 +28,28 @@ _LINEAR = torch.ops.aten.linear.default
 
 
 @dataclass(frozen=True)
+class Lesson:
+    """What one layer computes of a text and its repeat, 2T tokens, for a method that learns what to note (`aim`).
+
+    hidden: [B,2T,E], that keys are made of. queries: [B,H,2T,D], keys, values: [B,G,2T,D], after RoPE. output: [H,D,E],
+    the output projection.
+    """
+
+    hidden: Tensor
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    output: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
 class Trained(ABC):
-    """A method with trained tensors. `trained`: their file; empty: the bundled file."""
+    """A method with trained tensors. `trained`: their file; empty: the bundled file.
+
+    `tools/train/train.py` trains what the method `start`s with: a score with `soften` and `excess` softly in the model,
+    one with `aim` by what its `note` of each token of a text shall be ([B,T,G], out of a `Lesson`).
+    """
 
     trained: str = ""
     key: ClassVar[str]  # the method's name

@@ -6,8 +6,8 @@
 
 Then a recipe names the file: `trained = "gates.safetensors"`. What is trained for the graph makes the model, run
 softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
-`--budget`; `specdec-pp` (`train_head.py`) tells which tokens of a draft model stand. `OUT.run` holds the state of
-a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
+`--budget`; what has an aim of its own (`threshold-evict`) comes near to it; `specdec-pp` (`train_head.py`) tells which
+tokens of a draft model stand. `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
 
@@ -48,12 +48,17 @@ from accel.ir.tables import Tables
 from accel.passes import Pass, run
 from accel.passes.calibrate import feeds
 from accel.passes.kv._shared.tables import appended, attentions, measured
+from accel.passes.kv.inputs import Site
+from accel.passes.kv.inputs.output import weight_of
 from accel.passes.state.head import Head
-from accel.passes.trained import Parts, Trained, sample, source, write
+from accel.passes.trained import Lesson, Parts, Trained, sample, source, write
 from accel.runtime.length.specdec_pp import SpecdecPp
 
 MIX = {"library": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
 WARMUP = 20
+AGAIN = (
+    4  # times that a method with an aim learns from the same rows: the model takes most of the time
+)
 
 
 def keys_of(program: Program) -> dict[int, fx.Node]:
@@ -105,6 +110,30 @@ class Soft:
             else:
                 values[node] = compute(node, self.fixed, inputs, values)
         return values[self.program.step.output_nodes()["logits"]], excess
+
+    def lessons(self, tokens: Tensor) -> dict[int, Lesson]:
+        """What each layer computes of tokens [B,T] and their repeat."""
+        inputs = feeds(self.program, "step", torch.cat((tokens, tokens), 1))
+        values: dict[fx.Node, Any] = {}
+        found = {}
+        for node in self.program.step.graph.nodes:
+            if node.op == "output":
+                continue
+            if node.target not in REFERENCES:
+                values[node] = compute(node, self.fixed, inputs, values)
+                continue
+            args, kwargs = self._given(node, values)
+            values[node] = REFERENCES[node.target](*args, **kwargs)
+            layer = node.meta.get("layer")
+            if node.target is attention.default and layer in self.keys:
+                x = Operands[Tensor](*args, **kwargs)
+                weight = self.fixed[str(weight_of(Site(layer, node, {"v": node})).target)].float()
+                output = weight.unflatten(1, (x.q.shape[1], -1)).permute(1, 2, 0)
+                count = 2 * tokens.shape[1]
+                found[layer] = Lesson(
+                    values[self.hidden[layer]], x.q, x.k[:, :, :count], x.v[:, :, :count], output, x.scale
+                )  # fmt: skip
+        return found
 
     def _given(self, node: fx.Node, values: dict[fx.Node, Any]) -> tuple[Any, Any]:
         """The values of a node's operands."""
@@ -198,6 +227,29 @@ class Run:
         return {"kl": kl.item(), "text": text.item(), "excess": excess.item()}
 
 
+class AimedRun(Run):
+    """The same of a method that learns what to note."""
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1]; of longer ones than half the model's context, on their first tokens."""
+        method, most = self.soft.method, self.soft.program.facts.max_context // 2
+        with torch.no_grad():
+            lessons = self.soft.lessons(ids[:, :-1][:, :most])
+            aims = {layer: method.aim(lesson) for layer, lesson in lessons.items()}
+        start = self.step
+        for _ in range(AGAIN):
+            off = torch.zeros(())
+            for layer, aim in aims.items():
+                hidden = lessons[layer].hidden[:, : aim.shape[1]]
+                told = method.note(hidden, **self.parts[layer])
+                off = off + (told - aim).square().mean() / len(aims)
+            self.descend(off)
+            self.step = start
+        self.step = start + 1
+        spread = sum(aim.var() for aim in aims.values()) / len(aims)
+        return {"loss": off.item(), "explained": 1 - off.item() / max(float(spread), 1e-9)}
+
+
 class HeadRun(Run):
     """The same of a head, beside a `Pair`."""
 
@@ -275,7 +327,8 @@ def prepare(kind: type[Any], options: argparse.Namespace) -> Run:
         pair = open_pair(options, REFERENCE)
         return HeadRun(pair, pair.start(options.inner, options.seed), options)
     soft = Soft(opened_program(options), kind())
-    return Run(soft, soft.start(options.inner, options.seed), options)
+    run = AimedRun if hasattr(kind, "aim") else Run
+    return run(soft, soft.start(options.inner, options.seed), options)
 
 
 def opened_program(options: argparse.Namespace) -> Program:

@@ -27,13 +27,13 @@ class Output(Input):
     def prepare(self, program: Any, sites: Sequence[Site], methods: Sequence[Any]) -> None:
         """See Input."""
         for site in sites:
-            _weight(site)
+            weight_of(site)
 
     def placeholders(
         self, entry: EntryInputs, site: Site, methods: Sequence[Any]
     ) -> dict[str, fx.Node]:
         """See Input."""
-        return {"output": entry.param(str(_weight(site).target))}
+        return {"output": entry.param(str(weight_of(site).target))}
 
     def read(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Input."""
@@ -41,7 +41,7 @@ class Output(Input):
         return {"output": weight.permute(1, 2, 0)}
 
 
-def _weight(site: Site) -> fx.Node:
+def weight_of(site: Site) -> fx.Node:
     """The weight [E,H D]. Raises PassError."""
     heads, _, width = sizes(site.node)[1:]
     node, shape = site.node, sizes(site.node)
