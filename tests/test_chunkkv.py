@@ -1,10 +1,16 @@
 """ChunkKV: against chunks by hand; whole chunks stay, the same in all heads."""
 
+import models
 import numpy as np
 import pytest
 
-from accel.ir.errors import RecipeError
+import accel
+from accel.ir.entries.compress import COMPRESS
+from accel.ir.errors import PassError, RecipeError
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.model.compiled import CompiledModel
 
+from .kv_case import close, decoded, evicting, kept, recipe, table
 from .kv_slots import AXES, B, G, build, choose, named, sets, slots
 
 
@@ -70,8 +76,119 @@ def test_what_goes_alone_is_not_a_chunk():
     [
         ({"chunk": 0}, "chunk is 0; give at least 1 token"),
         ({"pooling": "max"}, "pooling is 'max'; give 'sum' or 'mean'"),
+        ({"reuse": 0}, "reuse is 0; give at least 1 layer"),
     ],
 )
 def test_options_out_of_range_are_refused(options, message):
     with pytest.raises(RecipeError, match=message):
         AXES["refine"].build("chunkkv", **options)
+
+
+# What layers share
+
+
+def reusing(stateful, count, changed=None, **options):
+    tables = {**recipe("snapkv", 12), "kv.refine": table("chunkkv", reuse=count, **options)}
+    return evicting(stateful("llama"), {**tables, **(changed or {})})
+
+
+def conversed(case):
+    """What each layer keeps after two prompts with tokens behind them, the second of another length per row."""
+    with case.session(2) as session:
+        tokens = case.tokens(2, 64)
+        session.prompt(tokens[:, :30], np.array([30, 21]))
+        decoded(session, tokens[:, 30:34])
+        session.prompt(tokens[:, 34:50], np.array([9, 16]))
+        return kept(session), decoded(session, tokens[:, 50:54])
+
+
+def law_reuse(case, count):
+    """Layers of a group keep the same positions, head by head; the first what it would keep alone."""
+    found, _ = conversed(case)
+    for layer, where in found.items():
+        assert np.array_equal(where, found[layer - layer % count])
+    return found
+
+
+def test_layers_that_share_keep_the_same(stateful):
+    shared, alone = reusing(stateful, 2), reusing(stateful, 1)
+    found, own = law_reuse(shared, 2), conversed(alone)[0]
+    assert np.array_equal(found[0], own[0])
+    assert not np.array_equal(own[0], own[1]), "or sharing would say nothing"
+    with pytest.raises(AssertionError):
+        law_reuse(alone, 2)
+
+
+def test_a_layer_keeps_its_own_keys_and_values(stateful):
+    """Of the tokens that the layer before chose."""
+    case = reusing(stateful, 2)
+    whole = evicting(stateful("llama"), recipe("knorm", 1 << 20))
+    tokens = case.tokens(1, 30)
+    with case.session(1) as session, whole.session(1) as plain:
+        for one in (session, plain):
+            one.prompt(tokens)
+        mine, every = session._core.backend._state, plain._core.backend._state
+        for layer, part in np.ndindex(2, 2):
+            name = "kv"[part]
+            where = mine[f"kept.{layer}.pos"].clamp(min=0)[..., None]
+            source = every[f"kv.{layer}.{name}"]
+            want = source.gather(2, where.expand_as(mine[f"kept.{layer}.{name}"]))
+            close(mine[f"kept.{layer}.{name}"], want)
+
+
+def test_layers_that_share_are_scored_once(stateful):
+    def products(case):
+        graph = case.program.entries[COMPRESS.name].graph
+        return sum("softmax" in str(n.target) for n in graph.nodes)
+
+    assert products(reusing(stateful, 2)) < products(reusing(stateful, 1))
+
+
+def test_a_budget_beyond_the_text_loses_nothing_where_layers_share(stateful):
+    changed = {"kv.budget": {"use": "uniform", "tokens_kept": 1 << 20}}
+    whole = evicting(stateful("llama"), recipe("knorm", 1 << 20))
+    close(conversed(reusing(stateful, 2, changed))[1], conversed(whole)[1])
+
+
+def test_layers_that_cannot_share_are_refused(stateful):
+    for changed, why in (
+        (
+            {"kv.budget": {"use": "kvzip", "tokens_kept": 12}},
+            "unequal numbers of tokens; give reuse = 1",
+        ),
+        (
+            {"kv.budget": table("pyramidkv", tokens_kept=24)},
+            "layer 1 cannot keep what layer 0 does",
+        ),
+        ({"kv.budget": table("uniform", tokens_kept=12, dense_layers=1)}, "unequal numbers"),
+    ):
+        with pytest.raises(PassError, match=why):
+            reusing(stateful, 2, changed)
+    reusing(stateful, 1, changed)  # the control
+
+
+@pytest.mark.long
+def test_layers_that_share_in_every_target():
+    table_of = {"use": "chunkkv", "chunk": 3, "reuse": 2}
+    recipe_of = {
+        "kv.score": {"use": "snapkv", "window": 4, "kernel": 1}, "kv.refine": table_of,
+        "kv.budget": {"use": "uniform", "tokens_kept": 12},
+    }  # fmt: skip
+    model = models.ARCHITECTURES["llama"]()
+    tokens = np.random.default_rng(3).integers(0, 50, (2, 40))
+
+    def drive(session):
+        with session:
+            first = session.prompt(tokens[:, :30], np.array([30, 17]))
+            return [first, decoded(session, tokens[:, 30:36])]
+
+    with accel.optimize(model, recipe_of, max_context=64, max_batch=2) as made:
+        want = drive(
+            CompiledModel(EagerBackend(made.program), made.facts, recipe=made.recipe).session(
+                batch=2
+            )
+        )
+        for kernels in made.artifact.entries["step"].graphs:
+            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
+                for a, b in zip(drive(loaded.session(batch=2)), want, strict=True):
+                    assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels

@@ -24,7 +24,7 @@ from accel.passes.kv import moves
 from accel.passes.kv._shared import low
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.tables import appended
-from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of
+from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of, parameters
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.kv.refine import Base as Refine
 from accel.passes.kv.score import Base as Score
@@ -37,6 +37,7 @@ _FAR = 1 << 40  # after every position
 _TABLE = "table."  # of an operand that is a constant
 _LARGE = 1e30  # of scores that a refine gets
 _NOTHING = -torch.finfo(torch.float32).max  # the score of a slot that holds nothing
+_CHOSEN, _STAYS = "choice.slots", "choice.positions"  # operands that are a layer's before
 _KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
 
 
@@ -47,6 +48,7 @@ class Budget(Protocol):
 
     @property
     def heads(self) -> Callable[..., Tensor]: ...
+    def tokens(self, seen: int, layer: int, layers: int) -> int: ...
     @property
     def across(self) -> Callable[..., Tensor] | None: ...
 
@@ -83,6 +85,11 @@ class Compress(Pass):
         return self.refine.chain if self.refine is not None else ()
 
     @property
+    def shared(self) -> int:
+        """How many neighbouring layers keep what the first of them does."""
+        return self.refine.shared if self.refine is not None else 1
+
+    @property
     def inputs(self) -> list[Input]:
         """What they name, beside keys, values and positions."""
         refining = self.refine.functions if self.refine is not None else []
@@ -102,6 +109,7 @@ class Compress(Pass):
         _check_values(self.keep, sites)
         turns = moves.turned(program, sites, self) if self.keep.moves else {}
         _check_readers(program, sites)
+        leaders = _leaders(self, sites)
         _read_kept(program, sites, self.keep)
         for one in self.inputs:
             one.prepare(program, sites, self.methods)
@@ -115,7 +123,7 @@ class Compress(Pass):
             marks=tuple(name for one in self.inputs for name in one.marks),
             tables=tuple({n: tuple(t.tolist()) for n, t in one.items()} for one in counts if one),
         )
-        program.entries[COMPRESS.name] = _entry(self, program, sites, tables, turns)
+        program.entries[COMPRESS.name] = _entry(self, program, sites, tables, turns, leaders)
         return Report(changed=len(sites))
 
 
@@ -144,6 +152,38 @@ def _sites(program: Program) -> list[Site]:
             )
         found[layer] = Site(layer, node)
     return list(found.values())
+
+
+def _leaders(step: Compress, sites: list[Site]) -> dict[int, int]:
+    """The layer whose choice each layer keeps: its own, or that of a layer before. Raises PassError."""
+    count, found = step.shared, {}
+    for i, site in enumerate(sites):
+        first = sites[i - i % count]
+        found[site.layer] = first.layer
+        if site is first:
+            continue
+        x, y = operands_of(site.node), operands_of(first.node)
+        both = f"layer {site.layer} cannot keep what layer {first.layer} does (reuse = {count}): "
+        if (x.mask, x.window) != (y.mask, y.window) or sizes(x.k)[1] != sizes(y.k)[1]:
+            raise PassError(f"{both}it has other KV heads or sees other tokens; give reuse = 1")
+        if step.across is not None or isinstance(step.budget, Tables) or _unequal(step, i, sites):
+            raise PassError(
+                f"{both}kv.budget gives them unequal numbers of tokens; give reuse = 1, or a budget that gives "
+                "each layer as many ('uniform')"
+            )
+        if step.keep.demotes or "scores" in parameters(step.keep):
+            raise PassError(f"{both}kv.keep reads the scores of each layer; give reuse = 1")
+    return found
+
+
+def _unequal(step: Compress, index: int, sites: list[Site]) -> bool:
+    """Whether a layer keeps another number of tokens than the first of its group."""
+    first = index - index % step.shared
+    lengths = [*range(1, 300), *(3 * 2**n for n in range(7, 24))]
+    return any(
+        step.budget.tokens(n, index, len(sites)) != step.budget.tokens(n, first, len(sites))
+        for n in lengths
+    )
 
 
 def _check_values(keep: Keep, sites: list[Site]) -> None:
@@ -214,6 +254,7 @@ def _entry(
     sites: list[Site],
     tables: dict[int, Parts],
     turns: Mapping[int, moves.Turn],
+    leaders: Mapping[int, int],
 ) -> Entry:
     """The graph that chooses."""
     graph = fx.Graph()
@@ -248,13 +289,17 @@ def _entry(
         operands[layer] |= turn.operands(editor)
     if step.across is not None:
         _count_across(step, step.across, editor, sites, operands)
+    choices: dict[int, dict[str, fx.Node]] = {}
     for site in sites:
         here = operands[site.layer]
+        if (leader := leaders[site.layer]) != site.layer:
+            here |= choices[leader]
         x = operands_of(site.node)
         paired = site.layer in turns and turns[site.layer].interleaved
         key = "compress", step, x.scale, x.mask, x.window, paired, *here
         cut = chooser(step, list(here), x.scale, Mask(x.mask, x.window), paired)
-        found = trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key)
+        found = dict(trace(editor, f"compress.{site.layer}", cut, *here.values(), key=key))
+        choices[site.layer] = {name: found.pop(name) for name in (_CHOSEN, _STAYS)}
         outputs |= {output_of(str(site.kept[part].target)): node for part, node in found.items()}
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
@@ -368,22 +413,12 @@ def chooser(
     def cut(*operands: Tensor) -> dict[str, Tensor]:
         x = dict(zip(names, operands, strict=True))
         named = _named(step, x, scale, mask)
-        where, shared = named["positions"], "kept_v" not in x
-        scores = _scores(step.score, named)
-        named["scores"] = _protected(step.score, scores, where, x["seen"])
         named["ranks"] = x["ranks"]
-        counts = x["counts"] if "counts" in x else call(step.budget.heads, named)  # [B,G]
-        if step.refines:
-            named |= {"counts": counts, "scores": scores}
-            named["scores"] = _refined(step, named)
-            where = where.masked_fill(named["scores"] <= _NOTHING, -1)  # what goes all the same
-        # [B,G,N], best first, of equal ones the newest
-        chosen = named["scores"].flip(2).topk(x["ranks"].shape[0], dim=2).indices
-        chosen = where.shape[2] - 1 - chosen
-        stays = where.gather(2, chosen)
-        stays = stays.masked_fill(x["ranks"] >= counts[..., None], -1)
-        order = stays.masked_fill(stays < 0, _FAR).sort(dim=2).indices
-        chosen, stays = chosen.gather(2, order), stays.gather(2, order)
+        shared = "kept_v" not in x
+        if _CHOSEN in x:
+            chosen, stays = x[_CHOSEN], x[_STAYS]
+        else:
+            chosen, stays = _chosen(step, x, named)
         named |= {"chosen": chosen, "real": stays >= 0}
         index = chosen[..., None].expand(-1, -1, -1, named["keys"].shape[3])
         out = {"k": named["keys"].gather(2, index), "pos": stays}
@@ -397,9 +432,32 @@ def chooser(
         if step.keep.demotes:
             lost = ~mask.visible(x["seen"][:, None, None], x["kept_low.pos"])
             out |= low.demoted(step.keep, named, x, lost)
-        return out
+        return out | {_CHOSEN: chosen, _STAYS: stays}
 
     return cut
+
+
+def _chosen(
+    step: Compress, x: Mapping[str, Tensor], named: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The slots that stay [B,G,N], in the order of their positions, and these (-1: there are fewer). The scores are
+    `named` then.
+    """
+    where = named["positions"]
+    scores = _scores(step.score, named)
+    named["scores"] = _protected(step.score, scores, where, x["seen"])
+    counts = x["counts"] if "counts" in x else call(step.budget.heads, named)  # [B,G]
+    if step.refines:
+        named |= {"counts": counts, "scores": scores}
+        named["scores"] = _refined(step, named)
+        where = where.masked_fill(named["scores"] <= _NOTHING, -1)  # what goes all the same
+    # [B,G,N], best first, of equal ones the newest
+    chosen = named["scores"].flip(2).topk(x["ranks"].shape[0], dim=2).indices
+    chosen = where.shape[2] - 1 - chosen
+    stays = where.gather(2, chosen)
+    stays = stays.masked_fill(x["ranks"] >= counts[..., None], -1)
+    order = stays.masked_fill(stays < 0, _FAR).sort(dim=2).indices
+    return chosen.gather(2, order), stays.gather(2, order)
 
 
 def _refined(step: Compress, named: Mapping[str, Any]) -> Tensor:

@@ -33,11 +33,16 @@ class Base(Method):
     It returns scores [B,G,S]; those of protected tokens and empty slots are ignored. A token of -inf goes even where
     there is room, unless it is protected. `then`: the table of the next method of the chain, with `use` and options, or
     none.
+
+    Where `reuse` is N, layers 0, N, 2N, … of those that evict choose, and the N - 1 layers after each keep tokens of
+    the same positions, head by head; their scores are not computed.
     """
 
     then: Any = None
 
     grade: ClassVar[str] = "approximate"
+
+    reuse: ClassVar[int] = 1  # so many neighbouring layers keep what the first of them does
 
     __call__: ClassVar[Callable[..., Tensor]]
     first: ClassVar[Callable[..., Tensor] | None] = None
@@ -70,8 +75,14 @@ class Base(Method):
         return [f for one in self.chain for f in (one, one.first) if f is not None]
 
     @property
+    def shared(self) -> int:
+        """How many neighbouring layers keep what the first of them does: the most that a method of the chain says."""
+        return max(one.reuse for one in self.chain)
+
+    @property
     def relies(self) -> frozenset[Invariant]:
-        return relied(self.reads)[0]
+        slots = {Invariant.UNIFORM_SLOTS} if self.shared > 1 else set()
+        return relied(self.reads)[0] | slots
 
     @property
     def breaks(self) -> frozenset[Invariant]:

@@ -22,17 +22,22 @@ class ChunkKV(Base):
     tokens, means over the heads of the layer, so all heads keep the same chunks. The last chunk that is kept is cut
     to the budget. Protected tokens do not count.
 
+    Of every `reuse` layers the first chooses, and the others keep the same tokens (the paper: 2).
+
     The paper sums; kvpress takes the mean and chunks of 20. Scores below 0 are counted from the lowest.
     """
 
     chunk: int = count(10, most=4096)
     pooling: str = "sum"
+    reuse: int = count(1, most=1 << 20)  # type: ignore[misc]
     small: ClassVar[Mapping[str, Any]] = {"chunk": 3}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.chunk < 1:
             raise RecipeError(f"kv.refine.chunkkv: chunk is {self.chunk}; give at least 1 token")
+        if self.reuse < 1:
+            raise RecipeError(f"kv.refine.chunkkv: reuse is {self.reuse}; give at least 1 layer")
         if self.pooling not in ("sum", "mean"):
             raise RecipeError(
                 f"kv.refine.chunkkv: pooling is {shown(self.pooling)}; give 'sum' or 'mean'"
