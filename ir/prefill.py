@@ -56,15 +56,34 @@ class Segments:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """The step is cut at each attention, so that several ranks may share a prompt: the entries `rank.0` ..
+    `rank.L`, and `attend.<n>`. forms: which of these each of the L layers has.
+    """
+
+    forms: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Ranks:
+        """Raises ArtifactError."""
+        forms = f.array("forms")
+        for i, form in enumerate(forms):
+            if type(form) is not int or not 0 <= form < len(forms):
+                raise f.wrong(f"forms[{i}]", form, f"a number, 0..{len(forms) - 1}")
+        return cls(tuple(forms))
+
+
+@dataclass(frozen=True)
 class Prefill:
     """filter: which tokens the model sees, by the entry `filter`. stages: which tokens the layers after each
     part of the step see; the parts are the entries `prompt.0`, `prompt.1`, … segments: how a prompt is cut
-    where stretches of it read some of the keys.
+    where stretches of it read some of the keys. ranks: how it is shared.
     """
 
     filter: Pick | None = None
     stages: tuple[Pick, ...] = ()
     segments: Segments | None = None
+    ranks: Ranks | None = None
 
     @classmethod
     def from_json(cls, f: Fields) -> Prefill:
@@ -73,4 +92,5 @@ class Prefill:
             filter=Pick.from_json(f.object("filter")) if f.has("filter") else None,
             stages=tuple(Pick.from_json(stage) for stage in f.objects("stages")),
             segments=Segments.from_json(f.object("segments")) if f.has("segments") else None,
+            ranks=Ranks.from_json(f.object("ranks")) if f.has("ranks") else None,
         )

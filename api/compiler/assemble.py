@@ -22,6 +22,7 @@ EVICTION = (
     "kv.keep",
     "kv.when",
 )  # axes that one pass takes together
+STEPS = ("kv.reuse", "prefill.ranks")  # axes of the engine whose methods name passes
 DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
     "verify": "verify sets which drafted tokens are accepted",
@@ -212,8 +213,9 @@ def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:
     """
     methods = plan.methods
     found = list(plan.passes)
-    if "kv.reuse" in methods:
-        found[:0] = methods["kv.reuse"].steps()  # before slots are encoded
+    for axis in STEPS:
+        if axis in methods:
+            found[:0] = methods[axis].steps()  # before slots are encoded
     if any(Invariant.CHAINS in method.breaks for method in methods.values()):
         found.append(Trees())
     if named := [axis for axis in methods if axis in EVICTION]:

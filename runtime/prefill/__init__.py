@@ -1,0 +1,1 @@
+"""Prompts on the host: how the work of one is shared."""

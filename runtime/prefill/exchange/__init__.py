@@ -1,0 +1,1 @@
+"""How ranks that share a prompt exchange what they computed."""
