@@ -38,7 +38,9 @@ class _Attend(EntryKind):
                 size = 2, int(shape[1]), sizes[key], int(shape[3])
                 found[key] = torch.randn(size, generator=generator)
         found["q_pos"] = torch.tensor([[8, 2, 3, 4, 12], [1, 9, 7, 5, 3]])
-        found["k_pos"] = torch.tensor([[2, 8, 12, 3, 4, 0, 1, -1, -1], [0, 9, 7, 5, 3, 1, 2, 4, -1]])
+        found["k_pos"] = torch.tensor(
+            [[2, 8, 12, 3, 4, 0, 1, -1, -1], [0, 9, 7, 5, 3, 1, 2, 4, -1]]
+        )
         return found
 
 

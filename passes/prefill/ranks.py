@@ -70,7 +70,9 @@ def _attention(call: fx.Node) -> fx.Node:
     assert isinstance(region, Region)
     found = [n for n in region.graph.nodes if n.target is attention.default]
     if len(found) != 1:
-        raise PassError(f"prefill.ranks: {region.name} has {len(found)} attentions, not 1; {_WHERE}")
+        raise PassError(
+            f"prefill.ranks: {region.name} has {len(found)} attentions, not 1; {_WHERE}"
+        )
     node: fx.Node = found[0]
     return node
 
@@ -106,7 +108,9 @@ def _check(program: Program, sites: list[fx.Node]) -> None:
                 f"prefill.ranks: {where} sees later tokens, and ranks go by causal order; {_WHERE}"
             )
     plain = (Part.KEYS, Part.VALUES, Part.POSITIONS)
-    if other := [s.name for s in program.state if s.part not in plain or not s.name.startswith("kv.")]:
+    if other := [
+        s.name for s in program.state if s.part not in plain or not s.name.startswith("kv.")
+    ]:
         raise PassError(f"prefill.ranks: '{other[0]}' is no cache of keys and values; {_WHERE}")
 
 

@@ -99,7 +99,15 @@ class CompiledModel:
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
         self._observers = observer_factories(
-            ModelParts(facts, tables, backend.state, backend.entries, backend.open_session)
+            ModelParts(
+                facts,
+                tables,
+                backend.state,
+                backend.entries,
+                backend.open_session,
+                None if artifact is None else artifact.path,
+                backend.threads if isinstance(backend, OrtBackend) else None,
+            )
         )
         self._costs: Costs | None = None
 
@@ -427,6 +435,9 @@ class CompiledModel:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
+            for one in self._observers:
+                if one.close is not None:
+                    one.close()
             if self.draft_model is not None:
                 self.draft_model.close()
             if self._on_close is not None:

@@ -31,6 +31,7 @@ class Output:
 
             - `calls`: graph calls; `tokens`: new tokens; `tokens_per_call`; `prompt_tokens`;
             - `reused`: prompt tokens that a prefix cache provided;
+            - `exchanged_bytes`: what ranks that shared the prompts sent each other (`prefill.ranks`);
             - `prefill_seconds`, `decode_seconds`; `tokens_per_second`: in decoding, without the first
               token of each group;
             - `kv_bytes`: state of the largest group, in bytes; `peak_memory`: of the process, in bytes;
@@ -157,6 +158,7 @@ class Meter:
         self.costs = costs
         self.calls = 0
         self.reused = 0
+        self.exchanged = 0
         self.kv_bytes = 0
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
@@ -169,6 +171,7 @@ class Meter:
         the rest is decode. The consumer's own time is excluded.
         """
         first, before, reused = True, self.calls, self.reused
+        exchanged = self.exchanged - int(session.stats.get("exchanged_bytes", 0))
         if held := int(session.lengths.sum()):  # of an earlier turn
             earlier = session.stats
             before, reused = before - int(earlier["calls"]), reused + held - int(earlier["reused"])
@@ -180,6 +183,7 @@ class Meter:
             stats = session.stats
             self.calls = before + int(stats["calls"])
             self.reused = reused + int(stats["reused"])
+            self.exchanged = exchanged + int(stats.get("exchanged_bytes", 0))
             self.kv_bytes = max(self.kv_bytes, session.kv_most)
             self.prefill_seconds += begun - start
             self.decode_seconds += end - begun
@@ -196,6 +200,7 @@ class Meter:
             "calls": self.calls,
             "tokens": tokens,
             "reused": self.reused,
+            "exchanged_bytes": self.exchanged,
             "prompt_tokens": sum({id(row.prompt): int(row.prompt.size) for row in rows}.values()),
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,

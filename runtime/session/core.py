@@ -195,8 +195,7 @@ class SessionCore:
 
     def end_tree(self, tokens: Ints, positions: Ints, after: Ints) -> None:
         """Of that call rows keep tokens [B,n] at these positions, and then hold `after` of them."""
-        for one in self.observers:
-            one.after(tokens, positions, _NO_QUERIES)
+        self.heard(tokens, positions)
         self.lengths = after
         self.lengths = self._settle("call", after, self.observers)
 
@@ -255,6 +254,11 @@ class SessionCore:
         """Some layers ran a part of a prompt and gave these queries."""
         for one in self.observers:
             one.observe(queries, positions)
+
+    def heard(self, tokens: Ints, positions: Ints) -> None:
+        """See `Calls`."""
+        for one in self.observers:
+            one.after(tokens, positions, _NO_QUERIES)
 
     def need(self, slots: list[int]) -> None:
         """Make room for so many slots, and in layers that see prompts pruned."""

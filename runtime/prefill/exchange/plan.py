@@ -129,9 +129,7 @@ class Zigzag:
         """Positions of each rank's keys; with `pad` all have as many."""
         held = [np.concatenate(both) for both in zip(self.queries, self.cached, strict=True)]
         wide = max(one.size for one in held) if pad else 0
-        return tuple(
-            np.pad(one, (0, max(0, wide - one.size)), constant_values=-1) for one in held
-        )
+        return tuple(np.pad(one, (0, max(0, wide - one.size)), constant_values=-1) for one in held)
 
 
 def around(ranks: int, rank: int) -> Iterator[int]:

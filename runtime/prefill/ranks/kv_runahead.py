@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, ClassVar
 
 import numpy as np
@@ -102,24 +103,21 @@ def equal_work(tokens: int, cached: int, ranks: int) -> list[int]:
 def search(
     seconds: Callable[[list[int]], float], tokens: int, ranks: int, grid: int = 4
 ) -> tuple[list[int], float]:
-    """The cuts with the least measured time, and that time: from an even split on, each cut moves to the best of
-    `grid` places to either side, then the places come closer, down to one token.
+    """The cuts with the least measured time, and that time. From an even split on, each run of neighbouring cuts moves
+    to the best of `grid` places to either side, which takes tokens from one slice to another; where no move helps, the
+    places come closer, down to one token.
 
     `seconds` measures the time to the first token with slices that end at these places [ranks].
     """
     ends = rounded([1.0] * ranks, tokens)
     best, step = seconds(ends), max(1, tokens // (ranks * (grid + 1)))
     while True:
-        for i in range(ranks - 1):
-            low, high = (ends[i - 1] if i else 0) + 1, ends[i + 1] - 1
-            here = ends[i]
-            places = {
-                min(max(here + step * hop, low), high) for hop in range(-grid, grid + 1) if hop
-            }
-            for place in sorted(places - {here}):
-                tried = [*ends[:i], place, *ends[i + 1 :]]
-                if (time := seconds(tried)) < best:
+        before = best
+        for i, j in combinations(range(ranks), 2):
+            for hop in (h * step for h in range(-grid, grid + 1) if h):
+                tried = [end + hop * (i <= at < j) for at, end in enumerate(ends)]
+                if min(np.diff([0, *tried])) > 0 and (time := seconds(tried)) < best:
                     best, ends = time, tried
-        if step == 1:
+        if best == before and step == 1:
             return ends, best
-        step = max(1, step // grid)
+        step = step if best < before else max(1, step // grid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 from accel.ir.facts import Facts
@@ -48,7 +49,8 @@ class ModelParts:
     """What a model brings; observers say by it whether its sessions need them.
 
     tables: those of the recipe, as JSON. state: its layout. entries: names of the graphs. open_session: a
-    backend session of so many rows, with an empty cache.
+    backend session of so many rows, with an empty cache. path: the artifact's folder, if there is one. threads: those
+    that were asked for.
     """
 
     facts: Facts
@@ -56,14 +58,19 @@ class ModelParts:
     state: Sequence[StateValue]
     entries: Collection[str]
     open_session: Callable[[int], BackendSession]
+    path: Path | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
 class ObserverFactory:
-    """Makes an observer for each session of a model, of so many rows. `shared`: figures of what they share."""
+    """Makes an observer for each session of a model, of so many rows. `shared`: figures of what they share;
+    `close`: frees it, when the model closes.
+    """
 
     open: Callable[[int], SessionObserver]
     shared: Callable[[], dict[str, int]] | None = None
+    close: Callable[[], None] | None = None
 
 
 class Calls(Protocol):
@@ -107,6 +114,9 @@ class Calls(Protocol):
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Of some layers of a prompt the queries [B,T,H,D], at these positions [B,T]; all observers hear of it."""
+
+    def heard(self, tokens: Ints, positions: Ints) -> None:
+        """Tell all observers of tokens [B,T] that ran without a step, at these positions [B,T] (-1: padding)."""
 
     def run(self, tokens: Any, lengths: Any, last_only: bool) -> Logits:
         """See `Session.run`."""

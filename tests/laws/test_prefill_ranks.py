@@ -1,0 +1,263 @@
+"""Laws of prompts that ranks share, over every method found: of its plan, and of what a session then gives."""
+
+import dataclasses
+from itertools import product
+
+import numpy as np
+import pytest
+
+from accel.ir.axis import find_axes
+from accel.ir.errors import AccelError, InputError, RecipeError
+from accel.runtime.prefill.exchange.plan import (
+    KEYS,
+    QUERIES,
+    Attend,
+    Plan,
+    Receive,
+    Send,
+    Sizes,
+    sent,
+)
+
+from ..prefill_case import LENGTHS, TOKENS, built, far
+
+AXIS = find_axes()["prefill.ranks"]
+NAMES = AXIS.names()
+FORMS = [(name, {}) for name in NAMES] + [("cp-ring", {"mode": "pass-q"})]
+SIZES = [
+    (1, 5, 0),
+    (2, 4, 0),
+    (2, 13, 0),
+    (3, 24, 0),
+    (4, 64, 0),
+    (5, 31, 7),
+    (2, 9, 30),
+    (4, 8, 1),
+]
+
+
+def method(name, **options):
+    return AXIS.build(name, **{**AXIS.small(name), **options})
+
+
+def met(plan):
+    """How often each query meets each key that it may see [tokens,keys], as steps say. A rank that uses what it was
+    not sent, or waits for what nobody sends, is an error.
+    """
+    first = min(own.min() for own in plan.queries)
+    total = max(own.max() for own in plan.queries) + 1
+    counts = np.zeros((total - first, total), int)
+    has = [
+        {(KEYS, r, 0)} | {(QUERIES, r, row) for row in range(plan.queries[r].size)}
+        for r in range(plan.ranks)
+    ]
+    results = [[] for _ in range(plan.ranks)]
+    todo, mail = [list(steps) for steps in plan.steps], []
+    while any(todo):
+        before = sum(map(len, todo))
+        for rank, steps in enumerate(todo):
+            while steps:
+                step = steps[0]
+                things = None
+                if not isinstance(step, Attend):
+                    span = range(*step.rows) if step.kind != KEYS else range(1)
+                    things = {(step.kind, o, row) for o in step.owners for row in span}
+                if isinstance(step, Send):
+                    if step.kind in (KEYS, QUERIES):
+                        assert things <= has[rank]
+                    else:
+                        for at in [x for x in results[rank] if x[0] == step.owners[0]]:
+                            assert set(at[1]) <= set(range(*step.rows))
+                            results[rank].remove(at)
+                            mail.append((rank, step.to, "pairs", at))
+                    mail.append((rank, step.to, step.kind, step.owners, step.rows))
+                elif isinstance(step, Receive):
+                    letter = (step.source, rank, step.kind, step.owners, step.rows)
+                    if letter not in mail:
+                        break
+                    mail.remove(letter)
+                    has[rank] |= things
+                    for one in [m for m in mail if m[:3] == (step.source, rank, "pairs")]:
+                        results[rank].append(one[3])
+                        mail.remove(one)
+                else:
+                    assert {(QUERIES, step.owner, row) for row in range(*step.rows)} <= has[rank]
+                    assert all((KEYS, o, 0) in has[rank] for o, *_ in step.keys)
+                    keys = np.concatenate([plan.keys[o][a:b] for o, a, b in step.keys])
+                    results[rank].append((step.owner, tuple(range(*step.rows)), keys))
+                steps.pop(0)
+        assert sum(map(len, todo)) < before, "ranks wait for each other"
+    assert not mail
+    for rank, found in enumerate(results):
+        for owner, rows, keys in found:
+            assert owner == rank, "a result that is not brought home"
+            for row in rows:
+                at = plan.queries[rank][row]
+                np.add.at(counts[at - first], keys[(keys >= 0) & (keys <= at)], 1)
+    return counts
+
+
+def law_of_pairs(plan):
+    """Each pair of the causal triangle is met once, and each token is one rank's."""
+    counts = met(plan)
+    new, total = counts.shape
+    assert sorted(np.concatenate(plan.queries)) == list(range(total - new, total))
+    assert np.array_equal(counts, np.tri(new, total, total - new, dtype=int))
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
+@pytest.mark.parametrize(("ranks", "tokens", "cached"), SIZES)
+def test_each_pair_is_met_once(name, options, ranks, tokens, cached):
+    how = method(name, ranks=ranks, **options)
+    law_of_pairs(how.plan(tokens, cached, 4, 2))
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
+def test_a_plan_that_leaves_a_pair_out_is_caught(name, options):
+    plan = method(name, ranks=3, **options).plan(24, 0, 4, 2)
+    steps = list(plan.steps)
+    last = max(i for i, s in enumerate(steps[1]) if isinstance(s, Attend) and s.owner == 1)
+    steps[1] = (*steps[1][:last], *steps[1][last + 1 :])
+    with pytest.raises(AssertionError):
+        law_of_pairs(dataclasses.replace(plan, steps=tuple(steps)))
+    twice = tuple(
+        (*s, next(x for x in s if isinstance(x, Attend) and x.owner == i))
+        for i, s in enumerate(plan.steps)
+    )
+    with pytest.raises(AssertionError):
+        law_of_pairs(Plan(plan.queries, plan.keys, twice))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 64), (4, 64), (4, 61), (3, 100)])
+def test_work_is_balanced(name, ranks, tokens):
+    """Causal work differs by less than a chunk of queries has, or a query of each rank where slices are uneven."""
+    plan = method(name, ranks=ranks).plan(tokens, 0, 4, 2)
+    work = [int((own + 1).sum()) for own in plan.queries]
+    chunk = -(-tokens // (2 * ranks))
+    assert max(work) - min(work) <= chunk * tokens / 2
+    even = [
+        int((np.arange(*cut) + 1).sum())
+        for cut in [(i * tokens // ranks, (i + 1) * tokens // ranks) for i in range(ranks)]
+    ]
+    assert max(even) - min(even) > max(work) - min(work)  # the control: an even split is not
+
+
+# bytes, as the methods' papers count them
+
+
+KV, Q, RESULT = 2 * 2 * 8 * 4, 4 * 8 * 4, 4 * (8 + 1) * 4  # 2 KV heads and 4 heads of 8 floats
+BYTES = Sizes(KV, Q, RESULT)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "cached"), [(2, 64, 0), (4, 64, 0), (4, 64, 32), (4, 61, 30)]
+)
+def test_cp_ring_sends_what_its_paper_counts(ranks, tokens, cached):
+    plan = method("cp-ring", ranks=ranks, mode="pass-kv").plan(tokens, cached, 4, 2)
+    most = max(keys.size for keys in plan.keys)
+    assert most <= -(-cached // ranks) + 2 * -(-tokens // (2 * ranks))  # max P_i + T/N, padded
+    assert sent(plan, BYTES) == [(ranks - 1) * most * KV] * ranks
+    if (tokens + cached) % (2 * ranks) == 0:
+        assert sent(plan, BYTES)[0] == KV * (tokens + cached) * (ranks - 1) // ranks
+    plan = method("cp-ring", ranks=ranks, mode="pass-q").plan(tokens, cached, 4, 2)
+    around = sum(sent(plan, Sizes(0, Q, 0)))
+    home = sum(sent(plan, Sizes(0, 0, RESULT)))
+    assert around == (ranks - 1) * tokens * Q and home == (ranks - 1) * tokens * RESULT
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 64), (4, 64), (4, 61)])
+def test_token_ring_sends_halves_once_around(ranks, tokens):
+    plan = method("token-ring", ranks=ranks).plan(tokens, 0, 4, 2)
+    assert sum(sent(plan, Sizes(KV, 0, 0))) == 0
+    if tokens % (2 * ranks) == 0:
+        n = tokens // ranks
+        rows = sum((ranks - s) * n + s * n // 2 for s in range(1, ranks))
+        assert sum(sent(plan, BYTES)) == rows * (Q + RESULT)
+    assert sum(sent(plan, Sizes(0, Q, 0))) * RESULT == sum(sent(plan, Sizes(0, 0, RESULT))) * Q
+
+
+def test_token_ring_works_equally_at_every_step():
+    plan = method("token-ring", ranks=4).plan(64, 0, 4, 2)
+    work = [
+        [
+            (s.rows[1] - s.rows[0]) * sum(b - a for _, a, b in s.keys)
+            for s in steps
+            if isinstance(s, Attend)
+        ]
+        for steps in plan.steps
+    ]
+    assert all(len({per[i] for per in work}) == 1 for i in range(4))
+    pairs = [
+        (s.owner, r) for r, steps in enumerate(plan.steps) for s in steps if isinstance(s, Attend)
+    ]
+    assert sorted(pairs) == list(product(range(4), range(4)))
+
+
+@pytest.mark.parametrize(
+    ("shares", "cached"), [([1, 1, 1, 1], 0), ([5, 3, 2, 1], 0), (None, 0), ([4, 3, 2, 1], 20)]
+)
+def test_kv_runahead_sends_what_comes_before_each_slice(shares, cached):
+    how = method("kv-runahead", ranks=4, shares=shares)
+    plan, ends = how.plan(64, cached, 4, 2), how.cuts(64, cached)
+    assert sum(sent(plan, BYTES)) == sum(end + cached for end in ends[:-1]) * KV
+    if shares == [1, 1, 1, 1]:
+        assert sum(sent(plan, BYTES)) == 3 * 64 // 2 * KV  # (p-1) C / 2
+    assert plan.last == 3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kv_runahead_search_finds_the_least_time(seed):
+    from accel.runtime.prefill.ranks.kv_runahead import interpolated, search
+
+    rng = np.random.default_rng(seed)
+    per, pair = rng.uniform(1, 20), rng.uniform(0.1, 1)
+
+    def seconds(ends):
+        return max(
+            (b - a) * per + (b - a) * (a + b) / 2 * pair
+            for a, b in zip([0, *ends], ends, strict=False)
+        )
+
+    ends, found = search(seconds, 60, 3)
+    best = min(seconds([a, b, 60]) for a in range(1, 58) for b in range(a + 1, 60))
+    assert found == seconds(ends) <= 1.013 * best  # the page's margin
+    assert ends[0] > ends[1] - ends[0] > 0  # earlier slices are longer
+    assert interpolated([(10, 1, 1), (20, 3, 1)], 15) == pytest.approx([0.625, 0.375])
+    assert interpolated([(10, 1, 1), (20, 3, 1)], 99) == pytest.approx([0.75, 0.25])
+
+
+def test_cp_ring_passes_what_is_smaller():
+    how = method("cp-ring", ranks=4)
+    assert how.passes_keys(64, 0, 32, 8) and how.passes_keys(64, 64, 32, 8)
+    assert not how.passes_keys(4, 1000, 32, 8)  # few new tokens behind many cached ones
+    fast = method("cp-ring", ranks=4, flops=1e6, bandwidth=1e6)
+    assert fast.passes_keys(4, 1000, 32, 8) and not fast.passes_keys(1, 1000, 32, 8)
+
+
+# sessions
+
+
+def shared(name, arch="llama", target="eager", **options):
+    return built(arch, target, {"prefill.ranks": {"use": name, **AXIS.small(name), **options}})
+
+
+def prompted(model, tokens=TOKENS[:, :30], lengths=LENGTHS, after=3, again=True):
+    """Logits after the prompts, single tokens and a second prompt; and the session's figures."""
+    with model.session(len(tokens)) as session:
+        out = [session.prompt(tokens, lengths)]
+        out += [session.run(TOKENS[: len(tokens), [30 + i]]) for i in range(after)]
+        if again:
+            session.rewind(session.lengths - 1)
+            out.append(session.prompt(TOKENS[: len(tokens), 33:43]))
+            out.append(session.run(TOKENS[: len(tokens), [44]]))
+        return np.concatenate(out, axis=1), session.stats
+
+
+@pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_session_goes_on_as_if_one_had_run_all(name, options, ranks):
+    got, stats = prompted(shared(name, ranks=ranks, **options))
+    want, _ = prompted(built("llama"))
+    assert far(got, want) < 1e-5
+    assert (stats["exchanged_bytes"] > 0) == (ranks > 1)
