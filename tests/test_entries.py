@@ -28,6 +28,7 @@ BUILDS = {  # entries -> architecture, recipe
     "filter": ("llama", {"prefill.prune": {"use": "gemfilter", "tokens": 12, "layer": 1}}),
     "prompt": ("llama", {"prefill.prune": PRUNED}),
     "sparse": ("llama", {"prefill.sparse": SPARSE}),
+    "rank, attend": ("gemma2", {"prefill.ranks": {"use": "cp-ring"}}),
     "group": ("llama", {"kv.select": {**CLUSTERS, "dense_layers": 0}}),
     "commit": ("llama", {"kv.codec": {"use": "kv-int8"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),

@@ -71,6 +71,7 @@ CASES = {  # recipe, or architecture -> tables, and what is expected
         },
         ANY,
     ),
+    "cp-ring": ({"prefill.ranks": {"use": "cp-ring", "least": 8}}, ANY),
     "mamba": ({}, can(free_rewind=False)),
     "falcon_h1": (evicts("snapkv", AT_PROMPT), can(free_rewind=False)),
 }

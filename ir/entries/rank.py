@@ -40,6 +40,8 @@ class _Rank(EntryKind):
             elif holder.target == "attended":
                 sizes = batch, int(shape[1]), length, int(shape[3])
                 given["attended"] = torch.randn(sizes, generator=generator)
+            elif holder.target == "lse":
+                given["lse"] = torch.randn(batch, int(shape[1]), length, generator=generator)
         return taken(entry, given)
 
 

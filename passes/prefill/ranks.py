@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from accel.ir.entries.attend import form_of
 from accel.ir.entries.rank import between
@@ -20,6 +20,7 @@ from accel.ir.prefill import Ranks as Forms
 from accel.ir.program import Editor, Program
 from accel.ir.region import Entry, Region
 from accel.ir.state import Part
+from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.fuse.residual import Residual
 from accel.passes.prefill._entry import added, copied, finished, layer_calls, result
@@ -32,10 +33,11 @@ _WHERE = "leave prefill.ranks out for this model"
 @dataclass(frozen=True)
 class Ranks(Pass):
     """-> the entries `rank.0` .. `rank.L`: rank.i takes `attended [B,H,T,Dv]`, the attention of layer i-1, and
-    `stream [B,T,E]`, what went into that layer (i = 0: `tokens`). It gives `q [B,H,T,D]`, `k [B,G,T,D]` and `v` of
-    layer i and its `stream_out` (i > 0); the last one gives logits. `attend.<n>` gives `out [B,H,T,Dv]` and `lse [B,H,T]` of
-    queries over keys at the positions `q_pos [B,T]` and `k_pos [B,S]` (-1: nothing there).
-    rank.1 takes `tokens` again, in place of `stream`.
+    `stream [B,T,E]`, what went into that layer (i = 0: `tokens`; i = 1: `tokens` in place of `stream`). It gives `q
+    [B,H,T,D]`, `k [B,G,T,D]` and `v` of layer i and its `stream_out` (i > 0); the last one gives logits.
+    `attend.<n>` gives `out [B,H,T,Dv]` and `lse [B,H,T]` of queries over keys at the positions `q_pos [B,T]` and
+    `k_pos [B,S]` (-1: nothing there). A sink, one more key for all queries, is none of these keys: rank.i
+    takes `lse`, too, and adds it.
 
     They have no state, so keys may lie anywhere. The step is unchanged.
     """
@@ -94,10 +96,6 @@ def _check(program: Program, sites: list[fx.Node]) -> None:
         if _new(x.k) is None or _new(x.v) is None:
             raise PassError(
                 f"prefill.ranks: {where} reads keys or values of another layer, or not as a call appends them; {_WHERE}"
-            )
-        if x.sink is not None:
-            raise PassError(
-                f"prefill.ranks: {where} has a sink, which each partial attention would count again; {_WHERE}"
             )
         if x.kept_k is not None or x.pages is not None or x.beside is not None:
             raise PassError(f"prefill.ranks: {where} reads more than its cache; {_WHERE}")
@@ -182,3 +180,30 @@ def _given(program: Program, entry: Entry, call: fx.Node) -> None:
     inner.meta["val"] = outer.meta["val"]
     call.args = (*call.args, outer)
     node.replace_all_uses_with(inner)
+    if (sink := operands_of(node).sink) is not None:
+        _beside(program, entry, call, inner, sink)
+
+
+def _beside(
+    program: Program, entry: Entry, call: fx.Node, attended: fx.Node, sink: fx.Node
+) -> None:
+    """Let the result of a layer's attention be as if there were one more key of score `sink [H]`, whose value is 0."""
+    region, readers = call.target, list(attended.users)
+    assert isinstance(region, Region)
+    value = attended.meta["val"]
+    outer = Editor(program, entry.graph).placeholder("lse", value.shape[:3], value.dtype)
+    with region.graph.inserting_after(region.graph.find_nodes(op="placeholder")[-1]):
+        lse = region.graph.placeholder("lse")
+    lse.meta["val"] = outer.meta["val"]
+    call.args = (*call.args, outer)
+
+    def share(out: Tensor, total: Tensor, score: Tensor) -> Tensor:
+        return out * torch.sigmoid(total - score[:, None])[..., None]
+
+    with region.graph.inserting_before(min(readers)):
+        held = sink if sink < min(readers) else region.graph.node_copy(sink)
+        less = trace(
+            Editor(program, region.graph), f"{region.name}.sink", share, attended, lse, held
+        )
+    for reader in readers:
+        reader.replace_input_with(attended, less)

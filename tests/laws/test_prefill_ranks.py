@@ -2,12 +2,18 @@
 
 import dataclasses
 from itertools import product
+from types import SimpleNamespace
 
+import models
 import numpy as np
 import pytest
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM
 
+import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError, InputError, RecipeError
+from accel.passes.prefill import ranks
 from accel.runtime.prefill.exchange.plan import (
     KEYS,
     QUERIES,
@@ -18,9 +24,13 @@ from accel.runtime.prefill.exchange.plan import (
     Sizes,
     sent,
 )
+from accel.runtime.session.observers.prompt_ranks import PromptRanks
 
 from ..prefill_case import LENGTHS, TOKENS, built, far
+from ..spread import spread
+from ..test_recurrence import mamba
 
+TABLE = {"prefill.ranks": {"use": "cp-ring", "ranks": 3, "least": 4}}
 AXIS = find_axes()["prefill.ranks"]
 NAMES = AXIS.names()
 FORMS = [(name, {}) for name in NAMES] + [("cp-ring", {"mode": "pass-q"})]
@@ -261,3 +271,186 @@ def test_a_session_goes_on_as_if_one_had_run_all(name, options, ranks):
     want, _ = prompted(built("llama"))
     assert far(got, want) < 1e-5
     assert (stats["exchanged_bytes"] > 0) == (ranks > 1)
+
+
+def law_of_sessions(model, want):
+    assert far(prompted(model)[0], want) < 1e-5
+
+
+def test_ranks_that_merge_by_equal_shares_are_caught(monkeypatch):
+    want, _ = prompted(built("llama"))
+    model = shared("cp-ring")
+    law_of_sessions(model, want)
+    path = "accel.runtime.prefill.exchange.rank.merged"
+    monkeypatch.setattr(path, lambda a, x, b, y: ((a + b) / 2, x))
+    with pytest.raises(AssertionError):
+        law_of_sessions(model, want)
+
+
+ARCHITECTURES = "gemma2", "gpt_neox", "plain_latent"  # windows and caps, partial rotation, a latent
+
+
+@pytest.mark.parametrize(("name", "arch"), spread("prefill.ranks", NAMES, *ARCHITECTURES))
+def test_every_attention_by_position_is_shared(name, arch):
+    got, _ = prompted(shared(name, arch, ranks=2))
+    assert far(got, prompted(built(arch))[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "arch"), spread("prefill.ranks", NAMES, "llama", "gemma2"))
+def test_onnx_is_the_eager_oracle(name, arch):
+    want, figures = prompted(shared(name, arch, ranks=2))
+    compiled = shared(name, arch, "onnx", ranks=2)
+    for kernels in compiled.artifact.entries["step"].graphs:
+        with accel.load(compiled.artifact.path, kernels=kernels) as model:
+            got, stats = prompted(model)
+        assert far(got, want) < 1e-4
+        assert stats["exchanged_bytes"] == figures["exchanged_bytes"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_sent_is_what_the_plan_says(name):
+    """The figures of a session: bytes of all layers of the plan, and the keys that the session got."""
+    model, n = shared(name, ranks=3), 24
+    layer = model.facts.layers[0]
+    heads, groups, width = layer.num_heads, layer.num_kv_heads, layer.head_dim
+    sizes = Sizes(8 * groups * width, 4 * heads * width, 4 * heads * (width + 1))
+    with model.session() as session:
+        session.prompt(TOKENS[:1, :n])
+        each = sent(method(name, ranks=3).plan(n, 0, heads, groups), sizes)
+        assert session.stats["exchanged_bytes"] == len(model.facts.layers) * sum(each)
+        assert session.stats["gathered_bytes"] == len(model.facts.layers) * n * sizes.keys
+    out = model.generate(list(TOKENS[0, :n]), 2, eos=[])
+    assert out.stats["exchanged_bytes"] == len(model.facts.layers) * sum(each)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_prompts_run_in_one_piece(name):
+    model, base = shared(name, ranks=3, least=10), built("llama")
+    for n in (1, 2, 5, 9):
+        prompt = list(TOKENS[1, :n])
+        found = model.generate(prompt, 4, eos=[])
+        assert found.tokens == base.generate(prompt, 4, eos=[]).tokens
+        assert found.stats["exchanged_bytes"] == 0
+    assert model.generate(list(TOKENS[1, :10]), 1, eos=[]).stats["exchanged_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_session_is_forked_and_its_rows_reordered(name):
+    model, base = shared(name, ranks=2), built("llama")
+    found = []
+    for one in (model, base):
+        with one.session(3) as session:
+            session.prompt(TOKENS[:, :30], LENGTHS)
+            with session.fork() as other:
+                other.select([2, 0, 0])
+                other.prompt(TOKENS[:, 5:14])
+                out = [other.run(TOKENS[:, [40]]), session.run(TOKENS[:, [41]])]
+            found.append(np.concatenate(out, 1))
+    assert far(*found) < 1e-5
+
+
+def test_rows_that_are_no_numbers_stay_apart():
+    """A row whose keys are no numbers leaves the other rows as they are."""
+    model = shared("cp-ring", ranks=2)
+    with model.session(2) as session, built("llama").session(2) as plain:
+        for one in (session, plain):
+            one.prompt(TOKENS[:2, :10])
+            one._core.backend.buffers()["kv.0.k"][0] = np.nan
+        got, want = (one.prompt(TOKENS[:2, 10:30]) for one in (session, plain))
+        assert np.isnan(got[0]).all() and np.isnan(want[0]).all()
+        assert far(got[1], want[1]) < 1e-5
+
+
+# refusals
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "option", [{"ranks": 0}, {"ranks": -1}, {"ranks": 65}, {"least": 0}], ids=str
+)
+def test_options_out_of_range_are_refused(name, option):
+    with pytest.raises(
+        RecipeError, match=f"{name}.*{next(iter(option))}.*{next(iter(option.values()))}.*give"
+    ):
+        AXIS.build(name, **option)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_more_ranks_than_tokens_are_refused(name):
+    with pytest.raises(
+        InputError,
+        match=f"{name}: 3 tokens are too few for 4 ranks.*give more tokens, or fewer ranks",
+    ):
+        method(name, ranks=4).plan(3, 0, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "shares",
+    [[1], [1, 0], [1, 2, 3], [1, -1], "ab", [[100, 1]], [1, float("nan")], 3, [], [[]], [1, True]],
+    ids=str,
+)
+def test_shares_that_are_not_of_the_ranks_are_refused(shares):
+    with pytest.raises(RecipeError, match="kv-runahead: shares has .*; give .*ranks = 2"):
+        method("kv-runahead", shares=shares)
+
+
+@pytest.mark.parametrize(
+    "option", [{"mode": "pass"}, {"flops": -1.0}, {"bandwidth": float("nan")}], ids=str
+)
+def test_cp_ring_refuses_other_modes(option):
+    with pytest.raises(RecipeError, match=f"cp-ring: .*{next(iter(option))} .*give"):
+        method("cp-ring", **option)
+
+
+@pytest.mark.parametrize(
+    ("make", "why"), [(mamba, "has 0 attentions"), (models.cla, "keys or values of another layer")]
+)
+def test_models_that_cannot_be_cut_are_refused(make, why):
+    with pytest.raises(AccelError, match=f"{why}.*leave prefill.ranks out"):
+        accel.optimize(make(), TABLE, target="eager", max_context=64, verify=False)
+
+
+def law_of_sinks(target):
+    """A key that all queries see is counted once, however many ranks there are."""
+    config = GptOssConfig(
+        vocab_size=50, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=2, sliding_window=9,
+        num_experts_per_tok=1, max_position_embeddings=64,
+    )  # fmt: skip
+    model = models.randomise(GptOssForCausalLM(config), "gpt_oss").eval()
+    with torch.no_grad():
+        want = model(torch.tensor(TOKENS[:1, :30])).logits[:, -1:].numpy()
+    with accel.optimize(model, TABLE, target=target, max_context=64, verify=False) as compiled:
+        with compiled.session() as session:
+            got = session.prompt(TOKENS[:1, :30])
+            assert session.stats["exchanged_bytes"] > 0
+    assert far(got, want) < 1e-4
+
+
+def test_sinks_are_counted_once(monkeypatch):
+    law_of_sinks("eager")
+    monkeypatch.setattr(ranks, "_beside", lambda *_: None)
+    with pytest.raises(AssertionError):
+        law_of_sinks("eager")
+
+
+@pytest.mark.long
+def test_sinks_are_counted_once_in_onnx():
+    law_of_sinks("onnx")
+
+
+def test_ranks_that_wait_for_each_other_are_told():
+    """A plan whose ranks all begin by receiving."""
+    model = shared("cp-ring", ranks=2)
+    with model.session() as session:
+        observer = session.observer(PromptRanks)
+        plan = observer.method.plan(12, 0, 4, 2)
+        late = [tuple(sorted(steps, key=lambda s: isinstance(s, Send))) for steps in plan.steps]
+        broken = dataclasses.replace(plan, steps=tuple(late))
+        observer.method = SimpleNamespace(plan=lambda *_: broken, least=1, fewest=1)
+        with pytest.raises(AccelError, match="ranks wait for each other: 0 for 1, 1 for 0"):
+            session.prompt(TOKENS[:1, :12])
+        assert session.length == 0
+        observer.method = method("cp-ring")
+        session.prompt(TOKENS[:1, :12])
+        assert session.length == 12

@@ -74,7 +74,11 @@ def work(
     """Run a rank's part of a prompt. It yields (source, tag) of what it waits for, and is sent the arrays."""
     plan, done = job.plan, Done([], None, 0, 0)
     positions = plan.queries[rank][None]
-    tokens = {"tokens": job.tokens[None], "positions": positions, "slots": np.zeros(1, np.int64)}
+    tokens: Arrays = {
+        "tokens": job.tokens[None],
+        "positions": positions,
+        "slots": np.zeros(1, np.int64),
+    }
     tokens["rows"] = np.zeros((1, 1), np.int64)
 
     def call(entry: str, given: Arrays) -> Arrays:
@@ -85,10 +89,10 @@ def work(
         done.sent += sum(a.nbytes for a in arrays.values())
         post(to, tag, arrays)
 
-    given = tokens
+    given: Arrays = tokens
     for layer, form in enumerate(job.forms):
         made = call(between(layer), given)
-        own = {n: made[n] for n in ("k", "v") if n in made}
+        own: Arrays = {n: made[n] for n in ("k", "v") if n in made}
         done.keys.append(own)
         held = _Held(plan, rank, made["q"], _joined(own, job.cached[layer], plan.keys[rank].size))
         for step in plan.steps[rank]:
@@ -102,7 +106,8 @@ def work(
                 send(step.to, tag, held.packed(step))
             else:
                 held.take(step, (yield step.source, tag))
-        given = {**tokens, "attended": held.result()}
+        attended, lse = held.result()
+        given = {**tokens, "attended": attended, "lse": lse}
         if "stream_out" in made:
             given["stream"] = made["stream_out"]
     if rank == plan.last:
@@ -192,9 +197,10 @@ class _Held:
         else:
             self._merge(self._rank, step.rows[0], arrays["out"], arrays["lse"])
 
-    def result(self) -> Floats:
-        """Attention of the rank's own queries [1,H,T,Dv]."""
-        return self._results[self._rank][1]
+    def result(self) -> tuple[Floats, Floats]:
+        """Attention of the rank's own queries [1,H,T,Dv], and its log-sum-exp [1,H,T]."""
+        _, out, lse = self._results[self._rank]
+        return out, lse
 
 
 def in_turns(jobs: list[Job], compute: Compute) -> list[Done]:
