@@ -52,15 +52,18 @@ class OrtBackend:
         in_turns: bool = False,
         entry: str = STEP.name,
         kernels: str = AUTO,
+        mapped: bool = False,
     ):
         """`threads`: compute threads of one call, by default `default_threads()`.
         `in_turns`: another backend computes between two calls of this one, whose threads make room for it at once.
         `kernels`: the variant of the step, or "auto": the fastest here.
+        `mapped`: weights are not packed (`open_session`).
         Raises ArtifactError where there is none of that name.
         """
         self.artifact = artifact
         self.threads = threads or default_threads()
         self._in_turns = in_turns
+        self._mapped = mapped
         self.entry = entry
         self._lock = threading.Lock()
         self._session: Any = None
@@ -141,7 +144,7 @@ class OrtBackend:
         kind = kind_of(entry)
         most = self.threads if kind is None or kind.threads is None else kind.threads
         resting = self._in_turns or entry != self.entry
-        return open_session(path, min(most, self.threads), resting=resting)
+        return open_session(path, min(most, self.threads), resting=resting, mapped=self._mapped)
 
 
 class OrtSession:

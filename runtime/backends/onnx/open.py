@@ -44,10 +44,13 @@ class _Session(ort.InferenceSession):  # type: ignore[misc]
         )
 
 
-def open_session(path: Path, threads: int, spinning: bool = True, resting: bool = False) -> Any:
+def open_session(
+    path: Path, threads: int, spinning: bool = True, resting: bool = False, mapped: bool = False
+) -> Any:
     """An onnxruntime.InferenceSession over a graph file, its weights packed. Raises ArtifactError.
 
-    spinning: its threads wait busily during a call, and a while after it unless it is `resting`.
+    spinning: its threads wait busily during a call, and a while after it unless it is `resting`. mapped: weights are
+    read where the file is mapped, which processes share, and no copy is packed.
     """
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -58,6 +61,8 @@ def open_session(path: Path, threads: int, spinning: bool = True, resting: bool 
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     if resting:
         options.add_session_config_entry("session.force_spinning_stop", "1")
+    if mapped:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     try:
         if is_native(path):
             register(options)

@@ -168,7 +168,8 @@ def _serve(
 
 def _computing(path: Path, threads: int) -> Compute:
     """Calls of the artifact's entries, each opened when first called."""
-    backend = OrtBackend(open_artifact(path, hashes=False), threads=threads, kernels=PORTABLE)
+    artifact = open_artifact(path, hashes=False)
+    backend = OrtBackend(artifact, threads=threads, kernels=PORTABLE, mapped=True)
 
     def compute(entry: str, given: Arrays) -> Arrays:
         session = backend.other(entry)
