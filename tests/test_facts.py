@@ -96,7 +96,11 @@ def test_layers_of_older_artifacts():
             {"stages": [{"tokens": -1, "share": 0.5}]},
             r"model.prefill.stages\[0\].tokens is -1",
         ),
-        ("prefill", {"ranks": {"forms": [0, 2]}}, r"model.prefill.ranks.forms\[1\] is 2 .*0..1"),
+        (
+            "prefill",
+            {"stages": [], "ranks": {"forms": [0, 2]}},
+            r"model.prefill.ranks.forms\[1\] is 2 .*0..1",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(where, value, words):
