@@ -1,0 +1,82 @@
+"""Mustafar (arXiv:2505.22913): of each token's keys and values only the largest numbers stay, wherever they stand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.passes.kv.codec import Base, Sizes
+
+
+@dataclass(frozen=True)
+class Mustafar(Base):
+    """`sparsity`: the share of a token's D numbers that become 0, the smallest of a head; ceil((1 - sparsity) D) stay,
+    in float16, and a bit for each of the D says where. `recent`: at least so many tokens stay whole.
+    """
+
+    sparsity: float = 0.7
+    recent: int = count(32, most=4096)
+    error = 4.0  # of random weights, whose numbers are all of a size
+    small: ClassVar[Mapping[str, Any]] = {"recent": 8}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"sparsity": 0.5}, {"sparsity": 0.0})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sparsity < 1:
+            raise RecipeError(
+                f"kv.codec.mustafar: sparsity is {self.sparsity}; give at least 0 and less than 1"
+            )
+        if self.recent < 1:
+            raise RecipeError(f"kv.codec.mustafar: recent is {self.recent}; give 1 or more")
+
+    @property
+    def block(self) -> int:
+        return self.recent
+
+    def _stay(self, width: int) -> int:
+        return max(1, math.ceil((1 - self.sparsity) * width - 1e-9))
+
+    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+        kept = ("float16", (self.block * self._stay(width),))
+        return {"": kept, "mask": ("uint8", (self.block * -(-width // 8),))}
+
+    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
+        width = int(x.shape[-1])
+        size = torch.nan_to_num(x.abs(), nan=torch.inf, posinf=torch.inf)  # what is no number stays
+        least = size.topk(self._stay(width), dim=-1).values[..., -1:]
+        more, same = size > least, size == least  # of equal ones the first
+        room = self._stay(width) - more.sum(-1, keepdim=True)
+        stays = more | (same & (same.cumsum(-1) <= room))
+        back = width - torch.arange(width, device=x.device)
+        first = torch.where(stays, back, 0).topk(self._stay(width), dim=-1).values
+        bits = pad(stays.long(), (0, -width % 8)).unflatten(-1, (-1, 8))
+        powers = 2 ** torch.arange(8, device=x.device)
+        return {
+            "": x.gather(-1, width - first).half().flatten(-2),
+            "mask": (bits * powers).sum(-1).to(torch.uint8).flatten(-2),
+        }
+
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+        kept = parts[""].float().unflatten(-1, (self.block, self._stay(width)))
+        mask = parts["mask"].long().unflatten(-1, (self.block, -1, 1))
+        powers = 2 ** torch.arange(8, device=mask.device)
+        stays = (mask // powers % 2).flatten(-2)[..., :width]  # [B,G,P,R,D]
+        place = (stays.cumsum(-1) - 1).clamp(min=0)
+        return torch.where(stays > 0, kept.gather(-1, place), 0.0).flatten(2, 3)
+
+    def bits_of(self, role: str, width: int) -> float:
+        return (16 * self._stay(width) + 8 * -(-width // 8)) / width
+
+    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+        """What stays is rounded to float16; what does not is no larger than anything that stays."""
+        least = x.abs().topk(self._stay(x.shape[-1]), dim=-1).values[..., -1:]
+        near = (back - x).abs() <= x.abs() * 2**-10 + 1e-7
+        many = (back != 0).sum(-1, keepdim=True) <= self._stay(x.shape[-1])
+        return many & (near | ((back == 0) & (x.abs() <= least)))
