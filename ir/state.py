@@ -21,6 +21,9 @@ class Part(StrEnum):
     PAGES = "pages"  # what is known of a page of slots
     UNITS = "units"  # which unit a slot's token is in, and what is known of units
     CHOICE = "choice"  # of the newest tokens, for the choices of later ones
+    ABSORBED = (
+        "absorbed"  # of a whole row: what tokens that were evicted leave; `compress` writes it
+    )
     HEADS = "heads"  # of a whole row: which query heads read its prompt, and their scores
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
@@ -60,7 +63,13 @@ _WRITERS = {
     CacheRegion.CROSS: Writer.ENCODE,
     CacheRegion.RECENT: Writer.STEP,
 }
-_DETAILED = (Part.PAGES, Part.UNITS, Part.CHOICE, Part.RECURRENT)  # whose names end with the detail
+_DETAILED = (
+    Part.PAGES,
+    Part.UNITS,
+    Part.CHOICE,
+    Part.ABSORBED,
+    Part.RECURRENT,
+)  # whose names end with the detail
 _PLAIN = (Part.MASS, *_DETAILED)  # their role is the part, whatever the region
 
 
@@ -171,6 +180,8 @@ class StateValue:
         """Who writes it beside the step, which then only reads it; or the step."""
         if self.part is Part.UNITS:
             return Writer.GROUP
+        if self.part is Part.ABSORBED:
+            return Writer.COMPRESS
         return Writer.STEP if self.part is Part.MASS else _WRITERS[self.region]
 
     @property
@@ -216,5 +227,12 @@ class StateValue:
 
 def writer_of(role: str) -> Writer:
     """Who writes a value of this role in a report or manifest."""
+    if by_row(role):
+        return Writer.COMPRESS
     region = next(r for r, start in _ROLES.items() if role.startswith(start))
     return _WRITERS[region]
+
+
+def by_row(role: str) -> bool:
+    """Whether `compress` writes a value of this role for a whole row, however many tokens it keeps."""
+    return role == Part.ABSORBED

@@ -15,6 +15,7 @@ from accel.ir.ties import FirstOfTies
 from accel.passes.kv.compress import Compress, chooser
 from accel.passes.kv.inputs import every_input
 from accel.passes.kv.keep.drop import Drop
+from accel.passes.trained import Trained
 from accel.runtime.kv.budget.uniform import Uniform
 
 B, G, R, D, P, C, W, E, SCALE = 3, 2, 2, 6, 9, 16, 4, 5, 0.4
@@ -99,6 +100,18 @@ def constants(*methods: Any, seed: int = 0) -> dict[str, Tensor]:
     return found
 
 
+def absorbing(keep: Any, seed: int = 0, inner: int = 4) -> dict[str, Tensor]:
+    """What a keep that absorbs reads beside the slots: its state of a layer that evicted nothing yet, and trained
+    tensors of random numbers.
+    """
+    sizes = keep.absorbed(D, D)
+    found = {f"kept_absorbed.{n}": torch.zeros(B, G, *size) for n, size in sizes.items()}
+    if isinstance(keep, Trained):
+        shape, r = {"heads": G * R, "groups": G, "width": D}, torch.Generator().manual_seed(seed)
+        found |= {f"table.{n}": t for n, t in keep.start(shape, inner, r).items()}
+    return found
+
+
 def turns(width: int, most: int = 64) -> dict[str, Tensor]:
     """Tables of rotations by 1 - `most` to `most` - 1 positions."""
     angles = torch.arange(1 - most, most)[:, None] * 100.0 ** -torch.linspace(0, 1, width // 2)
@@ -144,6 +157,8 @@ def choose(
     step = Compress(score, budget or Uniform(), keep or Drop(), refine)
     tables = constants(score, step.budget, step.keep)
     given = {f"table.{n}": t for n, t in tables.items()} | x
+    if step.keep.absorbs:
+        given = absorbing(step.keep) | given
     if step.keep.moves:
         given = {**turns(x["kept_k"].shape[3]), **given}
     rows = x["seen"].shape[0]

@@ -11,6 +11,7 @@ VALUES = {  # as artifacts have them: name, role, layer -> what it is
     ("kv.0.v.scale", "v.scale", 0): (Part.VALUES, CacheRegion.RECENT, "scale", Writer.STEP),
     ("recurrent.0.ssd.1", "recurrent", 0): (Part.RECURRENT, CacheRegion.RECENT, "ssd.1", Writer.STEP),
     ("pages.3.high", "pages", 3): (Part.PAGES, CacheRegion.RECENT, "high", Writer.STEP),
+    ("absorbed.0.sums", "absorbed", 0): (Part.ABSORBED, CacheRegion.RECENT, "sums", Writer.COMPRESS),
     ("mass.0.recent", "mass", 0): (Part.MASS, CacheRegion.RECENT, "", Writer.STEP),
     ("mass.0.kept", "mass", 0): (Part.MASS, CacheRegion.KEPT, "", Writer.STEP),
     ("mass.0.entropy.kept", "mass", 0): (Part.MASS, CacheRegion.KEPT, "entropy", Writer.STEP),

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from accel.ir.sizes import grows, per_slot
-from accel.ir.state import Writer, writer_of
+from accel.ir.state import Writer, by_row, writer_of
 
 FILLS = ("#d8e8f3", "#fbe3c8", "#dcefd5", "#eadcf3", "#f8d9dc", "#e7e5d3")
 _INK, _DIM, _LINE = "#1f2937", "#64748b", "#94a3b8"
@@ -80,7 +80,7 @@ def summaries(
     for value in state:
         shape, role = value["shape"], str(value.get("role", ""))
         what = "per_token" if grows(shape) else "fixed"
-        what = _WRITTEN.get(writer_of(role), what)
+        what = what if by_row(role) else _WRITTEN.get(writer_of(role), what)
         if (
             what == "cross"
         ):  # [B,G,X,D]: of one position of the encoder's input, however many there are

@@ -21,7 +21,7 @@ from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv import moves
-from accel.passes.kv._shared import low
+from accel.passes.kv._shared import absorbed, low
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.tables import appended
 from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of, parameters
@@ -31,7 +31,7 @@ from accel.passes.kv.score import Base as Score
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
-from accel.passes.trained import Parts, constants
+from accel.passes.trained import Parts, Trained, constants
 
 _FAR = 1 << 40  # after every position
 _TABLE = "table."  # of an operand that is a constant
@@ -93,7 +93,8 @@ class Compress(Pass):
     def inputs(self) -> list[Input]:
         """What they name, beside keys, values and positions."""
         refining = self.refine.functions if self.refine is not None else []
-        return inputs_of((self.score, *refining, self.budget.heads, self.keep))
+        absorbing = [self.keep.absorb] if self.keep.absorbs else []
+        return inputs_of((self.score, *refining, self.budget.heads, self.keep, *absorbing))
 
     @property
     def across(self) -> Callable[..., Tensor] | None:
@@ -114,6 +115,7 @@ class Compress(Pass):
         for one in self.inputs:
             one.prepare(program, sites, self.methods)
         tables = _tables(self, program, sites)
+        left = _absorb(self.keep, program, sites, tables.get(id(self.keep), {}))
         counts = [tables.get(id(self.budget), {}).get(site.layer, {}) for site in sites]
         program.facts.kv = KvFacts(
             observe=max(self.score.observe, self.budget.observe) + self.score.lookahead,
@@ -124,7 +126,7 @@ class Compress(Pass):
             tables=tuple({n: tuple(t.tolist()) for n, t in one.items()} for one in counts if one),
         )
         program.entries[COMPRESS.name] = _entry(self, program, sites, tables, turns, leaders)
-        return Report(changed=len(sites))
+        return Report(changed=len(sites), refused=left)
 
 
 def _sites(program: Program) -> list[Site]:
@@ -245,7 +247,29 @@ def _read_kept(program: Program, sites: list[Site], keep: Keep) -> None:
 def _tables(step: Compress, program: Program, sites: list[Site]) -> dict[int, Parts]:
     """The constants of the methods that have some, by the method's id."""
     keys = {site.layer: appended(site.node) for site in sites}
-    return {id(m): constants(m, program, keys) for m in step.methods if isinstance(m, Tables)}
+    found = {id(m): constants(m, program, keys) for m in step.methods if isinstance(m, Tables)}
+    if step.keep.absorbs and isinstance(step.keep, Trained):
+        found[id(step.keep)] = step.keep.parts(program, keys)
+    return found
+
+
+def _absorb(keep: Keep, program: Program, sites: list[Site], tensors: Parts) -> list[str]:
+    """Let attention read what evicted tokens leave; and why some layers' leave nothing."""
+    if not keep.absorbs:
+        return []
+    lasting = [site for site in sites if absorbed.lasts(site.node)]
+    if not lasting:
+        raise PassError(
+            "every layer attends to a window, and what it evicts is out of sight soon; leave kv.keep out for this model"
+        )
+    editor = Editor(program, program.step.graph)
+    for site in lasting:
+        absorbed.read(program, editor, keep, site, tensors.get(site.layer, {}))
+    return [
+        f"layer {site.layer} attends to a window: its evicted tokens leave nothing"
+        for site in sites
+        if site not in lasting
+    ]
 
 
 def _entry(
@@ -429,6 +453,7 @@ def chooser(
         if not shared:
             out["v"] = call(step.keep, named)
         out |= {name: named[name].gather(2, chosen) for name in carried}
+        out |= absorbed.written(step.keep, named, x)
         if step.keep.demotes:
             lost = ~mask.visible(x["seen"][:, None, None], x["kept_low.pos"])
             out |= low.demoted(step.keep, named, x, lost)

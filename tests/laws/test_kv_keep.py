@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.ir.errors import PassError, RecipeError
+from accel.passes.kv.inputs import call
 from accel.passes.kv.keep import Base
+from accel.passes.kv.keep.less import Less
 
 from ..kv_case import evicting, recipe
-from ..kv_slots import AXES, B, C, D, G, build, choose, slots, taken
+from ..kv_slots import AXES, SCALE, B, C, D, G, R, absorbing, build, choose, slots, taken
 
 NAMES = AXES["keep"].names()
 some = settings(max_examples=10, deadline=None, derandomize=True)
@@ -84,7 +86,38 @@ def law_rows(keep, seed):
         torch.testing.assert_close(found["v"][row][real], want["v"][row][real])
 
 
-LAWS = [law_mixture, law_apart, law_nothing_goes, law_rows]
+def read_back(keep, found, x, seed=0):
+    """What queries find in a state after `compress`, and its log-sum-exp."""
+    told = absorbing(keep)
+    state = {n.removeprefix("kept_absorbed."): t for n, t in told.items() if "absorbed." in n}
+    state |= {n.removeprefix("absorbed."): t for n, t in found.items() if "absorbed." in n}
+    own = {n.removeprefix("table."): t for n, t in told.items() if n.startswith("table.")}
+    queries = torch.randn(B, G * R, 3, D, generator=torch.Generator().manual_seed(seed))
+    return call(keep.read, {**own, **state, "queries": queries, "scale": SCALE})
+
+
+def law_state(keep, seed):
+    """A state is as large after an eviction as before; one of nothing weighs nothing; finite numbers come back; and
+    what the first row evicts says nothing to the third.
+    """
+    if not keep.absorbs:
+        return
+    x, least = slots(seed), torch.finfo(torch.float32).min
+    held = {n.removeprefix("kept_"): t for n, t in absorbing(keep).items() if "absorbed." in n}
+    none, some = choose(x, 99, build("score", "snapkv"), keep=keep), kept(keep, x)
+    for name, before in held.items():
+        assert torch.equal(none[name], before) and some[name].shape == before.shape
+        assert not torch.equal(some[name], before)
+    assert (read_back(keep, none, x)[1] == least).all()
+    value, lse = read_back(keep, some, x)
+    assert value.isfinite().all() and lse.isfinite().all() and (lse[0] > least).all()
+    x["recent_k"][0, :, 2], x["recent_v"][0, :, 3] = float("nan"), torch.inf
+    other = kept(keep, x)
+    assert all(other[n].isfinite().all() and torch.equal(other[n][2], some[n][2]) for n in held)
+    assert all(t.isfinite().all() for t in read_back(keep, other, x))
+
+
+LAWS = [law_state, law_mixture, law_apart, law_nothing_goes, law_rows]
 AVERAGES = [law_mixture, law_apart]  # of values that a keep does not add up
 
 
@@ -122,6 +155,27 @@ class Reorders(Base):
 class Doubles(Base):
     def __call__(self, values, chosen):
         return gathered(values, chosen) * 1.5
+
+
+class Leaks(Less):
+    """Tokens that stay are absorbed, too."""
+
+    def absorb(self, sums, keys, values, gone, k1, k2, k3, s1, s2):
+        return super().absorb(sums, keys, values, gone | True, k1, k2, k3, s1, s2)
+
+
+class Floor(Less):
+    """What nothing weighs is little, and not nothing."""
+
+    def read(self, queries, sums, q1, q2):
+        value, lse = super().read(queries, sums, q1, q2)
+        return value, lse.clamp(min=-14)
+
+
+@pytest.mark.parametrize("broken", [Leaks, Floor])
+def test_the_law_of_states_catches(broken):
+    with pytest.raises(AssertionError):
+        law_state(broken(), 0)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@
 
 Then a recipe names the file: `trained = "gates.safetensors"`. What is trained for the graph makes the model, run
 softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
-`--budget`; what has an aim of its own (`threshold-evict`) comes near to it; `specdec-pp` (`train_head.py`) tells which
-tokens of a draft model stand. `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
+`--budget`; what has an aim of its own (`threshold-evict`) comes near to it; what absorbs evicted tokens, as `less`
+(`absorb.py`), makes up for them in each layer; `specdec-pp` (`head.py`) tells which tokens of a draft model stand.
+`OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
 
@@ -28,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from absorb import POOL, Absorbing
 from head import forward, loss, open_pair
 from reference_data import REFERENCE, encode, sources
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -44,12 +46,13 @@ from accel.ir.errors import AccelError, InputError, unknown
 from accel.ir.ops.attention import Operands, attention, weights
 from accel.ir.ops.op import REFERENCES
 from accel.ir.program import Program, compute, operand
-from accel.ir.tables import Tables
+from accel.ir.tables import Observed, Tables
 from accel.passes import Pass, run
 from accel.passes.calibrate import feeds
 from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.kv.inputs import Site
 from accel.passes.kv.inputs.output import weight_of
+from accel.passes.kv.keep import Base as Keep
 from accel.passes.state.head import Head
 from accel.passes.trained import Lesson, Parts, Trained, sample, source, write
 from accel.runtime.length.specdec_pp import SpecdecPp
@@ -250,6 +253,22 @@ class AimedRun(Run):
         return {"loss": off.item(), "explained": 1 - off.item() / max(float(spread), 1e-9)}
 
 
+@dataclass
+class AbsorbRun(Run):
+    """The same of what absorbs evicted tokens, layer by layer."""
+
+    pool: list[dict[int, Observed]] = field(default_factory=list)
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1]."""
+        if len(self.pool) < POOL:
+            self.pool.append(self.soft.observe(ids, known))
+        row = self.pool[self.step % len(self.pool)]
+        lost = self.soft.loss(row, self.parts, self.options.seed + self.step)
+        self.descend(lost)
+        return {"left": lost.item()}
+
+
 class HeadRun(Run):
     """The same of a head, beside a `Pair`."""
 
@@ -326,6 +345,10 @@ def prepare(kind: type[Any], options: argparse.Namespace) -> Run:
     if kind is SpecdecPp:
         pair = open_pair(options, REFERENCE)
         return HeadRun(pair, pair.start(options.inner, options.seed), options)
+    if issubclass(kind, Keep) and kind.absorbs:
+        program = opened_program(options)
+        absorbing = Absorbing(program, kind(), keys_of(program))
+        return AbsorbRun(absorbing, absorbing.start(options.inner, options.seed), options)
     soft = Soft(opened_program(options), kind())
     run = AimedRun if hasattr(kind, "aim") else Run
     return run(soft, soft.start(options.inner, options.seed), options)

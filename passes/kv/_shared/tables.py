@@ -35,10 +35,11 @@ def appended(node: fx.Node) -> fx.Node:
 
 def measured(method: Tables, program: Program, text: Text) -> Parts:
     """The constants of each layer, of a program over state that no method has changed."""
-    return method.measure(_observed(program, text))
+    return method.measure(observed(program, text))
 
 
-def _observed(program: Program, text: Text) -> Iterator[Rows]:
+def observed(program: Program, text: Text) -> Iterator[Rows]:
+    """What the attention of each layer reads of a text."""
     nodes = attentions(program)
     for tokens, known in text:
         found: dict[int, Observed] = {}
