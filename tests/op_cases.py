@@ -13,6 +13,7 @@ from torch import Tensor
 
 import accel.ir.ops as dialect
 from accel.ir.ops import (
+    centres,
     choice,
     codec,
     experts,
@@ -125,6 +126,21 @@ def grouped(count: int) -> Callable[..., list[Any]]:
         worth[torch.from_numpy(rng.random(worth.shape) < 0.1)] = float("nan")
         label = torch.from_numpy(rng.integers(-1, 4, (b, 2, c)))
         return [worth, label, torch.from_numpy(rng.random((b, 1, t, c)) < 0.7), count]
+
+    return make
+
+
+def scattered(count: int, some: bool) -> Callable[..., list[Any]]:
+    """Keys of few numbers, a third of the slots empty, one key that is no number; with some centres before."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        x, nearest = randn(rng, b, 2, c, 5), torch.full((b, 2, c), torch.inf)
+        real = torch.from_numpy(rng.random((b, 2, c)) < 0.7)
+        if c > 4:
+            x[0, 0, 3, 2] = torch.nan
+        if some:
+            nearest = randn(rng, b, 2, c).square()
+        return [x, real, nearest, torch.tensor(count)]
 
     return make
 
@@ -419,6 +435,10 @@ def cases() -> list[Case]:
         ),
         Case("page_range", choice.page_range, ranged),
         *(Case(f"best_pages-{n}-{m}", choice.best_pages, worthy(n, m)) for n, m in BEST),
+        *(
+            Case(f"farthest_first-{n}-{some}", centres.farthest_first, scattered(n, some))
+            for n, some in ((4, False), (30, False), (3, True), (0, True))
+        ),
         *(Case(f"best_tokens-{n}", units.best_tokens, grouped(n)) for n in (3, 40)),
         *(Case(f"expert_linear-{t}", experts.expert_linear, routed(t), (2,)) for t in (False, True)),
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from accel.ir.ops import (
     attention,
+    centres,
     choice,
     codec,
     experts,
@@ -19,6 +20,6 @@ from accel.ir.ops import (
 from accel.ir.ops.attention import Mask
 
 __all__ = [
-    "Mask", "attention", "choice", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized",
+    "Mask", "attention", "centres", "choice", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized",
     "recurrence", "rope", "rows", "units",
 ]  # fmt: skip
