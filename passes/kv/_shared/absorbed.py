@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from accel.ir.errors import PassError
 from accel.ir.ops.attention import operands_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import Part
 from accel.ir.trace import trace
-from accel.passes.kv.inputs import Site, call
+from accel.passes.kv.inputs import Site, call, every_input
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.state.recurrent import buffer
 
@@ -35,7 +36,12 @@ def read(
     batch, groups = site.kept["pos"].meta["val"].shape[0], int(sizes(site.kept["pos"])[1])
     wide = [int(sizes(site.kept.get(part, site.kept["k"]))[3]) for part in ("k", "v")]
     held: dict[str, fx.Node] = {}
+    known = {name for one in every_input() for name in one.names}
     for name, size in keep.absorbed(*wide).items():
+        if name in known:
+            raise PassError(
+                f"{type(keep).__name__} absorbs into `{name}`, which is an input of scores; give it another name"
+            )
         state = State(Part.ABSORBED, layer, "float32", ("B", groups, *size), detail=name)
         held[name] = site.kept[PREFIX + name] = buffer(program, editor, state, {"B": batch})
     with editor.graph.inserting_before(site.node):
