@@ -20,8 +20,8 @@ from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
-from accel.passes.kv import moves
-from accel.passes.kv._shared import absorbed, low
+from accel.passes.kv import absorbed, moves
+from accel.passes.kv._shared import low
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.tables import appended
 from accel.passes.kv.inputs import EntryInputs, Input, Site, call, inputs_of, parameters
