@@ -58,7 +58,7 @@ class Trained(ABC):
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         """Name -> size of what a layer has, whose input is `width` wide, over so many KV heads."""
 
-    def parts(self, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
+    def tensors(self, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
         """What was trained for this model. `keys`: what each layer appends to its cache of keys.
 
         Raises PassError: there is none, it is damaged, or it is another method's or model's.
@@ -123,7 +123,7 @@ def _read(
 def write(
     method: Trained | Tables, file: Path, parts: Parts, model: str, told: Mapping[str, Any]
 ) -> None:
-    """A file that `parts` or `constants` reads; whole or not at all."""
+    """A file that `tensors` or `constants` reads; whole or not at all."""
     half = isinstance(method, Trained)
     flat = {
         f"{layer}.{n}": (t.detach().half() if half else t.detach()).contiguous()

@@ -249,7 +249,7 @@ def _tables(step: Compress, program: Program, sites: list[Site]) -> dict[int, Pa
     keys = {site.layer: appended(site.node) for site in sites}
     found = {id(m): constants(m, program, keys) for m in step.methods if isinstance(m, Tables)}
     if step.keep.absorbs and isinstance(step.keep, Trained):
-        found[id(step.keep)] = step.keep.parts(program, keys)
+        found[id(step.keep)] = step.keep.tensors(program, keys)
     return found
 
 

@@ -37,7 +37,7 @@ import models
 import numpy as np
 import torch
 from rich.progress import track
-from train import Soft, keys_of, over_state, shared
+from train import keys_of, over_state, shared, soft_of
 
 import accel
 from accel.compiler import optimize as building
@@ -169,7 +169,7 @@ def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
         tokens = torch.randint(3, program.facts.vocab_size, (2, 33), generator=generator)
         parts = measured(method, program, [(tokens, torch.ones(2, 32))])
         return write(method, file, parts, sample_of(program, keys_of(program)), {})
-    soft, generator = Soft(program, kind()), torch.Generator().manual_seed(seed)
+    soft, generator = soft_of(program, kind()), torch.Generator().manual_seed(seed)
     parts = soft.start(8, seed)
     for part in parts.values():
         for tensor in part.values():

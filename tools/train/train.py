@@ -345,13 +345,18 @@ def prepare(kind: type[Any], options: argparse.Namespace) -> Run:
     if kind is SpecdecPp:
         pair = open_pair(options, REFERENCE)
         return HeadRun(pair, pair.start(options.inner, options.seed), options)
-    if issubclass(kind, Keep) and kind.absorbs:
-        program = opened_program(options)
-        absorbing = Absorbing(program, kind(), keys_of(program))
-        return AbsorbRun(absorbing, absorbing.start(options.inner, options.seed), options)
-    soft = Soft(opened_program(options), kind())
-    run = AimedRun if hasattr(kind, "aim") else Run
+    soft = soft_of(opened_program(options), kind())
+    run: type[Run] = AimedRun if hasattr(kind, "aim") else Run
+    if isinstance(soft, Absorbing):
+        run = AbsorbRun
     return run(soft, soft.start(options.inner, options.seed), options)
+
+
+def soft_of(program: Program, method: Any) -> Soft | Absorbing:
+    """A program beside which a method's part is trained, as the method runs it."""
+    if isinstance(method, Keep) and method.absorbs:
+        return Absorbing(program, method, keys_of(program))
+    return Soft(program, method)
 
 
 def opened_program(options: argparse.Namespace) -> Program:

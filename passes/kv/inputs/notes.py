@@ -40,7 +40,7 @@ class Notes(Input):
         editor, outputs = Editor(program, graph), program.step.output_nodes()
         appends = {s.layer: _node(operand_of(s.node, Part.KEYS)) for s in sites}
         keys = {layer: _node(operand_of(node, "new")) for layer, node in appends.items()}
-        trained = score.parts(program, keys) if isinstance(score, Trained) else {}
+        trained = score.tensors(program, keys) if isinstance(score, Trained) else {}
         for site in sites:
             layer, append = site.layer, appends[site.layer]
             old = _node(operand_of(append, "buffer"))

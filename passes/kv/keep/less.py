@@ -4,6 +4,7 @@ read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -43,7 +44,7 @@ class Less(Trained, Base):
     def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
         return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))
 
-    def absorbed(self, width: int, value_width: int) -> Absorbed:  # type: ignore[override]
+    def absorbed(self, width: int, value_width: int) -> Absorbed:
         return {"sums": (self.rank, value_width + 1)}
 
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
@@ -57,7 +58,7 @@ class Less(Trained, Base):
             "s2": (heads, self.rank),
         }
 
-    def absorb(  # type: ignore[override]
+    def absorb(
         self,
         sums: Tensor,
         keys: Tensor,
@@ -77,7 +78,7 @@ class Less(Trained, Base):
         rows = torch.where(fine[..., None], rows, 0.0)
         return {"sums": sums + weights.transpose(2, 3) @ rows}
 
-    def read(self, queries: Tensor, sums: Tensor, q1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def read(self, queries: Tensor, sums: Tensor, q1: Tensor, q2: Tensor) -> tuple[Tensor, Tensor]:
         weights = phi(queries.float(), q1, q2)  # [B,H,T,R]
         repeat = queries.shape[1] // sums.shape[1]
         found = weights @ sums.repeat_interleave(repeat, dim=1)  # [B,H,T,D+1]
@@ -95,7 +96,7 @@ class Less(Trained, Base):
         heads, groups, width = (shape[n] for n in ("heads", "groups", "width"))
 
         def randn(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator) * size[-2] ** -0.5
+            return torch.randn(size, generator=generator) / math.sqrt(size[-2])
 
         return {
             "q1": randn(heads, width, inner),
@@ -110,10 +111,10 @@ class Less(Trained, Base):
 
 def phi(queries: Tensor, q1: Tensor, q2: Tensor) -> Tensor:
     """[B,H,T,D] -> weights [B,H,T,R], 0 at least."""
-    return F.gelu(F.gelu(queries @ q1) @ q2).abs()
+    return torch.abs(F.gelu(F.gelu(queries @ q1) @ q2))
 
 
 def psi(keys: Tensor, k1: Tensor, k2: Tensor, k3: Tensor, s1: Tensor, s2: Tensor) -> Tensor:
     """[B,G,S,D] -> weights [B,G,S,R], 0 at least."""
     first = s1.abs()[:, None] * F.gelu(F.gelu(keys @ k1) @ k2)
-    return (first + (first @ k3) * s2[:, None]).abs()
+    return torch.abs(first + (first @ k3) * s2[:, None])

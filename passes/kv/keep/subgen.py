@@ -51,7 +51,7 @@ class SubGen(Base):
     def __call__(self, values: Tensor, chosen: Tensor) -> Tensor:
         return values.gather(2, chosen[..., None].expand(-1, -1, -1, values.shape[3]))
 
-    def absorbed(self, width: int, value_width: int) -> Absorbed:  # type: ignore[override]
+    def absorbed(self, width: int, value_width: int) -> Absorbed:
         """`centres` and `members` are keys, `sizes` counts tokens; `drawn` holds keys and values, `norms` the sum of
         squares of their norms.
         """
@@ -63,7 +63,7 @@ class SubGen(Base):
             "norms": (1,),
         }
 
-    def absorb(  # type: ignore[override]
+    def absorb(
         self,
         centres: Tensor,
         sizes: Tensor,
@@ -129,7 +129,7 @@ class SubGen(Base):
         index = index.gather(2, free)[..., None].expand(-1, -1, -1, k.shape[3])
         return torch.where(takes[..., None], padded.gather(2, index), centres), live | takes
 
-    def read(  # type: ignore[override]
+    def read(
         self,
         queries: Tensor,
         scale: float,
