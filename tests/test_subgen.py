@@ -1,10 +1,11 @@
 """subgen: the sketch of evicted tokens estimates, in the mean, what they add to attention."""
 
 import matrix
+import numpy as np
 import pytest
 import torch
 
-from accel.ir.errors import RecipeError
+from accel.ir.errors import PassError, RecipeError
 from accel.passes.kv.keep.subgen import SubGen
 
 from .kv_case import FOREVER, close, evicting, recipe, state
@@ -13,7 +14,7 @@ from .kv_slots import build
 TOKENS, D, SCALE = 24, 5, 0.6
 
 
-def tokens():
+def evicted():
     generator = torch.Generator().manual_seed(5)
     centres = torch.randn(4, D, generator=generator)
     keys = centres[torch.arange(TOKENS) % 4] + 0.4 * torch.randn(TOKENS, D, generator=generator)
@@ -25,7 +26,7 @@ def tokens():
 
 def sketch(keep, cuts=(9, 15)):
     """The state after three evictions of one head."""
-    keys, values, _ = tokens()
+    keys, values, _ = evicted()
     held = {n: torch.zeros(1, 1, *size) for n, size in keep.absorbed(D, D).items()}
     positions = torch.arange(TOKENS)[None, None]
     for start, end in zip((0, *cuts), (*cuts, TOKENS), strict=True):
@@ -36,12 +37,13 @@ def sketch(keep, cuts=(9, 15)):
 
 def sums(keep):
     """Estimates of the sum of weights [1,2,3] and of the weighted sum of values [1,2,3,D]."""
-    value, lse = keep.read(tokens()[2], SCALE, **sketch(keep))
+    held = {n: t for n, t in sketch(keep).items() if n != "centres"}
+    value, lse = keep.read(evicted()[2], SCALE, 0.0, **held)
     return lse.exp(), value * lse.exp()[..., None]
 
 
 def exact():
-    keys, values, queries = tokens()
+    keys, values, queries = evicted()
     weights = (queries @ keys.transpose(2, 3) * SCALE).exp()
     return weights.sum(3), weights @ values
 
@@ -70,8 +72,10 @@ class Stays(SubGen):
 class Alike(SubGen):
     """Clusters count as equally large."""
 
-    def read(self, queries, scale, sizes, **rest):
-        return super().read(queries, scale, sizes=torch.full_like(sizes, TOKENS / 3), **rest)
+    def read(self, queries, scale, softcap, sizes, **rest):
+        return super().read(
+            queries, scale, softcap, sizes=torch.full_like(sizes, TOKENS / 3), **rest
+        )
 
 
 @pytest.mark.parametrize("broken", [Stays, Alike])
@@ -89,8 +93,8 @@ def test_a_cluster_for_each_token_makes_the_sum_of_weights_exact():
 def test_the_sketch_is_of_fixed_size_and_counts_every_token():
     held = sketch(SubGen(clusters=3, samples=2, slots=6))
     assert held["sizes"].sum() == TOKENS
-    torch.testing.assert_close(held["norms"].sum(), tokens()[1].square().sum())
-    keys, values, _ = tokens()
+    torch.testing.assert_close(held["norms"].sum(), evicted()[1].square().sum())
+    keys, values, _ = evicted()
     pairs = {tuple(torch.cat(p).tolist()) for p in zip(keys[0, 0], values[0, 0], strict=True)}
     assert all(tuple(d.tolist()) in pairs for d in held["drawn"][0, 0])
     for i, size in enumerate(held["sizes"][0, 0]):
@@ -144,12 +148,32 @@ def test_a_session_reads_the_sketch_and_takes_it_back(stateful):
     assert (a == b).all(), "nothing evicted"
 
 
+def test_layers_with_a_window_leave_nothing_and_a_soft_cap_is_kept(stateful):
+    """Every second layer of this model has a window, and all cap their scores."""
+    program = stateful("gemma2")
+    case = evicting(program, tables())
+    layers = {int(s.name.split(".")[1]) for s in program.state if s.name.startswith("absorbed.")}
+    windows = {i for i, layer in enumerate(program.facts.layers) if layer.window}
+    assert layers and windows and not layers & windows
+    session, tokens = case.session(), case.tokens(1, 50)
+    session.run(tokens[:, :40])
+    session.end_prompt()
+    assert np.isfinite(session.run(tokens[:, 40:44])).all()
+    keys, _, queries = evicted()
+    keep = SubGen(clusters=TOKENS, samples=1, slots=2)
+    held = {n: t for n, t in sketch(keep).items() if n != "centres"}
+    want = (torch.tanh(queries @ keys.transpose(2, 3) * SCALE / 0.7) * 0.7).exp().sum(3)
+    torch.testing.assert_close(keep.read(queries, SCALE, 0.7, **held)[1].exp(), want)
+
+
 def test_onnx_equals_the_oracle():
     outcome = matrix.Matrix().run(matrix.Case("llama", (("kv.keep", "subgen"),)))
     assert outcome.kind == "equal", outcome.why
 
 
-def test_bad_input_is_refused():
+def test_bad_input_is_refused(stateful):
+    with pytest.raises(PassError, match="every layer attends to a window"):
+        evicting(stateful("mistral"), tables())
     for options in ({"clusters": 0}, {"samples": 0}, {"slots": 0}, {"seed": -1}):
         with pytest.raises(RecipeError, match="subgen"):
             build("keep", "subgen", **options)

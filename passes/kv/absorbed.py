@@ -46,11 +46,11 @@ def read(
         held[name] = site.kept[PREFIX + name] = buffer(program, editor, state, {"B": batch})
     with editor.graph.inserting_before(site.node):
         own = {n: editor.param(parameter(layer, n), t) for n, t in tensors.items()}
-        names, scale = ("queries", *held, *own), x.scale
+        names, form = ("queries", *held, *own), {"scale": x.scale, "softcap": x.softcap}
 
         def look(*values: Tensor) -> tuple[Tensor, Tensor]:
             found: tuple[Tensor, Tensor] = call(
-                keep.read, {"scale": scale, **dict(zip(names, values, strict=True))}
+                keep.read, {**form, **dict(zip(names, values, strict=True))}
             )
             return found
 
@@ -60,7 +60,7 @@ def read(
             look,
             *(x.q, *held.values(), *own.values()),
             like=site.node,
-            key=("absorbed", keep, scale, *names),
+            key=("absorbed", keep, *form.values(), *names),
         )
     site.node.kwargs = {**site.node.kwargs, "beside": value, "beside_lse": lse}
 

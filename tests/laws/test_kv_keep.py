@@ -93,7 +93,7 @@ def read_back(keep, found, x, seed=0):
     state |= {n.removeprefix("absorbed."): t for n, t in found.items() if "absorbed." in n}
     own = {n.removeprefix("table."): t for n, t in told.items() if n.startswith("table.")}
     queries = torch.randn(B, G * R, 3, D, generator=torch.Generator().manual_seed(seed))
-    return call(keep.read, {**own, **state, "queries": queries, "scale": SCALE})
+    return call(keep.read, {**own, **state, "queries": queries, "scale": SCALE, "softcap": 0.0})
 
 
 def law_state(keep, seed):

@@ -167,9 +167,13 @@ def test_a_tree_in_one_call_is_as_on_the_eager_target():
     close(logits(lowered.run, on_device), logits(program.run, lambda x: x))
 
 
-@pytest.mark.parametrize("score", ["snapkv", "h2o"])
-def test_eviction_is_as_on_the_eager_target(score):
+@pytest.mark.parametrize(
+    ("score", "keep"), [("snapkv", "drop"), ("h2o", "drop"), ("k-centre", "subgen")]
+)
+def test_eviction_is_as_on_the_eager_target(score, keep):
     tables = {"kv": {"score": {"use": score}, "budget": {"use": "uniform", "tokens_kept": 8}}}
+    if keep != "drop":
+        tables["kv"]["keep"] = {"use": keep, "clusters": 3, "slots": 4}
     eager = accel.optimize(
         module("llama"),
         {"about": "", "papers": [], **tables},

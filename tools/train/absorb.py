@@ -100,7 +100,7 @@ class Absorbing:
             n: torch.zeros(len(k), groups, *size)
             for n, size in self.method.absorbed(k.shape[3], v.shape[3]).items()
         }
-        told = {"scale": x.scale, **part}
+        told = {"scale": x.scale, "softcap": 0.0, **part}
         state = call(self.method.absorb, {**told, **state, "keys": k, "values": v, "gone": gone})
         beside = call(self.method.read, {**told, **state, "queries": q[:, :, cut:]})
         found = merged(dropped, lse, *beside)[0]

@@ -31,8 +31,8 @@ class Base(Method):
     - `absorb` -> name -> tensor: the state after an eviction. Its parameters name what it reads: the state [B,G,…]
       before, `gone` [B,G,S] bool (the tokens that go now), what `__call__` may name, and the layer's trained tensors.
     - `read` -> value [B,H,T,Dv], log-sum-exp [B,H,T]: what a query finds there, as `partial_attention` says it (the
-      lowest finite number where it is nothing), of `queries` [B,H,T,D] after RoPE, `scale`, the state, and the same
-      tensors.
+      lowest finite number where it is nothing), of `queries` [B,H,T,D] after RoPE, `scale` and `softcap` (0: none) of
+      the layer's scores, the state, and the same tensors.
 
     Layers with a window have no such state: what leaves a window would go on being read.
     """

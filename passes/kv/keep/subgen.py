@@ -133,7 +133,7 @@ class SubGen(Base):
         self,
         queries: Tensor,
         scale: float,
-        centres: Tensor,
+        softcap: float,
         sizes: Tensor,
         members: Tensor,
         drawn: Tensor,
@@ -143,12 +143,12 @@ class SubGen(Base):
         repeat, width = queries.shape[1] // sizes.shape[1], queries.shape[3]
         rows = queries.float().unflatten(1, (-1, repeat)).flatten(2, 3)  # [B,G,R T,D]
         count = sizes[:, :, None].expand(-1, -1, self.samples, -1).flatten(2)[:, :, None]
-        below = rows @ members.flatten(2, 3).transpose(2, 3) * scale  # [B,G,R T,samples M]
+        below = _scores(rows, members.flatten(2, 3), scale, softcap)  # [B,G,R T,samples M]
         share = (count.clamp(min=1) / self.samples).log()
         below = torch.where(count > 0, below + share, _NONE)
         value = drawn[..., width:]
         norm = value.square().sum(3)[:, :, None]  # [B,G,1,N]
-        above = rows @ drawn[..., :width].transpose(2, 3) * scale
+        above = _scores(rows, drawn[..., :width], scale, softcap)
         share = (norms[:, :, None] / (self.slots * norm.clamp(min=_SMALL))).clamp(min=_SMALL).log()
         above = torch.where(norm > 0, above + share, _NONE)
         top = torch.maximum(below.amax(3, keepdim=True), above.amax(3, keepdim=True))
@@ -159,6 +159,11 @@ class SubGen(Base):
         found = torch.where(some, found, 0.0)
         found, lse = (x.unflatten(2, (repeat, -1)).flatten(1, 2) for x in (found, lse))
         return found, lse[..., 0]
+
+
+def _scores(rows: Tensor, keys: Tensor, scale: float, softcap: float) -> Tensor:
+    scores = rows @ keys.transpose(2, 3) * scale
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
 def _distances(x: Tensor, centres: Tensor, real: Tensor) -> Tensor:
