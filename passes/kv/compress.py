@@ -305,9 +305,17 @@ def _entry(
     outputs: dict[str, fx.Node] = {}
     editor = Editor(program, graph)
     for site in sites:
-        for parts in tables.values():
+        for method, parts in tables.items():
+            absorbs = step.keep.absorbs and method == id(step.keep)  # the step reads them too
+            if absorbs and not absorbed.lasts(site.node):
+                continue
             for name, tensor in parts[site.layer].items():
-                number = editor.param(f"compress.{site.layer}.{name}", tensor)
+                own = absorbed.parameter(site.layer, name)
+                number = (
+                    editor.param(own)
+                    if absorbs
+                    else editor.param(f"compress.{site.layer}.{name}", tensor)
+                )
                 operands[site.layer][_TABLE + name] = number
     for layer, turn in turns.items():
         operands[layer] |= turn.operands(editor)
