@@ -18,7 +18,7 @@ class Threshold(Base):
     A score must mean the same in every text, as `threshold-evict`'s does; norms and attention of a few queries do not.
     """
 
-    threshold: float = -5.0
+    threshold: float = -3.0
     adaptive: ClassVar[bool] = True
     even: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.0}
