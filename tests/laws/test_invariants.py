@@ -150,25 +150,26 @@ def plain_keys(model, near=NEAR):
 
 
 def full_attention(model, near=NEAR):
-    """Where a value of the first layer (that reads pages, if some do) is another, the next token's logits are: each
-    is read. Prompts alike.
+    """Where a value of the first layer (that reads pages, if some do) is another, a token's logits are: each is read.
+    Of the second token behind a prompt, since some methods let the first read everything. Prompts alike.
     """
     assert "sparse" not in model.program.entries
     nodes = model.program.nodes(attention.default, entry=model.program.step)
     paged = (n.meta["layer"] for n in nodes if operands_of(n).pages is not None)
     name = f"kv.{next(paged, 0)}.v"
     with prompted(model) as session:
+        ran(session, 1)
         value = session._core.backend._state.get(name)
         if value is None or not value.is_floating_point() or not value.numel():
             return
         there = session._core.backend._state["kv.pos"][0] >= 0
-        want = ran(session.fork(), 1)
+        want = ran(session.fork(), 1, start=PROMPT + 1)
         for slot in there.nonzero()[:, 0].tolist():
             with session.fork() as other:
                 state = other._core.backend._state
                 state[name] = state[name].clone()
                 state[name][:, :, slot] += 5
-                assert far(ran(other, 1), want) > 1e-6, f"slot {slot} is not read"
+                assert far(ran(other, 1, start=PROMPT + 1), want) > 1e-6, f"slot {slot} is not read"
 
 
 def row_private(model, near=NEAR):
