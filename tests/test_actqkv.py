@@ -1,5 +1,6 @@
 """ActQKV: its probe query, blocks, budgets and table by number, one list per layer, builds, bad input."""
 
+import matrix
 import models
 import numpy as np
 import pytest
@@ -290,6 +291,14 @@ def test_every_target_is_that_of_the_oracle(tmp_path):
             with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
                 for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
                     assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+
+
+@pytest.mark.parametrize("use", ["actqkv", "double-sparsity"])
+def test_keys_of_a_codec_are_refused(use):
+    case = matrix.Case("llama", (("kv.codec", "kv-int8"), ("kv.select", use)))
+    found = matrix.Matrix().run(case)
+    assert found.kind == "refused"
+    assert "kv.codec encodes its keys" in found.why or "PLAIN_KEYS" in found.why, found.why
 
 
 def test_a_model_without_a_table_is_refused(stateful):

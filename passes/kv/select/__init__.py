@@ -159,10 +159,10 @@ class Base(_Scored, Pass, Method, ABC):
     def run(self, program: Program) -> Report:
         report = Report()
         sites = [n for n in program.step.graph.nodes if n.target is attention.default]
-        why = {node: self._dense(program, node) for node in sites}
+        keys = {layer: appended(node) for layer, node in attentions(program).items()}
+        why = {node: self._dense(program, node) or self._untold(node, keys) for node in sites}
         free = {node.meta["layer"] for node in sites if not why[node]}
         wanted = {self.chooser(layer) for layer in free if not self.reads_all(layer)} & free
-        keys = {layer: appended(node) for layer, node in attentions(program).items()}
         tables = constants(self, program, keys) if wanted and isinstance(self, Tables) else {}
         outputs = program.step.output_nodes()
         build: _Build | None = None
@@ -217,6 +217,12 @@ class Base(_Scored, Pass, Method, ABC):
         if shares is not None:
             return f"it reads the cache of layer {shares}, whose pages belong to that layer"
         return ""
+
+    def _untold(self, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
+        """Why there are no constants of its layer, where the method has some."""
+        if not isinstance(self, Tables) or node.meta["layer"] in keys:
+            return ""
+        return "kv.codec encodes its keys, and a table is checked by plain ones; leave one of the two out"
 
     def _list(self, build: _Build, node: fx.Node) -> fx.Node:
         """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""
