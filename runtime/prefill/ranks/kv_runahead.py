@@ -120,4 +120,4 @@ def search(
                     best, ends = time, tried
         if best == before and step == 1:
             return ends, best
-        step = step if best < before else max(1, step // grid)
+        step = step if best < before else max(1, step // max(2, grid))
