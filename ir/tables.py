@@ -30,12 +30,14 @@ class Observed:
 class Rows:
     """Rows of a text, and what each layer reads of them.
 
-    tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row.
+    tokens: [B,T+1]. known: [B,T], above 0 where the next token can be predicted from the row. hidden [B,T,E]: what the
+    keys of the first of these layers are made of.
     """
 
     tokens: Any
     known: Any
     layers: Mapping[int, Observed]
+    hidden: Any = None
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from torch import Tensor, fx
 from accel.ir.errors import PassError
 from accel.ir.program import Program
 from accel.ir.region import sizes
-from accel.ir.tables import Sizes, Tables
+from accel.ir.tables import Rows, Sizes, Tables
 from accel.ir.trained import found, opened
 
-Parts = dict[int, dict[str, Tensor]]  # layer -> name -> tensor
+Parts = dict[int, dict[str, Tensor]]  # layer, or ALL -> name -> tensor
+ALL = -1  # of what all layers share
 _SAMPLES = 64  # numbers of a weight that tell one model from another
 _LINEAR = torch.ops.aten.linear.default
 
@@ -58,16 +59,37 @@ class Trained(ABC):
     def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
         """Name -> size of what a layer has, whose input is `width` wide, over so many KV heads."""
 
+    def shared(self, width: int) -> dict[str, tuple[int, ...]]:
+        """Name -> size of what all layers share; `width`: of the hidden state behind the first layer's keys."""
+        return {}
+
     def tensors(self, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
         """What was trained for this model. `keys`: what each layer appends to its cache of keys.
 
         Raises PassError: there is none, it is damaged, or it is another method's or model's.
         """
-        want = {
-            layer: self.sizes(int(sizes(source(node))[-1]), int(sizes(node)[1]))
-            for layer, node in keys.items()
+        widths = {layer: int(sizes(source(node))[-1]) for layer, node in keys.items()}
+        want: dict[int, Sizes] = {
+            layer: self.sizes(widths[layer], int(sizes(node)[1])) for layer, node in keys.items()
         }
+        if common := self.shared(widths[min(widths)]):
+            want[ALL] = common
         return _read(self.key, self.trained, ("train", "trained"), program, keys, want)
+
+
+@dataclass(frozen=True)
+class Fitted(Trained):
+    """A part that foretells what attention does. It learns from rows of a text that the model reads as it is
+    (`ir/tables.py`), so no gradient goes through the model.
+    """
+
+    @abstractmethod
+    def start(self, rows: Rows, inner: int, generator: torch.Generator) -> Parts:
+        """Tensors that have learnt nothing, for a model that reads such rows. inner: the width of hidden layers."""
+
+    @abstractmethod
+    def loss(self, parts: Parts, rows: Rows) -> Tensor:
+        """How wrong the parts are about rows []."""
 
 
 def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
@@ -107,14 +129,14 @@ def _read(
         )
     parts: Parts = {}
     for layer, shapes in want.items():
-        parts[layer] = {name: tensors.get(f"{layer}.{name}", torch.empty(0)) for name in shapes}
+        parts[layer] = {name: tensors.get(_named(layer, name), torch.empty(0)) for name in shapes}
         for name, size in shapes.items():
             has = tuple(parts[layer][name].shape)
             if len(has) != len(size) or any(
                 w not in (h, -1) for h, w in zip(has, size, strict=True)
             ):
                 raise PassError(
-                    f"{key}: {file} has {layer}.{name} of size {list(has)}, this model needs {list(size)} "
+                    f"{key}: {file} has {_named(layer, name)} of size {list(has)}, this model needs {list(size)} "
                     f"(-1: any); {do} it again for this model"
                 )
     return parts
@@ -126,7 +148,7 @@ def write(
     """A file that `tensors` or `constants` reads; whole or not at all."""
     half = isinstance(method, Trained)
     flat = {
-        f"{layer}.{n}": (t.detach().half() if half else t.detach()).contiguous()
+        _named(layer, n): (t.detach().half() if half else t.detach()).contiguous()
         for layer, ts in parts.items()
         for n, t in ts.items()
     }
@@ -135,19 +157,14 @@ def write(
     new.replace(file)
 
 
+def _named(layer: int, name: str) -> str:
+    """What a file calls a tensor."""
+    return f"{'all' if layer == ALL else layer}.{name}"
+
+
 def source(keys: fx.Node) -> fx.Node:
-    """The input of the product that makes a layer's keys [B,G,T,D]: its hidden state [B,T,E]."""
-    found, todo, seen = set(), [keys], set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.target is _LINEAR:
-            found.add(node.args[0])
-            continue
-        todo += [n for n in node.all_input_nodes if n.op == "call_function" and _floats(n)]
-    found = {f for f in found if f not in seen}
+    """The input of the product that makes a layer's keys [B,G,T,D]: its hidden state [B,T,E]. Raises PassError."""
+    found = {p.args[0] for p in _products(keys)}
     one = next(iter(found), None)
     if len(found) != 1 or not isinstance(one, fx.Node):
         raise PassError(
@@ -155,6 +172,27 @@ def source(keys: fx.Node) -> fx.Node:
             "reads the one hidden state behind them; use another method for this model"
         )
     return one
+
+
+def product(keys: fx.Node) -> fx.Node | None:
+    """A product that makes a layer's keys [B,G,T,D] of one hidden state; None where there are more."""
+    found = _products(keys)
+    return next(iter(found)) if len({p.args[0] for p in found}) == 1 else None
+
+
+def _products(keys: fx.Node) -> set[fx.Node]:
+    """The last products on the paths to keys."""
+    found, todo, seen = set(), [keys], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is _LINEAR:
+            found.add(node)
+            continue
+        todo += [n for n in node.all_input_nodes if n.op == "call_function" and _floats(n)]
+    return {p for p in found if p.args[0] not in seen}
 
 
 def sample(program: Program, keys: Mapping[int, fx.Node]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from train import Fit
 
 from accel.ir.axis import Axis
 from accel.ir.program import Program
@@ -17,7 +18,7 @@ from accel.ir.spec import verify
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.kv._shared.tables import appended, attentions, measured
 from accel.passes.kv.inputs import call
-from accel.passes.trained import sample, write
+from accel.passes.trained import Trained, sample, write
 from accel.runtime.session.session import Session
 
 from .session_case import session_of
@@ -56,11 +57,17 @@ def scores(method: Any, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tens
 
 
 def measured_for(method: Any, program: Program, folder: Any) -> Any:
-    """The method with a table of the program, measured on random tokens; the method itself where it has none."""
-    if not isinstance(method, Tables):
+    """The method with a table of the program, measured on random tokens, or with a trained part that has learnt
+    nothing; the method itself where it has none.
+    """
+    if not isinstance(method, Tables | Trained):
         return method
     file = Path(folder) / f"{method.key}.safetensors"
     r = torch.Generator().manual_seed(0)
+    if isinstance(method, Trained):
+        fit = Fit(program, method)
+        write(method, file, fit.start(8, 0), fit.names, {})
+        return dataclasses.replace(method, trained=str(file))
     tokens = torch.randint(3, program.facts.vocab_size, (2, 25), generator=r)
     keys = {layer: appended(node) for layer, node in attentions(program).items()}
     parts = measured(method, program, [(tokens, torch.ones(2, 24))])

@@ -27,7 +27,8 @@ def mixers(graph: fx.Graph) -> list[fx.Node]:
 
 def borrowed(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
     """(keys or values, attention) where an attention before it reads them too: that one's layer has
-    them in its cache, and the later layer reads them there. (pages, attention) where another layer chose them.
+    them in its cache, and the later layer reads them there. (pages, attention): a list may come from another layer,
+    or from what another layer says of its tokens.
     """
     owned: set[fx.Node] = set()
     found: set[tuple[fx.Node, fx.Node]] = set()
@@ -37,14 +38,14 @@ def borrowed(graph: fx.Graph) -> set[tuple[fx.Node, fx.Node]]:
             found |= {(n, node) for n in read & owned}
             owned |= read
             pages = operands_of(node).pages
-            if isinstance(pages, fx.Node) and pages.meta.get("layer") != node.meta.get("layer"):
+            if isinstance(pages, fx.Node):
                 found.add((pages, node))
     return found
 
 
 def cut_points(program: Program) -> list[fx.Node]:
     """The values that every path from tokens to logits passes, in order; not counting those from
-    one layer's keys and values, or its list of pages, to another that shares them.
+    one layer's keys and values to another that shares them, and lists of pages.
     """
     tokens, logits = program.step.input("tokens"), program.step.output_nodes()["logits"]
     below = ancestors([logits], set())

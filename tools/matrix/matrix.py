@@ -174,7 +174,7 @@ def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
     for part in parts.values():
         for tensor in part.values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    write(soft.method, file, parts, sample_of(program, soft.keys), {})
+    write(soft.method, file, parts, soft.names, {})
 
 
 _PROGRAMS: dict[str, Program] = {}  # of each architecture, over state

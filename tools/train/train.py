@@ -7,7 +7,8 @@
 Then a recipe names the file: `trained = "gates.safetensors"`. What is trained for the graph makes the model, run
 softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
 `--budget`; what has an aim of its own (`threshold-evict`) comes near to it; what absorbs evicted tokens, as `less`
-(`absorb.py`), makes up for them in each layer; `specdec-pp` (`head.py`) tells which tokens of a draft model stand.
+(`absorb.py`), makes up for them in each layer; what foretells attention (`tokenbutler`) learns from what the model reads
+of the text; `specdec-pp` (`head.py`) tells which tokens of a draft model stand.
 `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
@@ -49,12 +50,12 @@ from accel.ir.program import Program, compute, operand
 from accel.ir.tables import Observed, Tables
 from accel.passes import Pass, run
 from accel.passes.calibrate import feeds
-from accel.passes.kv._shared.tables import appended, attentions, measured
+from accel.passes.kv._shared.tables import appended, attentions, measured, observed
 from accel.passes.kv.inputs import Site
 from accel.passes.kv.inputs.output import weight_of
 from accel.passes.kv.keep import Base as Keep
 from accel.passes.state.head import Head
-from accel.passes.trained import Lesson, Parts, Trained, sample, source, write
+from accel.passes.trained import Fitted, Lesson, Parts, Trained, sample, source, write
 from accel.runtime.length.specdec_pp import SpecdecPp
 
 MIX = {"library": 4.0, "pass_key": 1.0, "key_value": 2.0, "copy": 1.0, "repeat": 1.0}
@@ -169,7 +170,7 @@ def state_of(out: Path) -> Path:
 class Run:
     """A run that can be left and taken up again."""
 
-    soft: Any  # Soft or Pair
+    soft: Any  # Soft, Fit or Pair
     parts: Parts
     options: argparse.Namespace
     step: int = 0
@@ -269,6 +270,38 @@ class AbsorbRun(Run):
         return {"left": lost.item()}
 
 
+class Fit:
+    """A program, and a method that foretells its attention."""
+
+    def __init__(self, program: Program, method: Fitted):
+        self.program, self.method = program, method
+
+    @property
+    def names(self) -> str:
+        """By what the model is known again."""
+        return sample(self.program, keys_of(self.program))
+
+    def rows(self, ids: Tensor, known: Tensor) -> Any:
+        """What each layer's attention reads of rows [B,T+1]."""
+        return next(observed(self.program, [(ids, known)]))
+
+    def start(self, inner: int, seed: int) -> Parts:
+        """For what the program reads of a few tokens, of whatever kind."""
+        ids = torch.arange(9)[None] % self.program.facts.vocab_size
+        generator = torch.Generator().manual_seed(seed)
+        return self.method.start(self.rows(ids, torch.ones(1, 8)), inner, generator)
+
+
+class FitRun(Run):
+    """The same of what a method foretells."""
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1]."""
+        lost = self.soft.method.loss(self.parts, self.soft.rows(ids, known))
+        self.descend(lost)
+        return {"loss": lost.item()}
+
+
 class HeadRun(Run):
     """The same of a head, beside a `Pair`."""
 
@@ -349,13 +382,17 @@ def prepare(kind: type[Any], options: argparse.Namespace) -> Run:
     run: type[Run] = AimedRun if hasattr(kind, "aim") else Run
     if isinstance(soft, Absorbing):
         run = AbsorbRun
+    elif isinstance(soft, Fit):
+        run = FitRun
     return run(soft, soft.start(options.inner, options.seed), options)
 
 
-def soft_of(program: Program, method: Any) -> Soft | Absorbing:
+def soft_of(program: Program, method: Any) -> Soft | Fit | Absorbing:
     """A program beside which a method's part is trained, as the method runs it."""
     if isinstance(method, Keep) and method.absorbs:
         return Absorbing(program, method, keys_of(program))
+    if isinstance(method, Fitted):
+        return Fit(program, method)
     return Soft(program, method)
 
 

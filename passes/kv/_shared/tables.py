@@ -13,7 +13,7 @@ from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.calibrate import calibrate
 from accel.passes.kv._shared.cached import appends
-from accel.passes.trained import Parts
+from accel.passes.trained import Parts, product
 
 Text = Iterable[tuple[Tensor, Tensor]]  # tokens [B,T+1], which of them can be predicted [B,T]
 
@@ -39,15 +39,26 @@ def measured(method: Tables, program: Program, text: Text) -> Parts:
 
 
 def observed(program: Program, text: Text) -> Iterator[Rows]:
-    """What the attention of each layer reads of a text."""
+    """What attention reads of rows of a text, of a program over state that no method has changed."""
     nodes = attentions(program)
+    first = product(appended(nodes[min(nodes)])) if nodes else None
     for tokens, known in text:
         found: dict[int, Observed] = {}
+        hidden: list[Tensor] = []
 
-        def visit(node: fx.Node, *operands: Tensor, found: dict[int, Observed] = found) -> None:
+        def visit(
+            node: fx.Node,
+            *operands: Tensor,
+            found: dict[int, Observed] = found,
+            hidden: list[Tensor] = hidden,
+        ) -> None:
+            if node is first:
+                hidden.append(operands[0])
+                return
             scale = float(operands_of(node).scale)
             queries, keys, values = operands[:3]
             found[node.meta["layer"]] = Observed(queries, keys, values, scale)
 
-        calibrate(program, tokens[:, :-1], nodes.values(), visit)
-        yield Rows(tokens, known, found)
+        wanted = [*nodes.values(), *([first] if first is not None else [])]
+        calibrate(program, tokens[:, :-1], wanted, visit)
+        yield Rows(tokens, known, found, next(iter(hidden), None))

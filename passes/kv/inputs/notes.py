@@ -57,12 +57,12 @@ class Notes(Input):
             known = {n: node for n, node in known.items() if n in parameters(score.note)}
             # queries may come after keys were stored
             with graph.inserting_before(append if set(known) == {"hidden"} else site.node):
-                weights = {
+                learnt = {
                     n: editor.param(f"note.{layer}.{n}", t)
                     for n, t in trained.get(layer, {}).items()
                 }
 
-                names = (*known, *weights)
+                names = (*known, *learnt)
 
                 def note(*values: Tensor, names: tuple[str, ...] = names) -> Tensor:
                     made: Tensor = score.note(**dict(zip(names, values, strict=True)))
@@ -72,7 +72,7 @@ class Notes(Input):
                     editor,
                     f"note.{layer}",
                     note,
-                    *(*known.values(), *weights.values()),
+                    *(*known.values(), *learnt.values()),
                     like=append,
                     key=("note", score, *names),
                 )

@@ -228,35 +228,17 @@ class Base(_Scored, Pass, Method, ABC):
         """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""
         program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
-        layer, groups, width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.k)[3])
-        declared = self.parts(width)
-        held = []
-        for part, (dtype, tail) in declared.items():
-            shape: tuple[int | str, ...] = ("B", groups, f"C/{self.page}", *tail)
-            state = State(Part.PAGES, layer, dtype, shape, detail=part)
-            held.append(buffer(program, editor, state, build.letters))
-        slots = program.step.input("slots")
+        layer, groups = node.meta["layer"], int(sizes(x.k)[1])
+        stored = self._stored(build, node)
         table = {f"pages.{layer}.{n}": t for n, t in build.tables.get(layer, {}).items()}
         names = [*build.tables.get(layer, {})]
         with editor.graph.inserting_before(node):
-            stored: dict[str, fx.Node] = {}
-            if declared:
-                update = partial(self._update, list(declared), names)
-                written = (
-                    x.k,
-                    x.q_pos,
-                    slots,
-                    *held,
-                    *(editor.param(*one) for one in table.items()),
-                )
-                stored = trace(
-                    editor, f"pages.{layer}", update, *written, like=node, key=("pages", self)
-                )
-            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
+            by_token = self._asked(build, node)
             inputs = {**stored, **({"keys": x.k} if "keys" in self.reads else {})}
+            slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *inputs.values())
             mask = Mask(x.mask, x.window)
-            choose = partial(self._choose, list(declared), [*inputs, *names][len(declared) :], mask)
+            choose = partial(self._choose, list(stored), [*inputs, *names][len(stored) :], mask)
             region = Conditional(
                 f"choose.{layer}",
                 _graph(program, layer, choose, given, ("choose", self, mask), table),
@@ -270,6 +252,47 @@ class Base(_Scored, Pass, Method, ABC):
             output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
         }
         return pages
+
+    def _asked(self, build: _Build, node: fx.Node) -> fx.Node:
+        """What `score` gets as the queries of an attention's tokens [B,T,H,D], before it."""
+        editor = Editor(build.program, build.program.step.graph)
+        return editor.call(torch.ops.aten.transpose.int, operands_of(node).q, 1, 2, like=node)
+
+    def _stored(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+        """The pages' parts, as they are after the call."""
+        program = build.program
+        editor, x = Editor(program, program.step.graph), operands_of(node)
+        layer, groups, width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.k)[3])
+        declared = self.parts(width)
+        held = self._held(build, layer, groups, declared)
+        if not declared:
+            return {}
+        table = build.tables.get(layer, {})
+        with editor.graph.inserting_before(node):
+            written = (
+                x.k,
+                x.q_pos,
+                program.step.input("slots"),
+                *held,
+                *(editor.param(f"pages.{layer}.{n}", t) for n, t in table.items()),
+            )
+            update = partial(self._update, list(declared), list(table))
+            stored: dict[str, fx.Node] = trace(
+                editor, f"pages.{layer}", update, *written, like=node, key=("pages", self)
+            )
+        return stored
+
+    def _held(
+        self, build: _Build, layer: int, groups: int, declared: Mapping[str, tuple[str, Sizes]]
+    ) -> list[fx.Node]:
+        """State of pages, by a layer's so many heads: `pages.<layer>.<part> [B,G,C/page,…]`."""
+        editor = Editor(build.program, build.program.step.graph)
+        held = []
+        for part, (dtype, tail) in declared.items():
+            shape: tuple[int | str, ...] = ("B", groups, f"C/{self.page}", *tail)
+            state = State(Part.PAGES, layer, dtype, shape, detail=part)
+            held.append(buffer(build.program, editor, state, build.letters))
+        return held
 
     def _update(
         self,
@@ -318,6 +341,7 @@ class _Build:
 
     chooses: whether this call chooses. tables: the constants of each layer. layers: those that choose. lists: layer ->
     its attention, its list.
+    shared: what a method makes once for all layers.
     """
 
     program: Program
@@ -327,6 +351,7 @@ class _Build:
     outputs: dict[str, fx.Node]
     layers: tuple[int, ...]
     lists: dict[int, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 def _other(build: _Build | None, node: fx.Node, layer: int) -> str:

@@ -1,0 +1,177 @@
+"""TokenButler (arXiv:2503.07518): a predictor in the first layer foretells the attention logits of all later ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel.ir.errors import RecipeError
+from accel.ir.ops.kv import kv_append
+from accel.ir.tables import Rows
+from accel.passes.kv.select import LEAST
+from accel.passes.kv.select._features import Append, Features
+from accel.passes.trained import ALL, Parts
+
+_FEATURES = 16  # of a head, where it is trained
+_BASE = 10000.0  # of rotations
+
+
+@dataclass(frozen=True)
+class TokenButler(Features):
+    """Attend to the `tokens_read` tokens with the highest foretold logits, and to the first `sinks`.
+
+    The predictor: the hidden state is projected to an eighth, goes through one causal self-attention of H heads with
+    rotations, a norm and two linear layers back to its width, and is added to itself. Two more give each layer's
+    queries and keys of 16 numbers a head, which are rotated. Their product is trained to be the attention's logit (mean
+    squared error); the model stays as it is.
+
+    The query heads of a group share a list, by the most that one of them foretells, and features of keys are of KV
+    heads: in the paper they are of query heads, and each has a list. The paper reads a share of the tokens.
+    """
+
+    tokens_read: int = 1024
+    dense_layers: int = 1
+    sinks: int = 4
+
+    key: ClassVar[str] = "tokenbutler"
+    small: ClassVar[Mapping[str, Any]] = {"tokens_read": 7, "dense_layers": 0, "sinks": 2}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sinks < 0:
+            raise RecipeError(f"kv.select.tokenbutler: sinks = {self.sinks}; give 0 or more")
+
+    @property
+    def count(self) -> int:
+        return max(LEAST, self.tokens_read + self.sinks)
+
+    def shared(self, width: int) -> dict[str, tuple[int, ...]]:
+        """inner: a multiple of the heads; `out_*` and what follows have a width of their own."""
+        attends = {"down": (-1, width), "qkv": (-1, -1), "out": (-1, -1)}
+        norm = {"norm": (-1,), "shift": (-1,)}
+        mixes = {"up": (-1, -1), "up_bias": (-1,), "back": (width, -1), "back_bias": (width,)}
+        heads = {f"{n}_in": (-1, width) for n in "qk"} | {f"{n}_in_bias": (-1,) for n in "qk"}
+        return {**attends, **norm, **mixes, **heads}
+
+    def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
+        return {"q": (-1, -1), "q_bias": (-1,), "k": (-1, -1), "k_bias": (-1,)}
+
+    def kept(self, heads: int, shared: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+        size = heads, shared["out"].shape[1] // heads
+        return {"k": size, "v": size}
+
+    def trunk(
+        self,
+        x: Mapping[str, Tensor],
+        held: Mapping[str, Tensor],
+        shared: Mapping[str, Tensor],
+        append: Append = kv_append,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        w, hidden, at = shared, x["hidden"], x["positions"]
+        heads, width = held["k"].shape[1], held["k"].shape[3]
+        small = F.linear(F.linear(hidden, w["down"]), w["qkv"])
+        q, k, v = (t.unflatten(2, (heads, width)).transpose(1, 2) for t in small.chunk(3, dim=2))
+        after = {
+            "k": append(held["k"], turned(k, at), x["slots"]),
+            "v": append(held["v"], v.contiguous(), x["slots"]),
+        }
+        where = x["k_pos"][:, None, None]  # [B,1,1,C]
+        values = after["v"].masked_fill((where < 0).transpose(2, 3), 0.0)
+        logits = turned(q, at) @ after["k"].transpose(-1, -2) / math.sqrt(width)
+        seen = (where >= 0) & (where <= at[:, None, :, None])
+        lowest = torch.finfo(logits.dtype).min  # finite: a row of padding sees nothing
+        mixed = logits.masked_fill(~seen, lowest).softmax(-1) @ values
+        mixed = F.linear(mixed.transpose(1, 2).flatten(2), w["out"])
+        normal = F.layer_norm(mixed, mixed.shape[2:], w["norm"], w["shift"])
+        wide = F.linear(F.gelu(F.linear(normal, w["up"], w["up_bias"])), w["back"], w["back_bias"])
+        state = hidden + wide
+        both = [F.silu(F.linear(state, w[f"{n}_in"], w[f"{n}_in_bias"])) for n in "qk"]
+        return torch.cat(both, dim=2), after
+
+    def made(
+        self, trunk: Tensor, positions: Tensor, groups: int, own: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        half = trunk.shape[2] // 2
+        width = own["k"].shape[0] // groups
+        queries = F.linear(trunk[..., :half], own["q"], own["q_bias"])
+        keys = F.linear(trunk[..., half:], own["k"], own["k_bias"])
+        q, k = (
+            turned(t.unflatten(2, (-1, width)).transpose(1, 2), positions) for t in (queries, keys)
+        )
+        scaled: Tensor = q.transpose(1, 2) / math.sqrt(width)
+        return scaled, k
+
+    def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
+        """The first `sinks` slots are worth most."""
+        worth = super().vote(scores, seen)
+        first = torch.arange(worth.shape[3], device=worth.device) < self.sinks
+        forced: Tensor = worth.masked_fill(first, math.inf)
+        return forced
+
+    # Training (tools/train/train.py)
+
+    def start(self, rows: Rows, inner: int, generator: torch.Generator) -> Parts:
+        def linear(out: int, size: int) -> Tensor:
+            made: Tensor = torch.randn(out, size, generator=generator) * size**-0.5
+            return made
+
+        first = rows.layers[min(rows.layers)]
+        width, heads = rows.hidden.shape[2], first.queries.shape[1]
+        small = heads * 2 * max(1, width // 8 // heads // 2)
+        middle = max(1, width // 4)
+        parts: Parts = {
+            ALL: {
+                "down": linear(small, width), "qkv": linear(3 * small, small),
+                "out": linear(small, small), "norm": torch.ones(small), "shift": torch.zeros(small),
+                "up": linear(middle, small), "up_bias": torch.zeros(middle),
+                "back": linear(width, middle) * 0.1, "back_bias": torch.zeros(width),
+            }
+        }  # fmt: skip
+        for name in "qk":
+            parts[ALL] |= {
+                f"{name}_in": linear(inner, width),
+                f"{name}_in_bias": torch.zeros(inner),
+            }
+        for layer, x in rows.layers.items():
+            outs = {"q": x.queries.shape[1] * _FEATURES, "k": x.keys.shape[1] * _FEATURES}
+            parts[layer] = {n: linear(out, inner) for n, out in outs.items()}
+            parts[layer] |= {f"{n}_bias": torch.zeros(out) for n, out in outs.items()}
+        return parts
+
+    def loss(self, parts: Parts, rows: Rows) -> Tensor:
+        """The mean squared error of logits that a causal mask shows, a mean over the layers that choose."""
+        hidden, shared = rows.hidden.float(), parts[ALL]
+        batch, tokens, _ = hidden.shape
+        at = torch.arange(tokens).expand(batch, -1)
+        x = {"hidden": hidden, "positions": at, "k_pos": at, "slots": torch.zeros_like(at[:, 0])}
+        kept = self.kept(rows.layers[min(rows.layers)].queries.shape[1], shared)
+        held = {name: hidden.new_zeros(batch, n, tokens, w) for name, (n, w) in kept.items()}
+        trunk, _ = self.trunk(x, held, shared, kv_append.reference)
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        wrong = []
+        for layer, told in rows.layers.items():
+            if layer < self.dense_layers:
+                continue
+            groups = told.keys.shape[1]
+            queries, keys = self.made(trunk, at, groups, parts[layer])
+            repeat = told.queries.shape[1] // groups
+            foretold = queries.transpose(1, 2) @ keys.repeat_interleave(repeat, 1).transpose(-1, -2)
+            logits = told.queries @ told.keys.repeat_interleave(repeat, 1).transpose(-1, -2)
+            wrong.append((foretold - logits * told.scale)[..., seen].square().mean())
+        return torch.stack(wrong).mean()
+
+
+def turned(x: Tensor, positions: Tensor) -> Tensor:
+    """x [B,H,T,R] at positions [B,T], rotated in pairs (i, i + R/2)."""
+    half = x.shape[3] // 2
+    pace = _BASE ** (-torch.arange(half, device=x.device) / half)
+    angle = positions[:, None, :, None].clamp(min=0) * pace
+    cos, sin = angle.cos(), angle.sin()
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=3)
