@@ -10,6 +10,7 @@ import torch
 
 from accel.ir.entries.group import GROUP
 from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.units import best_tokens
 from accel.ir.program import DTYPES, ancestors
@@ -28,7 +29,9 @@ UNITS = [name for name in TOKENS if issubclass(AXIS.method(name), Units)]
 MEMORY = [name for name in TOKENS if built(name).memory(4, 8)]
 every = pytest.mark.parametrize("name", TOKENS)
 each = pytest.mark.parametrize("name", UNITS)
+HISTORY = [name for name in TOKENS if AXIS.method(name).width < FEW]
 remembers = pytest.mark.parametrize("name", MEMORY)
+histories = pytest.mark.parametrize("name", HISTORY)
 B, G, N, D = 2, 2, 23, 6
 
 
@@ -248,6 +251,8 @@ LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
 def test_law_of_lists(made, law, name):
+    if law is law_singles and name in HISTORY:
+        return  # its calls of several tokens read everything: see below
     case = made(
         name, dense_layers=1
     )  # keys of a layer's first tokens are equal where the tokens are
@@ -268,6 +273,33 @@ def test_rewinds_into_unknown_choices_are_refused(made, name):
             session.rewind(47)
         for length in (48, 40, 11, 0):
             session.rewind(length)
+
+
+@histories
+def test_rewinds_of_more_than_the_history_spares_are_refused(made, name):
+    """And what calls of several tokens give is no more than whole attention."""
+    case, whole = made(name, dense_layers=1), made()
+    tokens = case.tokens(1, 90)
+    with case.session() as session, whole.session() as every_key:
+        for one in (session, every_key):
+            one.prompt(tokens[:, :40])
+        close(session.run(tokens[:, 40:48]), every_key.run(tokens[:, 40:48]))
+        singles(session, tokens[:, 48:80])
+        able = session.capabilities
+        assert (able.back, able.width, able.trees) == (FEW, 1, False)
+        for length in (47, 40, 11):
+            with pytest.raises(InputError, match=f"cannot rewind row 0 to {length}.*48..80, or 0"):
+                session.rewind(length)
+        for length in (48, 0):
+            session.rewind(length)
+
+
+@histories
+def test_methods_of_a_history_say_that_calls_of_several_tokens_differ(made, name):
+    assert Invariant.DECODE_WIDTH in AXIS.method(name).breaks
+    with pytest.raises(AssertionError):
+        case = made(name, dense_layers=1)
+        law_singles(case, case.tokens(2, 64))
 
 
 def chain(queries, before, known, least):

@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -58,9 +58,10 @@ class Base(_Scored, Pass, Method, ABC):
 
     The summary of each page, `pages.<layer>.<part> [B,G,C/page,…]`, is a function of the page's keys. It is
     computed for the pages that a call writes or fills, and used from the call that fills the page on; before, the
-    page is the own page of every reader. So rewinding stays free, and a call of up to FEW tokens gives the logits of
-    single-token calls. Longer calls attend to all pages, as do the first `dense_layers` layers, and all layers while
-    the buffers have no more pages than are read. Tokens kept by eviction are always read.
+    page is the own page of every reader. So rewinding stays free, and a call of up to FEW tokens (`width`: a method
+    may say fewer) gives the logits of single-token calls. Longer calls attend to all pages, as do the first
+    `dense_layers` layers, and all layers while the buffers have no more pages than are read. Tokens kept by eviction
+    are always read.
 
     `score` gives what each page is worth to each query [B,G,M,N]. It names its inputs:
 
@@ -79,6 +80,8 @@ class Base(_Scored, Pass, Method, ABC):
     tokens_read: int = 1024
     page: int = 16
     dense_layers: int = 2
+
+    width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
 
     after = (Cache, Head)
     must_change = True
@@ -199,7 +202,7 @@ class Base(_Scored, Pass, Method, ABC):
             where = operands_of(node).k_pos
             read = self.count * self.page
             positions = program.step.input("positions")
-            chooses = editor.call(few_to_many.default, positions, where, FEW, read)
+            chooses = editor.call(few_to_many.default, positions, where, self.width, read)
         return _Build(program, chooses, letters, tables, outputs, layers)
 
     def _dense(self, program: Program, node: fx.Node) -> str:

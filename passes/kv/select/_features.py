@@ -53,7 +53,9 @@ class Features(Fitted, Base):
 
     @abstractmethod
     def kept(self, heads: int, shared: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-        """What the trunk keeps of a token: name -> (N, W), of N heads of W numbers. heads: the first layer's queries'."""
+        """What the trunk keeps of a token: name -> (N, W), of N heads of W numbers; the first layer has
+        so many query `heads`.
+        """
 
     @abstractmethod
     def trunk(

@@ -24,7 +24,7 @@ from accel.passes.trained import Parts
 RING = (
     FEW + 1
 )  # entries of a memory: a call of FEW tokens does not overwrite that of the token before it
-_PLACES = "pos"
+PLACES = "pos"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Tokens(Base):
             for name, (dtype, tail) in declared.items()
         ]
         if states:
-            states.append(State(Part.CHOICE, layer, "int64", ("B", RING), -1, detail=_PLACES))
+            states.append(State(Part.CHOICE, layer, "int64", ("B", RING), -1, detail=PLACES))
         held = [buffer(program, editor, state, build.letters) for state in states]
         with editor.graph.inserting_before(node):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)

@@ -21,26 +21,31 @@ from accel.runtime.session.observers.observer import (
 
 class ChoiceMemory(SessionObserver):
     """Where rows can go back to: the state has the choices of the last FEW tokens. A call of more tokens chooses
-    nothing, so that a row can always go back into one, or behind it.
+    nothing, so that a row can always go back into one, or behind it; unless choices go by a `history` of more tokens
+    than the one before, which wide calls leave, too. Then only calls of one token choose.
     """
 
-    capabilities = Capabilities(back=FEW, width=FEW, trees=False)
-
-    def __init__(self, batch: int):
+    def __init__(self, history: bool, batch: int):
+        self._history = history
         self._wide: Ints = np.zeros((batch, 0), np.bool_)  # tokens that chose nothing
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where the state has choices."""
-        there = any(value.part is Part.CHOICE for value in model.state)
-        return ObserverFactory(cls) if there else None
+        kept = [int(v.shape[1]) for v in model.state if v.part is Part.CHOICE]
+        return ObserverFactory(lambda n: cls(max(kept) > FEW + 1, n)) if kept else None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See SessionObserver."""
+        return Capabilities(back=FEW, width=1 if self._history else FEW, trees=False)
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
         end = int(positions.max()) + 1
         wide = np.pad(self._wide, ((0, 0), (0, max(0, end - self._wide.shape[1]))))
         rows, columns = np.nonzero(positions >= 0)
-        wide[rows, positions[rows, columns]] = positions.shape[1] > FEW
+        wide[rows, positions[rows, columns]] = positions.shape[1] > FEW and not self._history
         self._wide = wide
 
     def check(self, wanted: Ints, lengths: Ints) -> None:
@@ -49,7 +54,8 @@ class ChoiceMemory(SessionObserver):
             if 0 < back < length - FEW and not self._wide[row, back - 1]:
                 raise InputError(
                     f"cannot rewind row {row} to {back}: its tokens go on from choices of earlier ones, of which the "
-                    f"last {FEW} are known; give {length - FEW}..{length}, the end of a prompt, or 0"
+                    f"last {FEW} are known; give {length - FEW}..{length}, "
+                    + ("or 0" if self._history else "the end of a prompt, or 0")
                 )
 
     def select(self, rows: Ints) -> None:
@@ -58,6 +64,6 @@ class ChoiceMemory(SessionObserver):
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
-        other = type(self)(len(self._wide))
+        other = type(self)(self._history, len(self._wide))
         other._wide = self._wide
         return other

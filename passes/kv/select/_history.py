@@ -1,0 +1,359 @@
+"""Selection by what the last tokens attended to: an image of their attention foretells the next token's."""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
+from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.choice import best_pages
+from accel.ir.ops.pages import kv_pages
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Conditional, sizes
+from accel.ir.sizes import FEW
+from accel.ir.state import Part
+from accel.ir.trace import trace
+from accel.passes.kv._shared.tables import appended, attentions
+from accel.passes.kv.select import LEAST, SPARSE, _Build, _graph
+from accel.passes.kv.select._tokens import PLACES, Tokens
+from accel.passes.state.recurrent import buffer
+from accel.passes.trained import ALL, Fitted, weights
+
+_BLOCKS = 11  # example size while shapes are worked out
+
+
+@dataclass(frozen=True)
+class Histories(Fitted, Tokens):
+    """Sparse attention over blocks of tokens, chosen by the history of attention.
+
+    tokens_read: tokens that a token reads, with the first `sinks` and the newest `window` (and up to `block` - 1 more,
+    until a block is whole behind them). Blocks of `block` slots lie between. The history is of the last `history`
+    tokens and of each query head: the most attention, after softmax, that a token gave to a token of a block; 0 for
+    blocks that did not lie between then. A method foretells from it what the next token gives to each block
+    (`foretell`). The query heads of a group share a list, by the most that one of them shall give.
+
+    Tokens at positions that `every` divides look at all keys for the history's sake; what others note is the
+    attention over what they read, 0 for other blocks. Calls of several tokens read everything and note all of it, so
+    the last tokens of a prompt are a history. A token's choice needs what the one before it noted: only calls of
+    one token choose.
+
+    State: `choice.<layer>.attention [B,R,H,C/block]` and `choice.<layer>.pos [B,R]`, the position that an entry is of,
+    for the last R = `history` + FEW + 1 tokens. So the last FEW can be rewound.
+    """
+
+    tokens_read: int = 1024
+    block: int = 16
+    sinks: int = 64
+    window: int = 64
+    history: int = 64
+    every: int = 5
+
+    width = 1
+    breaks = SPARSE | {Invariant.DECODE_WIDTH}
+    relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        for option, least in (("sinks", 0), ("window", 1), ("history", 1), ("every", 1)):
+            if getattr(self, option) < least:
+                raise RecipeError(
+                    f"{name}: {option} = {getattr(self, option)}; give {least} or more"
+                )
+        if not 1 <= self.block <= 128 or 128 % self.block:
+            raise RecipeError(
+                f"{name}: block = {self.block}; give a power of two up to 128, so that buffers hold whole blocks"
+            )
+        if self.sinks % self.block:
+            raise RecipeError(
+                f"{name}: sinks = {self.sinks}; give a multiple of block, {self.block}, as blocks begin there"
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that a token reads."""
+        return max(LEAST, (self.tokens_read - self.sinks - self.window) // self.block)
+
+    @property
+    def count(self) -> int:
+        return self.sinks + self.blocks * self.block + self.tail
+
+    @property
+    def tail(self) -> int:
+        """The most tokens behind the last block."""
+        return self.window + self.block - 1
+
+    @property
+    def ring(self) -> int:
+        """Tokens whose attention is kept."""
+        return self.history + FEW + 1
+
+    @abstractmethod
+    def foretell(self, image: Tensor, inside: Tensor, shared: Mapping[str, Tensor]) -> Tensor:
+        """What a token will give to blocks [M,N], by the history [M,history,N], the newest last, of blocks that are
+        `inside` (bool [M,N]); whatever elsewhere. shared: the tensors of `shared`.
+        """
+
+    def operands(
+        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
+    ) -> dict[str, fx.Node]:
+        """The keys."""
+        return {"keys": operands_of(node).k}
+
+    def between(self, own: Tensor, blocks: Tensor) -> Tensor:
+        """Which of blocks [N] lie between the sinks and the window of tokens in slots [B,T]: bool [B,T,N]."""
+        whole = (own + 1 - self.window - self.sinks).div(self.block, rounding_mode="floor")
+        first = self.sinks // self.block
+        return (blocks >= first) & (blocks < first + whole.clamp(min=0)[..., None])
+
+    def choose(
+        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See Tokens, for T = 1. before: the history `attention` [B,history,H,N], the newest last, and the tensors of
+        `shared`; `known` (bool [B,history]): which of the history there is.
+        """
+        keys, own = x["keys"], x["slots"][:, None]
+        batch, groups = keys.shape[:2]
+        image = before["attention"].masked_fill(~known[..., None, None], 0.0).transpose(1, 2)
+        heads = image.shape[1]
+        numbers = torch.arange(image.shape[3], device=own.device)
+        inside = self.between(own, numbers)  # [B,1,N]
+        image = image.masked_fill(~inside[:, :, None], 0.0)
+        found = self.foretell(
+            image.flatten(0, 1), inside.expand(-1, heads, -1).flatten(0, 1), before
+        )
+        worth = found.unflatten(0, (batch, groups, heads // groups)).amax(2)[:, :, None]
+        worth = worth.masked_fill(~inside[:, None], -torch.inf)
+        best = best_pages(
+            worth, x["positions"][:, :1], x["k_pos"], x["slots"], self.blocks + 1, self.block,
+            mask.kind, mask.size,
+        )[..., 1:, None]  # fmt: skip
+        ahead = torch.arange(self.block, device=own.device)
+        chosen = torch.where(best >= 0, best * self.block + ahead, -1).flatten(3)
+        whole = (own + 1 - self.window - self.sinks).div(self.block, rounding_mode="floor")
+        end = self.sinks + whole.clamp(min=0) * self.block  # [B,1]
+        first = torch.arange(self.sinks, device=own.device).expand(batch, -1)
+        always = torch.cat((first, end + torch.arange(self.tail, device=own.device)), dim=1)
+        always = torch.where(always <= own, always, -1)[:, None, None]
+        return torch.cat((chosen, always.expand(-1, groups, -1, -1)), dim=3), {}
+
+    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+        """The list that an attention chooses, and what it leaves for later tokens."""
+        program = build.program
+        editor, x = Editor(program, program.step.graph), operands_of(node)
+        layer, groups, heads = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.q)[1])
+        if "trained" not in build.shared:
+            keys = {i: appended(n) for i, n in attentions(program).items()}
+            build.shared["trained"] = weights(self, program, keys)[ALL]
+        letter = f"C/{self.block}"
+        if letter not in build.letters:
+            build.letters[letter] = editor.symbol(letter, _BLOCKS)
+        seen = ("B", self.ring, heads, letter)
+        states = [
+            State(Part.CHOICE, layer, "float32", seen, detail="attention"),
+            State(Part.CHOICE, layer, "int64", ("B", self.ring), -1, detail=PLACES),
+        ]
+        held = [buffer(program, editor, state, build.letters) for state in states]
+        mask, form = Mask(x.mask, x.window), (float(x.scale), float(x.softcap))
+        table = {f"{self.key}.{n}": t for n, t in build.shared["trained"].items()}
+        with editor.graph.inserting_before(node):
+            by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
+            asked = (by_token, x.q_pos, x.k_pos, program.step.input("slots"), x.k)
+            given = build.chooses, *asked, *held
+            names = list(build.shared["trained"])
+            choose = partial(self._chosen_by, names, mask, form)
+            region = Conditional(
+                f"choose.{layer}",
+                _graph(program, layer, choose, given, ("choose", self, mask, form), table),
+                _graph(
+                    program, layer, partial(_none, groups, heads), given, ("none", groups, heads)
+                ),
+            )
+            pages, noted = _called(editor, region, given, node)
+            looks = _looks(editor, build, self, node)
+            given = looks, build.chooses, *asked, noted, *held
+            note = partial(self._noted, mask, form)
+            region = Conditional(
+                f"note.{layer}",
+                _graph(program, layer, note, given, ("note", self, mask, form)),
+                _graph(program, layer, partial(self._kept), given, ("keep", self)),
+            )
+            after = _called(editor, region, given, node)
+        build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
+        return pages
+
+    def _chosen_by(
+        self, names: list[str], mask: Mask, form: tuple[float, float], *values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The list of a token, and its attention to blocks over what it reads [B,1,H,N]."""
+        own = ("queries", "positions", "k_pos", "slots", "keys", "attention", "places")
+        x = dict(zip(own, values, strict=False))
+        shared = dict(zip(names, values[len(own) :], strict=True))
+        wanted = x["positions"][:, :1] + torch.arange(
+            -self.history, 0, device=x["slots"].device
+        )  # [B,history]
+        at = wanted.clamp(min=0).remainder(self.ring)
+        known = (x["places"].gather(1, at) == wanted) & (wanted >= 0)
+        index = at[..., None, None].expand(-1, -1, *x["attention"].shape[2:])
+        image = x["attention"].gather(1, index)
+        listed, _ = self.choose(x, mask, {"attention": image, **shared}, known)
+        return listed, self.attended(x, listed, mask, form)
+
+    def attended(
+        self, x: Mapping[str, Tensor], listed: Tensor, mask: Mask, form: tuple[float, float]
+    ) -> Tensor:
+        """What a token gives to the blocks of its list [B,G,1,K], whose first entries are blocks: [B,1,H,N]."""
+        keys, slots = x["keys"], listed[:, :, 0]  # [B,G,K]
+        width, blocks = keys.shape[3], x["attention"].shape[3]
+        taken = keys.gather(2, slots.clamp(min=0)[..., None].expand(-1, -1, -1, width))
+        rows = x["queries"][:, :1].transpose(1, 2).unflatten(1, (keys.shape[1], -1))[:, :, :, 0]
+        logits = formed(rows.float() @ taken.float().transpose(-1, -2), form)  # [B,G,R,K]
+        where = x["k_pos"][:, None].expand(-1, keys.shape[1], -1).gather(2, slots.clamp(min=0))
+        seen = (slots >= 0) & mask.visible(x["positions"][:, :1, None], where)
+        share = masked(logits, seen[:, :, None])
+        few = slots.shape[2] - self.sinks - self.tail  # tokens of blocks
+        most = share[..., :few].unflatten(3, (-1, self.block)).amax(4)  # [B,G,R,b]
+        number = slots[..., :few].unflatten(2, (-1, self.block))[..., 0]
+        number = torch.where(number >= 0, number.div(self.block, rounding_mode="floor"), blocks)
+        blank = share.new_zeros((*share.shape[:3], 1)).expand(-1, -1, -1, blocks + 1)
+        index = number[:, :, None].expand(most.shape)
+        placed: Tensor = blank.scatter(3, index, most)[..., :blocks]
+        return placed.flatten(1, 2)[:, None]
+
+    def _noted(
+        self,
+        mask: Mask,
+        form: tuple[float, float],
+        chose: Tensor,
+        queries: Tensor,
+        positions: Tensor,
+        k_pos: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        noted: Tensor,
+        attention: Tensor,
+        places: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """State after a call of whose last tokens some look at all keys."""
+        last = positions.amax(1, keepdim=True)  # [B,1]
+        count = torch.sym_min(positions.shape[1], self.ring)
+        wanted = last - torch.arange(count, device=last.device)  # [B,E], the newest first
+        index = (wanted - positions[:, :1]).clamp(min=0, max=positions.shape[1] - 1)
+        rows = queries.gather(1, index[..., None, None].expand(-1, -1, *queries.shape[2:]))
+        blocks = attention.shape[3]
+        true = self.looked(rows, wanted, k_pos, keys, blocks, mask, form)  # [B,E,H,N]
+        numbers = torch.arange(blocks, device=last.device)
+        inside = self.between(slots[:, None] + index, numbers)
+        true = true.masked_fill(~inside[:, :, None], 0.0)
+        looks = (wanted.remainder(self.every) == 0) | ~chose
+        new = torch.where(looks[..., None, None], true, noted)
+        return self._placed(new, positions, attention, places)
+
+    def looked(
+        self,
+        queries: Tensor,
+        positions: Tensor,
+        k_pos: Tensor,
+        keys: Tensor,
+        blocks: int,
+        mask: Mask,
+        form: tuple[float, float],
+    ) -> Tensor:
+        """What tokens, queries [B,E,H,D] at positions [B,E], give to each of so many blocks of all keys: [B,E,H,N]."""
+        batch, tokens, heads, width = queries.shape
+        groups = keys.shape[1]
+        rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
+        logits = formed(rows.float() @ keys.float().transpose(-1, -2), form)
+        logits = logits.reshape(batch, heads, tokens, -1)
+        share = masked(logits, mask.visible(positions[:, None, :, None], k_pos[:, None, None]))
+        first = positions[:, 0] * 0
+        found = kv_pages(share.permute(0, 1, 3, 2), first, blocks, self.block).amax(3)  # [B,H,N,E]
+        most: Tensor = found.permute(0, 3, 1, 2)
+        return most
+
+    def _kept(
+        self,
+        chose: Tensor,
+        queries: Tensor,
+        positions: Tensor,
+        k_pos: Tensor,
+        slots: Tensor,
+        keys: Tensor,
+        noted: Tensor,
+        attention: Tensor,
+        places: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """State after a call of one token that reads what it chose."""
+        return self._placed(noted, positions, attention, places)
+
+    def _placed(
+        self, new: Tensor, positions: Tensor, attention: Tensor, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """State with entries [B,E,H,N] of the last E tokens of a call, the newest first."""
+        last = positions.amax(1, keepdim=True)
+        numbers = torch.arange(self.ring, device=last.device)
+        back = (last - numbers).remainder(self.ring)  # [B,ring]: how far behind the last
+        place = last - back
+        here = (back < new.shape[1]) & (place >= positions[:, :1]) & (place >= 0)
+        index = back.clamp(max=new.shape[1] - 1)[..., None, None]
+        taken = new.gather(1, index.expand(-1, -1, *new.shape[2:]))
+        return (
+            torch.where(here[..., None, None], taken, attention),
+            torch.where(here, place, places),
+        )
+
+
+def formed(products: Tensor, form: tuple[float, float]) -> Tensor:
+    """Logits of products: times the scale, capped."""
+    scale, cap = form
+    logits = products * scale
+    return torch.tanh(logits / cap) * cap if cap else logits
+
+
+def masked(logits: Tensor, seen: Tensor) -> Tensor:
+    """Their shares; 0 where nothing is seen."""
+    lowest = torch.finfo(logits.dtype).min
+    share: Tensor = logits.masked_fill(~seen, lowest).softmax(-1).masked_fill(~seen, 0.0)
+    return share
+
+
+def _looks(editor: Editor, build: _Build, method: Histories, node: fx.Node) -> fx.Node:
+    """Whether some token of the call looks at all keys, bool []."""
+    if "looks" not in build.shared:
+
+        def looks(chooses: Tensor, positions: Tensor) -> Tensor:
+            due = (positions >= 0) & (positions.remainder(method.every) == 0)
+            return due.any() | ~chooses
+
+        positions = build.program.step.input("positions")
+        build.shared["looks"] = trace(
+            editor, "choice", looks, build.chooses, positions, key=("looks", method.every)
+        )
+    found: fx.Node = build.shared["looks"]
+    return found
+
+
+def _called(
+    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
+) -> list[fx.Node]:
+    """The results of a region."""
+    call = editor.graph.call_function(region, given)
+    (out,) = region.graph.find_nodes(op="output")
+    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
+    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(call.meta["val"]))]
+
+
+def _none(groups: int, heads: int, queries: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    """No list of tokens [B,G,0,1], since everything is read; what is noted comes later."""
+    positions, attention = rest[0], rest[4]
+    none = positions.new_zeros((positions.shape[0], groups, 0, 1))
+    return none, attention.new_zeros((attention.shape[0], 1, heads, attention.shape[3]))

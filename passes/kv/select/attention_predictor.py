@@ -1,0 +1,112 @@
+"""AttentionPredictor (arXiv:2502.04077): a convolution foretells the next attention from that of the last tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel.ir.errors import PassError
+from accel.ir.tables import Observed, Rows
+from accel.passes.kv.select import LEAST
+from accel.passes.kv.select._history import Histories
+from accel.passes.trained import ALL, Parts
+
+_CHANNELS = 16, 32
+_SAMPLES = 4  # tokens of a row and layer that a step of training is about
+
+
+@dataclass(frozen=True)
+class AttentionPredictor(Histories):
+    """Attend to the blocks that a convolution over the history of attention foretells. One for all layers and heads:
+    two of 3×3 over tokens and blocks (1 to 16 to 32 channels) with ReLU, a mean over the tokens, one number of each
+    block's 32. It is trained to give the next token's attention (mean squared error) on what the model
+    attends to in a text; the paper leaves its loss open, and foretells while the token before is computed.
+    """
+
+    key: ClassVar[str] = "attention-predictor"
+    small: ClassVar[Mapping[str, Any]] = {
+        "tokens_read": 12, "block": 2, "sinks": 2, "window": 3, "history": 8, "every": 3,
+        "dense_layers": 0,
+    }  # fmt: skip
+
+    def shared(self, width: int) -> dict[str, tuple[int, ...]]:
+        few, many = _CHANNELS
+        return {
+            "one": (few, 1, 3, 3), "one_bias": (few,), "two": (many, few, 3, 3), "two_bias": (many,),
+            "out": (1, many), "out_bias": (1,),
+        }  # fmt: skip
+
+    def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def foretell(self, image: Tensor, inside: Tensor, shared: Mapping[str, Tensor]) -> Tensor:
+        there = inside[
+            :, None, None
+        ]  # [M,1,1,N]: what lies elsewhere is padding, between the layers, too
+        x = F.conv2d(image[:, None], shared["one"], shared["one_bias"], padding=1).relu()
+        x = F.conv2d(x.masked_fill(~there, 0.0), shared["two"], shared["two_bias"], padding=1)
+        mean = x.relu().mean(2).transpose(1, 2)  # [M,N,32]
+        return F.linear(mean, shared["out"], shared["out_bias"]).squeeze(2)
+
+    # Training (tools/train/train.py)
+
+    def start(self, rows: Rows, inner: int, generator: torch.Generator) -> Parts:
+        """`inner` is not used: the paper says all widths."""
+        made = {}
+        for name, size in self.shared(0).items():
+            fan = max(1, torch.Size(size[1:]).numel())
+            bias = name.endswith("bias")
+            made[name] = (
+                torch.zeros(size)
+                if bias
+                else torch.randn(*size, generator=generator) * (2 / fan) ** 0.5
+            )
+        return {ALL: made}
+
+    def loss(self, parts: Parts, rows: Rows) -> Tensor:
+        """The mean squared error for some tokens of each row, of blocks between their sinks and window."""
+        wrong = []
+        for layer, told in rows.layers.items():
+            if layer < self.dense_layers:
+                continue
+            for image, inside, wanted in self.examples(told):
+                found = self.foretell(image, inside, parts[ALL])
+                wrong.append((found - wanted)[inside].square().mean())
+        return torch.stack(wrong).mean()
+
+    def examples(self, told: Observed) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of tokens of rows: the history [M,history,N], which blocks lie between (bool [M,N]), and what the token gives
+        to these [M,N]; M = B H. Raises PassError where rows are too short.
+        """
+        tokens = told.keys.shape[2]
+        first = max(self.history, self.sinks + self.window + LEAST * self.block)
+        if tokens <= first:
+            raise PassError(
+                f"{self.key}: rows of {tokens} tokens have no history; give --length {first + 1} or more"
+            )
+        seen = self.noted(told)
+        blocks = torch.arange(seen.shape[3])
+        found = []
+        for token in torch.linspace(first, tokens - 1, _SAMPLES).long().tolist():
+            inside = self.between(torch.tensor([[token]]), blocks)[0]  # [1,N]
+            image = (seen[:, :, token - self.history : token] * inside).flatten(0, 1)
+            wanted = seen[:, :, token].flatten(0, 1)
+            found.append((image, inside.expand(len(wanted), -1), wanted))
+        return found
+
+    def noted(self, told: Observed) -> Tensor:
+        """What each token of rows gives to blocks between its sinks and window [B,H,T,N]."""
+        heads, tokens = told.queries.shape[1], told.keys.shape[2]
+        keys = told.keys.repeat_interleave(heads // told.keys.shape[1], dim=1).float()
+        logits = told.queries.float() @ keys.transpose(-1, -2) * told.scale
+        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+        share = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        share = F.pad(share, (0, -tokens % self.block)).unflatten(3, (-1, self.block)).amax(4)
+        places = torch.arange(tokens)[None]
+        kept: Tensor = share * self.between(places, torch.arange(share.shape[3]))
+        return kept
