@@ -34,9 +34,17 @@ class Invariant(Enum):
     PROBABILITIES = "the drafter gives probabilities, not only a ranking of tokens"
     DRAFT_MODEL = "a draft model is built into the artifact"
     LAYERS_BY_CALL = "a call may select the layers that run"
+    LATER_READS = "a token also attends to what later tokens of its call select"
 
 
-PROVIDED = frozenset({Invariant.PROBABILITIES, Invariant.DRAFT_MODEL, Invariant.LAYERS_BY_CALL})
+PROVIDED = frozenset(
+    {
+        Invariant.PROBABILITIES,
+        Invariant.DRAFT_MODEL,
+        Invariant.LAYERS_BY_CALL,
+        Invariant.LATER_READS,
+    }
+)
 
 
 class Method:

@@ -202,7 +202,7 @@ def noted(session, layer=1):
 
 def true(observed, one, layer=1):
     """What tokens of one whole call gave to blocks [B,H,T,N]."""
-    return one.noted(observed.layers[layer])
+    return one.noted(observed.layers[layer], 0, observed.layers[layer].keys.shape[2])
 
 
 def law_history(case, tokens, dense):
@@ -260,9 +260,11 @@ def test_examples_are_the_history_and_what_comes_next():
     r = torch.Generator().manual_seed(4)
     q, k = torch.randn(1, H, 30, D, generator=r), torch.randn(1, G, 30, D, generator=r)
     one = method()
-    for image, inside, wanted in one.examples(Observed(q, k, k, 0.5)):
+    for drawn in range(22):
+        image, inside, wanted = one.example(Observed(q, k, k, 0.5), drawn)
         assert image.shape == (H, one.history, 15) and wanted.shape == inside.shape == (H, 15)
         assert inside.any() and not (image * ~inside[:, None]).any()
+    image, inside, wanted = one.example(Observed(q, k, k, 0.5), 3 * 19 - 1)
     token, head, block = 29, 3, 4
     share = (q[0, head, token] @ k[0, 1, : token + 1].T * 0.5).softmax(0)
     close(wanted[head, block], share[8:10].max())
@@ -275,7 +277,7 @@ def test_training_comes_nearer_to_what_comes_next():
     one = method(dense_layers=0)
 
     class Text:
-        layers = {0: Observed(q, k, k, 1.0)}
+        layers, tokens = {0: Observed(q, k, k, 1.0)}, torch.ones(1)
 
     parts = one.start(Text, 1, torch.Generator().manual_seed(0))
     optimiser = torch.optim.Adam([t.requires_grad_() for t in parts[ALL].values()], lr=1e-2)
@@ -294,7 +296,7 @@ def test_rows_without_blocks_are_refused():
     with pytest.raises(
         PassError, match="rows of 20 tokens have no history; give --length 177 or more"
     ):
-        AttentionPredictor().examples(Observed(k, k, k, 1.0))
+        AttentionPredictor().example(Observed(k, k, k, 1.0), 0)
 
 
 def test_the_bundled_part_is_the_papers_network():

@@ -31,6 +31,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.PROBABILITIES: ("tree=dyspec", "draft=token-recycling", "static for dyspec"),
     Invariant.DRAFT_MODEL: ("length=specdec-pp", "draft=iad", "cost-optimal for specdec-pp"),
     Invariant.LAYERS_BY_CALL: ("draft=layerskip", "depth=shortgpt", "for layerskip"),
+    Invariant.LATER_READS: ("loop=retro-attention", "kv.select=quest", "for retro-attention"),
 }
 
 
@@ -112,7 +113,7 @@ def test_the_table_says_what_is_declared():
     for what, row in rows.items():
         assert row.startswith(f"| `{what.name}` | {what.value} |")
     relied, broken = rows[Invariant.REWIND].split(" | ")[2:]
-    assert relied == "`lookahead`, `pearl`, `speculative`"
+    assert relied == "`lookahead`, `pearl`, `retro-attention`, `speculative`"
     assert {"`h2o`", "`every`"} <= {*broken.rstrip(" |").split(", ")}
     assert "all of kv.score" in rows[Invariant.TOKENS_CONTIGUOUS]
     assert "target `triton`" in rows[Invariant.HOST_MEMORY]

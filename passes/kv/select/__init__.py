@@ -149,9 +149,15 @@ class Base(_Scored, Pass, Method, ABC):
         """
         return scores.amax(2)
 
+    def joined(self, chosen: Tensor, pages: int) -> Tensor:
+        """The lists that the tokens of a call read, given what each chose of so many pages [B,G,T,K]: by default that.
+        A token's own page comes first, and each page once.
+        """
+        return chosen
+
     @property
     def count(self) -> int:
-        """Pages that a token reads, its own among them."""
+        """Pages that a token chooses, its own among them."""
         return max(LEAST, self.tokens_read // self.page)
 
     @property
@@ -335,7 +341,7 @@ class Base(_Scored, Pass, Method, ABC):
         chosen: Tensor = best_pages(
             worth, q_pos, k_pos, slots, self.count, self.page, mask.kind, mask.size
         )
-        return chosen
+        return self.joined(chosen, scores.shape[3])
 
 
 @dataclass

@@ -17,7 +17,7 @@ from accel.passes.kv.select._history import Histories
 from accel.passes.trained import ALL, Parts
 
 _CHANNELS = 16, 32
-_SAMPLES = 4  # tokens of a row and layer that a step of training is about
+_STRIDE = 37  # tokens between those of neighbouring layers that a step of training is about
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,18 @@ class AttentionPredictor(Histories):
     def loss(self, parts: Parts, rows: Rows) -> Tensor:
         """The mean squared error for some tokens of each row, of blocks between their sinks and window."""
         wrong = []
+        drawn = int(rows.tokens.sum())  # which token of a layer: others in each row of a text
         for layer, told in rows.layers.items():
-            if layer < self.dense_layers:
-                continue
-            for image, inside, wanted in self.examples(told):
+            if layer >= self.dense_layers:
+                image, inside, wanted = self.example(told, drawn + layer * _STRIDE)
                 found = self.foretell(image, inside, parts[ALL])
                 wrong.append((found - wanted)[inside].square().mean())
         return torch.stack(wrong).mean()
 
-    def examples(self, told: Observed) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of tokens of rows: the history [M,history,N], which blocks lie between (bool [M,N]), and what the token gives
-        to these [M,N]; M = B H. Raises PassError where rows are too short.
+    def example(self, told: Observed, drawn: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one token of rows: the history [M,history,N], which blocks lie between (bool [M,N]), and what the token
+        gives to these [M,N]; M = B H. `drawn` is which, modulo those that have a history. Raises PassError where rows
+        are too short.
         """
         tokens = told.keys.shape[2]
         first = max(self.history, self.sinks + self.window + LEAST * self.block)
@@ -89,24 +90,19 @@ class AttentionPredictor(Histories):
             raise PassError(
                 f"{self.key}: rows of {tokens} tokens have no history; give --length {first + 1} or more"
             )
-        seen = self.noted(told)
-        blocks = torch.arange(seen.shape[3])
-        found = []
-        for token in torch.linspace(first, tokens - 1, _SAMPLES).long().tolist():
-            inside = self.between(torch.tensor([[token]]), blocks)[0]  # [1,N]
-            image = (seen[:, :, token - self.history : token] * inside).flatten(0, 1)
-            wanted = seen[:, :, token].flatten(0, 1)
-            found.append((image, inside.expand(len(wanted), -1), wanted))
-        return found
+        token = first + drawn % (tokens - first)
+        seen = self.noted(told, token - self.history, token + 1)
+        inside = self.between(torch.tensor([[token]]), torch.arange(seen.shape[3]))[0]  # [1,N]
+        image = (seen[:, :, :-1] * inside).flatten(0, 1)
+        return image, inside.expand(len(image), -1), seen[:, :, -1].flatten(0, 1)
 
-    def noted(self, told: Observed) -> Tensor:
-        """What each token of rows gives to blocks between its sinks and window [B,H,T,N]."""
+    def noted(self, told: Observed, start: int, stop: int) -> Tensor:
+        """What tokens start..stop-1 of rows give to blocks between their sinks and window [B,H,stop-start,N]."""
         heads, tokens = told.queries.shape[1], told.keys.shape[2]
         keys = told.keys.repeat_interleave(heads // told.keys.shape[1], dim=1).float()
-        logits = told.queries.float() @ keys.transpose(-1, -2) * told.scale
-        seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-        share = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        logits = told.queries[:, :, start:stop].float() @ keys.transpose(-1, -2) * told.scale
+        places = torch.arange(start, stop)
+        share = logits.masked_fill(places[:, None] < torch.arange(tokens), -torch.inf).softmax(-1)
         share = F.pad(share, (0, -tokens % self.block)).unflatten(3, (-1, self.block)).amax(4)
-        places = torch.arange(tokens)[None]
-        kept: Tensor = share * self.between(places, torch.arange(share.shape[3]))
+        kept: Tensor = share * self.between(places[None], torch.arange(share.shape[3]))
         return kept

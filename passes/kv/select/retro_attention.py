@@ -1,0 +1,41 @@
+"""RetroAttention (arXiv:2508.09001): tokens that are run again also read the pages that later tokens chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accel.ir.invariants import Invariant
+from accel.passes.kv.select import SPARSE
+from accel.passes.kv.select.quest import Quest
+
+
+@dataclass(frozen=True)
+class RetroAttention(Quest):
+    """Pages as `quest` chooses them; of a call of several tokens, each also reads the pages that the tokens behind it
+    chose, as far as these lie before it. So a call of one token is `quest`'s.
+
+    The loop `retro-attention` runs the last tokens again with each new one: their keys and values in later layers are
+    written anew, from attention over all that they and later tokens chose. The paper merges what each call adds into
+    the older output, by its log-sum-exp, and keeps the pages seen; here attention over the union is computed anew,
+    with the newest queries, which the paper leaves open.
+    """
+
+    breaks = SPARSE | {Invariant.PLAIN_KEYS, Invariant.DECODE_WIDTH}
+    provides = frozenset({Invariant.LATER_READS})
+
+    def joined(self, chosen: Tensor, pages: int) -> Tensor:
+        """What each token chose, then what those behind it did."""
+        tokens = chosen.shape[2]
+        numbers = torch.arange(pages, device=chosen.device)
+        listed = torch.where(chosen < 0, pages, chosen)
+        blank = torch.zeros_like(chosen[..., :1], dtype=torch.float32).expand(-1, -1, -1, pages + 1)
+        marks = blank.scatter(3, listed, torch.ones_like(listed, dtype=torch.float32))[..., :pages]
+        at = torch.arange(tokens, device=chosen.device)
+        later = (at[:, None] < at).to(marks.dtype) @ marks  # [B,G,T,N]
+        more = (later > 0) & (marks == 0) & (numbers < chosen[..., :1])
+        found = torch.where(more, numbers, pages).sort(3).values
+        found = found[..., : torch.sym_min((tokens - 1) * self.count, pages)]
+        return torch.cat((chosen, torch.where(found < pages, found, -1)), dim=3)
