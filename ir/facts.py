@@ -10,6 +10,7 @@ from accel.ir.depth import Depth
 from accel.ir.diffusion import Diffusion
 from accel.ir.fields import Fields
 from accel.ir.prefill import Prefill
+from accel.ir.selection import Selection
 from accel.ir.units import Units
 
 FEATURES = (
@@ -20,6 +21,7 @@ FEATURES = (
     "diffusion",
     "adapters",
     "units",
+    "selection",
 )  # attributes of `Facts` that most models lack
 
 
@@ -135,6 +137,7 @@ class Facts:
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
+    selection: Selection | None = None  # None: calls of a few tokens select as calls of one
 
     @property
     def num_layers(self) -> int:
@@ -193,4 +196,5 @@ class Facts:
             else None,
             adapters=AdapterFacts.from_json(f.object("adapters")) if f.has("adapters") else None,
             units=Units.from_json(f.object("units")) if f.has("units") else None,
+            selection=Selection.from_json(f.object("selection")) if f.has("selection") else None,
         )

@@ -29,7 +29,10 @@ from .session_case import session_of
 
 CONTEXT = 2048
 REFUSED = {  # no rope; no gates or table for this model; no masks to fill
-    "pie": "kv.reuse", "trim-kv": "trained for another model",
+    "pie": "kv.reuse",
+    **dict.fromkeys(
+        ("trim-kv", "tokenbutler", "attention-predictor"), "trained for another model"
+    ),
     **dict.fromkeys(
         ("q-filter", "double-sparsity", "headkv-r2", "duo-heads", "prefixkv"),
         "measured for another model",

@@ -12,6 +12,7 @@ from accel.ir.errors import ArtifactError
 from accel.ir.facts import FEATURES, EncoderFacts, Facts, KvFacts, LayerFacts
 from accel.ir.fields import Fields
 from accel.ir.prefill import Pick, Prefill, Ranks, Segments
+from accel.ir.selection import Selection
 from accel.ir.units import Units
 
 LAYERS = [
@@ -27,6 +28,7 @@ FULL = {
     "diffusion": Diffusion(7, shift=True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),
+    "selection": Selection(1, history=True),
 }
 
 

@@ -11,6 +11,7 @@ from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.program import compute
 from accel.ir.recipe import Recipe
+from accel.ir.sizes import FEW
 from accel.passes.kv.select.retro_attention import RetroAttention
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.retro_attention import RetroAttention as Loop
@@ -104,6 +105,12 @@ def test_calls_of_one_token_are_quests(made):
         for session in (x, y):
             session.prompt(tokens[:, :40], np.array([40, 23]))
         assert np.array_equal(singles(x, tokens[:, 40:]), singles(y, tokens[:, 40:]))
+
+
+def test_sessions_say_that_calls_of_several_tokens_differ(made):
+    for name, width in (("retro-attention", 1), ("quest", FEW)):
+        with made(name).session() as session:
+            assert session.capabilities.width == width
 
 
 def again(session, tokens, start, stop, window):
@@ -237,7 +244,7 @@ def test_rows_get_what_they_would_alone(looped):
     want = [by_hand(looped, prompt, 20, 3) for prompt in PROMPTS]
     assert looped.generate(PROMPTS, max_new_tokens=20).tokens == want
     end = next(t for t in want[1][3:9] if t not in want[1][:3] + want[0] + want[2])
-    found = looped.generate(PROMPTS, max_new_tokens=20, stop_token_ids=[end]).tokens
+    found = looped.generate(PROMPTS, max_new_tokens=20, eos=end).tokens
     assert [found[0], found[2]] == [want[0], want[2]]
     assert found[1] == want[1][: len(found[1])] and len(found[1]) < 10
 

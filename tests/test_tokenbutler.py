@@ -15,7 +15,8 @@ from accel.compiler.assemble import assemble
 from accel.compiler.load.checkpoint import load_model
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
-from accel.ir.ops.attention import Mask
+from accel.ir.ops.attention import Mask, attention, operands_of
+from accel.ir.program import ancestors
 from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select.tokenbutler import TokenButler, turned
@@ -230,6 +231,7 @@ def test_the_loss_is_of_logits_that_the_mask_shows(program):
     close(fit.method.loss(parts, rows), torch.stack(wrong).mean())
 
 
+@pytest.mark.long
 def test_the_bundled_part_knows_more_than_position():
     """What of the bundled model's attention lies on the 16 tokens of 240 that it foretells, beside chance; from layer
     5 on also beside the newest: before, attention is nearly local.
@@ -304,15 +306,17 @@ def test_features_take_what_the_formula_says(compiled):
     assert {n for n in found if n.startswith("pages.0")} == {"pages.0.trunk.k", "pages.0.trunk.v"}
 
 
-def test_all_layers_read_one_hidden_state(stateful, tmp_path):
-    """That behind the keys of the first, which no later one asks for."""
+def test_no_list_needs_what_a_layer_computes(stateful):
+    """Only the hidden state behind the keys of the first: no attention comes before a list."""
     made = Selecting(stateful("llama"), built("tokenbutler"))
-    keys = {layer: appended(node) for layer, node in attentions(made.program).items()}
-    first = source(keys[0])
-    held = [n for n in made.program.step.graph.nodes if n.name == first.name]
-    for user in made.program.step.graph.nodes:
-        if str(user.meta.get("layer")) == "1" and first in user.all_input_nodes:
-            pytest.fail(f"{user} of layer 1 reads {held}")
+    sites = made.program.nodes(attention.default, entry=made.program.step)
+    first = source(appended(attentions(made.program)[0]))
+    for node in sites:
+        before = ancestors([operands_of(node).pages], set())
+        assert first in before and not before & set(sites)
+    quest = Selecting(stateful("llama"), built("quest"))
+    sites = quest.program.nodes(attention.default, entry=quest.program.step)
+    assert ancestors([operands_of(sites[1]).pages], set()) & set(sites), "those of quest do"
 
 
 # Bad input

@@ -22,6 +22,7 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
+from accel.ir.selection import Selection
 from accel.ir.sizes import FEW
 from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.tables import Tables
@@ -149,6 +150,11 @@ class Base(_Scored, Pass, Method, ABC):
         """
         return scores.amax(2)
 
+    @property
+    def selection(self) -> Selection | None:
+        """What sessions have to know, where calls of up to FEW tokens do not select as calls of one."""
+        return None
+
     def joined(self, chosen: Tensor, pages: int) -> Tensor:
         """The lists that the tokens of a call read, given what each chose of so many pages [B,G,T,K]: by default that.
         A token's own page comes first, and each page once.
@@ -189,6 +195,7 @@ class Base(_Scored, Pass, Method, ABC):
             node.kwargs = {**node.kwargs, "pages": pages, "page": self.page}
             report.changed += 1
         program.step.set_outputs(outputs)
+        program.facts.selection = self.selection
         return report
 
     def _build(

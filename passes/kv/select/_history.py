@@ -19,6 +19,7 @@ from accel.ir.ops.choice import best_pages
 from accel.ir.ops.pages import kv_pages
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
+from accel.ir.selection import Selection
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.ir.trace import trace
@@ -77,6 +78,11 @@ class Histories(Fitted, Tokens):
             raise RecipeError(
                 f"{name}: sinks = {self.sinks}; give a multiple of block, {self.block}, as blocks begin there"
             )
+
+    @property
+    def selection(self) -> Selection:
+        """See Base."""
+        return Selection(self.width, history=True)
 
     @property
     def blocks(self) -> int:

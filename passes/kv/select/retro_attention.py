@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.invariants import Invariant
+from accel.ir.selection import Selection
 from accel.passes.kv.select import SPARSE
 from accel.passes.kv.select.quest import Quest
 
@@ -25,6 +26,11 @@ class RetroAttention(Quest):
 
     breaks = SPARSE | {Invariant.PLAIN_KEYS, Invariant.DECODE_WIDTH}
     provides = frozenset({Invariant.LATER_READS})
+
+    @property
+    def selection(self) -> Selection:
+        """See Base."""
+        return Selection(1)
 
     def joined(self, chosen: Tensor, pages: int) -> Tensor:
         """What each token chose, then what those behind it did."""

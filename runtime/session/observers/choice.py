@@ -22,8 +22,10 @@ from accel.runtime.session.observers.observer import (
 class ChoiceMemory(SessionObserver):
     """Where rows can go back to: the state has the choices of the last FEW tokens. A call of more tokens chooses
     nothing, so that a row can always go back into one, or behind it; unless choices go by a `history` of more tokens
-    than the one before, which wide calls leave, too. Then only calls of one token choose.
+    than the one before, which wide calls leave, too.
     """
+
+    capabilities = Capabilities(back=FEW, width=FEW, trees=False)
 
     def __init__(self, history: bool, batch: int):
         self._history = history
@@ -32,13 +34,10 @@ class ChoiceMemory(SessionObserver):
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where the state has choices."""
-        kept = [int(v.shape[1]) for v in model.state if v.part is Part.CHOICE]
-        return ObserverFactory(lambda n: cls(max(kept) > FEW + 1, n)) if kept else None
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """See SessionObserver."""
-        return Capabilities(back=FEW, width=1 if self._history else FEW, trees=False)
+        there = any(value.part is Part.CHOICE for value in model.state)
+        found = model.facts.selection
+        history = found is not None and found.history
+        return ObserverFactory(lambda n: cls(history, n)) if there else None
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
