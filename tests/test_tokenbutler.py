@@ -276,7 +276,11 @@ def test_the_bundled_part_knows_more_than_position():
 def compiled(two_layers, program, tmp_path_factory):
     """Of two layers, the second of which chooses."""
     file = measured_for(TokenButler(), program, tmp_path_factory.mktemp("part")).trained
-    recipe = {"kv": {"select": {"use": "tokenbutler", "tokens_read": 7, "trained": file}}}
+    recipe = {
+        "kv": {
+            "select": {"use": "tokenbutler", "tokens_read": 7, "dense_layers": 1, "trained": file}
+        }
+    }
     with accel.optimize(two_layers, recipe, max_context=128, max_batch=2, verify=True) as made:
         yield made
 
@@ -349,6 +353,6 @@ def test_a_part_for_other_query_heads_is_refused(program, tmp_path):
     parts = weights(method, program, keys)
     parts[1]["q"], parts[1]["q_bias"] = parts[1]["q"][:32], parts[1]["q_bias"][:32]
     write(method, tmp_path / "other.safetensors", parts, fit.names, {})
-    other = TokenButler(trained=str(tmp_path / "other.safetensors"), tokens_read=7)
+    other = TokenButler(trained=str(tmp_path / "other.safetensors"), dense_layers=1)
     with pytest.raises(PassError, match="layer 1 has 4 query heads, the trained part foretells 2"):
         other.run(program.copy())

@@ -32,11 +32,11 @@ class TokenButler(Features):
     squared error); the model stays as it is.
 
     The query heads of a group share a list, by the most that one of them foretells, and features of keys are of KV
-    heads: in the paper they are of query heads, and each has a list. The paper reads a share of the tokens.
+    heads: in the paper they are of query heads, and each has a list. The paper reads a share of the tokens, and
+    only its first layer is dense.
     """
 
     tokens_read: int = 1024
-    dense_layers: int = 1
     sinks: int = 4
 
     key: ClassVar[str] = "tokenbutler"
@@ -145,7 +145,7 @@ class TokenButler(Features):
         return parts
 
     def loss(self, parts: Parts, rows: Rows) -> Tensor:
-        """The mean squared error of logits that a causal mask shows, a mean over the layers that choose."""
+        """The mean squared error of logits that a causal mask shows, a mean over the layers but the first."""
         hidden, shared = rows.hidden.float(), parts[ALL]
         batch, tokens, _ = hidden.shape
         at = torch.arange(tokens).expand(batch, -1)
@@ -156,7 +156,7 @@ class TokenButler(Features):
         seen = torch.ones(tokens, tokens, dtype=torch.bool).tril()
         wrong = []
         for layer, told in rows.layers.items():
-            if layer < self.dense_layers:
+            if layer == min(rows.layers):
                 continue
             groups = told.keys.shape[1]
             queries, keys = self.made(trunk, at, groups, parts[layer])
