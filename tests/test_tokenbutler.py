@@ -20,7 +20,7 @@ from accel.ir.program import ancestors
 from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select.tokenbutler import TokenButler, turned
-from accel.passes.trained import ALL, source, weights, write
+from accel.passes.trained import ALL, source, write
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 
@@ -242,7 +242,7 @@ def test_the_bundled_part_knows_more_than_position():
     ids = Tokenizer.from_file(str(REFERENCE / "tokenizer.json")).encode(text[:4000]).ids[:241]
     fit, keys = Fit(program, TokenButler()), keys_of(program)
     rows = fit.rows(torch.tensor([ids]), torch.ones(1, 240))
-    parts = weights(fit.method, program, keys)
+    parts = fit.method.tensors(program, keys)
     assert sum(t.numel() for part in parts.values() for t in part.values()) < 200_000
     at = torch.arange(240)[None]
     x = {"hidden": rows.hidden, "positions": at, "k_pos": at, "slots": torch.zeros(1).long()}
@@ -350,7 +350,7 @@ def test_a_part_for_other_query_heads_is_refused(program, tmp_path):
     fit = Fit(program, TokenButler())
     keys = {layer: appended(node) for layer, node in attentions(program).items()}
     method = measured_for(TokenButler(), program, tmp_path)
-    parts = weights(method, program, keys)
+    parts = method.tensors(program, keys)
     parts[1]["q"], parts[1]["q_bias"] = parts[1]["q"][:32], parts[1]["q_bias"][:32]
     write(method, tmp_path / "other.safetensors", parts, fit.names, {})
     other = TokenButler(trained=str(tmp_path / "other.safetensors"), dense_layers=1)

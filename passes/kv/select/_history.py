@@ -27,7 +27,7 @@ from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select import LEAST, SPARSE, _Build, _graph
 from accel.passes.kv.select._tokens import PLACES, Tokens
 from accel.passes.state.recurrent import buffer
-from accel.passes.trained import ALL, Fitted, weights
+from accel.passes.trained import ALL, Fitted
 
 _BLOCKS = 11  # example size while shapes are worked out
 
@@ -159,7 +159,7 @@ class Histories(Fitted, Tokens):
         layer, groups, heads = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.q)[1])
         if "trained" not in build.shared:
             keys = {i: appended(n) for i, n in attentions(program).items()}
-            build.shared["trained"] = weights(self, program, keys)[ALL]
+            build.shared["trained"] = self.tensors(program, keys)[ALL]
         letter = f"C/{self.block}"
         if letter not in build.letters:
             build.letters[letter] = editor.symbol(letter, _BLOCKS)
