@@ -240,3 +240,18 @@ def test_a_constant_row_comes_back(value):
     x = torch.full((1, 2, 3, 10), value)
     back = codec.decode("k", codec.encode("k", x), 10)
     torch.testing.assert_close(back, x, rtol=1e-6, atol=1e-30)
+
+
+def test_what_is_no_number_spoils_the_whole_row():
+    codec = find_axes()["kv.codec"].build("kv-int8")
+    x = torch.randn(2, 3, 5, 10, generator=torch.Generator().manual_seed(0))
+    for value in (float("nan"), float("inf"), -float("inf")):
+        x[1, 0, 4, 3] = value
+        spoilt = ~codec.decode("k", codec.encode("k", x), 10).isfinite()
+        assert spoilt[1, 0, 4].all() and int(spoilt.sum()) == 10
+
+
+def test_a_hundredth_too_small_is_too_far():
+    codec = find_axes()["kv.codec"].build("kv-int8")
+    x = torch.randn(2, 3, 5, 64, generator=torch.Generator().manual_seed(0))
+    assert not codec.within("k", x, codec.decode("k", codec.encode("k", 0.99 * x), 64)).all()

@@ -16,6 +16,7 @@ from accel.ir.invariants import PROVIDED, Invariant
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Tables
+from accel.passes.kv.codec import Base as Codec
 from accel.passes.trained import Trained
 
 from ..prefill_case import _MADE, LAYERS, TOKENS, built, far
@@ -33,6 +34,7 @@ PROMPT, CUT = 40, 20  # tokens; where a prompt is cut in two
 ROWS = TOKENS[:1]
 NEAR = 1e-4  # of the largest logit
 ROUNDED = 0.05  # where activations are rounded, which may turn a number to the next step
+HALF = 1e-3  # where a number in the last bit may turn a scale in float16 to the next one
 
 
 def tables(*uses):
@@ -206,6 +208,16 @@ def holds(trial, model, near=NEAR):
     return True
 
 
+def scaled_in_half(methods):
+    """Whether single tokens are stored with scales in float16."""
+    return any(
+        dtype == "float16"
+        for method in methods
+        if isinstance(method, Codec) and not method.block
+        for dtype, _ in method.parts("k", 8).values()
+    )
+
+
 @pytest.mark.parametrize(("axis", "use"), METHODS)
 def test_what_is_broken_fails_and_all_else_holds(axis, use):
     asked = tables(f"{axis}={use}")
@@ -213,7 +225,7 @@ def test_what_is_broken_fails_and_all_else_holds(axis, use):
     gone = {what for method in methods for what in method.breaks}
     there = {what for method in methods for what in method.provides}
     model = built("llama", tables=asked)
-    near = ROUNDED if axis in ("weights", "kv.codec") else NEAR
+    near = ROUNDED if axis == "weights" else HALF if scaled_in_half(methods) else NEAR
     found = {what: holds(trial, model, near) for what, trial in TRIALS.items()}
     want = {what: what in there if what in PROVIDED else what not in gone for what in TRIALS}
     wrong = [
