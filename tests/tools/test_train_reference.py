@@ -10,6 +10,7 @@ from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
 
+import carried
 import causal
 import checkpoints
 import corpus
@@ -275,6 +276,30 @@ def test_a_release_decays_a_copy_and_is_gone_on_from(folder, tmp_path_factory, m
     assert anew.count.tokens == 7 * 64 and torch.equal(
         anew.model.embed_tokens.weight, shipped.embed_tokens.weight
     )
+
+
+def test_a_carried_run_goes_on_in_another_folder(folder, tmp_path_factory, monkeypatch):
+    """With its weights to 8 bits, its count and its log; a folder with checkpoints goes on from those."""
+    monkeypatch.setattr(carried, "FOLDER", tmp_path_factory.mktemp("carried"))
+    monkeypatch.setattr(reference, "Shape", lambda: SHAPE)
+    with pytest.raises(SystemExit, match="no checkpoint to carry: train first"):
+        carried.save(folder, reference.TRAINER)
+    after(folder, 64, reference.Plan(SHAPE, PLAN.stages, save=1e9, tell=0))
+    run = after(folder, 2 * 64)
+    carried.save(folder, reference.TRAINER)
+    log = (folder / "log.jsonl").read_text()
+    assert after(folder, 64).count.step == 4
+    for file in [*folder.glob("checkpoint-*"), folder / "log.jsonl"]:
+        file.unlink()
+    anew = begun(folder)
+    assert anew.count.step == 3 and anew.count.tokens == 3 * 64 and anew.count.warm == 0
+    assert (folder / "log.jsonl").read_text() == log
+    for a, b in zip(anew.model.parameters(), run.model.parameters(), strict=True):
+        step = b.abs().amax(-1, keepdim=True) / 254 if b.dim() > 1 else torch.zeros(())
+        assert ((a - b).abs() <= 1.001 * step).all() and (b.dim() == 1 or not torch.equal(a, b))
+    told = json.loads((carried.FOLDER / "run.json").read_text())
+    (carried.FOLDER / "run.json").write_text(json.dumps(told | {"trainer": "another"}))
+    assert begun(folder).count.step == 0
 
 
 # What is read

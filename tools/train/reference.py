@@ -2,11 +2,13 @@
 
     python tools/train/reference.py --run DIR --resume              # train, from the newest whole checkpoint
     python tools/train/reference.py --run DIR --release TOKENS      # decay a copy over so many tokens, and export it
+    python tools/train/reference.py --run DIR --carry               # write its state here, small, to be committed
     python tools/train/reference.py --evaluate                      # measure api/reference
 
 The rate is warmed up and then held (warm-up, stable, decay): every stable checkpoint can be prolonged, or
 decayed into a release. DIR holds the encoded corpus, two checkpoints, `log.jsonl` (a line a minute), `curves.png`.
-Where DIR is new, training goes on from the newest release in api/reference, if this trainer made it.
+Where DIR is new, training goes on from the newer of the release in api/reference, if this trainer made it, and of the
+state in tools/train/carried.
 A run yields to everything else on the machine (nice 19); SIGTERM and Ctrl-C save it.
 """
 
@@ -24,6 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import carried
 import corpus
 import reference_export
 import torch
@@ -155,7 +158,12 @@ class Run:
 
 
 def faster_in_half() -> bool:
-    """Whether this processor multiplies bfloat16 at least 1.5 times as fast as float32 (AVX-512 BF16, AMX)."""
+    """Whether this processor multiplies bfloat16 at least 1.5 times as fast as float32 (AVX-512 BF16, AMX).
+
+    One without instructions for it is not tried: a product takes it seconds.
+    """
+    if not any("bf16" in name and there for name, there in torch.cpu.get_capabilities().items()):
+        return False
 
     def seconds(kind: torch.dtype) -> float:
         a, b = torch.ones(2048, 256, dtype=kind), torch.ones(256, 1024, dtype=kind)
@@ -176,16 +184,35 @@ def prepare(folder: Path, plan: Plan, seed: int = 0, device: str = "cpu", scale:
     half = device != "cpu" or faster_in_half()
     run = Run(folder, plan, torch.device(device), tokenizer, rows, model, half)
     state = run.checkpoints.load()
-    released = json.loads((REFERENCE / "training.json").read_text())
     if state is not None:
         run.load(state)
-    elif released.get("trainer") == TRAINER and plan.shape == Shape():
-        run.model.load_state_dict(reference_export.load().state_dict())
-        count = released["trained"]
-        run.count = Counters(count["step"], count["tokens"], count["seconds"])
-        run.rows.rng.seed(f"{seed} {run.count.tokens}")
-        print(f"goes on from the release at {run.count.tokens / 1e6:.1f} M tokens", flush=True)
+    elif plan.shape == Shape():
+        _begin_from_newest(run, seed)
     return run
+
+
+def _begin_from_newest(run: Run, seed: int) -> None:
+    """Weights and log of the release or of the carried state, whichever has seen more; else nothing."""
+    released = json.loads((REFERENCE / "training.json").read_text())
+    found = [
+        (told, weights)
+        for told, weights in (
+            (released, lambda: reference_export.load().state_dict()),
+            (carried.facts(), carried.weights),
+        )
+        if told.get("trainer") == TRAINER
+    ]
+    if not found:
+        return
+    told, weights = max(found, key=lambda one: one[0]["trained"]["tokens"])
+    run.model.load_state_dict(weights())
+    count = told["trained"]
+    run.count = Counters(count["step"], count["tokens"], count["seconds"])
+    run.rows.rng.seed(f"{seed} {run.count.tokens}")
+    lines = "".join(json.dumps(line) + "\n" for line in told["lines"])
+    if not (run.folder / "log.jsonl").exists():
+        (run.folder / "log.jsonl").write_text(lines)
+    print(f"goes on at {run.count.tokens / 1e6:.1f} M tokens", flush=True)
 
 
 def exit_share(layer: int, layers: int) -> float:
@@ -338,6 +365,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--release", type=float, metavar="TOKENS", help="decay over so many million tokens, export"
     )
+    parser.add_argument(
+        "--carry", action="store_true", help="write the newest checkpoint to tools/train/carried"
+    )
     parser.add_argument("--evaluate", action="store_true", help="measure api/reference and stop")
     parser.add_argument(
         "--prompts", type=int, default=100, help="prompts per task and length, of --evaluate"
@@ -366,6 +396,9 @@ def main() -> None:
         return
     if options.run is None:
         raise SystemExit("give --run DIR, a folder outside the checkout")
+    if options.carry:
+        carried.save(options.run, TRAINER)
+        return
     options.run.mkdir(parents=True, exist_ok=True)
     with lock(options.run):
         if options.release:
