@@ -84,8 +84,9 @@ class KvFacts:
 
     observe: last queries of a row that the entry `compress` takes, those of guessed tokens among them. lookahead:
     tokens that are guessed for that at the end of a prompt. repeats: a prompt is run again before it is compressed.
-    flush: it drops nothing, and moves blocks of so many tokens (`kv.codec`). tables: the budget's constants, by name,
-    of each layer that evicts; none: it has none. marks: inputs of `compress` about a row's tokens that a session gives.
+    flush: it drops nothing, and moves blocks of so many tokens (`kv.codec`), but for the first `sinks`.
+    tables: the budget's constants, by name, of each layer that evicts; none: it has none. marks: inputs of `compress`
+    about a row's tokens that a session gives.
     moves: tokens that stay take positions from 0 on.
     """
 
@@ -96,6 +97,7 @@ class KvFacts:
     tables: tuple[dict[str, tuple[float, ...]], ...] = ()
     marks: tuple[str, ...] = ()
     moves: bool = False
+    sinks: int = 0
 
     @classmethod
     def from_json(cls, f: Fields) -> KvFacts:
@@ -109,6 +111,7 @@ class KvFacts:
             tuple({name: one.numbers(name) for name in one.value} for one in tables),
             f.texts("marks") if "marks" in f.value else (),
             f.boolean("moves") if "moves" in f.value else False,
+            f.integer("sinks") if "sinks" in f.value else 0,
         )
 
 

@@ -17,13 +17,14 @@ Sizes = Mapping[str, tuple[int, ...]]  # name -> size
 class Observed:
     """What one layer's attention reads of a text (tensors), keys and queries after RoPE.
 
-    queries: [B,H,T,D]. keys, values: [B,G,T,D].
+    queries: [B,H,T,D]. keys, values: [B,G,T,D]. unrotated: the keys before RoPE, where they have one.
     """
 
     queries: Any
     keys: Any
     values: Any
     scale: float
+    unrotated: Any = None
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,16 @@ class Rotation:
         return angle.cos().mean(0)[None].float(), angle.sin().mean(0)[None].float()
 
 
-def rotation_of(program: Program, node: fx.Node, what: str) -> Rotation | None:
+def rotation_of(
+    program: Program,
+    node: fx.Node,
+    what: str,
+    instead: str = "use kv.score = 'snapkv' for this model",
+) -> Rotation | None:
     """How a layer's queries or keys came to be, as attention or the cache takes them; None: without rotation.
 
-    Raises PassError: they are rotated, but otherwise than by the position of the token alone, or changed after it.
+    Raises PassError: they are rotated, but otherwise than by the position of the token alone, or changed after it;
+    it says what to do `instead`.
     """
     if node.target is not rope.default:
         layer = node.meta.get("layer")
@@ -68,7 +74,7 @@ def rotation_of(program: Program, node: fx.Node, what: str) -> Rotation | None:
         if any(n.target is rope.default for n in ancestors([node], stop=others) - others):
             raise PassError(
                 f"layer {layer}: its {what} are changed after their rotation (a latent, a norm), so they are not "
-                "known without it; use kv.score = 'snapkv' for this model"
+                f"known without it; {instead}"
             )
         return None
     nodes = operand_of(node, "cos"), operand_of(node, "sin")
@@ -79,7 +85,7 @@ def rotation_of(program: Program, node: fx.Node, what: str) -> Rotation | None:
     except KeyError:
         raise PassError(
             f"layer {node.meta.get('layer')}: the rotation of its {what} depends on the call, not on positions alone; "
-            "use kv.score = 'snapkv' for this model"
+            f"{instead}"
         ) from None
     factor = float((cos.double() ** 2 + sin.double() ** 2).mean().sqrt())
     return Rotation(operand_of(node, "x"), cos, sin, operand_of(node, "interleaved"), factor, nodes)

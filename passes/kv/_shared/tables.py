@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.op import operand_of
+from accel.ir.ops.rope import rope
 from accel.ir.program import Program
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
@@ -42,23 +43,28 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
     """What attention reads of rows of a text, of a program over state that no method has changed."""
     nodes = attentions(program)
     first = product(appended(nodes[min(nodes)])) if nodes else None
+    turns = {n: i for i, site in nodes.items() if (n := appended(site)).target is rope.default}
     for tokens, known in text:
         found: dict[int, Observed] = {}
         hidden: list[Tensor] = []
+        before: dict[int, Tensor] = {}
 
         def visit(
             node: fx.Node,
             *operands: Tensor,
             found: dict[int, Observed] = found,
             hidden: list[Tensor] = hidden,
+            before: dict[int, Tensor] = before,
         ) -> None:
             if node is first:
                 hidden.append(operands[0])
-                return
-            scale = float(operands_of(node).scale)
-            queries, keys, values = operands[:3]
-            found[node.meta["layer"]] = Observed(queries, keys, values, scale)
+            elif node in turns:
+                before[turns[node]] = operands[0]
+            else:
+                layer, scale = node.meta["layer"], float(operands_of(node).scale)
+                queries, keys, values = operands[:3]
+                found[layer] = Observed(queries, keys, values, scale, before.get(layer))
 
-        wanted = [*nodes.values(), *([first] if first is not None else [])]
+        wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)
         yield Rows(tokens, known, found, next(iter(hidden), None))

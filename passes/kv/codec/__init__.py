@@ -5,9 +5,8 @@ attention and the cache.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, fx
@@ -18,10 +17,11 @@ from accel.ir.ops.kv import gather_blocks, kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.program import DTYPES, Editor, Program, State
 from accel.ir.region import Entry
-from accel.ir.state import CacheRegion
+from accel.ir.state import CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
+from accel.passes.kv.codec._layer import Layer, before_rope, layers, positions_of
 from accel.passes.state.cache import Cache
 
 Sizes = tuple[int, ...]
@@ -50,9 +50,14 @@ class Base(Pass, Method, ABC):
     """How keys and values are stored: `kv.<layer>.k/v` [B,G,C,D], and the tokens that eviction kept, are
     replaced by the parts of the codec, per slot, or per block of R = `block` tokens. `role` is "k" or "v".
 
+    `together`: the functions get all heads of a layer as one, x [B,1,T,G D]. `unrotated`: they get keys before RoPE,
+    which then stands behind `decode`, with the stored positions. A codec that is also a `Tables` has constants of each
+    layer: further parameters of its functions, by their names.
+
     Per slot: a call also reads its own keys and values as they are stored, so a call of T tokens gives the logits of
     T single-token calls, and an overwritten slot leaves no trace.
-    Per block: at least the newest R tokens stay exact; older tokens go into `kept.<layer>` (_blocks.py).
+    Per block: at least the newest R tokens stay exact, and the first `sinks`; the others go into `kept.<layer>`
+    (_blocks.py).
     """
 
     after = (Cache,)
@@ -62,14 +67,23 @@ class Base(Pass, Method, ABC):
     others: ClassVar[tuple[Mapping[str, Any], ...]] = ()
     """Options that the laws try beside the defaults."""
 
+    together: ClassVar[bool] = False
+    unrotated: ClassVar[bool] = False
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
         return 0
 
     @property
+    def sinks(self) -> int:
+        """The first tokens, which stay exact where others are encoded in blocks."""
+        return 0
+
+    @property
     def relies(self) -> frozenset[Invariant]:
-        return BLOCKS_RELY if self.block else frozenset()
+        heads = frozenset({Invariant.HEADS_ALIKE} if self.together else ())
+        return heads | (BLOCKS_RELY if self.block else frozenset())
 
     @property
     def breaks(self) -> frozenset[Invariant]:
@@ -82,33 +96,37 @@ class Base(Pass, Method, ABC):
         """
 
     @abstractmethod
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
-        """x [B,G,T,D] -> its parts [B,G,T,…]; blocks [B,G,P,R,D] -> [B,G,P,n]. A row (one slot, or block,
-        of one head) must not depend on others.
+    def encode(self, *args: Any, **constants: Any) -> dict[str, Tensor]:
+        """`encode(role, x, **constants)`: x [B,G,T,D] -> its parts [B,G,T,…]; blocks [B,G,P,R,D] -> [B,G,P,n]. A row
+        (one slot, or block, of one head) must not depend on others.
         """
 
     @abstractmethod
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        """Parts [B,G,C,…] -> [B,G,C,D] float32, D = `width`; of blocks [B,G,P,n] -> [B,G,P R,D]."""
+    def decode(self, *args: Any, **constants: Any) -> Tensor:
+        """`decode(role, parts, width, **constants)`: parts [B,G,C,…] -> [B,G,C,D] float32, D = `width`; of blocks
+        [B,G,P,n] -> [B,G,P R,D].
+        """
+
+    @abstractmethod
+    def within(self, *args: Any, **constants: Any) -> Tensor:
+        """`within(role, x, back, **constants)`: what the codec promises: whether `back`, which was read of x
+        [B,G,T,D], or of blocks [B,G,P,R,D], is as near to it as its bits allow. bool, one for each number, row or
+        block. x is finite. The laws of the axis hold it to this, and require it to be false of what is 0.9 times as
+        large.
+        """
 
     @abstractmethod
     def bits_of(self, role: str, width: int) -> float:
         """Bits that a number takes, all told, where D = `width`."""
 
-    @abstractmethod
-    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
-        """What the codec promises: whether `back`, which was read of x [B,G,T,D], or of blocks [B,G,P,R,D], is as
-        near to it as its bits allow. bool, one for each number, row or block. x is finite. The laws of the axis hold
-        it to this, and require it to be false of what is 0.9 times as large.
-        """
-
     def run(self, program: Program) -> Report:
         if self.block:
             return hold(self, program)
         report, layout = Report(), {s.name: [s] for s in program.state}
+        seen = layers(self, program)
         for state in program.state:
             if _encodable(state):
-                layout[state.name] = self._layout(state)
+                layout[state.name] = _layout(state, seen[_buffer(state)])
                 report.changed += 1
             elif state.stored and state.cross:
                 report.refused.append(
@@ -122,87 +140,138 @@ class Base(Pass, Method, ABC):
         for entry in program.entries.values():
             outputs = entry.output_nodes()
             for state in program.state:
-                if _encodable(state):
-                    self._store(program, entry, state, layout[state.name], outputs)
+                if _encodable(state) and state.name in entry.inputs:
+                    layer = seen[_buffer(state)]
+                    _Store(program, entry, state, layer, layout[state.name], outputs).change()
             entry.set_outputs(outputs)
         program.state[:] = [part for parts in layout.values() for part in parts]
         return report
 
-    def _layout(self, state: State) -> list[State]:
-        """The state values that take the place of one."""
-        found = []
-        for part, (dtype, sizes) in self.parts(state.part, int(state.shape[3])).items():
-            shape = (*state.shape[:3], *sizes)
-            found.append(replace(state, detail=part, dtype=dtype, shape=shape))
-        return found
 
-    def _store(
-        self,
-        program: Program,
-        entry: Entry,
-        state: State,
-        layout: list[State],
-        outputs: dict[str, fx.Node],
-    ) -> None:
-        """What an entry reads of a buffer is decoded, what it writes there encoded."""
-        if state.name not in entry.inputs:
-            return
-        graph, editor, role = entry.graph, Editor(program, entry.graph), state.part
-        holder, written = entry.input(state.name), outputs.pop(state.output, None)
-        lead = holder.meta["val"].shape[:3]
+def _encodable(state: State) -> bool:
+    """Whether it is keys or values that a codec stores otherwise."""
+    return state.stored and state.region in STORED
+
+
+def _buffer(state: State) -> str:
+    """The buffer that a step appends to, of the same keys or values."""
+    return name_of(state.part, state.layer)
+
+
+def _layout(state: State, layer: Layer) -> list[State]:
+    """The state values that take the place of one."""
+    lead = (state.shape[0], layer.groups, state.shape[2])
+    return [
+        replace(state, detail=part, dtype=dtype, shape=(*lead, *sizes))
+        for part, (dtype, sizes) in layer.parts().items()
+    ]
+
+
+@dataclass
+class _Store:
+    """What an entry reads of a buffer is decoded, what it writes there encoded."""
+
+    program: Program
+    entry: Entry
+    state: State
+    layer: Layer
+    layout: list[State]
+    outputs: dict[str, fx.Node]
+
+    def __post_init__(self) -> None:
+        self.graph, self.editor = self.entry.graph, Editor(self.program, self.entry.graph)
+        self.constants = self.layer.operands(self.editor)
+        self.tables = self.layer.tables(self.editor)
+
+    def change(self) -> None:
+        """Put the parts of the codec in the place of the buffer."""
+        state, graph, editor = self.state, self.graph, self.editor
+        holder, written = self.entry.input(state.name), self.outputs.pop(state.output, None)
+        rows, _, slots = holder.meta["val"].shape[:3]
+        lead = (rows, self.layer.groups, slots)
         held = [
             editor.placeholder(part.name, (*lead, *part.shape[3:]), DTYPES[part.dtype])
-            for part in layout
+            for part in self.layout
         ]
         read, place = holder, graph.find_nodes(op="placeholder")[-1].next
         new: list[fx.Node] = []
         if written is not None and written.target is kv_append.default:
             read = place = written
-            slots = operand_of(written, "slots")
             with graph.inserting_before(place):
-                parts = self._encoded(editor, state, operand_of(written, "new"), written)
                 new = held = [
-                    editor.call(kv_append.default, old, part, slots, like=written)
-                    for old, part in zip(held, parts, strict=True)
+                    editor.call(
+                        kv_append.default, old, part, operand_of(written, "slots"), like=written
+                    )
+                    for old, part in zip(held, self._appended(written), strict=True)
                 ]
         elif written is not None:
             with graph.inserting_before(graph.find_nodes(op="output")[0]):
-                new = self._encoded(editor, state, written)
-        outputs |= {part.output: node for part, node in zip(layout, new, strict=bool(new))}
-
-        def decode(*parts: Tensor) -> Tensor:
-            width = int(state.shape[3])
-            return self.decode(role, dict(zip(self.parts(role, width), parts, strict=True)), width)
-
-        key = "decode", self, role, int(state.shape[3])
+                new = self._written(written)
+        self.outputs |= {
+            part.output: node for part, node in zip(self.layout, new, strict=bool(new))
+        }
         for gather in [u for u in holder.users if u.target is gather_blocks.default]:
             with graph.inserting_before(gather):  # what a row's blocks hold, not the whole pool
                 blocks = [
                     editor.call(gather_blocks.default, x, operand_of(gather, "table"), like=gather)
                     for x in held
                 ]
-                decoded = trace(editor, state.name, decode, *blocks, like=gather, key=key)
+                decoded = self._decoded(blocks, gather)
             gather.replace_all_uses_with(decoded)
             graph.erase_node(gather)
         if read.users:
             with graph.inserting_before(place):
-                read.replace_all_uses_with(
-                    trace(editor, state.name, decode, *held, like=read, key=key)
-                )
+                read.replace_all_uses_with(self._decoded(held, read))
         for node in dict.fromkeys((read, holder)):
             graph.erase_node(node)
 
+    def _appended(self, written: fx.Node) -> list[fx.Node]:
+        """The parts of what an entry appends."""
+        x = operand_of(written, "new")
+        if self.layer.turned:
+            x = before_rope(x)
+        assert isinstance(x, fx.Node)
+        return self._encoded(self.layer.encode, x, like=written)
+
+    def _written(self, x: fx.Node) -> list[fx.Node]:
+        """The parts of a buffer that an entry writes whole."""
+        if not self.layer.turned:
+            return self._encoded(self.layer.encode, x)
+        where = self.outputs[output_of(self._where)]
+        return self._encoded(self.layer.encode_turned, x, where, *self.tables)
+
     def _encoded(
-        self, editor: Editor, state: State, x: Any, like: fx.Node | None = None
+        self, function: Callable[..., dict[str, Tensor]], *x: fx.Node, like: fx.Node | None = None
     ) -> list[fx.Node]:
-        """The parts of a value, in the order that they are declared in."""
-        role = state.part
+        """In the order that the parts are declared in."""
+        key = function.__name__, self.layer
+        operands = (*x, *self.constants)
+        found = trace(self.editor, self.state.name, function, *operands, like=like, key=key)
+        return [found[part] for part in self.layer.parts()]
+
+    def _decoded(self, parts: list[fx.Node], read: fx.Node) -> fx.Node:
+        """What stands in the place of `read`."""
+        turned: list[fx.Node] = []
+        if self.layer.turned:
+            seen = self.entry is self.program.step or self.state.region is CacheRegion.POOL
+            where = positions_of(read) if seen else self.entry.input(self._where)
+            turned = [where, *self.tables]
+        operands = (*parts, *turned, *self.constants)
+        key = "decode", self.layer
         found = trace(
-            editor, state.name, partial(self.encode, role), x, like=like, key=("encode", self, role)
+            self.editor, self.state.name, self.layer.decode, *operands, like=read, key=key
         )
-        return [found[part] for part in self.parts(role, int(state.shape[3]))]
+        assert isinstance(found, fx.Node)
+        return found
 
-
-def _encodable(state: State) -> bool:
-    """Whether it is keys or values that a codec stores otherwise."""
-    return state.stored and state.region in STORED
+    @property
+    def _where(self) -> str:
+        """The state value that says the positions of these slots."""
+        return next(
+            s.name
+            for s in self.program.state
+            if s.part is Part.POSITIONS
+            and s.region is self.state.region
+            and s.shape[-1] == self.state.shape[2]
+            and s.layer in (None, self.state.layer)
+        )

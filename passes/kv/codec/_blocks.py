@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,26 +20,18 @@ from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.kv._shared.cached import appends, cache_of
+from accel.passes.kv.codec._layer import Codec, Layer, layers
 from accel.passes.state.recurrent import buffer
 
 STORED = name_of(Part.POSITIONS, region=CacheRegion.KEPT)  # the positions in blocks
 _BLOCKS, _OLD, _NEW, _STORED, _TAIL = 31, 37, 5, 41, 43  # example sizes while shapes are worked out
 
 
-class Codec(Protocol):
-    """What encodes blocks: `accel.passes.kv.codec.Base`, which says what each member means."""
-
-    @property
-    def block(self) -> int: ...
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, tuple[int, ...]]]: ...
-    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]: ...
-    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor: ...
-
-
 @dataclass
 class _Cache:
     """The keys or values of one layer: the step's buffer, and the parts of what is stored."""
 
+    layer: Layer
     state: State
     recent: fx.Node
     parts: list[State]
@@ -66,15 +58,16 @@ def hold(codec: Codec, program: Program) -> Report:
     shape = ("B", 1, "P", codec.block)
     where = State(Part.POSITIONS, None, "int64", shape, -1, CacheRegion.KEPT)
     positions = buffer(program, editor, where, letters)
-    caches: dict[str, _Cache] = {}
+    seen, caches = layers(codec, program), dict[str, _Cache]()
     for node in sites:
         for part in (Part.KEYS, Part.VALUES):
             recent = cache_of(node, part)
-            if str(recent.target) not in caches:
-                caches[str(recent.target)] = _declare(codec, program, editor, recent, letters)
+            name = str(recent.target)
+            if name not in caches:
+                caches[name] = _declare(seen[name], program, editor, recent, letters)
     for node in sites:
-        _read(codec, editor, node, caches, positions)
-    program.facts.kv = KvFacts(flush=codec.block)
+        _read(editor, node, caches, positions)
+    program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks)
     program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
 
@@ -95,7 +88,7 @@ def _sites(program: Program) -> list[fx.Node]:
 
 
 def _declare(
-    codec: Codec, program: Program, editor: Editor, recent: fx.Node, letters: dict[str, Any]
+    layer: Layer, program: Program, editor: Editor, recent: fx.Node, letters: dict[str, Any]
 ) -> _Cache:
     """State for what is stored of a buffer."""
     state = next(s for s in program.state if s.name == recent.target)
@@ -104,17 +97,16 @@ def _declare(
             f"layer {state.layer} has its own slots after prefill.prune, but a block kv.codec "
             "stores the same tokens in every layer; use a per-token codec (kv-int8), or leave one of the two out"
         )
-    _, heads, _, width = sizes(recent)
     layout = []
-    for part, (dtype, inner) in codec.parts(state.part, int(width)).items():
-        shape: tuple[int | str, ...] = ("B", int(heads), "P", *inner)
+    for part, (dtype, inner) in layer.parts().items():
+        shape: tuple[int | str, ...] = ("B", layer.groups, "P", *inner)
         kept = State(state.part, state.layer, dtype, shape, 0, CacheRegion.KEPT, part)
         layout.append(kept)
-    return _Cache(state, recent, layout, [buffer(program, editor, s, letters) for s in layout])
+    stored = [buffer(program, editor, s, letters) for s in layout]
+    return _Cache(layer, state, recent, layout, stored)
 
 
 def _read(
-    codec: Codec,
     editor: Editor,
     node: fx.Node,
     caches: dict[str, _Cache],
@@ -128,21 +120,21 @@ def _read(
             if part is Part.VALUES and cache is caches[str(cache_of(node, Part.KEYS).target)]:
                 found["v"] = found["k"]
                 continue
-            role, width = cache.state.part, int(sizes(cache.recent)[3])
-            name = f"{cache.state.name}.stored"
-
-            def decode(*parts: Tensor, role: str = role, width: int = width) -> Tensor:
-                return codec.decode(
-                    role, dict(zip(codec.parts(role, width), parts, strict=True)), width
+            layer, turned = cache.layer, list[fx.Node]()
+            if layer.turned:
+                where = trace(
+                    editor, STORED, lambda x: x.flatten(1), positions, like=node, key=("where",)
                 )
-
+                turned = [where, *layer.tables(editor)]
             found[part] = trace(
                 editor,
-                name,
-                decode,
+                f"{cache.state.name}.stored",
+                layer.decode,
                 *cache.stored,
+                *turned,
+                *layer.operands(editor),
                 like=node,
-                key=("decode", codec, role, width),
+                key=("decode", layer),
             )
         heads = int(sizes(found["k"])[1])
         flat = trace(
@@ -177,35 +169,51 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
     editor = Editor(program, graph)
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
     outputs = {output_of(STORED): moved[0], output_of(POSITIONS): moved[1]}
-    rows: dict[int, Any] = {}  # of all heads, by their number
+    rows: dict[int, Any] = {}  # of so many heads, by their number
     for cache, nodes in zip(caches, given, strict=True):
-        role, groups = cache.state.part, int(sizes(cache.recent)[1])
-        if groups not in rows:
-            rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
-
-        def move(
-            fresh: Tensor,
-            places: Tensor,
-            tail: Tensor,
-            recent: Tensor,
-            *old: Tensor,
-            role: str = role,
-        ) -> tuple[Tensor, ...]:
-            new = codec.encode(role, _blocks(recent, fresh))
-            kept = [
-                _taken(torch.cat((a, new[part]), dim=2), places)
-                for part, a in zip(codec.parts(role, recent.shape[3]), old, strict=True)
-            ]
-            return (*kept, _taken(recent, tail))
-
-        name = f"compress.{cache.state.name}"
+        layer = cache.layer
+        for groups in (layer.heads, layer.groups):
+            if groups not in rows:
+                rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
+        turned = [held, *layer.tables(editor)] if layer.turned else []
         *kept, left = trace(
-            editor, name, move, fresh, *rows[groups], *nodes, key=("move", codec, role)
+            editor,
+            f"compress.{cache.state.name}",
+            partial(_move, layer),
+            fresh,
+            rows[layer.groups][0],
+            rows[layer.heads][1],
+            *nodes,
+            *turned,
+            *layer.operands(editor),
+            key=("move", layer),
         )
         outputs |= {s.output: node for s, node in zip(cache.parts, kept, strict=True)}
         outputs[cache.state.output] = left
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))
+
+
+def _move(
+    layer: Layer, fresh: Tensor, places: Tensor, tail: Tensor, recent: Tensor, *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """What is stored of a buffer after whole blocks of it moved there, by part, and what is left of it. operands:
+    what is stored of it, the positions [B,C] with cos and sin where keys are turned, constants.
+    """
+    names = list(layer.parts())
+    stored, rest = operands[: len(names)], list(operands[len(names) :])
+    blocks = _blocks(recent, fresh)
+    if layer.turned:
+        held, *rest = rest
+        where = _blocks(held[:, None, :, None], fresh)[..., 0]  # [B,1,F,R]
+        new = layer.encode_turned(blocks, where, *rest)
+    else:
+        new = layer.encode(blocks, *rest)
+    kept = [
+        _taken(torch.cat((a, new[part]), dim=2), places)
+        for part, a in zip(names, stored, strict=True)
+    ]
+    return (*kept, _taken(recent, tail))
 
 
 def _blocks(recent: Tensor, fresh: Tensor) -> Tensor:

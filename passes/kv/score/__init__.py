@@ -72,6 +72,7 @@ class Base(Method):
             Invariant.ALL_TOKENS_HELD,
             Invariant.CALL_INDEPENDENT,
             Invariant.BATCH_INVARIANCE,
+            Invariant.HEADS_ALIKE,
             Invariant.TOKENS_CONTIGUOUS,
         }
         return relied(self.reads)[1] | found

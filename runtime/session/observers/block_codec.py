@@ -13,9 +13,10 @@ from accel.runtime.session.observers.observer import Capabilities, ModelParts, O
 
 
 class BlockCodecState(EvictionState):
-    """Every token is kept; those before `base` lie in blocks of R = `plan.flush`.
+    """Every token is kept. The first `plan.sinks` of a row stay in its first slots; the next `base` [B] lie in blocks
+    of R = `plan.flush`.
 
-    A row that has 2 R recent tokens or more gives up whole blocks of its oldest until fewer are left: so
+    A row that has 2 R recent tokens or more beside these gives up whole blocks of its oldest until fewer are left: so
     what is stored goes by the number of its tokens alone, and the newest R can always be rewound.
     """
 
@@ -29,6 +30,12 @@ class BlockCodecState(EvictionState):
     def capabilities(self) -> Capabilities:
         """The newest block stays as it is; within a call of several tokens, more than that does."""
         return Capabilities(back=self.plan.flush, width=1, trees=False)
+
+    @property
+    def held_from(self) -> Ints:
+        """See SessionObserver."""
+        found: Ints = np.where(self.base > 0, self.base + self.plan.sinks, 0)
+        return found
 
     def due(self, moment: str, lengths: Ints) -> bool:
         """Whether any row has a block to give; `moment` does not matter."""
@@ -45,12 +52,13 @@ class BlockCodecState(EvictionState):
         place = np.arange(int((old + new).max()))
         (room,) = kept.values()
         places = np.where(place < old[:, None], place, room + place - old[:, None])
-        left = lengths - self.base - new * size
+        left, sinks = lengths - self.base - new * size, self.plan.sinks
         slot = np.arange(int(left.max()))
+        behind = np.where(slot < sinks, slot, slot + new[:, None] * size)
         return {
-            "fresh": np.arange(count * size).reshape(count, size),
+            "fresh": sinks + np.arange(count * size).reshape(count, size),
             "places": np.where(place < (old + new)[:, None], places, -1),
-            "tail": np.where(slot < left[:, None], slot + new[:, None] * size, -1),
+            "tail": np.where(slot < left[:, None], behind, -1),
         }
 
     def compressed(self, lengths: Ints) -> None:
@@ -59,5 +67,6 @@ class BlockCodecState(EvictionState):
 
     def _given_up(self, lengths: Ints) -> Ints:
         """How many blocks each row gives up [B]."""
-        found: Ints = np.maximum((lengths - self.base) // self.plan.flush - 1, 0)
+        free = lengths - self.base - self.plan.sinks
+        found: Ints = np.maximum(free // self.plan.flush - 1, 0)
         return found

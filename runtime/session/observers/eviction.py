@@ -37,8 +37,9 @@ class KvPlan:
     """How the cache is compressed: out of a recipe, by `kv_plan`.
 
     heads: KV heads of each layer that is. observe: last queries that scoring takes. counts: whether
-    queries leave a mark that cannot be taken back. flush: where nothing is dropped, tokens of a block
-    (`runtime/session/observers/block_codec.py`). lookahead, repeats: see `KvFacts`. mass: names of the state that
+    queries leave a mark that cannot be taken back. flush, sinks: where nothing is dropped, tokens of a block, and
+    those before all blocks (`runtime/session/observers/block_codec.py`).
+    lookahead, repeats: see `KvFacts`. mass: names of the state that
     scores add up. tables: the budget's constants, by name, of each layer. marks, moves: see `KvFacts`.
     stages: how many stages of prompt pruning are before each layer.
     """
@@ -56,6 +57,7 @@ class KvPlan:
     stages: Mapping[int, int] = field(default_factory=dict)
     marks: Sequence[str] = ()
     moves: bool = False
+    sinks: int = 0
 
     def tokens(self, seen: int, layer: int, prompt: int) -> int:
         """Tokens that a head of the layer, one of `heads` in their order, keeps on average, where `prompt` of those
@@ -97,6 +99,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         stages_of(state),
         kv.marks,
         kv.moves,
+        kv.sinks,
     )
 
 
