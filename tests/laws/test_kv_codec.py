@@ -15,23 +15,24 @@ from accel.ir.tables import Observed, Rows, Tables
 
 AXIS = find_axes()["kv.codec"]
 WIDTHS = (1, 7, 10, 64, 129)
+HEADS = 4
 CODECS = [AXIS.build(n, **o) for n in AXIS.names() for o in ({}, *AXIS.method(n).others)]
 ROLES = [pytest.param(c, role, id=f"{c}-{role}") for c in CODECS for role in "kv"]
 
 
 def data(method, width, count=11, seed=0):
-    """[2,3,count,width], or blocks [2,3,count,R,width]: rows of very different sizes, channels that are not about 0,
-    an outlier, a constant row, zeros. The 3 heads as one where the codec takes them together.
+    """[2,H,count,width], or blocks [2,H,count,R,width]: rows of very different sizes, channels that are not about 0,
+    an outlier, a constant row, zeros. The H heads as one where the codec takes them together.
     """
     generator = torch.Generator().manual_seed(seed)
-    sizes = (2, 3, count, *([method.block] if method.block else []), width)
+    sizes = (2, HEADS, count, *([method.block] if method.block else []), width)
     x = torch.randn(sizes, generator=generator)
     if method.block:
-        x *= 10.0 ** torch.randint(-2, 3, (2, 3, count, 1, width), generator=generator)
-        x += 4 * torch.randn(2, 3, count, 1, width, generator=generator)
+        x *= 10.0 ** torch.randint(-2, 3, (2, HEADS, count, 1, width), generator=generator)
+        x += 4 * torch.randn(2, HEADS, count, 1, width, generator=generator)
         x[0, 0, 0, 0, 0], x[0, 0, 1, :, 0], x[1, 1, 2], x[1, 0, 2, 3] = 3e4, 3.25, 0, -0.1
     else:
-        x *= 10.0 ** torch.randint(-4, 4, (2, 3, count, 1), generator=generator)
+        x *= 10.0 ** torch.randint(-4, 4, (2, HEADS, count, 1), generator=generator)
         x[0, 0, 0, 0], x[0, 0, 1], x[1, 2, 2], x[1, 2, 3] = 1e4, 3.25, 0, -1e-7
     return joined(method, x)
 
@@ -42,12 +43,12 @@ def joined(method, x):
 
 @cache
 def constants(method, width):
-    """Those of a layer of 3 KV heads, measured of other numbers."""
+    """Those of a layer, measured of other numbers."""
     if not isinstance(method, Tables):
         return {}
     generator = torch.Generator().manual_seed(1)
-    keys, values = (torch.randn(2, 3, 200, width, generator=generator) for _ in "kv")
-    queries = torch.randn(2, 6, 200, width, generator=generator)
+    keys, values = (torch.randn(2, HEADS, 200, width, generator=generator) for _ in "kv")
+    queries = torch.randn(2, 2 * HEADS, 200, width, generator=generator)
     layer = Observed(queries, keys, values, width**-0.5, keys)
     tokens = torch.zeros(2, 201, dtype=torch.int64)
     return method.measure([Rows(tokens, torch.ones(2, 200), {0: layer})])[0]
@@ -55,7 +56,7 @@ def constants(method, width):
 
 def told(method, x):
     """The constants for numbers x."""
-    return constants(method, x.shape[-1] // 3 if method.together else x.shape[-1])
+    return constants(method, x.shape[-1] // HEADS if method.together else x.shape[-1])
 
 
 def encode(method, role, x):
@@ -119,9 +120,10 @@ def test_what_is_no_number_spoils_its_row_or_block_only(method, role, value):
     x[place] = value
     back = read(method, role, x)
     spoilt = ~back.isfinite()
-    if value == 1e30:  # beyond float16; a row's step may be of its size
-        spoilt[place[:3]] |= not method.block
-    if method.block or value != 1e30:
+    if value == 1e30 and back[place].isfinite():  # a row's step may be of its size
+        assert within(method, role, x, back)
+        spoilt[place[:3]] = True
+    else:
         assert not back[place].isfinite()
     assert spoilt.flatten(3).any(3).nonzero().tolist() == [list(place[:3])]
     left_out = (want == 0) & (x != 0)  # another number of the token takes the place, or loses it
@@ -137,4 +139,11 @@ def test_a_row_or_block_does_not_depend_on_others(method, role):
         alone = encode(method, role, x[:, :, slot : slot + 1])
         for part in whole:
             assert torch.equal(whole[part], again[part])
-            assert torch.equal(alone[part][:, :, 0], whole[part][:, :, slot])
+            one, of_many = alone[part][:, :, 0], whole[part][:, :, slot]
+            if (
+                isinstance(method, Tables) and one.is_floating_point()
+            ):  # products round by their size
+                scale = of_many.abs().amax(-1, keepdim=True)
+                assert ((one - of_many).abs() <= 1e-5 * scale).all()
+            else:
+                assert torch.equal(one, of_many)

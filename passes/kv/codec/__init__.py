@@ -180,8 +180,10 @@ class _Store:
 
     def __post_init__(self) -> None:
         self.graph, self.editor = self.entry.graph, Editor(self.program, self.entry.graph)
-        self.constants = self.layer.operands(self.editor)
-        self.tables = self.layer.tables(self.editor)
+        first = self.graph.find_nodes(op="placeholder")[-1].next
+        with self.graph.inserting_before(first):
+            self.constants = self.layer.operands(self.editor)
+            self.tables = self.layer.tables(self.editor)
 
     def change(self) -> None:
         """Put the parts of the codec in the place of the buffer."""

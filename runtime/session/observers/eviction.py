@@ -327,7 +327,7 @@ class EvictionState(SessionObserver):
 
     def check(self, wanted: Ints, lengths: Ints) -> None:
         """Rows may start anew, or go back to where they were compressed; where tokens are counted, not at all."""
-        low = lengths if self.plan.counts else self.base
+        low = lengths if self.plan.counts else self.held_from
         if (short := (wanted < low) & (wanted > 0)).any():
             row = int(short.argmax())
             why = (

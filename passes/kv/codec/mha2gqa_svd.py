@@ -1,0 +1,105 @@
+"""Effectively Compress KV Heads for LLM (arXiv:2406.07056): neighbouring KV heads share one, in the directions that
+their keys and values take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import PassError
+from accel.ir.tables import Rows, Tables
+from accel.ir.tables import Sizes as TableSizes
+from accel.passes.kv.codec import Base, Sizes
+
+
+@dataclass(frozen=True)
+class Mha2gqaSvd(Tables, Base):
+    """`heads`: so many neighbouring KV heads, t, are stored as one of the same width D: their t D numbers in the first
+    D right singular vectors of the activations of a text. Keys are stored before RoPE, which no basis of several heads
+    commutes with. The heads must be a multiple of t.
+    """
+
+    heads: int = count(2, most=64)
+    key: ClassVar[str] = "mha2gqa-svd"
+    together: ClassVar[bool] = True
+    unrotated: ClassVar[bool] = True
+    error = 8.0  # of random weights, whose heads have no common directions
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"heads": 1}, {"heads": 4})
+    small: ClassVar[Mapping[str, Any]] = {"heads": 2}
+
+    def sizes(self, width: int, heads: int) -> TableSizes:
+        """Raises PassError where the heads are no multiple."""
+        if heads % self.heads:
+            raise PassError(
+                f"kv.codec.mha2gqa-svd: heads is {self.heads}, but a layer of this model has {heads} KV heads; give a "
+                f"divisor of {heads}, or use kv.codec = 'kv-int8'"
+            )
+        size = (heads // self.heads, self.heads * width, width)
+        return {"key_basis": size, "value_basis": size}
+
+    def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
+        """The right singular vectors [G/t,t D,D] of all tokens' keys, and of their values."""
+        squares: dict[int, dict[str, Tensor]] = {}
+        for row in rows:
+            for layer, x in row.layers.items():
+                self.sizes(x.values.shape[3], x.values.shape[1])
+                found = squares.setdefault(layer, {})
+                keys = x.keys if x.unrotated is None else x.unrotated
+                for name, one in (("key_basis", keys), ("value_basis", x.values)):
+                    flat = one.transpose(1, 2).unflatten(2, (-1, self.heads)).flatten(3).double()
+                    flat = flat.flatten(0, 1).transpose(0, 1)  # [G/t,tokens,t D]
+                    found[name] = found.get(name, 0) + flat.mT @ flat
+        width = {i: int(x["key_basis"].shape[-1]) // self.heads for i, x in squares.items()}
+        return {
+            i: {
+                n: torch.linalg.eigh(s).eigenvectors.flip(-1)[..., : width[i]].float()
+                for n, s in x.items()
+            }
+            for i, x in squares.items()
+        }
+
+    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+        return {"": ("float32", (width // self.heads,))}
+
+    def encode(
+        self, role: str, x: Tensor, key_basis: Tensor, value_basis: Tensor
+    ) -> dict[str, Tensor]:
+        basis = key_basis if role == "k" else value_basis
+        return {"": _times(x, basis)}
+
+    def decode(
+        self,
+        role: str,
+        parts: dict[str, Tensor],
+        width: int,
+        key_basis: Tensor,
+        value_basis: Tensor,
+    ) -> Tensor:
+        basis = key_basis if role == "k" else value_basis
+        return _times(parts[""], basis.mT)
+
+    def bits_of(self, role: str, width: int) -> float:
+        return 32 / self.heads
+
+    def within(
+        self, role: str, x: Tensor, back: Tensor, key_basis: Tensor, value_basis: Tensor
+    ) -> Tensor:
+        """What is lost has no part in the directions that are stored, and what is read no part outside them."""
+        basis = key_basis if role == "k" else value_basis
+        lost = _times(x - back, basis).norm(dim=-1)
+        beside = (back - _times(_times(back, basis), basis.mT)).norm(dim=-1)
+        right: Tensor = (lost + beside) <= 1e-4 * x.norm(dim=-1) + 1e-30
+        return right
+
+
+def _times(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [...,n m] by n matrices [n,m,k], each its own m numbers -> [...,n k]."""
+    parts = x.unflatten(-1, [matrices.shape[0], matrices.shape[1]])
+    found: Tensor = (parts[..., None, :] @ matrices).flatten(-3)
+    return found

@@ -1,0 +1,139 @@
+"""What codecs may ask for: keys before rope, all heads at once, constants, exact sinks; by codecs that lose nothing."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from accel.ir.errors import InputError
+from accel.ir.tables import Tables
+from accel.passes.kv.codec import Base
+
+from .select_case import Selecting, close
+
+R = 4
+LENGTHS = [31, 14, 2]
+
+
+@dataclass(frozen=True)
+class Plain(Tables, Base):
+    """Floats as they are, times a constant of their channel, which reading takes off."""
+
+    heads_as_one: bool = False
+    before_rope: bool = False
+    tokens: int = 0
+    first: int = 0
+    broken: str = ""
+    key = "plain"
+
+    @property
+    def together(self):
+        return self.heads_as_one
+
+    @property
+    def unrotated(self):
+        return self.before_rope
+
+    @property
+    def block(self):
+        return self.tokens
+
+    @property
+    def sinks(self):
+        return self.first
+
+    def sizes(self, width, heads):
+        return {"scale": (heads, width)}
+
+    def measure(self, rows):
+        found = {}
+        for row in rows:
+            for layer, x in row.layers.items():
+                assert (x.unrotated is not None) and x.unrotated.shape == x.keys.shape
+                found[layer] = {"scale": 1 + layer + torch.rand(x.keys.shape[1], x.keys.shape[3])}
+        return found
+
+    def by(self, x, scale):
+        """x [...,D] of a head, or of all as one, times the constants of what it holds."""
+        if self.together:
+            return scale.flatten()
+        shape = [1] * x.dim()
+        shape[1], shape[-1] = scale.shape
+        return scale.view(shape)
+
+    def parts(self, role, width):
+        return {"": ("float32", (max(1, self.block) * width,))}
+
+    def encode(self, role, x, scale):
+        y = x * self.by(x, scale)
+        return {"": y.flatten(-2) if self.block else y}
+
+    def decode(self, role, parts, width, scale):
+        x = parts[""]
+        if self.block:
+            x = x.unflatten(-1, (self.block, -1))
+        x = x / self.by(x, scale)
+        if self.broken == "role" and role == "k":
+            x = 1.01 * x
+        return x.flatten(2, 3) if self.block else x
+
+    def bits_of(self, role, width):
+        return 32
+
+    def within(self, role, x, back, scale):
+        return (x - back).abs() <= 1e-5
+
+
+CODECS = [
+    Plain(heads_as_one=a, before_rope=b, tokens=c, first=d)
+    for a in (False, True)
+    for b in (False, True)
+    for c, d in ((0, 0), (R, 0), (R, 3))
+]
+
+
+def drive(case):
+    """Ragged rows, single tokens, a wider call, a fork, and a rewind: logits."""
+    tokens, found = case.tokens(3, 48), []
+    with case.session(3) as session:
+        found.append(session.run(tokens[:, :31], LENGTHS)[:, :2])
+        found += [session.run(tokens[:, [i]]) for i in range(31, 40)]
+        other = session.fork()
+        found.append(other.run(tokens[:, 40:46]))
+        other.close()
+        session.rewind(session.lengths - 2)
+        found.append(session.run(tokens[:, 46:48]))
+    return np.concatenate([one.reshape(3, -1) for one in found], 1)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_codec_that_loses_nothing_changes_nothing(stateful, codec):
+    """And one that reads keys a hundredth too large does."""
+    want = drive(Selecting(stateful("llama")))
+    close(drive(Selecting(stateful("llama"), codec)), want)
+    broken = drive(Selecting(stateful("llama"), replace(codec, broken="role")))
+    assert np.abs(broken - want).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
+def test_windows_and_partial_rotations(stateful, name):
+    for codec in (
+        Plain(heads_as_one=True, before_rope=True),
+        Plain(before_rope=True, tokens=R, first=2),
+    ):
+        close(drive(Selecting(stateful(name), codec)), drive(Selecting(stateful(name))))
+
+
+def test_sinks_stay_and_blocks_begin_behind_them(stateful):
+    case = Selecting(stateful("llama"), Plain(tokens=R, first=3))
+    with case.session(2) as session:
+        session.run(case.tokens(2, 24), [24, 9])
+        assert session.held_from.tolist() == [3 + 16, 0]
+        state = session._core.backend._state
+        assert state["kept.pos"][0].flatten().tolist() == list(range(3, 19))
+        assert state["kv.pos"][0, :3].tolist() == [0, 1, 2]
+        with pytest.raises(InputError, match="cannot rewind row 0 to 18"):
+            session.rewind([18, 9])
+        session.rewind([19, 0])
+        assert session.lengths.tolist() == [19, 0]
