@@ -26,7 +26,9 @@ class Invariant(Enum):
     APPEND_ONLY = "tokens are appended, and no token is written again"
     CHAINS = "the tokens of a call form one chain, each the successor of the one before"
     CALL_INDEPENDENT = "a token's keys and values depend on the tokens before it, not on how they were split into calls"
-    DECODE_WIDTH = "a call of a few tokens gives the same logits as one call per token"
+    DECODE_WIDTH = (
+        "a call of a few tokens (`session.room`) gives the same logits as one call per token"
+    )
     BATCH_INVARIANCE = (
         "the same tokens give the same bits, whatever shared the calls that wrote them"
     )

@@ -15,6 +15,7 @@ AXES = find_axes()
 EVERY = [(axis, use) for axis in AXES for use in AXES[axis].names()]
 REFUSED = {  # a recipe of each invariant that one side relies on: who relies, who breaks it, what works
     Invariant.UNIFORM_SLOTS: ("kv.codec=kivi", "prefill.prune=promptdistill", "gemfilter for"),
+    Invariant.HEADS_ALIKE: ("kv.codec=mha2gqa-svd", "kv.score=knorm", "for mha2gqa-svd"),
     Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", "unified-skip for shortgpt"),
     Invariant.ALL_LAYERS_RUN: ("kv.reuse=paged-prefix", "depth=calm", "shortgpt for calm"),
     Invariant.TOKENS_CONTIGUOUS: ("kv.codec=kivi", "kv.score=knorm", "kv-int8 for kivi"),
@@ -25,7 +26,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.APPEND_ONLY: ("depth=calm", "loop=dllm-threshold", "for dllm-threshold"),
     Invariant.CHAINS: ("kv.select=quest", "loop=lookahead", "for lookahead"),
     Invariant.CALL_INDEPENDENT: ("kv.reuse=pie", "prefill.sparse=critiprefill", "without"),
-    Invariant.DECODE_WIDTH: ("loop=lookahead", "kv.codec=kivi", "kv-int8 for kivi"),
+    Invariant.DECODE_WIDTH: ("loop=lookahead", "depth=calm", "shortgpt for calm"),
     Invariant.BATCH_INVARIANCE: ("numerics=batch-invariant", "kv.select=quest", "without"),
     Invariant.REWIND: ("loop=lookahead", "kv.score=h2o", " for h2o"),
     Invariant.PROBABILITIES: ("tree=dyspec", "draft=token-recycling", "static for dyspec"),

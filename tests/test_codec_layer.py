@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from accel.ir.axis import find_axes
 from accel.ir.errors import InputError
 from accel.ir.tables import Tables
 from accel.passes.kv.codec import Base
@@ -137,3 +138,36 @@ def test_sinks_stay_and_blocks_begin_behind_them(stateful):
             session.rewind([18, 9])
         session.rewind([19, 0])
         assert session.lengths.tolist() == [19, 0]
+
+
+def drafted(case, wide, within):
+    """Logits of tokens that stand, where calls of so many tokens are taken back but for their first; `within`: no
+    more than the session has room for.
+    """
+    tokens, found, rooms = case.tokens(2, 60), [], set()
+    with case.session(2) as session:
+        session.run(tokens[:, :9], [9, 6])
+        for _ in range(24):
+            room = session.room if within else np.full(2, wide)
+            counts = np.minimum(room, wide)
+            rooms.update(counts.tolist())
+            held = session.lengths
+            ids = np.stack([tokens[b, held[b] : held[b] + wide] for b in range(2)])
+            logits = session.run(ids, counts)
+            found.append(logits[:, 0])
+            session.rewind(held + 1)
+    return np.stack(found, 1), rooms
+
+
+def test_drafts_that_are_cut_to_the_room_leave_no_trace(stateful):
+    """In 2 bits, as single tokens do; drafts of one length, which blocks cross, leave some."""
+    kivi = find_axes()["kv.codec"].build("kivi", group=4, residual=8)
+    case = Selecting(stateful("llama"), kivi)
+    want, _ = drafted(case, 1, within=True)
+    got, rooms = drafted(case, 5, within=True)
+    assert rooms >= {1, 2, 5}
+    close(got, want)
+    with case.session() as session:
+        assert session.capabilities.width is None and session.room.tolist() == [15]
+    other, _ = drafted(case, 5, within=False)
+    assert np.abs(other - want).max() > 1e-3

@@ -99,7 +99,7 @@ class _Rounds:
         rests = self._guard is not None and not self._guard.limit
         start = perf_counter()
         calls = {} if rests else {i: self._windows[i].call(rows[i]) for i in live}
-        room = self._session.max_context - self._session.lengths
+        room = np.minimum(self._session.max_context - self._session.lengths, self._session.room)
         if not calls or any(call.tokens.size > room[i] for i, call in calls.items()):
             return self._plain(live, rests)
         before = {i: len(rows[i].tokens) for i in live}

@@ -92,11 +92,12 @@ class _Rounds:
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         live, rows, held = self.live, self._rows, self._session.lengths
+        room = self._session.room
         alone = self._guard is not None and len(self._plain) < ALONE
         rests = alone or self._guard is not None and not self._guard.limit
         for i in live:
             self._pending[i] = self._pending[i][
-                : 0 if rests else min(self._reach, rows[i].left - 1)
+                : 0 if rests else min(self._reach, rows[i].left - 1, int(room[i]) - 1)
             ]
         before, stood = {i: len(rows[i].tokens) for i in live}, []
         start = perf_counter()

@@ -180,7 +180,10 @@ class _Rounds:
         limits = {i: min(limit, self._paces[i].limit()) for i in live}
         for i, most in limits.items():
             self._rows[i].drafting["fallback"] += most < 1
-        limits = {i: min(most, self._rows[i].left - 1) for i, most in limits.items()}
+        room = self._session.room
+        limits = {
+            i: min(most, self._rows[i].left - 1, int(room[i]) - 1) for i, most in limits.items()
+        }
         limits = {i: most for i, most in limits.items() if most > 0}
         found = self._drafters.draft(limits, self._more) if limits else {}
         for i, tree in found.items():

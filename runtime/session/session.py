@@ -11,7 +11,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.core import SessionCore
+from accel.runtime.session.core import CHUNK, SessionCore
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
 
@@ -78,6 +78,19 @@ class Session:
         found = Capabilities(width=backend.alike, trees=backend.trees)
         for one in self._core.observers:
             found &= one.capabilities
+        return found
+
+    @property
+    def room(self) -> Ints:
+        """Tokens that the next call of each row [B] may have so that its logits are those of single-token calls, and
+        all but its first can be rewound without a trace: 1 or more. Loops cut drafts there. It is `capabilities.width`,
+        or less where a block codec is about to encode tokens.
+        """
+        lengths, width = self._core.lengths, self.capabilities.width
+        found = np.full(len(lengths), CHUNK if width is None else min(width, CHUNK))
+        for one in self._core.observers:
+            if (room := one.call_room(lengths)) is not None:
+                found = np.minimum(found, room)
         return found
 
     @property

@@ -63,7 +63,7 @@ The aim is 95 of 100 exact answers at 1000 tokens in every task. In a checkout w
 
     python tools/train/reference.py --run RUN --resume       # stop it at any moment; the same command goes on
     python tools/train/reference.py --run RUN --release 20   # decay a copy over 20 M tokens, and export it here
-    python tools/train/reference.py --run RUN --carry        # its state, small enough to commit: a new RUN goes on from it
+    python tools/train/reference.py --run RUN --carry        # its state, small: a new RUN goes on from it
     python tools/train/reference.py --evaluate               # measure what is here, and write this page
 
 On a GPU add `--device cuda --scale 16`. The text is Python's standard library, the installed packages whose licence

@@ -40,9 +40,7 @@ BLOCKS_RELY = frozenset(
         Invariant.UNIFORM_SLOTS,
     }
 )
-BLOCKS_BREAK = frozenset(
-    {Invariant.CALL_INDEPENDENT, Invariant.DECODE_WIDTH, Invariant.BATCH_INVARIANCE}
-)
+BLOCKS_BREAK = frozenset({Invariant.CALL_INDEPENDENT, Invariant.BATCH_INVARIANCE})
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
 from accel.passes.kv.score import Base
 
 
@@ -24,6 +25,11 @@ class StreamingLlm(Base):
     def __post_init__(self) -> None:
         if self.sinks < 0:
             raise RecipeError(f"kv.score.streaming-llm: sinks is {self.sinks}; give at least 0")
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        """Heads keep the same positions."""
+        return super().breaks - {Invariant.HEADS_ALIKE}
 
     def __call__(self, positions: Tensor) -> Tensor:
         return positions.float()

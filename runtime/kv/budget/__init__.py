@@ -23,13 +23,17 @@ class Base(Method, ABC):
     `prompt`, how many of the tokens seen are of the prompt: all while it runs, and where it is not given.
     """
 
-    breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
     observe: int = 0  # last queries that `heads` reads as `queries`
     adaptive: ClassVar[bool] = (
         False  # whether scores alone say how many stay; `tokens` is then the least
     )
     even: ClassVar[bool] = True  # whether each head of a layer keeps what `tokens` says
     across: Callable[..., Any] | None = None
+
+    @property
+    def breaks(self) -> frozenset[Invariant]:
+        heads = frozenset() if self.even else frozenset({Invariant.HEADS_ALIKE})
+        return frozenset({Invariant.TOKENS_CONTIGUOUS}) | heads
 
     @abstractmethod
     def tokens(self, seen: int, layer: int, layers: int) -> int:

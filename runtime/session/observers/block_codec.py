@@ -28,8 +28,14 @@ class BlockCodecState(EvictionState):
 
     @property
     def capabilities(self) -> Capabilities:
-        """The newest block stays as it is; within a call of several tokens, more than that does."""
-        return Capabilities(back=self.plan.flush, width=1, trees=False)
+        """The newest block stays as it is."""
+        return Capabilities(back=self.plan.flush)
+
+    def call_room(self, lengths: Ints) -> Ints:
+        """A call that fills the second block is one of a single token: the first then goes into codes for good."""
+        free = 2 * self.plan.flush - (lengths - self.base - self.plan.sinks)
+        found: Ints = np.maximum(free - 1, 1)
+        return found
 
     @property
     def held_from(self) -> Ints:

@@ -21,7 +21,7 @@ class Capabilities:
         free_rewind: a rewind costs nothing; if False, the next call first recomputes some tokens.
         back: number of newest tokens since the prompt that can always be rewound; None: all.
         width: most tokens per call whose logits equal those of single-token calls, up to rounding; None:
-            any number.
+            any number, as far as `Session.room` allows.
         trees: a call may be a draft tree (`Session.guess`).
     """
 
@@ -148,6 +148,12 @@ class SessionObserver:
     def capabilities(self) -> Capabilities:
         """What a loop may rely on, as far as this one goes."""
         return Capabilities()
+
+    def call_room(self, lengths: Ints) -> Ints | None:
+        """Tokens that the next call of each row [B], of `lengths` tokens, may have so that its logits are those of
+        single calls, and all but its first can be rewound as if they had never been; None: any number.
+        """
+        return None
 
     @property
     def held_from(self) -> Ints | int:
