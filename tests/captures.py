@@ -1,6 +1,6 @@
 """Captures that tests share: two modules of the same classes, settings and weights have one program.
 
-Export takes most of the time of a small build. What is shared is a copy without traces, as of a capture of its own.
+Export takes most of the time of a small build. What is shared is a copy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -21,6 +20,8 @@ from accel.compiler.explain import subject
 from accel.ir.capture import capture as capturing
 from accel.ir.program import Program
 
+from . import traces
+
 KEPT = 16  # programs, the last ones that were asked for
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
@@ -32,13 +33,13 @@ def shared(model: Any, traits: Any, stored: Any = None) -> Program:
     """`capture_inspected`, or a copy of what it gave for a module like this."""
     key = None if stored or not isinstance(model, nn.Module) else key_of(model, traits)
     if key is None:
-        return _real(model, traits, stored)
+        return traces.shared(_real(model, traits, stored))
     if key not in _made:
         _made[key] = _real(model, traits, stored)
         while len(_made) > KEPT:
             _made.popitem(last=False)
     _made.move_to_end(key)
-    return replace(_made[key].copy(), traces={})
+    return traces.shared(_made[key].copy())
 
 
 def key_of(model: nn.Module, traits: Any) -> Hashable:
