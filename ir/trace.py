@@ -31,7 +31,8 @@ def trace(
     and dicts of nodes, as the function does.
 
     `key`: hashable; what is traced under one key is the same function. It is traced once for operands that
-    differ only in which symbols their sizes are: layers, and programs that share `traces`, cost little more than the first.
+    differ only in which symbols their sizes are: layers, and programs that share `traces`, cost little more than
+    the first.
 
     Raises:
         PassError: the function takes a symbolic size as a number, and would be wrong at other lengths.
