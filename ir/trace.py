@@ -31,7 +31,8 @@ def trace(
     and dicts of nodes, as the function does.
 
     `key`: hashable; what is traced under one key is the same function. It is traced once for operands that
-    differ only in which symbols their sizes are: layers, and builds of copies, cost little more than the first.
+    differ only in which symbols their sizes are: layers, and programs that share `traces`, cost little more than
+    the first.
 
     Raises:
         PassError: the function takes a symbolic size as a number, and would be wrong at other lengths.
@@ -106,11 +107,12 @@ def _form(values: Sequence[Tensor]) -> Any:
 
 
 class Renamed:
-    """Fake values of one trace, as they are with other symbols as the operands' sizes."""
+    """Fake values of one trace, as they are with other symbols as the operands' sizes, or in another program."""
 
     def __init__(self, editor: Editor, before: Sequence[Tensor], now: Sequence[Tensor]):
         self.fake = editor.fake
         self.made: dict[Any, Tensor] = {}  # by type and sizes before: most nodes share theirs
+        self.elsewhere = any(getattr(v, "fake_mode", self.fake) is not self.fake for v in before)
         self.symbols = {
             a.node.expr: b.node.expr
             for a, b in zip(_sizes(before), _sizes(now), strict=True)
@@ -118,7 +120,7 @@ class Renamed:
         }
 
     def __call__(self, value: Any) -> Any:
-        return map_aggregate(value, self._one) if self.symbols else value
+        return map_aggregate(value, self._one) if self.symbols or self.elsewhere else value
 
     def _one(self, value: Any) -> Any:
         if isinstance(value, torch.SymInt):

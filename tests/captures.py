@@ -1,6 +1,7 @@
-"""Captures that tests share: two modules of the same classes, settings and weights have one program.
+"""Captures that tests share: two modules of the same classes, settings and weights have one program, and it goes once
+through the passes that come before a recipe's own.
 
-Export takes most of the time of a small build. What is shared is a copy without traces, as of a capture of its own.
+Export takes most of the time of a small build. What is shared is a copy.
 """
 
 from __future__ import annotations
@@ -15,30 +16,82 @@ from typing import Any
 
 import torch
 from torch import nn
+from train import shared as common
 
 from accel.compiler import optimize
 from accel.compiler.explain import subject
 from accel.ir.capture import capture as capturing
 from accel.ir.program import Program
+from accel.passes import Pass, Step
+
+from . import traces
 
 KEPT = 16  # programs, the last ones that were asked for
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
 _real = capturing.capture_inspected
+_rewrite, _run = optimize._rewrite, optimize.run
 _made: OrderedDict[Hashable, Program] = OrderedDict()
+_fresh: OrderedDict[int, tuple[Program, Hashable]] = (
+    OrderedDict()
+)  # the last one, nothing done to it
+_begun: list[Hashable] = []  # of a build whose first passes may be shared: what they depend on
+_passed: OrderedDict[Hashable, tuple[Program, list[Step]]] = OrderedDict()
 
 
 def shared(model: Any, traits: Any, stored: Any = None) -> Program:
     """`capture_inspected`, or a copy of what it gave for a module like this."""
     key = None if stored or not isinstance(model, nn.Module) else key_of(model, traits)
     if key is None:
-        return _real(model, traits, stored)
+        return traces.shared(_real(model, traits, stored))
     if key not in _made:
         _made[key] = _real(model, traits, stored)
         while len(_made) > KEPT:
             _made.popitem(last=False)
     _made.move_to_end(key)
-    return replace(_made[key].copy(), traces={})
+    program = traces.shared(_made[key].copy())
+    _fresh[id(program)] = program, key
+    while len(_fresh) > 1:
+        _fresh.popitem(last=False)
+    return program
+
+
+def rewritten(job: Any, program: Program, check: Any) -> None:
+    """`_rewrite` of a build. Of a capture that is shared, the first passes are those of an earlier build."""
+    fresh, key = _fresh.pop(id(program), (None, None))
+    plain = fresh is program and job.dump is None and not job.modules and not traces.patched()
+    _begun[:] = [(key, check is None, job.target)] if plain else []
+    try:
+        _rewrite(job, program, check)
+    finally:
+        _begun.clear()
+
+
+def run(program: Program, passes: list[Pass], check: Any, watch: Any) -> list[Step]:
+    """`run` of a build's passes."""
+    if not _begun:
+        return _run(program, passes, check, watch)
+    own = common(passes)
+    key = (*_begun, repr(program.facts), *passes[:own])
+    if key not in _passed:
+        steps = _run(program, passes[:own], check, watch)
+        _passed[key] = replace(program.copy(), calibration=None, spelling=None), steps
+        while len(_passed) > KEPT:
+            _passed.popitem(last=False)
+    else:
+        after, steps = _passed[key]
+        for name, value in vars(after.copy()).items():
+            if name not in ("traces", "calibration", "spelling"):
+                setattr(program, name, value)
+        for step, line in zip(passes[:own], steps, strict=True):
+            watch(step, line, program)
+
+    def told(
+        step: Pass, line: Step, program: Program
+    ) -> None:  # a run checks its first pass always
+        watch(step, line if line.changed else replace(line, error=None), program)
+
+    return [*steps, *_run(program, passes[own:], check, told, done=passes[:own])]
 
 
 def key_of(model: nn.Module, traits: Any) -> Hashable:
@@ -77,3 +130,4 @@ def share() -> None:
     """Let builds and captures of all tests share."""
     for module in (capturing, optimize, subject):
         module.capture_inspected = shared  # type: ignore[attr-defined]
+    optimize._rewrite, optimize.run = rewritten, run  # type: ignore[assignment]

@@ -6,7 +6,6 @@ import gc
 import os
 import shutil
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +23,12 @@ from accel.ir.program import Program
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native.cache import private_folder
 
-from . import captures
+from . import captures, traces
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
 captures.share()
+traces.watch()
 DRAWN = report._bars, report._errors
 report._bars = report._errors = lambda *_: ""  # a tenth of a build, where no test looks at them
 
@@ -104,8 +104,8 @@ def build():
 
 
 def own(program: Program) -> Program:
-    """A copy that shares no traces either: tests break what is traced, to see whether it is noticed."""
-    return replace(program.copy(), traces={})
+    """A copy that shares no traces of a test that replaces something: see `traces`."""
+    return traces.shared(program.copy())
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from accel.passes import run
 from accel.passes.check import NumericCheck
 
 LAYERS, KEPT = 3, 12
+CONTEXT = 128  # as of other programs whose traces these share
 LENGTHS = np.array([30, 21, 7])
 TOKENS = np.random.default_rng(0).integers(3, 50, (3, 48))
 _MADE: dict = {}
@@ -41,7 +42,7 @@ def built(name, target="eager", tables=None, **prune):
     if key not in _MADE:
         begun = ("program", name, target)
         if begun not in _MADE:
-            _MADE[begun] = capture(module(name), max_context=64)
+            _MADE[begun] = capture(module(name), max_context=CONTEXT)
             _MADE[begun].facts.max_batch = 3
             if target == "eager":  # of which no pass is checked
                 over_state(_MADE[begun])

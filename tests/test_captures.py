@@ -1,11 +1,14 @@
-"""Captures that tests share are of equal modules only, and nobody sees what another makes of one."""
+"""Captures and first passes that tests share are of equal modules only, and nobody sees what another makes of one."""
 
 import models
 import pytest
 import torch
 
+import accel
 from accel.ir.capture import capture as capturing
 from accel.ir.capture.capture import capture
+from accel.ir.errors import PassError
+from accel.passes.recognise.norm import Norms
 
 from . import captures
 
@@ -78,3 +81,28 @@ def test_so_is_one_for_another_context_or_by_other_steps(counted, monkeypatch):
     monkeypatch.setattr(capturing, "check", wrong)
     with pytest.raises(ValueError, match="seen"):
         capture(models.tiny(), max_context=64)
+
+
+def built(**options):
+    return accel.optimize(models.tiny(), "base", target="eager", max_context=40, **options)
+
+
+def lines(model):
+    return [(s["name"], s["changed"], s["error"]) for s in model.report["steps"]]
+
+
+def test_the_first_passes_run_once_for_equal_builds(tmp_path):
+    first, before = built(), len(captures._passed)
+    again, dumped = built(), built(dump=tmp_path)
+    assert len(captures._passed) == before > 0
+    assert first.program.text() == again.program.text() == dumped.program.text()
+    assert lines(first) == lines(again) == lines(dumped)
+    assert len(list(tmp_path.iterdir())) == 1 + len(lines(first)), "and the program as captured"
+    assert [(n, e) for n, _, e in lines(built(verify=False)) if e is not None] == []
+
+
+def test_a_pass_that_a_test_breaks_is_run(monkeypatch):
+    built()
+    monkeypatch.setattr(Norms, "run", lambda self, program: 1 / 0)
+    with pytest.raises(PassError, match="Norms failed"):
+        built()

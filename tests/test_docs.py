@@ -9,7 +9,6 @@ import shutil
 import sys
 import tomllib
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture_inspected
 from accel.ir.recipe import Recipe, bundled
 
-from . import adapter_case
+from . import adapter_case, traces
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -108,7 +107,7 @@ def workplace(built, captures, tmp_path, monkeypatch):
         name = type(model).__name__
         if name not in captures:
             captures[name] = capture_inspected(model, traits, stored)
-        return replace(captures[name].copy(), traces={})
+        return traces.shared(captures[name].copy())
 
     shutil.copytree(built, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,7 @@ BUILT = [
     (a, use) for a in ("kv.select", "prefill.prune", "prefill.sparse") for use in AXES[a].names()
 ]
 PROMPT, AFTER = 40, 4
+RUNNER = matrix.Matrix()
 
 
 # Scores
@@ -124,7 +125,7 @@ def eager(axis, use):
     """A small Llama with a method, which the trials of invariants share; trained parts and tables are the matrix's."""
     kind = AXES[axis].method(use)
     if issubclass(kind, Trained | Tables):
-        return matrix.Matrix().eager(matrix.Case("llama", ((axis, use),)))
+        return RUNNER.eager(matrix.Case("llama", ((axis, use),)))
     return built("llama", tables={axis: {"use": use, **kind.small}})
 
 

@@ -23,7 +23,13 @@ from accel.passes.kv.select._tokens import Tokens
 from ..select_case import AXIS, Selecting, built, close, constants, scores, singles, summary
 
 NAMES = [name for name in AXIS.names() if not issubclass(AXIS.method(name), Tokens)]
+STANDS = {AXIS.method(name).__bases__: name for name in reversed(NAMES)}.values()
 each = pytest.mark.parametrize("name", NAMES)
+of_each_class = (
+    pytest.mark.parametrize(  # what is of the class beneath a method, and no choice counts
+        "name", [pytest.param(n, marks=() if n in STANDS else pytest.mark.long) for n in NAMES]
+    )
+)
 some = settings(max_examples=8, deadline=None, derandomize=True)
 B, G, R, N, D = 2, 2, 3, 5, 6
 
@@ -281,7 +287,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
-@each
+@of_each_class
 @pytest.mark.parametrize("read", [64, 1 << 20])
 def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
     case, whole = made(name, tokens_read=read), made()
@@ -320,7 +326,7 @@ def broken(stateful, method, **changed):
     return Selecting(stateful("llama"), type("Broken", (type(method),), changed)(**vars(method)))
 
 
-@each
+@of_each_class
 def test_tokens_that_choose_together_are_caught(stateful, name):
     if Invariant.DECODE_WIDTH in built(name).breaks:
         return  # so they do, and say it
@@ -356,7 +362,7 @@ def test_pages_that_are_not_kept_up_to_date_are_caught(made, name):
         law_rewind(case, case.tokens(2, 56), frozen)
 
 
-@each
+@of_each_class
 def test_a_page_that_is_listed_twice_is_caught(stateful, name):
     """The token's own, in the place of another."""
     case = broken(stateful, built(name, tokens_read=64))

@@ -28,11 +28,21 @@ TOKENS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Tokens)
 UNITS = [name for name in TOKENS if issubclass(AXIS.method(name), Units)]
 MEMORY = [name for name in TOKENS if built(name).memory(4, 8)]
 every = pytest.mark.parametrize("name", TOKENS)
+STANDS = {AXIS.method(name).__bases__: name for name in reversed(TOKENS)}.values()
+of_each_class = pytest.mark.parametrize(  # no choice counts
+    "name", [pytest.param(n, marks=() if n in STANDS else pytest.mark.long) for n in TOKENS]
+)
 each = pytest.mark.parametrize("name", UNITS)
 HISTORY = [name for name in TOKENS if AXIS.method(name).width < FEW]
 remembers = pytest.mark.parametrize("name", MEMORY)
 histories = pytest.mark.parametrize("name", HISTORY)
 B, G, N, D = 2, 2, 23, 6
+
+
+def distinct(rows, count):
+    """Each token once in a row: keys of the first layer are equal where the tokens are."""
+    r = np.random.default_rng(0)
+    return np.stack([3 + r.permutation(98)[:count] for _ in range(rows)])
 
 
 @pytest.fixture(scope="module")
@@ -253,17 +263,15 @@ LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 def test_law_of_lists(made, law, name):
     if law is law_singles and name in HISTORY:
         return  # its calls of several tokens read everything: see below
-    case = made(
-        name, dense_layers=1
-    )  # keys of a layer's first tokens are equal where the tokens are
-    law(case, case.tokens(2, 64))
+    case = made(name)
+    law(case, distinct(2, 64))
 
 
 @remembers
 def test_rewinds_into_unknown_choices_are_refused(made, name):
     """The end of a prompt, and what lies in it, has none."""
-    case = made(name, dense_layers=1)
-    tokens = case.tokens(1, 90)
+    case = made(name)
+    tokens = distinct(1, 90)
     with case.session() as session:
         session.prompt(tokens[:, :40])
         singles(session, tokens[:, 40:80])
@@ -278,8 +286,8 @@ def test_rewinds_into_unknown_choices_are_refused(made, name):
 @histories
 def test_rewinds_of_more_than_the_history_spares_are_refused(made, name):
     """And what calls of several tokens give is no more than whole attention."""
-    case, whole = made(name, dense_layers=1), made()
-    tokens = case.tokens(1, 90)
+    case, whole = made(name), made()
+    tokens = distinct(1, 90)
     with case.session() as session, whole.session() as every_key:
         for one in (session, every_key):
             one.prompt(tokens[:, :40])
@@ -298,8 +306,8 @@ def test_rewinds_of_more_than_the_history_spares_are_refused(made, name):
 def test_methods_of_a_history_say_that_calls_of_several_tokens_differ(made, name):
     assert Invariant.DECODE_WIDTH in AXIS.method(name).breaks
     with pytest.raises(AssertionError):
-        case = made(name, dense_layers=1)
-        law_singles(case, case.tokens(2, 64))
+        case = made(name)
+        law_singles(case, distinct(2, 64))
 
 
 def chain(queries, before, known, least):
@@ -348,7 +356,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
-@every
+@of_each_class
 def test_who_reads_everything_decodes_what_the_model_does(made, name):
     case, whole = made(name, tokens_read=64), made()
     tokens = whole.tokens(1, 62)

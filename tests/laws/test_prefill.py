@@ -241,9 +241,9 @@ def test_gemfilter_in_a_session():
         session.rewind(0)
         assert session.prompt(TOKENS[:1, :9]).shape == (1, 1, model.facts.vocab_size)
         assert session.stats["calls"] == 5 and session.length == 9
-        with pytest.raises(InputError, match="65 tokens; max_context is 64"):
+        with pytest.raises(InputError, match="129 tokens; max_context is 128"):
             session.rewind(0)
-            session.prompt(np.ones((1, 65), np.int64))
+            session.prompt(np.ones((1, 129), np.int64))
         with session.fork() as other:
             other.prompt(TOKENS[:1, :40])
             assert other.length == KEPT and other.stats["kv_bytes"] == bytes_held

@@ -38,14 +38,18 @@ def state(session):
     return {n: v.numpy() for n, v in session._core.backend._state.items()}
 
 
+@pytest.mark.parametrize("options", [{"threshold": 48}, {"budget": 48}, {"segment": 40}], ids=str)
+def test_prompts_below_the_sizes_read_all_keys(options):
+    """The session decides, by sizes that all methods have."""
+    want = prompted(built("llama"))
+    assert far(prompted(sparse("critiprefill", **options)), want) < 1e-5
+    assert far(prompted(sparse("critiprefill")), want) > 1e-3  # the control
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_short_prompts_and_calls_read_all_keys(name):
-    base = built("llama")
-    want = prompted(base)
-    for options in ({"threshold": 48}, {"budget": 48}, {"segment": 40}):
-        assert far(prompted(sparse(name, **options)), want) < 1e-5
-    assert far(prompted(sparse(name)), want) > 1e-3  # the control
-    model = sparse(name)
+    base, model = built("llama"), sparse(name)
+    assert far(prompted(model), prompted(base)) > 1e-3  # the control
     with model.session(3) as session, base.session(3) as whole:
         assert far(session.run(ROWS, LENGTHS), whole.run(ROWS, LENGTHS)) < 1e-6
         later = session.prompt(TOKENS[:, 45:], [3, 3, 3])
@@ -203,7 +207,7 @@ def test_a_context_without_such_segments_is_left_as_it_is():
     compiled = built("llama", tables={"prefill.sparse": {"use": "critiprefill"}})
     assert compiled.facts.prefill is None and "sparse" not in compiled.program.entries
     (step,) = [s for s in compiled.report["steps"] if s["name"] == "CritiPrefill"]
-    assert "prompts of at most 64 tokens read all keys" in step["refused"][0]
+    assert "prompts of at most 128 tokens read all keys" in step["refused"][0]
 
 
 def test_a_choice_among_many_blocks_is_built():
@@ -211,5 +215,5 @@ def test_a_choice_among_many_blocks_is_built():
     model = sparse("critiprefill", "llama", "eager", segment=2, block=1, budget=38, threshold=38)
     want = prompted(built("llama"))
     assert far(prompted(model)[2], want[2]) < 1e-5 < far(prompted(model)[0], want[0])
-    large = sparse("critiprefill", "gpt_neox", segment=1, block=1, budget=62, threshold=0)
-    assert large.facts.prefill.segments.threshold == 62
+    large = sparse("critiprefill", "gpt_neox", segment=1, block=1, budget=126, threshold=0)
+    assert large.facts.prefill.segments.threshold == 126

@@ -1,0 +1,69 @@
+"""Traces that tests share leave programs as they are, and none is of what a test replaces."""
+
+from dataclasses import replace
+
+import models
+import pytest
+import torch
+from train import over_state
+
+from accel.ir.capture.capture import capture
+from accel.passes.kv.score.knorm import KNorm
+
+from . import traces
+from .kv_case import decoded, evicting, recipe
+
+
+def evicts(monkeypatch, layers, own=False):
+    """A program of so many layers that evicts."""
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(models), "LAYERS", layers)
+        module = models.llama()
+    program = over_state(capture(module, max_context=48))
+    return evicting(replace(program, traces={}) if own else program, recipe("knorm"))
+
+
+def logits(case):
+    tokens = case.tokens(1, 40)
+    session = case.session()
+    session.run(tokens[:, :36])
+    session.end_prompt()
+    return decoded(session, tokens[:, 36:])
+
+
+def test_a_program_is_the_same_over_traces_of_another(monkeypatch):
+    evicts(monkeypatch, 3)
+    before = len(traces._made)
+    got, want = evicts(monkeypatch, 2), evicts(monkeypatch, 2, own=True)
+    assert before == len(traces._made) > 0, "it was traced once more"
+    assert got.program.text() == want.program.text() and (logits(got) == logits(want)).all()
+    (mode,) = {
+        n.meta["val"].fake_mode
+        for entry in got.program.entries.values()
+        for n in entry.graph.nodes
+        if hasattr(n.meta.get("val"), "fake_mode")
+    }
+    assert mode is not None, "values of one program"
+
+
+def test_what_a_test_replaces_is_traced_for_itself(monkeypatch):
+    plain = evicts(monkeypatch, 2).program.text()
+    before = len(traces._made)
+    with monkeypatch.context() as patch:
+        patch.setattr(KNorm, "__call__", lambda self, keys: keys.float().sum(-1))
+        other = evicts(monkeypatch, 2).program.text()
+    assert "vector_norm" in plain and "vector_norm" not in other
+    assert len(traces._made) == before and evicts(monkeypatch, 2).program.text() == plain
+
+
+@pytest.mark.parametrize("change", ["", "environment", "attribute", "item"])
+def test_what_is_replaced_is_seen(monkeypatch, change):
+    if change == "environment":
+        monkeypatch.setenv("A_NAME", "1")
+    elif change == "attribute":
+        monkeypatch.setattr(torch, "relu", None)
+    elif change == "item":
+        monkeypatch.setitem({}, "a", 1)
+    assert traces.patched() == (change in ("attribute", "item"))
+    monkeypatch.undo()
+    assert not traces.patched()

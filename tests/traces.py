@@ -1,0 +1,66 @@
+"""Traces that programs of all tests share: a method over operands of the same types and sizes is traced once in a
+process, on whatever model. While a test has something replaced, its programs have traces of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+
+from accel.ir.program import Program
+
+KEPT = 400  # the last ones that were made
+_made: OrderedDict[Any, Any] = OrderedDict()
+_patches: WeakSet[pytest.MonkeyPatch] = WeakSet()
+
+
+class Traces(dict[Any, Any]):
+    """The traces of a program, shared with those of as long a context: symbols have the same range."""
+
+    def __init__(self, context: int):
+        super().__init__()
+        self.context = context
+
+    def __contains__(self, form: object) -> bool:
+        return super().__contains__(form) if patched() else (self.context, form) in _made
+
+    def __getitem__(self, form: Any) -> Any:
+        return super().__getitem__(form) if patched() else _made[self.context, form]
+
+    def __setitem__(self, form: Any, made: Any) -> None:
+        if patched():
+            super().__setitem__(form, made)
+            return
+        _made[self.context, form] = made
+        while len(_made) > KEPT:
+            _made.popitem(last=False)
+
+
+def shared(program: Program) -> Program:
+    """The program, over traces that tests share."""
+    return replace(program, traces=Traces(program.facts.max_context))
+
+
+def patched() -> bool:
+    """Whether something other than the environment, and what pytest itself holds, is replaced now."""
+    return any(
+        any(not isinstance(owner, pytest.Config) for owner, *_ in patch._setattr)
+        or any(place is not os.environ for place, *_ in patch._setitem)
+        for patch in _patches
+    )
+
+
+def watch() -> None:
+    """See all that tests replace from now on."""
+    begin = pytest.MonkeyPatch.__init__
+
+    def begun(self: pytest.MonkeyPatch) -> None:
+        begin(self)
+        _patches.add(self)
+
+    pytest.MonkeyPatch.__init__ = begun  # type: ignore[method-assign]
