@@ -248,6 +248,20 @@ def test_finch_by_hand():
     assert found != sets(choose(x, 7, build("score", "snapkv", window=4, kernel=1)))
 
 
+def test_finch_keeps_the_same_share_of_each_chunk():
+    """Of 5 tokens each; the question counts in its own chunk."""
+    x = slots(3, base=(0, 0, 0), recent=(15, 14, 15))
+    x["question"] = begins = torch.tensor([14, 13, 14])
+    found = sets(choose(x, 6, Finch(window=4, chunk=5)))
+    whole = sets(choose(x, 6, Finch(window=4)))
+    for row in found:
+        assert all(len(head & {*range(i, i + 5)}) == 2 for head in row for i in (0, 5, 10))
+    assert all(int(n) in head for n, row in zip(begins, found, strict=True) for head in row)
+    assert found != whole, "the control"
+    one = sets(choose(x, 6, Finch(window=4, chunk=99)))
+    assert one == whole, "a chunk of all"
+
+
 def test_the_question_stays_and_is_forgotten(case):
     one = case("finch", 12)
     session, tokens = one.session(2), one.tokens(2, 60)
