@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from train import Fit
+from runs.fit import Fit
 
 from accel.ir.axis import Axis
 from accel.ir.program import Program

@@ -151,7 +151,7 @@ def test_labels_take_what_the_formula_says(compiled):
 
 
 def test_the_bundled_table_ranks_all_channels():
-    from train import REFERENCE
+    from reference_data import REFERENCE
 
     found = load_file(REFERENCE / "double-sparsity.safetensors")
     assert len(found) == 8

@@ -4,7 +4,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from train import over_state
+from captured import over_state
 
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError, PassError, RecipeError

@@ -6,9 +6,11 @@ import models
 import numpy as np
 import pytest
 import torch
+from captured import keys_of
 from matrix import over_state
+from reference_data import REFERENCE
+from runs.fit import Fit
 from tokenizers import Tokenizer
-from train import REFERENCE, Fit, keys_of
 
 import accel
 from accel.compiler.assemble import assemble
