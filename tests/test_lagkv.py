@@ -7,6 +7,7 @@ import torch
 from accel.ir.errors import RecipeError
 from accel.runtime.kv.budget.threshold import Threshold
 
+from .kv_case import evicting, held, kept
 from .kv_slots import AXES, B, C, G, build, choose, named, sets, slots
 
 FULL = {"base": (0, 0, 0), "recent": (16, 12, 7)}
@@ -122,6 +123,22 @@ def test_partitions_that_lost_tokens_are_frozen(share, kept):
 def test_partitions_that_are_counted_anew_are_caught():
     with pytest.raises(AssertionError):
         law_freezes(build("score", "lagkv", partition=3), 0.34, 1)
+
+
+def test_a_session_that_evicts_on_the_way_keeps_what_one_does_at_the_end(stateful):
+    """In the first layer, whose keys depend on their tokens alone."""
+    score = {"use": "lagkv", "sinks": 1, "partition": 3, "freezes": True}
+    budget = {"use": "threshold", "threshold": 0.66}
+    tables = {"kv.score": score, "kv.budget": budget, "kv.when": {"use": "every", "tokens": 4}}
+    case = evicting(stateful("llama"), tables)
+    tokens = case.tokens(1, 40)
+    with case.session() as session, case.session(when={"use": "prompt"}) as once:
+        for end in range(4, 41, 4):
+            session.run(tokens[:, end - 4 : end])
+        once.prompt(tokens)
+        found, want = ({*kept(one)[0][0, 0].tolist()} - {-1} for one in (session, once))
+        assert found == want and len(found) == 1 + 12 * 1 + 3
+        assert held(session) == held(once) < 40
 
 
 @pytest.mark.parametrize("options", [{"sinks": -1}, {"partition": 1}])

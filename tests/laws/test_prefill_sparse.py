@@ -133,7 +133,7 @@ def test_minference_s_search_is_built_and_read():
         module("llama"), tables, max_context=64, max_batch=3, calibration=text, verify=False
     )
     with found as made:
-        (note,) = [n for n in made.facts.notes if n.startswith("minference")]
+        (note,) = [n for n in made.report["notes"] if n.startswith("minference")]
         assert note.startswith("minference: of 6 KV heads ")
         oracle = CompiledModel(EagerBackend(made.program), made.facts)
         want = prompted(oracle)

@@ -70,7 +70,7 @@ class Told:
 
 @pytest.mark.parametrize("later", [0, 7])
 def test_marks_and_later_questions(later):
-    tokenizer, log = Tokenizer.load(REFERENCE), []
+    tokenizer, log = Tokenizer(REFERENCE / "tokenizer.json"), []
     model = SimpleNamespace(tokenizer=tokenizer, session=lambda: Told(log))
     row = claims.Row("x", {}, question=True, units="lines", later=later)
     assert claims.answered(model, row, TEXT, " start entry port", [5] * 9)

@@ -38,8 +38,9 @@ class Kind(ABC):
         """Whether it is for this method; no other kind is."""
 
     @classmethod
-    def check(cls, options: argparse.Namespace) -> None:
-        """Raise InputError where it needs an option that is not given."""
+    def lacks(cls, options: argparse.Namespace) -> str | None:
+        """The option that must be given, and is not: what to tell."""
+        return None
 
     @classmethod
     @abstractmethod

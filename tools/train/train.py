@@ -83,7 +83,8 @@ def main() -> None:
             )
         kind = kind_of(methods[options.method])
         assert kind is not None
-        kind.check(options)
+        if lacking := kind.lacks(options):
+            raise InputError(lacking)
         ids = None if options.text is None else read_text(options)
         told = kind.make(methods[options.method], ids, options)
     except (AccelError, OSError) as error:

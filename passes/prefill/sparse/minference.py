@@ -143,7 +143,7 @@ class MInference(Base):
         want = logits.softmax(-1) @ values[:, :, None]
         found = []
         for pattern in range(len(PATTERNS)):
-            one = replace(self, **half)._with([pattern] * groups)
+            one: Base = replace(self, **half)._with([pattern] * groups)
             slots, _ = chosen(one, queries, keys, number[None], first, x.scale)
             read = torch.zeros(1, groups, length + 1).scatter(
                 2, slots.where(slots >= 0, length), 1.0

@@ -132,10 +132,10 @@ class HeadRun(Run):
         return issubclass(method, SpecdecPp)
 
     @classmethod
-    def check(cls, options: argparse.Namespace) -> None:
+    def lacks(cls, options: argparse.Namespace) -> str | None:
         """See Kind."""
-        if options.draft is None and options.model != REFERENCE:
-            raise InputError("give the draft model's folder, as --draft DRAFT")
+        needed = options.draft is None and options.model != REFERENCE
+        return "give the draft model's folder, as --draft DRAFT" if needed else None
 
     @classmethod
     def opened(cls, method: type[Any], options: argparse.Namespace) -> Pair:
