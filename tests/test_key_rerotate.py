@@ -262,6 +262,20 @@ def test_finch_keeps_the_same_share_of_each_chunk():
     assert one == whole, "a chunk of all"
 
 
+@pytest.mark.parametrize(("chunk", "each"), [(5, 2), (128, None)])
+def test_finch_by_chunks_in_a_session(stateful, chunk, each):
+    score = {"use": "finch", "window": 4, "chunk": chunk}
+    case = evicting(stateful("llama"), {**recipe("finch", 8), "kv.score": score})
+    with case.session() as session:
+        session.mark(question=[18])
+        session.prompt(case.tokens(1, 20))
+        for where in kept(session).values():
+            for head in where[0]:
+                assert (head >= 0).sum() == 8 and 19 in head
+                parts = [((head >= i) & (head < i + 5)).sum() for i in range(0, 20, 5)]
+                assert each is None or set(parts) == {each}
+
+
 def test_the_question_stays_and_is_forgotten(case):
     one = case("finch", 12)
     session, tokens = one.session(2), one.tokens(2, 60)

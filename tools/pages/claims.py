@@ -107,6 +107,10 @@ def _finch() -> Iterator[Row]:
         "… a share of each chunk of 128", evict("finch", kept, more=moved, chunk=128), question=True
     )
     yield Row("… the last 64 tokens", evict("finch", kept, more=moved))
+    whole = {**moved, "kv.refine": {"use": "chunkkv"}}
+    yield Row(
+        "… whole chunks of 10 by it (`chunkkv`)", evict("finch", kept, more=whole), question=True
+    )
     for use in ("snapkv", "streaming-llm", "kv-random"):
         yield Row(f"`{use}`", evict(use, kept))
 

@@ -75,7 +75,7 @@ class Finch(Base):
     def shares(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Scores [B,G,S] -> minus the share of its chunk that stays with each token, where the best ones do."""
         size, place = self.chunk, places(positions)
-        chunks = (positions.shape[2] + size - 1) // size
+        chunks = (positions.shape[2] + size - 1) // size + 1  # more than one, however few the slots
         blank = torch.full_like(
             pad(scores, (0, chunks * size + 1))[..., scores.shape[2] :], -torch.inf
         )
