@@ -145,6 +145,9 @@ def _prefixkv() -> Iterator[Row]:
             told = f"`{use}`, {kept} on average" if not order else "… layers in another order"
             own = {"kv.budget": {"use": use, "tokens_kept": kept}}
             yield Row(told, evict("h2o", 0, more={**more, **own}, recent=1), order)
+    for use in ("prefixkv", "uniform"):
+        own = {"kv.budget": {"use": use, "tokens_kept": 256}}
+        yield Row(f"`{use}`, 256, by `snapkv`", evict("snapkv", 0, more=own))
 
 
 def _louiskv() -> Iterator[Row]:
