@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import models
 import pytest
 import torch
-from train import over_state
+from captured import over_state
 
 import accel
 from accel.compiler import report

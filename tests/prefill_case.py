@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import models
 import numpy as np
 import torch
-from train import over_state, shared
+from captured import over_state, shared
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel.compiler import optimize as building

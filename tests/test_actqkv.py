@@ -1,7 +1,6 @@
 """ActQKV: its probe query, blocks, budgets and table by number, one list per layer, builds, bad input."""
 
 import matrix
-import models
 import numpy as np
 import pytest
 import torch
@@ -13,10 +12,8 @@ from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.select.actqkv import Actqkv, likeliest, unusual
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .select_case import Selecting, built, constants, measured_for, singles
+from .select_case import Selecting, built, constants, law_every_target, llama, measured_for, singles
 
 B, T, H, G, C, D = 2, 9, 4, 2, 64, 6
 NONE = torch.zeros(B, dtype=torch.bool)
@@ -261,36 +258,15 @@ def test_a_session_reads_as_many_blocks_as_the_layer_may(stateful):
     assert set(constants(case.method, G, D)) == {"query_mean", "query_variance", "density"}
 
 
-def drive(session, tokens):
-    """Logits of prompts, single tokens, several, after a rewind, of a fork."""
-    with session:
-        found = [session.prompt(tokens[:, :40], np.array([40, 13]))]
-        found += [singles(session, tokens[:, 40:52]), session.run(tokens[:, 52:58])]
-        session.rewind(session.lengths - 9)
-        found.append(singles(session, tokens[:, 49:53]))
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 53:56]))
-    return found
-
-
 @pytest.mark.long
 def test_every_target_is_that_of_the_oracle(tmp_path):
-    layers, models.LAYERS = models.LAYERS, 1
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = llama(1)
     table = measured_for(
         built("actqkv"), over_state(capture(model, max_context=64)), tmp_path
     ).table
     recipe = {"kv": {"select": {"use": "actqkv", **Actqkv.small, "table": table}}}
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
     with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
-        want = drive(CompiledModel(EagerBackend(made.program), made.facts).session(batch=2), tokens)
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
-                    assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+        law_every_target(made)
 
 
 @pytest.mark.parametrize("use", ["actqkv", "double-sparsity"])

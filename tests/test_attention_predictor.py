@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 import torch
 from matrix import over_state
+from reference_data import REFERENCE
+from runs.fit import Fit
 from safetensors.torch import load_file
 from torch.nn import functional
-from train import REFERENCE, Fit
 
 import accel
 from accel.compiler.assemble import assemble

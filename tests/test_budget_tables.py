@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-import train
+from captured import keys_of
 
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
@@ -237,7 +237,7 @@ def files(stateful, name, folder):
     method = AXES["budget"].build(name, **AXES["budget"].small(name))
     tokens = torch.randint(3, 9, (2, 41), generator=torch.Generator().manual_seed(0))
     parts = measured(method, program, [(tokens, torch.ones(2, 40))])
-    write(method, file, parts, sample(program, train.keys_of(program)), {})
+    write(method, file, parts, sample(program, keys_of(program)), {})
     return {**recipe("streaming-llm"), "kv.budget": table(name, table=str(file))}, parts
 
 

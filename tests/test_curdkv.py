@@ -34,6 +34,25 @@ def test_is_the_share_of_a_window(by):
             assert not np.allclose(found[row, head, real], whole), "the control"
 
 
+def test_a_projection_is_one_for_keys_values_and_heads():
+    """Equal rows have equal shares, wherever they lie; and not those without a projection."""
+    x = named(slots(1))
+    x["values"] = x["keys"][:, :1].expand_as(x["keys"])
+    x["keys"] = x["values"]
+    found = {
+        channels: build("score", "curdkv", window=4, by="keys", channels=channels)
+        for channels in (0, 2, 200)
+    }
+    found = {
+        n: m(x["keys"], x["values"], x["positions"][:, :1].expand(-1, G, -1))
+        for n, m in found.items()
+    }
+    for scores in found.values():
+        torch.testing.assert_close(scores[:, 0], scores[:, 1])
+    assert (found[0] - found[2]).abs().max() > 0.05
+    torch.testing.assert_close(found[0], found[200], atol=0.05, rtol=0.3)  # many keep lengths
+
+
 def test_scale_and_rotation_change_nothing():
     x, method = slots(2), build("score", "curdkv", window=4)
     want = sets(choose(x, 7, method))
@@ -60,6 +79,7 @@ def test_a_token_without_a_number_harms_no_other():
         ({"sinks": -1}, "sinks is -1, recent 0 and window 16; give at least 0, 0 and 1"),
         ({"window": 0}, "sinks is 4, recent 0 and window 0; give at least 0, 0 and 1"),
         ({"recent": -1}, "recent -1 and window 16; give at least 0"),
+        ({"channels": -1}, "channels is -1 and seed 0; give at least 0"),
         ({"by": "key"}, "by is 'key'; give 'product', 'mean', 'keys' or 'values'"),
     ],
 )

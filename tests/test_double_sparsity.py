@@ -1,6 +1,5 @@
 """double-sparsity: its channels and labels, what it equals at its limits, every target, and what is refused."""
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -13,10 +12,18 @@ from accel.ir.ops.attention import Mask
 from accel.ir.recipe import Recipe
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv.select.double_sparsity import DoubleSparsity
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .select_case import Selecting, built, close, constants, measured_for, scores, singles
+from .select_case import (
+    Selecting,
+    built,
+    close,
+    constants,
+    law_every_target,
+    llama,
+    measured_for,
+    scores,
+    singles,
+)
 
 B, G, R, S, D = 2, 2, 3, 30, 6
 
@@ -111,11 +118,7 @@ def test_labels_change_nothing_but_memory(stateful):
 def compiled(tmp_path_factory):
     """Of two layers, the second of which chooses."""
     folder = tmp_path_factory.mktemp("table")
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = llama(2)
     from matrix import over_state
 
     from accel.ir.capture.capture import capture
@@ -128,21 +131,7 @@ def compiled(tmp_path_factory):
 
 
 def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 60))
-    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
-
-    def drive(session):
-        with session:
-            found = [session.run(tokens[:, :40]), singles(session, tokens[:, 40:43])]
-            found.append(session.run(tokens[:, 43:50], np.array([7, 2])))
-            session.rewind(41)
-            return [*found, session.run(tokens[:, 41:46]), singles(session, tokens[:, 46:48])]
-
-    want = drive(oracle.session(batch=2))
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with accel.load(compiled.artifact.path, kernels=kernels, threads=1) as model:
-            for a, b in zip(drive(model.session(batch=2)), want, strict=True):
-                assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+    law_every_target(compiled)
 
 
 def test_labels_take_what_the_formula_says(compiled):
@@ -151,7 +140,7 @@ def test_labels_take_what_the_formula_says(compiled):
 
 
 def test_the_bundled_table_ranks_all_channels():
-    from train import REFERENCE
+    from reference_data import REFERENCE
 
     found = load_file(REFERENCE / "double-sparsity.safetensors")
     assert len(found) == 8

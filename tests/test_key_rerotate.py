@@ -4,7 +4,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from train import over_state
+from captured import over_state
 
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError, PassError, RecipeError
@@ -246,6 +246,34 @@ def test_finch_by_hand():
             best = total[:first].argsort(descending=True)[: 7 - (n - first)].tolist()
             assert found[row][head] == {*best, *range(first, n)}
     assert found != sets(choose(x, 7, build("score", "snapkv", window=4, kernel=1)))
+
+
+def test_finch_keeps_the_same_share_of_each_chunk():
+    """Of 5 tokens each; the question counts in its own chunk."""
+    x = slots(3, base=(0, 0, 0), recent=(15, 14, 15))
+    x["question"] = begins = torch.tensor([14, 13, 14])
+    found = sets(choose(x, 6, Finch(window=4, chunk=5)))
+    whole = sets(choose(x, 6, Finch(window=4)))
+    for row in found:
+        assert all(len(head & {*range(i, i + 5)}) == 2 for head in row for i in (0, 5, 10))
+    assert all(int(n) in head for n, row in zip(begins, found, strict=True) for head in row)
+    assert found != whole, "the control"
+    one = sets(choose(x, 6, Finch(window=4, chunk=99)))
+    assert one == whole, "a chunk of all"
+
+
+@pytest.mark.parametrize(("chunk", "each"), [(5, 2), (128, None)])
+def test_finch_by_chunks_in_a_session(stateful, chunk, each):
+    score = {"use": "finch", "window": 4, "chunk": chunk}
+    case = evicting(stateful("llama"), {**recipe("finch", 8), "kv.score": score})
+    with case.session() as session:
+        session.mark(question=[18])
+        session.prompt(case.tokens(1, 20))
+        for where in kept(session).values():
+            for head in where[0]:
+                assert (head >= 0).sum() == 8 and 19 in head
+                parts = [((head >= i) & (head < i + 5)).sum() for i in range(0, 20, 5)]
+                assert each is None or set(parts) == {each}
 
 
 def test_the_question_stays_and_is_forgotten(case):

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from accel.ir.errors import RecipeError
+from accel.runtime.kv.budget.threshold import Threshold
 
-from .kv_slots import AXES, C, build, choose, named, sets, slots
+from .kv_case import evicting, held, kept
+from .kv_slots import AXES, B, C, G, build, choose, named, sets, slots
 
 FULL = {"base": (0, 0, 0), "recent": (16, 12, 7)}
 
@@ -75,6 +77,68 @@ def test_short_of_two_partitions_it_is_the_newest():
     found = sets(choose(slots(0, **FULL), 5, build("score", "lagkv", partition=8)))
     for row, n in zip(found, (16, 12, 7), strict=True):
         assert row == [{0, *range(n - 4, n)}] * 2
+
+
+def evicted(x, ends, score, share):
+    """What is left of tokens 0 .. ends[-1] - 1 that came up to each of `ends`, and were cut there."""
+    kept, before = {}, 0
+    for end in ends:
+        now = torch.arange(C)
+        now = torch.where((now >= before) & (now < end), now, -1).expand(B, -1)
+        found = choose(
+            x | {"seen": torch.full((B,), end), "recent_pos": now} | kept,
+            1,
+            score,
+            Threshold(1 - share),
+        )
+        kept = {f"kept_{name}": value for name, value in found.items() if f"kept_{name}" in x}
+        before = end
+    return sets(found)
+
+
+def law_freezes(score, share, kept):
+    """Evicting on the way keeps what evicting once does: of each partition with a next one, the best."""
+    size = score.partition
+    for seed in range(3):
+        x = slots(seed, base=(0, 0, 0), recent=(16, 16, 16))
+        for end in (9, 14, 16):
+            once = evicted(x, [end], score, share)
+            for row, head in np.ndindex(B, G):
+                k, v = (x[f"recent_{p}"][row, head, :end].double().numpy() for p in "kv")
+                own = scored(k, v, score.sinks, size)
+                want = set(range(end)) - set(own)
+                for first in range(score.sinks, score.sinks + len(own), size):
+                    part = range(first, first + size)
+                    want |= set(sorted(part, key=own.get)[size - kept :])
+                assert once[row][head] == want
+            for ends in ([3, 8], [5, 6, 7, 8, 9, 12], [8]):
+                assert evicted(x, [*(e for e in ends if e < end), end], score, share) == once
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.34, 1), (0.67, 2), (1.0, 3)])
+def test_partitions_that_lost_tokens_are_frozen(share, kept):
+    law_freezes(build("score", "lagkv", partition=3, freezes=True), share, kept)
+
+
+def test_partitions_that_are_counted_anew_are_caught():
+    with pytest.raises(AssertionError):
+        law_freezes(build("score", "lagkv", partition=3), 0.34, 1)
+
+
+def test_a_session_that_evicts_on_the_way_keeps_what_one_does_at_the_end(stateful):
+    """In the first layer, whose keys depend on their tokens alone."""
+    score = {"use": "lagkv", "sinks": 1, "partition": 3, "freezes": True}
+    budget = {"use": "threshold", "threshold": 0.66}
+    tables = {"kv.score": score, "kv.budget": budget, "kv.when": {"use": "every", "tokens": 4}}
+    case = evicting(stateful("llama"), tables)
+    tokens = case.tokens(1, 40)
+    with case.session() as session, case.session(when={"use": "prompt"}) as once:
+        for end in range(4, 41, 4):
+            session.run(tokens[:, end - 4 : end])
+        once.prompt(tokens)
+        found, want = ({*kept(one)[0][0, 0].tolist()} - {-1} for one in (session, once))
+        assert found == want and len(found) == 1 + 12 * 1 + 3
+        assert held(session) == held(once) < 40
 
 
 @pytest.mark.parametrize("options", [{"sinks": -1}, {"partition": 1}])

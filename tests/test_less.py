@@ -6,9 +6,11 @@ import models
 import numpy as np
 import pytest
 import torch
-import train
+from captured import keys_of, over_state
+from runs.absorb import Absorbing, AbsorbRun
 
 import accel
+from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.passes.kv.keep.less import Less, phi, psi
@@ -115,7 +117,7 @@ def maps(stateful, tmp_path_factory):
     """The file of random maps, of large weights, for conftest's llama."""
     program = stateful("llama")
     file = tmp_path_factory.mktemp("less") / "less.safetensors"
-    soft = train.Absorbing(program, Less(), train.keys_of(program))
+    soft = Absorbing(program, Less(), keys_of(program))
     parts = soft.start(8, 0)
     for part in parts.values():
         part["s1"].fill_(2.0)
@@ -183,8 +185,8 @@ def test_graphs_give_what_the_oracle_does(tmp_path):
     model = models.ARCHITECTURES["llama"]()
     models.LAYERS = layers
     file = tmp_path / "maps.safetensors"
-    program = train.over_state(train.capture(model))
-    soft = train.Absorbing(program, Less(), train.keys_of(program))
+    program = over_state(capture(model))
+    soft = Absorbing(program, Less(), keys_of(program))
     parts = soft.start(8, 0)
     for part in parts.values():
         part["s1"].fill_(2.0)
@@ -219,8 +221,8 @@ def test_training_takes_error_away(stateful, tmp_path):
         out=tmp_path / "a", rate=1e-2, minutes=1.0, inner=8, seed=0, length=24
     )
     program = stateful("llama")
-    soft = train.Absorbing(program, Less(), train.keys_of(program))
-    run = train.AbsorbRun(soft, soft.start(8, 0), options)
+    soft = Absorbing(program, Less(), keys_of(program))
+    run = AbsorbRun(soft, soft.start(8, 0), options)
     rng = torch.Generator().manual_seed(0)
     rows = [(torch.randint(3, 60, (2, 25), generator=rng), torch.ones(2, 24)) for _ in range(4)]
     before = soft_loss(soft, rows, run.parts)

@@ -1,6 +1,5 @@
 """LouisKV: its boundaries and worth by number, the lists of clusterkv, builds against the oracle, bad input."""
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -9,10 +8,8 @@ import accel
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Mask
 from accel.passes.kv.select.louiskv import Louiskv
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .select_case import built, singles
+from .select_case import built, law_every_target, llama
 
 B, T, H, G, C, D = 2, 12, 4, 2, 64, 6
 
@@ -163,33 +160,12 @@ def test_generated_tokens_are_in_runs():
     torch.testing.assert_close(parts["mean"][0], keys[0].view(G, 2, 4, D).mean(2))
 
 
-def drive(session, tokens):
-    """Logits of prompts, single tokens, several, after a rewind, of a fork."""
-    with session:
-        found = [session.prompt(tokens[:, :40], np.array([40, 13]))]
-        found += [singles(session, tokens[:, 40:52]), session.run(tokens[:, 52:58])]
-        session.rewind(session.lengths - 9)
-        found.append(singles(session, tokens[:, 49:53]))
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 53:56]))
-    return found
-
-
 @pytest.mark.long
 def test_every_target_is_that_of_the_oracle():
-    layers, models.LAYERS = models.LAYERS, 1
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = llama(1)
     recipe = {"kv": {"select": {"use": "louiskv", **Louiskv.small, "boundary": 0.3}}}
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
     with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
-        want = drive(CompiledModel(EagerBackend(made.program), made.facts).session(batch=2), tokens)
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
-                    assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+        law_every_target(made)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from accel.ir.axis import find_axes
+from accel.ir.tables import Observed
 from accel.passes.prefill.sparse._inputs import diagonals, share_before
 from accel.passes.prefill.sparse._segment import chosen, gather
+from accel.passes.prefill.sparse.minference import PATTERNS
 
 AXIS = find_axes()["prefill.sparse"]
 NAMES = AXIS.names()
@@ -198,6 +200,47 @@ def test_minference_of_all_columns_reads_all():
     for columns in (60, 4):
         how = method("minference", budget=FIRST, columns=columns, observe=4)
         assert read(how, q, k, pos) == [set(range(FIRST))] * 2
+
+
+def test_minference_s_other_patterns_by_hand():
+    q, k, pos = tensors(1, 2.0)
+    how = method("minference", budget=24, columns=8, observe=4, sinks=2)
+    by_line = read(how, q, k, pos)
+    got = read(how._with([1, 2]), q, k, pos)
+    assert got[0] == {*range(8), *keys_of(range(BLOCKS - 4, BLOCKS))}
+    means = [k[0, 1, b * BLOCK : (b + 1) * BLOCK].mean(0) for b in range(BLOCKS)]
+    rows = [q[0, h, i : i + BLOCK].mean(0) for h in (2, 3) for i in range(0, SEGMENT, BLOCK)]
+    worth = [max(float(row @ mean) for row in rows) for mean in means]
+    assert got[1] == keys_of(sorted(range(BLOCKS), key=lambda b: -worth[b])[:4])
+    assert got[0] != by_line[0] and got[1] != by_line[1], "the control"
+    assert read(how._with([0, 0]), q, k, pos) == by_line
+
+
+def told(kind, length=80, width=8):
+    """What attention reads of a row whose last segment attends as one pattern says; alike in both KV heads."""
+    torch.manual_seed(0)
+    keys, queries = torch.randn(length, width) * 0.1, torch.zeros(length, width)
+    if kind == "vertical-slash":  # one key, whose neighbours point the other way
+        keys[16:24] = -30.0
+        keys[20] = 30.0
+        queries[:] = 1.0
+    elif kind == "A-shape":  # every other one of the newest keys; the last queries do not look
+        keys[56:64, 0] = torch.tensor([20.0, -20.0]).repeat(4)
+        keys[20, 1], queries[:-4, 0], queries[-4:, 1] = 30.0, 1.0, 1.0
+    else:  # a block that the last queries do not look at
+        keys[24:28], queries[:-4] = 20.0, 1.0
+    values = torch.randn(length, width)
+    return Observed(
+        queries.expand(1, 4, -1, -1), keys.expand(1, 2, -1, -1), values.expand(1, 2, -1, -1), SCALE
+    )
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_minference_finds_the_pattern_of_a_head(kind):
+    how = method("minference", budget=16, columns=4, observe=4, sinks=2, near=2)
+    apart = how.apart(told(kind))
+    assert [PATTERNS[i] for i in apart.argmin(0)] == [kind] * 2, apart
+    assert apart.amin() < 0.5 * apart.sort(0).values[1].min(), apart
 
 
 # ---- pbs-attn

@@ -1,6 +1,5 @@
 """SentenceKV: its sentences and mean queries by number, where it reads everything, marks, builds, bad input."""
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -11,13 +10,11 @@ from accel.ir.ops.attention import Mask
 from accel.passes.kv.score.snapkv import SnapKV
 from accel.passes.kv.select._units import marked
 from accel.passes.kv.select.sentencekv import Sentencekv
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers.units import UnitGroups
 
 from .kv_slots import named, slots
 from .laws.test_kv_select import lists
-from .select_case import Selecting, built, singles
+from .select_case import Selecting, built, law_every_target, llama, singles
 
 B, T, H, G, C, D = 2, 14, 4, 2, 64, 6
 ENDS = (4, 9)
@@ -240,35 +237,15 @@ def test_the_first_choice_of_the_paper_is_snapkv_s():
         torch.testing.assert_close(mine, torch.tensor(best))
 
 
-def drive(session, tokens):
-    """Logits of prompts, single tokens, several, after a rewind, of a fork."""
-    with session:
-        session.mark(np.repeat([[0, 1, 2, 3, 4], [0, 0, 1, 1, 2]], 8, axis=1), lengths=[40, 13])
-        found = [session.prompt(tokens[:, :40], np.array([40, 13]))]
-        found += [singles(session, tokens[:, 40:52]), session.run(tokens[:, 52:58])]
-        session.rewind(session.lengths - 9)
-        found.append(singles(session, tokens[:, 49:53]))
-        with session.fork() as other:
-            found.append(other.run(tokens[:, 53:56]))
-    return found
-
-
 @pytest.mark.long
 def test_every_target_is_that_of_the_oracle():
-    layers, models.LAYERS = models.LAYERS, 1
-    try:
-        model = models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    model = llama(1)
     small = {**Sentencekv.small, "end_ids": list(range(3, 50, 7))}
     recipe = {"kv": {"select": {"use": "sentencekv", **small}}}
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 64))
     with accel.optimize(model, recipe, max_context=64, max_batch=2) as made:
-        want = drive(CompiledModel(EagerBackend(made.program), made.facts).session(batch=2), tokens)
-        for kernels in made.artifact.entries["step"].graphs:
-            with accel.load(made.artifact.path, kernels=kernels, threads=1) as loaded:
-                for a, b in zip(drive(loaded.session(batch=2), tokens), want, strict=True):
-                    assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+        law_every_target(
+            made, units=np.repeat([[0, 1, 2, 3, 4], [0, 0, 1, 1, 2]], 8, axis=1), lengths=[40, 13]
+        )
 
 
 def test_ends_are_the_tokens_that_read_so(stateful):

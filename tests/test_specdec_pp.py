@@ -3,13 +3,13 @@
 import argparse
 import json
 
-import head as trainer
 import numpy as np
 import pytest
 import reference_data
 import reference_export
 import torch
 import train
+from runs import head as trainer
 from safetensors.numpy import load_file, save_file
 
 import accel
@@ -126,7 +126,7 @@ def test_training_learns_and_can_be_left(pair, tmp_path):
 
     def begun(name):
         run = argparse.Namespace(**options, out=tmp_path / name)
-        return train.HeadRun(pair, pair.start(8, 0), run)
+        return trainer.HeadRun(pair, pair.start(8, 0), run)
 
     whole, first = begun("a"), begun("b")
     losses = [whole.learn(ids, known)["loss"] for _ in range(25)]

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 import train
+from captured import keys_of
 from safetensors.torch import load_file, save_file
 
 from accel.ir.errors import PassError
 from accel.ir.tables import Observed, Rows, Tables
+from accel.passes.calibrate import feeds
 from accel.passes.kv._shared.tables import measured
 from accel.passes.kv.compress import Compress
 from accel.passes.kv.keep.drop import Drop
@@ -30,7 +32,7 @@ def written(method, program, file):
     """A table of random tokens."""
     tokens = torch.randint(3, 60, (2, 25), generator=torch.Generator().manual_seed(0))
     parts = measured(method, program, [(tokens, torch.ones(2, 24))])
-    write(method, file, parts, sample(program, train.keys_of(program)), {})
+    write(method, file, parts, sample(program, keys_of(program)), {})
     return parts
 
 
@@ -66,7 +68,7 @@ def test_what_is_measured_is_what_attention_reads(stateful):
 
 
 def _feeds(program, tokens):
-    found = train.feeds(program, "step", tokens)
+    found = feeds(program, "step", tokens)
     for name, value in found.items():
         if name.startswith("kept."):
             found[name] = value[:, :, :0]
@@ -167,7 +169,7 @@ def test_a_table_of_something_else_is_refused(stateful, filters, tmp_path):
     file, _ = filters
     tensors, other = load_file(file), tmp_path / "other.safetensors"
     program = stateful("llama")
-    keys = train.keys_of(program)
+    keys = keys_of(program)
     told = {"method": "q-filter", "model": sample(program, keys)}
 
     def refused(words, changed, **metadata):

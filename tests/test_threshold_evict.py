@@ -6,7 +6,9 @@ import matrix
 import numpy as np
 import pytest
 import torch
-import train
+from reference_data import REFERENCE
+from runs.aimed import AimedRun
+from runs.soft import Soft
 
 import accel
 from accel.ir.errors import PassError, RecipeError
@@ -89,7 +91,7 @@ def test_a_score_that_is_no_number_stays_where_everything_does():
 def part(stateful, tmp_path):
     """The file of a random module for conftest's llama."""
     program, file = stateful("llama"), tmp_path / "part.safetensors"
-    soft = train.Soft(program, ThresholdEvict())
+    soft = Soft(program, ThresholdEvict())
     parts, r = soft.start(8, 0), torch.Generator().manual_seed(1)
     for one in parts.values():
         one["w2"].copy_(torch.randn(one["w2"].shape, generator=r))
@@ -222,8 +224,8 @@ def test_an_aim_without_norms_is_caught():
 
 def test_training_comes_nearer_to_the_aim(stateful, tmp_path):
     options = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / "a"})
-    soft = train.Soft(stateful("llama"), ThresholdEvict())
-    run = train.AimedRun(soft, soft.start(8, 0), options)
+    soft = Soft(stateful("llama"), ThresholdEvict())
+    run = AimedRun(soft, soft.start(8, 0), options)
     ids = torch.randint(3, 60, (2, 25), generator=torch.Generator().manual_seed(0))
     before = [t.detach().clone() for t in run.tensors]
     found = [run.learn(ids, torch.ones(2, 24)) for _ in range(25)]
@@ -234,7 +236,7 @@ def test_training_comes_nearer_to_the_aim(stateful, tmp_path):
 
 def test_a_lesson_is_what_the_model_computes(stateful):
     """The attention of a lesson gives what the step's attention does."""
-    soft = train.Soft(stateful("llama"), ThresholdEvict())
+    soft = Soft(stateful("llama"), ThresholdEvict())
     tokens = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
     found = soft.lessons(tokens)
     assert set(found) == {0, 1}
@@ -255,7 +257,7 @@ def test_onnx_equals_the_oracle():
 
 
 def test_what_comes_with_accel_is_for_the_bundled_model():
-    with accel.optimize(train.REFERENCE, "threshold-evict", target="eager") as model:
+    with accel.optimize(REFERENCE, "threshold-evict", target="eager") as model:
         with model.session(1) as session:
             session.run(np.arange(3, 203)[None])
             notes = state(session)["note.3.recent"][0, :, :200]

@@ -2,13 +2,14 @@
 
 import math
 
-import models
 import numpy as np
 import pytest
 import torch
+from captured import keys_of
 from matrix import over_state
+from reference_data import REFERENCE
+from runs.fit import Fit
 from tokenizers import Tokenizer
-from train import REFERENCE, Fit, keys_of
 
 import accel
 from accel.compiler.assemble import assemble
@@ -21,10 +22,8 @@ from accel.ir.recipe import Recipe
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select.tokenbutler import TokenButler, turned
 from accel.passes.trained import ALL, source, write
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .select_case import Selecting, built, close, measured_for, singles
+from .select_case import Selecting, built, close, law_every_target, llama, measured_for
 
 B, T, E, H, G, F, C = 2, 7, 32, 4, 2, 16, 12
 
@@ -180,11 +179,7 @@ def test_first_tokens_that_compete_are_caught():
 
 @pytest.fixture(scope="module")
 def two_layers():
-    layers, models.LAYERS = models.LAYERS, 2
-    try:
-        return models.ARCHITECTURES["llama"]()
-    finally:
-        models.LAYERS = layers
+    return llama(2)
 
 
 @pytest.fixture(scope="module")
@@ -286,21 +281,7 @@ def compiled(two_layers, program, tmp_path_factory):
 
 
 def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
-    tokens = np.random.default_rng(3).integers(0, 50, (2, 60))
-    oracle = CompiledModel(EagerBackend(compiled.program), compiled.facts)
-
-    def drive(session):
-        with session:
-            found = [session.run(tokens[:, :40]), singles(session, tokens[:, 40:43])]
-            found.append(session.run(tokens[:, 43:50], np.array([7, 2])))
-            session.rewind(41)
-            return [*found, session.run(tokens[:, 41:46]), singles(session, tokens[:, 46:48])]
-
-    want = drive(oracle.session(batch=2))
-    for kernels in compiled.artifact.entries["step"].graphs:
-        with accel.load(compiled.artifact.path, kernels=kernels, threads=1) as model:
-            for a, b in zip(drive(model.session(batch=2)), want, strict=True):
-                assert np.abs(a - b).max() < 2e-3 * max(1.0, np.abs(b).max()), kernels
+    law_every_target(compiled)
 
 
 def test_features_take_what_the_formula_says(compiled):

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 import train
+from reference_data import REFERENCE
+from runs.soft import Soft, SoftRun
 from safetensors.torch import load_file, save_file
 
 import accel
 from accel.ir.errors import PassError
+from accel.passes.calibrate import feeds
 from accel.passes.kv.score.trim_kv import TrimKV
 from accel.passes.trained import same_model, sample, write
 
@@ -27,7 +30,7 @@ def gates(stateful, tmp_path):
 
     def make(b2=None, **changes):
         program, file = stateful("llama"), tmp_path / "gates.safetensors"
-        soft = train.Soft(program, TrimKV())
+        soft = Soft(program, TrimKV())
         parts = soft.start(8, 0)
         generator = torch.Generator().manual_seed(1)
         for part in parts.values():
@@ -108,11 +111,11 @@ def test_a_rewound_token_is_noted_anew(stateful, gates):
 
 def test_gates_that_forget_nothing_change_nothing(stateful):
     program = stateful("llama")
-    soft = train.Soft(program, TrimKV())
+    soft = Soft(program, TrimKV())
     tokens = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
     plain, none = soft.logits(tokens)
     with torch.no_grad():
-        want = program.run("step", train.feeds(program, "step", tokens))["logits"]
+        want = program.run("step", feeds(program, "step", tokens))["logits"]
     torch.testing.assert_close(plain, want)
     assert not none
     parts = soft.start(8, 0)
@@ -128,8 +131,8 @@ def test_gates_that_forget_nothing_change_nothing(stateful):
 def test_training_learns_and_can_be_left(stateful, tmp_path):
     def begun(name):
         options = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / name})
-        soft = train.Soft(stateful("llama"), TrimKV())
-        return train.Run(soft, soft.start(8, 0), options)
+        soft = Soft(stateful("llama"), TrimKV())
+        return SoftRun(soft, soft.start(8, 0), options)
 
     ids = torch.randint(3, 60, (2, 25), generator=torch.Generator().manual_seed(0))
     known = torch.ones(2, 24)
@@ -191,7 +194,7 @@ def test_what_was_not_trained_for_this_is_refused(stateful, gates, tmp_path):
             evicting(stateful("llama"), tables(str(other)))
 
     program = stateful("llama")
-    model = sample(program, train.Soft(program, TrimKV()).keys)
+    model = sample(program, Soft(program, TrimKV()).keys)
     refused("does not exist.*train it")
     save_file(tensors, tmp_path / "other.safetensors", {"method": "trim-kv", "model": model})
     evicting(stateful("llama"), tables(str(tmp_path / "other.safetensors")))  # the control
@@ -225,7 +228,7 @@ def test_onnx_equals_the_oracle():
 
 
 def test_what_comes_with_accel_is_for_the_bundled_model():
-    with accel.optimize(train.REFERENCE, "trim-kv", target="eager") as model:
+    with accel.optimize(REFERENCE, "trim-kv", target="eager") as model:
         with model.session(1) as session:
             session.run(np.arange(3, 83)[None])
             notes = state(session)["note.3.recent"][0, :, :80]

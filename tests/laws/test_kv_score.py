@@ -14,6 +14,10 @@ from .. import kv_slots
 from ..kv_slots import AXES, SCALE, C, D, G, P, build, choose, named, real, sets, slots, taken
 
 NAMES = AXES["score"].names()
+SCORES = [(n, o) for n in NAMES for o in ({}, *AXES["score"].method(n).others)]
+each_score = pytest.mark.parametrize(
+    ("name", "options"), SCORES, ids=lambda x: x if isinstance(x, str) else ",".join(x) or "small"
+)
 some = settings(max_examples=6, deadline=None, derandomize=True)
 seeds = st.integers(0, 1 << 20)
 PER_SLOT = ("mass", "decode_mass", "entropy", "notes")
@@ -107,19 +111,19 @@ def law_no_number(score, seed, **more):
 LAWS = [law_budget, law_rows, law_empty, law_protected, law_no_number]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_score
 @pytest.mark.parametrize("law", LAWS)
 @some
 @given(seed=seeds)
-def test_law(law, name, seed):
-    law(build("score", name), seed)
+def test_law(law, name, options, seed):
+    law(build("score", name, **options), seed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_score
 @some
 @given(seed=seeds)
-def test_scores_are_finite_numbers_of_each_slot(name, seed):
-    score, x = build("score", name), slots(seed)
+def test_scores_are_finite_numbers_of_each_slot(name, options, seed):
+    score, x = build("score", name, **options), slots(seed)
     values = named(x) | kv_slots.constants(score)
     found = score(**{n: values[n] for n in kv_slots.parameters(score)})
     assert found.shape == (3, G, P + C) and found.isfinite().all()

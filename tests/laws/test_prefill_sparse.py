@@ -8,6 +8,8 @@ import pytest
 import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.model.compiled import CompiledModel
 
 from ..prefill_case import TOKENS, built, critical, far, module
 from ..spread import spread
@@ -123,6 +125,25 @@ def test_critiprefill_is_what_its_paper_says(arch):
         for other in others:
             wrong = critical(model, tokens, n, **{**cut, **other})
             assert n < 40 or far(got[row], wrong[n - 1 :]) > 1e-4
+
+
+@pytest.mark.long
+def test_minference_s_search_is_built_and_read():
+    """With the weights in 4 bits, of a text of the caller's."""
+    options = {**AXIS.small("minference"), "searched": True}
+    tables = {"prefill": {"sparse": {"use": "minference", **options}}, "weights": {"use": "int4"}}
+    text = np.random.default_rng(5).integers(3, 50, (4, 40)).tolist()
+    found = accel.optimize(
+        module("llama"), tables, max_context=64, max_batch=3, calibration=text, verify=False
+    )
+    with found as made:
+        (note,) = [n for n in made.report["notes"] if n.startswith("minference")]
+        assert note.startswith("minference: of 6 KV heads ")
+        oracle = CompiledModel(EagerBackend(made.program), made.facts)
+        want = prompted(oracle)
+        for kernels in made.artifact.entries["step"].graphs:
+            with accel.load(made.artifact.path, kernels=kernels, threads=1) as model:
+                assert far(prompted(model), want) < 2e-3
 
 
 def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():

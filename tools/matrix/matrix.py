@@ -36,8 +36,9 @@ import matrix_page
 import models
 import numpy as np
 import torch
+from captured import keys_of, over_state, shared
 from rich.progress import track
-from train import keys_of, over_state, shared, soft_of
+from run import kind_of
 
 import accel
 from accel.compiler import optimize as building
@@ -169,7 +170,7 @@ def random_part(program: Program, kind: Any, file: Path, seed: int = 0) -> None:
         tokens = torch.randint(3, program.facts.vocab_size, (2, 33), generator=generator)
         parts = measured(method, program, [(tokens, torch.ones(2, 32))])
         return write(method, file, parts, sample_of(program, keys_of(program)), {})
-    soft, generator = soft_of(program, kind()), torch.Generator().manual_seed(seed)
+    soft, generator = kind_of(kind).over(program, kind()), torch.Generator().manual_seed(seed)
     parts = soft.start(8, seed)
     for part in parts.values():
         for tensor in part.values():

@@ -20,9 +20,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import matrix
 import matrix_loops
 import numpy as np
+from captured import over_state
 from matrix import Case
 from tokenizers import Tokenizer
-from train import over_state
 
 from accel.compiler.load.checkpoint import load_model
 from accel.ir.axis import find_axes

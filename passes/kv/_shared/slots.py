@@ -25,6 +25,12 @@ def sums(x: Tensor, segment: Tensor) -> Tensor:
     return total.gather(2, segment)
 
 
+def ranks_of(scores: Tensor) -> Tensor:
+    """The place of each slot along the last axis, the highest score first, of equal scores the newest."""
+    order = scores.flip(-1).sort(stable=True, dim=-1, descending=True).indices
+    return order.sort(-1).indices.flip(-1)
+
+
 def mean_of_heads(x: Tensor, positions: Tensor) -> Tensor:
     """The mean over the heads that hold the same token in the same slot [B,G,S]: after heads kept tokens of their own,
     each slot is mostly of its head alone.

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
+from accel.passes.kv._shared.slots import ranks_of
 from accel.passes.kv.refine import Base
-from accel.passes.kv.refine._ranks import above_zero, ranks_of
+from accel.passes.kv.refine._ranks import above_zero
 
 
 @dataclass(frozen=True)

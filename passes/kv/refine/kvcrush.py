@@ -11,9 +11,8 @@ from torch import Tensor
 
 from accel.ir.errors import RecipeError, shown
 from accel.ir.noise import uniform
-from accel.passes.kv._shared.slots import same_token
+from accel.passes.kv._shared.slots import ranks_of, same_token
 from accel.passes.kv.refine import Base
-from accel.passes.kv.refine._ranks import ranks_of
 
 _ANCHORS = ("zeros", "ones", "alternate", "random", "mean")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -51,6 +51,7 @@ class Base(Method):
     recent: int = 0
     future: int = 1
     grade: ClassVar[str] = "approximate"
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ()  # options that laws hold beside `small`
 
     __call__: Callable[..., Tensor]
 

@@ -1,9 +1,15 @@
-"""What scores by leverage share: x_j^T (X^T X + ridge I)^-1 x_j by unrolled iterations of matrix products."""
+"""What scores by leverage share: x_j^T (X^T X + ridge I)^-1 x_j by unrolled iterations of matrix products, and
+random projections.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from accel.ir.noise import uniform
 
 _ROOT, _POLISH = 22, 6  # iterations
 _FLOOR = 1e-6  # of the largest eigenvalue
@@ -36,6 +42,18 @@ def leverage(rows: Tensor, ridge: float) -> Tensor:
 def bound(matrix: Tensor) -> Tensor:
     """At least the largest eigenvalue of each [...,K,K]: [...,1,1]."""
     return matrix.abs().sum(-1).amax(-1)[..., None, None]
+
+
+def sketch(groups: int, width: int, columns: int, seed: int, like: Tensor) -> Tensor:
+    """A Gaussian matrix of each head [G,D,K], of deviation 1/sqrt(K)."""
+    sizes = (groups, width, columns)
+    numbers = [
+        like.new_ones(n, dtype=torch.int64).cumsum(0).view(*(n if i == j else 1 for j in range(3)))
+        for i, n in enumerate(sizes)
+    ]
+    radius = (-2 * uniform(seed, *numbers).clamp(min=1e-9).log()).sqrt()
+    found: Tensor = radius * (2 * math.pi * uniform(seed + 1, *numbers)).cos() * columns**-0.5
+    return found
 
 
 def finite(real: Tensor, *tensors: Tensor) -> Tensor:

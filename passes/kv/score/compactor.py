@@ -12,9 +12,8 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.noise import uniform
 from accel.passes.kv.score import Base
-from accel.passes.kv.score._leverage import finite, leverage
+from accel.passes.kv.score._leverage import finite, leverage, sketch
 from accel.passes.kv.score._window import pooled
 
 _RIDGE = 0.01
@@ -106,18 +105,6 @@ def chunk_attention(
     weights = dots.masked_fill(hidden, torch.finfo(torch.float32).min).softmax(-1)
     drawn: Tensor = weights.masked_fill(hidden, 0).sum(3).mean(2)
     return drawn
-
-
-def sketch(groups: int, width: int, columns: int, seed: int, like: Tensor) -> Tensor:
-    """A Gaussian matrix of each head [G,D,K], of deviation 1/sqrt(K)."""
-    sizes = (groups, width, columns)
-    numbers = [
-        like.new_ones(n, dtype=torch.int64).cumsum(0).view(*(n if i == j else 1 for j in range(3)))
-        for i, n in enumerate(sizes)
-    ]
-    radius = (-2 * uniform(seed, *numbers).clamp(min=1e-9).log()).sqrt()
-    found: Tensor = radius * (2 * math.pi * uniform(seed + 1, *numbers)).cos() * columns**-0.5
-    return found
 
 
 def standard(x: Tensor, real: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from accel.ir.axis import count
 from accel.ir.errors import RecipeError, shown
 from accel.passes.kv._shared.slots import places, sums
 from accel.passes.kv.score import Base
+from accel.passes.kv.score._leverage import sketch
 
 
 @dataclass(frozen=True)
@@ -19,19 +22,27 @@ class CurDKV(Base):
     (of both), mean (of both), keys or values. `sinks`, `recent`: number of first and newest tokens to keep; the paper's
     code has no `recent`.
 
-    The paper has leverage scores; its code has row norms, as here. Its optional projection to 20 channels is left out.
+    The paper has leverage scores; its code has row norms, as here. `channels` (0: none; the code's option: 20): keys
+    and values are projected to so many random directions first, by `seed`, the same for both and for all heads.
     """
 
     sinks: int = 4
     recent: int = 0
     window: int = count(16, most=1 << 20)
     by: str = "product"
+    channels: int = count(0, most=256)
+    seed: int = 0
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"channels": 3},)
 
     def __post_init__(self) -> None:
         if min(self.sinks, self.recent) < 0 or self.window < 1:
             raise RecipeError(
                 f"kv.score.curdkv: sinks is {self.sinks}, recent {self.recent} and window {self.window}; give at "
                 "least 0, 0 and 1"
+            )
+        if min(self.channels, self.seed) < 0:
+            raise RecipeError(
+                f"kv.score.curdkv: channels is {self.channels} and seed {self.seed}; give at least 0"
             )
         if self.by not in ("product", "mean", "keys", "values"):
             raise RecipeError(
@@ -44,7 +55,10 @@ class CurDKV(Base):
         shares = []
         for x, name in ((keys, "keys"), (values, "values")):
             if self.by in (name, "product", "mean"):
-                norms = x.float().square().sum(-1).masked_fill(positions < 0, 0)
+                rows = x.float()
+                if self.channels:
+                    rows = rows @ sketch(1, x.shape[3], self.channels, self.seed, rows)[0]
+                norms = rows.square().sum(-1).masked_fill(positions < 0, 0)
                 total = sums(norms.nan_to_num(nan=0.0, posinf=0.0), segment)
                 shares.append(norms / total.clamp(min=1e-30))
         found = shares[0]

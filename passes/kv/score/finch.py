@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.passes.kv._shared.slots import places, ranks_of
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._window import observed
 
@@ -21,16 +23,23 @@ class Finch(Base):
     the group. The question stays. `Session.mark` says where it begins; where it does not, it is the last `window`
     tokens. Of a longer question the last `window` tokens vote.
 
-    kvpress' number of keys is one lower. The paper repeats the question behind each chunk of a long prompt; here the
-    prompt is whole before it is compressed.
+    `chunk` (0: the whole prompt): of every so many tokens the same share stays, with the question in its own, as in
+    kvpress. A budget then counts tokens before they are dropped, once, at the end of a prompt.
+
+    kvpress' number of keys is one lower. The paper also repeats the question behind each chunk of a long prompt, so
+    that later chunks read what is left of earlier ones; here the prompt is whole before it is compressed.
     """
 
     window: int = count(64, most=1024)
+    chunk: int = count(0, most=1 << 20)
     small: ClassVar[Mapping[str, Any]] = {"window": 4}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"chunk": 5},)
 
     def __post_init__(self) -> None:
         if self.window < 1:
             raise RecipeError(f"kv.score.finch: window is {self.window}; give at least 1")
+        if self.chunk < 0:
+            raise RecipeError(f"kv.score.finch: chunk is {self.chunk}; give 0 or more tokens")
 
     @property
     def observe(self) -> int:  # type: ignore[override]
@@ -57,7 +66,25 @@ class Finch(Base):
         number = (voting >= 0).sum(1).clamp(min=1)[:, None, None]
         worth = weighted.sum(3).mean(2) / number
         late = positions >= first[:, None, None]
-        return torch.where(late, seen[:, None, None] + 1.0, worth)  # a mean is at most `seen`
+        first_of_all = seen[:, None, None] + 1.0  # a mean is at most `seen`
+        worth = torch.where(late, first_of_all, worth)
+        if self.chunk:
+            worth = torch.where(late, first_of_all, self.shares(worth, positions))
+        return worth
+
+    def shares(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """Scores [B,G,S] -> minus the share of its chunk that stays with each token, where the best ones do."""
+        size, place = self.chunk, places(positions)
+        chunks = (positions.shape[2] + size - 1) // size + 1  # more than one, however few the slots
+        blank = torch.full_like(
+            pad(scores, (0, chunks * size + 1))[..., scores.shape[2] :], -torch.inf
+        )
+        laid = blank.scatter(2, place.clamp(max=chunks * size), scores)[..., :-1]
+        rank = ranks_of(laid.unflatten(2, (chunks, size))) + 1
+        tokens = (laid > -torch.inf).unflatten(2, (chunks, size)).sum(3, keepdim=True)
+        share = (rank / tokens.clamp(min=1)).flatten(2)
+        found = -pad(share, (0, 1)).gather(2, place.clamp(max=chunks * size))
+        return found.masked_fill(scores.isnan(), float("nan"))
 
     def normalizer(self, keys: Tensor) -> Tensor:
         """What the attention of a query that sees so many keys is multiplied by."""

@@ -25,14 +25,18 @@ class LagKV(Base):
     standard deviation of its channels. Tokens are compared by their rank in their partition, or, with `across`, by
     their score. The last complete partition and what follows are kept.
 
-    As kvpress has it: partitions are counted anew at each eviction. The paper's code freezes what it compressed, and
-    its defaults are 16 sinks and partitions of 1024.
+    As kvpress has it, partitions are counted anew at each eviction. With `freezes`, as in the paper's code (whose
+    defaults are 16 sinks and partitions of 1024), they lie where they lay in the text, and one that has lost a token
+    stays as it is. Then `kv.budget.threshold` = 1 - r keeps the share r of each partition, and evicting on the way
+    (`kv.when.every`) keeps what evicting once does. A budget of a fixed number takes whole new partitions instead.
     """
 
     sinks: int = 4
     partition: int = count(128, most=1 << 16)
     across: bool = False
+    freezes: bool = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 1, "partition": 3}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = ({"freezes": True},)
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.partition < 2:
@@ -41,13 +45,12 @@ class LagKV(Base):
             )
 
     def __call__(self, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-        place = places(positions)
         size = self.partition
         parts = (positions.shape[2] + size - 1) // size + 1  # there is always a next one
-        total = (positions >= 0).sum(2)[:, :, None, None] - self.sinks  # tokens after the sinks
+        after = self._open(positions) if self.freezes else places(positions) - self.sinks
+        total = after.masked_fill(positions < 0, -1).amax(2)[..., None, None] + 1
         number = positions.new_ones(parts).cumsum(0)[:, None] - 1  # [P,1]
         counted = (number + 2) * size <= total  # whose next partition is complete [B,G,P,1]
-        after = place - self.sinks
         inside = (positions >= 0) & (after >= 0)
         where = torch.where(inside, after, parts * size)[..., None]  # [B,G,S,1]
         scores = []
@@ -64,6 +67,25 @@ class LagKV(Base):
         found = pad(score, (0, 1), value=1.0).gather(2, where[..., 0])
         bad = ~(keys.float().sum(-1) + values.float().sum(-1)).isfinite()
         return found.masked_fill(bad, float("nan"))
+
+    def _open(self, positions: Tensor) -> Tensor:
+        """Where each slot lies behind the start of the first partition that is not frozen: below 0, it stays. [B,G,S]
+
+        From there on no token is missing.
+        """
+        last = positions.amax(2, keepdim=True)
+        whole = (positions >= 0) & (last - positions == _behind(positions))
+        first = torch.where(whole, positions, last).amin(2, keepdim=True) - self.sinks
+        start = (first.clamp(min=0) + self.partition - 1).div(
+            self.partition, rounding_mode="floor"
+        ) * self.partition
+        return positions - self.sinks - start
+
+
+def _behind(positions: Tensor) -> Tensor:
+    """How many tokens of its head come after each slot's [B,G,S]."""
+    real = (positions >= 0).long()
+    return real.sum(2, keepdim=True) - real.cumsum(2)
 
 
 def _varies(x: Tensor) -> Tensor:

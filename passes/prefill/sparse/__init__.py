@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from torch import Tensor
 
@@ -114,6 +114,10 @@ class Base(Pass, Choice):
         """
         raise NotImplementedError(f"{type(self).__name__} fuses, but has no fuse method")
 
+    def in_layers(self, program: Program) -> Mapping[int, Self]:
+        """The method as single layers have it, by their number; none: as it is."""
+        return {}
+
     def run(self, program: Program) -> Report:
         threshold = max(self.threshold, self.budget)
         if program.facts.max_context <= threshold + self.segment:
@@ -123,7 +127,7 @@ class Base(Pass, Choice):
                     f"{why}: no segment of {self.segment} tokens after token {threshold} has a successor"
                 ]
             )
-        entry, layers = sparse_entry(program, self)
+        entry, layers = sparse_entry(program, self, self.in_layers(program))
         program.entries["sparse"] = entry
         found = program.facts.prefill or Prefill()
         program.facts.prefill = replace(found, segments=Segments(self.segment, threshold))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Protocol
 
 import torch
@@ -48,9 +48,9 @@ class Method(Protocol):
     def fuse(self, weights: Tensor, before: Tensor) -> Tensor: ...
 
 
-def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
+def sparse_entry(program: Program, method: Method, own: Mapping[int, Method]) -> tuple[Entry, int]:
     """The step's inputs and state -> its state, and `queries.<layer>` where the step gives them; no
-    logits. In how many layers attention reads what the method chooses.
+    logits. In how many layers attention reads what the method, or the layer's `own`, chooses.
 
     All real tokens of a row are one segment from slot `slots [B]` on, before which lie whole blocks of
     `block` slots, and enough of them to choose from.
@@ -65,7 +65,7 @@ def sparse_entry(program: Program, method: Method) -> tuple[Entry, int]:
         assert isinstance(region, Region)
         node = next((n for n in region.graph.nodes if n.target is attention.default), None)
         if node is not None and layer >= method.first and operands_of(node).mask == "causal":
-            before = _gathered(program, method, call, node, before)
+            before = _gathered(program, own.get(layer, method), call, node, before)
             count += 1
     if not count:
         raise PassError(
@@ -227,7 +227,8 @@ def _ordered(scores: Tensor, segment: int) -> Tensor:
 
 def _columns(method: Method, inputs: Inputs, slots: Tensor) -> Tensor:
     """The best earlier slots beside these, [B,G,K] (-1: nothing)."""
-    scores = torch.nan_to_num(inputs.call(method.score_columns).float(), nan=LOWEST)
+    scores = inputs.call(method.score_columns).float()
+    scores = torch.nan_to_num(scores, nan=LOWEST, neginf=-torch.inf)
     scores = scores.masked_fill(~inputs["earlier"][:, None], -torch.inf)
     beyond = scores.shape[2]  # one more slot, for what is not read
     read = torch.zeros_like(torch.nn.functional.pad(scores, (0, 1)))

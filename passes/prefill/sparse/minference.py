@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.program import Program
+from accel.ir.tables import Observed
+from accel.passes.kv._shared.tables import observed
 from accel.passes.prefill.sparse import Base
-from accel.passes.prefill.sparse._inputs import best_of_next, diagonals, probabilities
+from accel.passes.prefill.sparse._inputs import best_of_next, diagonals, mean_queries, probabilities
+from accel.passes.prefill.sparse._segment import chosen
+from accel.passes.weights._calibrated import calibration_of
 
 _ALWAYS = 1e9
+_ROWS = 8  # of the calibration text
+_APART = 5e-3  # outputs that differ by more count
+PATTERNS = "vertical-slash", "A-shape", "block-sparse"
 
 
 @dataclass(frozen=True)
@@ -24,9 +32,15 @@ class MInference(Base):
     them. Blocks are those that the best distances cross, all up to `near` among them, until the budget is full: a block
     is worth its best distance.
 
-    All heads are vertical-slash, as in the release those that its search did not list; the search, per head and model,
-    is left out. Runs of keys are of a segment's queries, not of 64, and are rounded outward to blocks: more is
-    read.
+    `searched`: each KV head has one of three patterns, found when the model is built, out of the calibration text: the
+    one with the fewest outputs of a row's last segment that differ from those of full attention. They are the above;
+    A-shape, the first `columns` keys and the newest blocks; and block-sparse, the blocks whose mean keys have the
+    highest product with a mean query of a block. Without it all heads are vertical-slash, as in the release those
+    that its search did not list.
+
+    Each pattern is tried at the whole budget, where the paper's search has several splits into columns and distances.
+    In rows that are too short for it all sizes are halved until it fits. Runs of keys are of a segment's queries, not
+    of 64, and are rounded outward to blocks: more is read.
     """
 
     block: int = count(64, most=4096)
@@ -35,6 +49,8 @@ class MInference(Base):
     observe: int = count(64, most=4096)
     sinks: int = 30
     near: int = 100
+    searched: bool = False
+    patterns: tuple[int, ...] = field(default=(), init=False)  # of each KV head of a layer
     small: ClassVar[Mapping[str, Any]] = {
         "segment": 8, "block": 4, "budget": 8, "threshold": 8, "columns": 4, "observe": 4, "sinks": 1, "near": 2
     }  # fmt: skip
@@ -52,18 +68,97 @@ class MInference(Base):
                 f"{self.columns} and at least 0"
             )
 
+    @property
+    def reads_text(self) -> bool:  # type: ignore[override]
+        return self.searched
+
+    def summary(self, blocks: Tensor) -> dict[str, Tensor]:
+        """See Base."""
+        return {"mean": blocks.float().mean(3)}
+
     def score_columns(self, logits: Tensor) -> Tensor:
         vertical = probabilities(logits).sum((2, 3))  # [B,G,C]
         number = torch.arange(vertical.shape[2], device=vertical.device)
-        return vertical + _ALWAYS * (number < self.sinks)
+        vertical = vertical + _ALWAYS * (number < self.sinks)
+        first = (-number.float()).expand_as(vertical)
+        return self._by_head(vertical, first, torch.full_like(vertical, -torch.inf))
 
-    def score(self, logits: Tensor, first: Tensor, queries: Tensor) -> Tensor:
+    def score(
+        self, logits: Tensor, first: Tensor, queries: Tensor, mean: Tensor, scale: float
+    ) -> Tensor:
         slash = diagonals(probabilities(logits).sum(2))  # [B,G,C+W-1]
         distance = (first + queries.shape[2] - 1)[:, None] - torch.arange(
             slash.shape[2], device=slash.device
         )
         slash = slash + _ALWAYS * (distance < self.near)[:, None]
-        return crossed(slash, logits.shape[4] // self.block, self.block, self.segment)
+        lines = crossed(slash, logits.shape[4] // self.block, self.block, self.segment)
+        if not self.patterns:
+            return lines
+        newest = torch.arange(lines.shape[2], device=lines.device).float().expand_as(lines)
+        rows = mean_queries(queries, self.block, self.segment // self.block)
+        rows = rows.unflatten(1, (mean.shape[1], -1)).flatten(2, 3)  # [B,G,R·J,D]
+        pooled = ((rows @ mean.transpose(-1, -2)) * scale).amax(2)
+        return self._by_head(lines, newest, pooled)
+
+    def _by_head(self, *patterns: Tensor) -> Tensor:
+        """Of values [B,G,N] of each pattern, those of each head's own."""
+        if not self.patterns:
+            return patterns[0]
+        heads = zip(*(x.unbind(1) for x in patterns), strict=True)
+        return torch.stack([x[p] for x, p in zip(heads, self.patterns, strict=True)], dim=1)
+
+    def in_layers(self, program: Program) -> Mapping[int, Self]:
+        """See Base: with the patterns that the search finds."""
+        if not self.searched:
+            return {}
+        tokens = calibration_of(program).tokens[:, : program.facts.max_context]
+        text = [(row[None], torch.ones(1, len(row) - 1)) for row in tokens[:_ROWS]]
+        apart: dict[int, Tensor] = {}
+        for row in observed(program, text):
+            for layer, x in row.layers.items():
+                apart[layer] = apart.get(layer, 0) + self.apart(x)
+        best = {layer: counts.argmin(0).tolist() for layer, counts in apart.items()}
+        number = [sum(found.count(p) for found in best.values()) for p in range(len(PATTERNS))]
+        told = ", ".join(f"{n} {name}" for n, name in zip(number, PATTERNS, strict=True))
+        program.facts.notes.append(f"minference: of {sum(number)} KV heads {told}")
+        return {layer: self._with(found) for layer, found in best.items()}
+
+    def apart(self, x: Observed) -> Tensor:
+        """Of what a layer's attention reads of a row, how many outputs each pattern changes in each KV head [3,G]."""
+        groups, length = x.keys.shape[1], x.keys.shape[2]
+        halvings = 0
+        while 2 * (self.segment + self.budget) >> halvings > length:
+            halvings += 1
+        sizes = ("segment", "budget", "block", "columns", "observe", "sinks", "near")
+        half = {n: max(1, getattr(self, n) >> halvings) for n in sizes}
+        half["budget"] = half["columns"] + max(1, (self.budget - self.columns) >> halvings)
+        start = (length - half["segment"]) // half["block"] * half["block"]
+        first = torch.tensor([start])
+        queries = x.queries[:, :, start : start + half["segment"]].float()
+        keys, values = x.keys.float(), x.values.float()
+        grouped = queries.unflatten(1, (groups, -1))
+        logits = grouped @ keys[:, :, None].transpose(-1, -2) * x.scale  # [1,G,R,T,S]
+        at, number = start + torch.arange(queries.shape[2]), torch.arange(length)
+        logits = logits.masked_fill(number > at[:, None], -torch.inf)
+        want = logits.softmax(-1) @ values[:, :, None]
+        found = []
+        for pattern in range(len(PATTERNS)):
+            one: Base = replace(self, **half)._with([pattern] * groups)
+            slots, _ = chosen(one, queries, keys, number[None], first, x.scale)
+            read = torch.zeros(1, groups, length + 1).scatter(
+                2, slots.where(slots >= 0, length), 1.0
+            )
+            read = read[..., :-1].bool() | (number >= start)
+            some = logits.masked_fill(~read[:, :, None, None], -torch.inf)
+            off = (some.softmax(-1) @ values[:, :, None] - want).abs() > _APART
+            found.append(off.sum((0, 2, 3, 4)))
+        return torch.stack(found)
+
+    def _with(self, patterns: Sequence[int]) -> Self:
+        """With these patterns of its heads."""
+        found = replace(self)
+        object.__setattr__(found, "patterns", tuple(patterns))
+        return found
 
 
 def crossed(slash: Tensor, blocks: int, block: int, segment: int) -> Tensor:

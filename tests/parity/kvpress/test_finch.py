@@ -33,5 +33,17 @@ def test_a_question_is_marked():
     agree(OneFewer(window=3 * WINDOW), press, operands=marked)
 
 
+def test_of_each_chunk_the_same_share_stays():
+    def chunked(ratio):
+        found = press(ratio)
+        found.chunk_length = 20
+        return found
+
+    agree(
+        OneFewer(window=WINDOW, chunk=20), chunked, attentions=False, operands=unmarked,
+        lengths=(40, 80), ratios=(0.25, 0.5),
+    )  # fmt: skip
+
+
 def unmarked(prompt):
     return {"question": prompt.slots(Finch())["seen"] * 0 - 1}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-import train
+from runs.soft import Soft
 
 from accel.passes.kv.score.threshold_evict import ThresholdEvict
 from accel.passes.trained import sample, write
@@ -30,7 +30,7 @@ def both(stateful, tmp_path):
         i: {"w1": m[0].weight, "b1": m[0].bias, "w2": m[2].weight, "b2": m[2].bias}
         for i, m in enumerate(model.layers)
     }
-    soft, file = train.Soft(program, ThresholdEvict()), tmp_path / "part.safetensors"
+    soft, file = Soft(program, ThresholdEvict()), tmp_path / "part.safetensors"
     write(soft.method, file, parts, sample(program, soft.keys), {})
 
     def press(threshold, decoding=False):

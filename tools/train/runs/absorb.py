@@ -9,9 +9,12 @@ over all. The loss is the squared error as a share of the error without what was
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from captured import keys_of
+from run import Run
 from torch import Tensor
 
 from accel.ir.ops.attention import merged
@@ -20,7 +23,8 @@ from accel.ir.tables import Observed
 from accel.passes.kv._shared.tables import attentions, observed
 from accel.passes.kv.inputs import Site, call
 from accel.passes.kv.inputs.output import weight_of
-from accel.passes.trained import Parts, sample
+from accel.passes.kv.keep import Base as Keep
+from accel.passes.trained import Parts, Trained, sample
 
 POOL = 24  # rows, the first ones: running the model costs more than a step
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)  # of the tokens before a cut
@@ -109,6 +113,32 @@ class Absorbing:
             for out in (found, dropped)
         ]
         return errors[0] / errors[1].clamp(min=1e-12)
+
+
+@dataclass
+class AbsorbRun(Run):
+    """See above."""
+
+    pool: list[dict[int, Observed]] = field(default_factory=list)
+
+    @classmethod
+    def takes(cls, method: type[Any]) -> bool:
+        """See Kind."""
+        return issubclass(method, Trained) and issubclass(method, Keep) and method.absorbs
+
+    @classmethod
+    def over(cls, program: Program, method: Any) -> Absorbing:
+        """See Run."""
+        return Absorbing(program, method, keys_of(program))
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1]."""
+        if len(self.pool) < POOL:
+            self.pool.append(self.soft.observe(ids, known))
+        row = self.pool[self.step % len(self.pool)]
+        lost = self.soft.loss(row, self.parts, self.options.seed + self.step)
+        self.descend(lost)
+        return {"left": lost.item()}
 
 
 def losses(soft: Absorbing, batches: Iterable[tuple[Tensor, Tensor]], parts: Parts) -> list[float]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reference_data import REFERENCE
+from run import Run
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
@@ -119,3 +121,33 @@ def _read(folder: Path) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read a model in {folder}: {error}") from error
+
+
+class HeadRun(Run):
+    """Beside a `Pair`."""
+
+    @classmethod
+    def takes(cls, method: type[Any]) -> bool:
+        """See Kind."""
+        return issubclass(method, SpecdecPp)
+
+    @classmethod
+    def lacks(cls, options: argparse.Namespace) -> str | None:
+        """See Kind."""
+        needed = options.draft is None and options.model != REFERENCE
+        return "give the draft model's folder, as --draft DRAFT" if needed else None
+
+    @classmethod
+    def opened(cls, method: type[Any], options: argparse.Namespace) -> Pair:
+        """See Run."""
+        return open_pair(options, REFERENCE)
+
+    def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
+        """One step on rows [B,T+1], at the tokens that can be predicted."""
+        generator = torch.Generator().manual_seed(self.options.seed + self.step)
+        x, stands = self.soft.examples(ids[:, :-1], known, generator)
+        found = forward(self.parts[0], x)
+        lost = loss(found, stands)
+        self.descend(lost)
+        right = ((found.argmax(-1) > 0) == (stands > 0.5)).float().mean()
+        return {"loss": lost.item(), "stand": stands.mean().item(), "right": right.item()}

@@ -1,0 +1,1 @@
+"""Kinds of training: a file each (`run.Kind`). There is no registry."""
