@@ -15,8 +15,8 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
+from captured import shared as common
 from torch import nn
-from train import shared as common
 
 from accel.compiler import optimize
 from accel.compiler.explain import subject

@@ -5,7 +5,7 @@ from dataclasses import replace
 import models
 import pytest
 import torch
-from train import over_state
+from captured import over_state
 
 from accel.ir.capture.capture import capture
 from accel.passes.kv.score.knorm import KNorm
