@@ -25,6 +25,7 @@ class Part(StrEnum):
         "absorbed"  # of a whole row: what tokens that were evicted leave; `compress` writes it
     )
     HEADS = "heads"  # of a whole row: which query heads read its prompt, and their scores
+    COUNTS = "counts"  # of a whole row: how many kept slots each head has, where they are not equally many
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
 
@@ -218,6 +219,11 @@ class StateValue:
     def kept_positions(self) -> bool:
         """Whether it says which positions were chosen, or encoded in blocks."""
         return self.part is Part.POSITIONS and self.region is CacheRegion.KEPT
+
+    @property
+    def ragged(self) -> bool:
+        """Whether it says how many kept slots each head has (`ir.ragged`)."""
+        return self.part is Part.COUNTS
 
     @property
     def stored(self) -> bool:
