@@ -222,7 +222,7 @@ class StateValue:
 
     @property
     def ragged(self) -> bool:
-        """Whether it says how many kept slots each head has (`ir.ragged`)."""
+        """Whether it says how many kept slots each head has (`ir.ops.ragged`)."""
         return self.part is Part.COUNTS
 
     @property

@@ -201,11 +201,12 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
         if not state.kept_positions or state.layer is None:
             continue
         given[keep_of(state.layer)] = torch.full((batch,), seen)
-        most = slots + buffers[state.name].shape[2]
-        given[ranks_of(state.layer)] = torch.arange(most)
+        held = buffers[state.name].shape[2]
         if (counts := buffers.get(name_of(Part.COUNTS, state.layer, CacheRegion.KEPT))) is not None:
-            given[held_of(state.layer)] = torch.arange(int(counts.max()))
-            given[room_of(state.layer)] = torch.arange(most * counts.shape[1])
+            held = int(counts.max())
+            given[held_of(state.layer)] = torch.arange(held)
+            given[room_of(state.layer)] = torch.arange((slots + held) * counts.shape[1])
+        given[ranks_of(state.layer)] = torch.arange(slots + held)
         if (asked := queries_of(state.layer)) in entry.inputs:  # none: scores do not matter here
             tail = entry.input(asked).meta["val"].shape[2:]
             given[asked] = torch.zeros(batch, 1, *tail)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from accel.ir import ragged
+from accel.ir.ops import ragged
 from accel.ir.ops.op import Op
 from accel.ir.ops.pages import read_pages
 
@@ -195,7 +195,7 @@ def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 # bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none; sink [H] or none.
 # kept_k, kept_v [B,G,P,D], kept_pos [B,G,P]: slots before those of k and v, each head's its own; or none.
 # kept_counts [B,G] or none: heads have unequal numbers of such slots, which lie in kept_k, kept_v [B,1,M,D] and
-# kept_pos [B,1,M] one head's after another's (`ir.ragged`).
+# kept_pos [B,1,M] one head's after another's (`ir.ops.ragged`).
 # tree [B,T,W] (or [1,1,W]: the same for all) bool or none: which keys of the slots first[b] .. first[b]+W-1,
 # where the call's own lie, each query may see, if the positions let it (of a tree of guesses, W = T: a token's
 # ancestors and itself). W = 1 hides nothing where it is true: a row of tokens.

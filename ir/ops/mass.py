@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.ir import ragged
+from accel.ir.ops import ragged
 from accel.ir.ops.attention import Operands, attention, weights
 from accel.ir.ops.op import Op
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from accel.ir import ragged
 from accel.ir.entries.compress import COMPRESS, held_of, keep_of, ranks_of, room_of
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
+from accel.ir.ops import ragged
 from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
@@ -66,7 +66,7 @@ class Compress(Pass):
     any head keeps) and, where the score asks for them, `queries.<layer> [B,W,H,D]` with
     `query_positions [B,W]`, which the step gives as `queries.<layer> [B,T,H,D]`.
 
-    Where heads of a layer keep unequal numbers, what is kept lies one head's after another's (`ir.ragged`), with
+    Where heads of a layer keep unequal numbers, what is kept lies one head's after another's (`ir.ops.ragged`), with
     `kept.<layer>.counts [B,G]`; `compress` then takes `held.<layer> [P]` and `room.<layer> [M]`, too.
     """
 

@@ -1,4 +1,4 @@
-"""Kept slots of unequal numbers in ONNX (`ir.ragged`): copied, at each call, to as many of each head."""
+"""Kept slots of unequal numbers in ONNX (`ir.ops.ragged`): copied, at each call, to as many of each head."""
 
 from __future__ import annotations
 

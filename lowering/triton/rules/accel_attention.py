@@ -184,7 +184,8 @@ def _launch(
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
         RAGGED=ends is not None, LSE=lse.numel() > 0, SCALED=part.scales is not None,
-        LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide, HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
+        LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
+        HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
         PRECISION=_precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
     )  # fmt: skip

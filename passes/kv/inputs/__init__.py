@@ -36,7 +36,7 @@ class Site:
 
     `kept`: the step's placeholders of what `compress` rewrites, by name. `NAME` is the kept part [B,G,P,…] of a
     value per token, `NAME.recent` the recent part [B,G,C,…]. Where there are `counts`, kept parts are [B,1,M,…]
-    (`ir.ragged`).
+    (`ir.ops.ragged`).
     """
 
     layer: int

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir import ragged
+from accel.ir.ops import ragged
 from accel.ir.ops.attention import operands_of
 from accel.ir.ops.mass import attention_weights
 from accel.ir.program import Editor, Program, State
