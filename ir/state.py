@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -57,6 +58,7 @@ _ROLES = {  # how the roles of a region's values begin in a manifest, longer one
     CacheRegion.CROSS: "cross.",
     CacheRegion.RECENT: "",
 }
+_COUNTS = _ROLES[CacheRegion.KEPT] + Part.COUNTS
 _WRITERS = {
     CacheRegion.POOL: Writer.SESSION,
     CacheRegion.LOW: Writer.COMPRESS,
@@ -241,4 +243,9 @@ def writer_of(role: str) -> Writer:
 
 def by_row(role: str) -> bool:
     """Whether `compress` writes a value of this role for a whole row, however many tokens it keeps."""
-    return role == Part.ABSORBED
+    return role in (Part.ABSORBED, _COUNTS)
+
+
+def ragged_heads(state: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The KV heads of each layer, in a report or manifest, whose kept slots are one head's each."""
+    return {value["layer"]: int(value["shape"][1]) for value in state if value["role"] == _COUNTS}

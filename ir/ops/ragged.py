@@ -21,7 +21,8 @@ def spread(flat: Tensor, where: Tensor) -> Tensor:
     index = where.flatten(1)
     for size in flat.shape[2:]:
         index = index[..., None].expand(*[-1] * index.dim(), size)
-    return flat.gather(1, index).unflatten(1, where.shape[1:])
+    found: Tensor = flat.gather(1, index).unflatten(1, where.shape[1:])
+    return found
 
 
 def owned(counts: Tensor, slots: Tensor) -> Tensor:
