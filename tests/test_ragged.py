@@ -21,7 +21,7 @@ from .kv_case import (
     recipe,
     state,
 )
-from .kv_slots import AXES, G, build, choose, constants, sets, slots
+from .kv_slots import AXES, G, build, choose, constants, real, sets, slots
 from .test_budget_tables import files
 
 UNEQUAL = [n for n in AXES["budget"].names() if not AXES["budget"].method(n).level]
@@ -147,6 +147,29 @@ def test_heads_keep_no_more_than_there_is_room_for(name, kept_):
 
     keeps, room = most_of(Greedy(safeguard=0.0))
     assert keeps > room or kept_ == 30, "the control"
+
+
+def law_level(budget):
+    """Heads keep equally many tokens, but for those that have no more."""
+    for seed, kept_ in ((0, 5), (1, 9), (2, 14)):
+        x = slots(seed)
+        found = sets(choose(x, kept_, build("score", "streaming-llm", sinks=1), budget))
+        for row, there in zip(found, real(x), strict=True):
+            most = max(map(len, row))
+            assert all(len(h) == min(most, len(t)) for h, t in zip(row, there, strict=True))
+
+
+@pytest.mark.parametrize("name", sorted({*AXES["budget"].names()} - {*UNEQUAL}))
+def test_a_level_budget_is_level(name):
+    law_level(build("budget", name))
+
+
+def test_a_budget_that_is_not_level_is_caught():
+    class Level(type(build("budget", "ada-kv"))):
+        level = True
+
+    with pytest.raises(AssertionError):
+        law_level(Level(safeguard=0.0))
 
 
 @pytest.mark.parametrize("codec", ["", "kv-int8", "kv-adaquant"])
