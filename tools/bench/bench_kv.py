@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kv-heads", type=int, default=16, help="for 16 query heads")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernels", default="auto", help="the variant of the step")
     parser.add_argument("--keep", type=int, default=1024, help="tokens that a score keeps")
     parser.add_argument("--read", type=int, default=1024, help="tokens that a selection reads")
     parser.add_argument(
@@ -84,7 +85,9 @@ def main() -> None:
     compiled, built = [], {}
     for name in options.only.split(","):
         compiled.append(compiled_of(name, module, options))
-        built[name] = accel.load(compiled[-1].artifact.path, threads=options.threads)
+        built[name] = accel.load(
+            compiled[-1].artifact.path, threads=options.threads, kernels=options.kernels
+        )
     sessions = {name: (b, options.context) for name, b in built.items()}
     sessions |= {
         f"{name} after 300": (built[name], 300)
@@ -123,6 +126,9 @@ def main() -> None:
             line += f", {step:.2f} times as fast"
             if alone:
                 line += f"; attention alone {alone[0]:.1f} to {alone[-1]:.1f} times"
+        if (other := taken.get(f"{name}:padded")) is not None:
+            ratio = statistics.median(b / a for a, b in zip(taken[name], other, strict=True))
+            line += f"; {ratio:.2f} times as fast as padded"
         print(line)
 
 
