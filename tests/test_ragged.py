@@ -172,7 +172,9 @@ def test_a_budget_that_is_not_level_is_caught():
         law_level(Level(safeguard=0.0))
 
 
-@pytest.mark.parametrize("codec", ["", "kv-int8", "kv-adaquant"])
+@pytest.mark.parametrize(
+    "codec", ["", *(pytest.param(n, marks=pytest.mark.long) for n in ("kv-int8", "kv-adaquant"))]
+)
 def test_every_variant_reads_heads_of_unequal_numbers(codec, monkeypatch):
     """Decoded turn by turn as on the eager target; with codes, too."""
     monkeypatch.setattr(models, "LAYERS", 2)
