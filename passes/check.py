@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from accel.ir.capture.examples import adapter_example, example, side_inputs
-from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, query_positions_of, ranks_of
+from accel.ir.entries.compress import (
+    COMPRESS,
+    held_of,
+    keep_of,
+    queries_of,
+    query_positions_of,
+    ranks_of,
+    room_of,
+)
 from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.ops.codec import encode_rows
@@ -193,7 +201,12 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
         if not state.kept_positions or state.layer is None:
             continue
         given[keep_of(state.layer)] = torch.full((batch,), seen)
-        given[ranks_of(state.layer)] = torch.arange(slots + buffers[state.name].shape[2])
+        held = buffers[state.name].shape[2]
+        if (counts := buffers.get(name_of(Part.COUNTS, state.layer, CacheRegion.KEPT))) is not None:
+            held = int(counts.max())
+            given[held_of(state.layer)] = torch.arange(held)
+            given[room_of(state.layer)] = torch.arange((slots + held) * counts.shape[1])
+        given[ranks_of(state.layer)] = torch.arange(slots + held)
         if (asked := queries_of(state.layer)) in entry.inputs:  # none: scores do not matter here
             tail = entry.input(asked).meta["val"].shape[2:]
             given[asked] = torch.zeros(batch, 1, *tail)

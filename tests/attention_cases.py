@@ -45,6 +45,24 @@ def beside_kept(mask: str, size: int, heads: int, groups: int):
     return make
 
 
+def beside_unequal(mask: str, size: int, heads: int, groups: int):
+    """As many more slots as each head has, none of one of them, one head's after another's; a row has room left."""
+    plain = attend(mask, size, heads, groups)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        counts = rng.integers(0, 9, (b, groups))
+        counts[0, 0] = 0
+        room = 8 * groups + 1
+        where = rng.permuted(np.tile(np.arange(room), (b, 1, 1)), axis=2) % LONGEST
+        where = np.where(np.arange(room) < counts.sum(1)[:, None, None], where, -1)
+        kept = randn(rng, b, 1, room, 10), randn(rng, b, 1, room, 6), torch.from_numpy(where)
+        operands = [*plain(b, t, c, rng), None, *kept]
+        none = [None] * (17 - len(operands))
+        return [*operands, *none, 0, None, None, torch.from_numpy(counts)]
+
+    return make
+
+
 def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
     """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one."""
     plain = attend(mask, size, heads, groups, bias)
@@ -146,6 +164,13 @@ def attention_cases() -> list[Case]:
     ):
         make = beside_kept(mask, 4, 4, groups)
         made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
+    for op, mask in (
+        (attention.attention, "causal"),
+        (attention.attention, "window"),
+        (attention.partial_attention, "chunk"),
+        (mass.attention_weights, "causal"),
+    ):
+        made.append(Case(f"{op.name}-kept-unequal-{mask}", op, beside_unequal(mask, 4, 4, 2)))
     for mask, groups, kept in [
         ("causal", 2, False),
         ("window", 4, False),

@@ -1,5 +1,6 @@
 // accel::Attention: softmax(scale q k^T + mask) v over the slots of a KV cache, by positions: those that every
-// step writes, and before them those that were kept, if any, of which each head has its own.
+// step writes, and before them those that were kept, if any, of which each head has its own: as many as every other,
+// or so many as it says, one head's after another's.
 //
 // AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
@@ -31,7 +32,7 @@
 namespace {
 
 using coded::Rows;
-using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots;
+using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots, slots::Span;
 
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
@@ -53,7 +54,12 @@ struct Segment {
   grouped::Blocks k_blocks, v_blocks;
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
-  std::shared_ptr<const std::vector<Slots>> slots;  // [B], or [B G]
+  bool ragged;                      // whether these lie one head's after another's, C of a row in all
+  std::vector<Span> spans;                          // of positions: [B], or [B G]
+  std::shared_ptr<const std::vector<Slots>> slots;  // the same
+
+  // Where the keys of a head of a row lie among all, and how many.
+  Span of(int64_t pair) const { return ragged ? spans[pair] : Span{pair * C, C}; }
 };
 
 // Slots of a segment that are gone through together: tiles [from, to) of its C slots.
@@ -358,9 +364,10 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const grouped::Bloc
 // Tiles [from, to) of a segment, for one head of one batch row.
 Piece piece_of(const Call& c, const Segment& s, int64_t pair, int64_t from, int64_t to) {
   const Slots* slots = &(*s.slots)[s.by_head ? pair : pair / c.G];
-  int64_t slot = pair * s.C + from * kTile;
+  Span mine = s.of(pair);
+  int64_t slot = mine.start + from * kTile;
   Rows k = rows_at(s.k, s.k_scale, s.k_blocks, slot), v = rows_at(s.v, s.v_scale, s.v_blocks, slot);
-  return {k, v, slots, s.C, from, to, {kFar, -1}, true, true};
+  return {k, v, slots, mine.count, from, to, {kFar, -1}, true, true};
 }
 
 // The rows that go together: `first`, then one every `step`. Where queries list pages, they are of one token.
@@ -537,7 +544,9 @@ void work(Call& c, int64_t item) {
       over_guesses(c, pair, index, mine, [&](const Piece& x, const int64_t* which, int64_t n) { guessed(x, which, n, i); });
       continue;
     }
-    Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, s.C) + kTile - 1) / kTile);
+    int64_t mine = s.of(pair).count;
+    if (index * kChunk >= mine) continue;
+    Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, mine) + kTile - 1) / kTile);
     x.held = x.slots->chunks[index], x.full = x.slots->full[index];
     if (!x.held.misses(seen)) over(x, i);
   }
@@ -571,7 +580,7 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out)
   *out = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), bits, c.set.rows,
           keys ? c.set.k_group : c.set.v_group, keys ? c.D : c.W, bool(keys ? c.set.k_along : c.set.v_along)};
   if (c.set.rows <= 0 || out->group <= 0 || (out->along && c.set.rows % out->group)) return false;
-  int64_t blocks = c.B * c.G * (s.C / c.set.rows);
+  int64_t blocks = c.B * (s.ragged ? 1 : c.G) * (s.C / c.set.rows);
   return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && s.C % c.set.rows == 0 && x.rank == 4 &&
          x.count() == blocks * c.set.rows * out->bytes() && scale.rank && scale.count() == blocks * out->groups() &&
          least.rank && least.count() == scale.count();
@@ -579,16 +588,36 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out)
 
 // Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any.
 bool same(const Call& c, const Segment& s, bool coded) {
+  int64_t lists = s.ragged ? 1 : c.G;
   for (const abi::Tensor* scale : {&s.k_scale, &s.v_scale})
-    if (coded && (!scale->rank || scale->count() != c.B * c.G * s.C)) return false;
-  return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == c.G &&
-         s.v.size[1] == c.G && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
+    if (coded && (!scale->rank || scale->count() != c.B * lists * s.C)) return false;
+  return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == lists &&
+         s.v.size[1] == lists && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
+}
+
+// The spans of a segment's positions, out of the slots of each head where these are unequal numbers; whether they fit.
+bool lay(const Call& c, Segment& s, const abi::Tensor& counts) {
+  if (!s.ragged) {
+    for (int64_t i = 0; i < (s.by_head ? c.B * c.G : c.B); ++i) s.spans.push_back({i * s.C, s.C});
+    return true;
+  }
+  if (counts.rank != 2 || counts.size[0] != c.B || counts.size[1] != c.G) return false;
+  for (int64_t b = 0; b < c.B; ++b) {
+    int64_t at = 0;
+    for (int64_t g = 0; g < c.G; ++g) {
+      int64_t count = counts.as<int64_t>()[b * c.G + g];
+      if (count < 0 || count > s.C - at) return false;
+      s.spans.push_back({b * s.C + at, count});
+      at += count;
+    }
+  }
+  return true;
 }
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Call& c) {
   const abi::Api& api = kernel.api;
   Segment &kept = c.segments[0], &recent = c.segments[1];
-  abi::Tensor k_pos, kept_pos;
+  abi::Tensor k_pos, kept_pos, counts;
   abi::Tensor* inputs[] = {&c.q,           &recent.k,       &recent.v,     &c.q_pos, &k_pos,  &c.bias,
                            &c.sink,        &kept.k,         &kept.v,       &kept_pos,
                            &c.pages,       &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale,
@@ -605,20 +634,21 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (abi::Status* s = abi::read(api, context, many + 1, &c.first)) return s;
   if (abi::Status* s = abi::read(api, context, many + 2, &c.beside)) return s;
   if (abi::Status* s = abi::read(api, context, many + 3, &c.beside_lse)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 4, &counts)) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
   c.G = recent.k.size[1], c.W = form == kCodes ? c.set.v_width : recent.v.size[3];
   bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
-  bool apart = kept_pos.size[1] == c.G;
+  kept.ragged = some && counts.rank, kept.by_head = kept.ragged || kept_pos.size[1] == c.G;
   recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
   auto sized = [&](Segment& s, bool blocks) {
     return blocks ? blocks_of(c, s, true, &s.k_blocks) && blocks_of(c, s, false, &s.v_blocks) : same(c, s, coded);
   };
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
               k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
-              (!some || (kept_pos.size[0] == c.B && (apart || kept_pos.size[1] == 1) &&
-                         sized(kept, form >= kGroups)));
+              (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == (kept.by_head && !kept.ragged ? c.G : 1) &&
+                         sized(kept, form >= kGroups) && lay(c, kept, counts)));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   c.listed = c.pages.rank == 4 && c.pages.size[2] ? c.pages.size[3] : 0;
@@ -636,7 +666,9 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (merged && (c.beside.rank != 4 || c.beside_lse.rank != 3 || c.beside.count() != c.B * c.H * c.T * c.W ||
                  c.beside_lse.count() != c.B * c.H * c.T))
     return api.fail("Attention: what is merged in does not fit the queries and values");
-  kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
+  int64_t longest = 0;
+  for (const Span& s : kept.spans) longest = std::max(longest, s.count);
+  kept.first = 0, kept.last = recent.first = (longest + kChunk - 1) / kChunk;
   int64_t slots = c.listed ? c.listed * c.set.page : recent.C;
   c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
   c.blocks = c.listed ? c.T * ((c.R + kRows - 1) / kRows) : (c.rows + kRows - 1) / kRows;
@@ -655,9 +687,9 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
     if (abi::Status* s = api.data(out, &data)) return s;
     c.lse = static_cast<float*>(data);
   }
-  recent.by_head = false, recent.slots = slots::of(k_pos.as<int64_t>(), c.B, recent.C);
-  kept.by_head = apart;
-  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), apart ? c.B * c.G : c.B, kept.C);
+  recent.by_head = false, lay(c, recent, counts);
+  recent.slots = slots::of(k_pos.as<int64_t>(), c.B * recent.C, recent.spans);
+  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), kept_pos.count(), kept.spans);
   if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
   return nullptr;
 }
@@ -697,7 +729,7 @@ constexpr abi::Attribute<Settings> kWithBlocks[] = {
 };
 
 int type_of(Form form, size_t i) {
-  if (size_t many = kInputs[form]; i >= many) return i == many ? abi::kBool : i == many + 1 ? abi::kInt64 : abi::kFloat;
+  if (size_t many = kInputs[form]; i >= many) return i == many ? abi::kBool : i == many + 1 || i == many + 4 ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kCodes && (i == 1 || i == 2)) return abi::kUint8;
@@ -713,7 +745,7 @@ abi::Op op() {
   else
     op = abi::op_of<Settings, kAttributes, run<kForm>>();
   op.name = [](const abi::Op*) { return kNames[kForm]; };
-  op.input_count = [](const abi::Op*) { return kInputs[kForm] + 4; };
+  op.input_count = [](const abi::Op*) { return kInputs[kForm] + 5; };
   op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
   op.output_count = [](const abi::Op*) { return size_t(2); };
   op.output_presence = [](const abi::Op*, size_t i) { return int(i ? abi::kOptional : abi::kRequired); };

@@ -10,6 +10,7 @@ import torch
 
 from accel.ir.ops import attention, kv, mass, norm, rope, rows
 from accel.lowering.onnx.rules.accel_pages import gathered, page_mask
+from accel.lowering.onnx.rules.accel_ragged import in_slots, padded
 from accel.lowering.onnx.rules.aten_nn import product
 from accel.lowering.onnx.writer.branch import either
 from accel.lowering.onnx.writer.builder import DTYPES, Builder
@@ -91,15 +92,15 @@ def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> str:
     """Over chosen pages: of one token only these are read, of several all slots, most of them hidden."""
-    return _over_pages(b, Operands(*operands, **more), lambda x: [_attend(b, x)], [b.out])[0]
+    x = padded(b, Operands(*operands, **more))
+    return _over_pages(b, x, lambda x: [_attend(b, x)], [b.out])[0]
 
 
 @lower(attention.partial_attention.default)
 def attend_partly(b: Builder, *operands: Any, **more: Any) -> Sequence[str]:
     """The same, and the logarithm of what the weights were divided by."""
-    return _over_pages(
-        b, Operands(*operands, **more), lambda x: [_attend(b, x), _log_sum(b, x)], b.out
-    )
+    x = padded(b, Operands(*operands, **more))
+    return _over_pages(b, x, lambda x: [_attend(b, x), _log_sum(b, x)], b.out)
 
 
 @lower(attention.merge_attention.default)
@@ -157,7 +158,7 @@ def attention_weights(b: Builder, *operands: Any, **more: Any) -> str:
     x = Operands(*operands, **more)
     heads = int(b.shape(x.q)[1])
     repeat = heads // int(b.shape(x.k)[1])
-    probs, _ = _weights(b, x)
+    probs = in_slots(b, x, _weights(b, padded(b, x))[0])
     places = b.node("Unsqueeze", x.q_pos, b.ints(1, 3))
     real = b.node("GreaterOrEqual", places, b.constant(0, torch.int64))
     real = b.node("Cast", real, to=DTYPES[torch.float32])  # [B,1,T,1]

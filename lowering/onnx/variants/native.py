@@ -58,7 +58,7 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
     none = [None] * (4 - len(scales) if coded else 0)
-    rest = [*none, x.tree, x.first, x.beside, x.beside_lse]
+    rest = [*none, x.tree, x.first, x.beside, x.beside_lse, x.kept_counts]
     op = "AttentionInt8" if coded else "Attention"
     return b.node(op, *read, x.kept_pos, x.pages, *scales, *rest, **common)
 
@@ -106,7 +106,8 @@ def _over_blocks(
         *scales,
     )
     return b.node(
-        "AttentionCodes" if last else "AttentionGroups", *given, None, None, x.beside, x.beside_lse, **common,
+        "AttentionCodes" if last else "AttentionGroups", *given, None, None, x.beside, x.beside_lse,
+        x.kept_counts, **common,
         k_bits=k["bits"], v_bits=v["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"],
         k_along=k["along"], v_along=v["along"], v_width=v["width"],
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from accel.ir.ops import ragged
 from accel.ir.ops.attention import operands_of
 from accel.ir.ops.mass import attention_weights
 from accel.ir.program import Editor, Program, State
@@ -47,7 +48,7 @@ def accumulate(
     keys, where = cache_of(site.node, Part.KEYS), site.kept["pos"].meta["val"]
     groups, letter, wanted = int(sizes(keys)[1]), f"P{site.layer}", parameters(update)
     letters = {"B": where.shape[0], "C": keys.meta["val"].shape[2], letter: where.shape[2]}
-    shape = ("B", groups, letter)
+    shape, flat = ("B", site.lists, letter), "counts" in site.kept
     kept = State(Part.MASS, site.layer, "float32", shape, 0, CacheRegion.KEPT, detail)
     recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"), detail=detail)
     words = ".".join(word for word in (detail, _STEPS) if word)
@@ -74,12 +75,18 @@ def accumulate(
         # tokens that were demoted come before
         first = drawn.shape[4] - wide - old["recent"].shape[2]
         slots = x["k_pos"][:, None].expand(-1, groups, -1)
+        held, places = old["kept"], x["kept_pos"][..., first:]
+        if flat:  # each head has all slots, but for those of others, which are empty
+            numbers = torch.ones_like(places[0, 0]).cumsum(0) - 1
+            mine = ragged.owned(x["kept_counts"], numbers)
+            held = torch.where(mine, held, 0.0)
+            places = torch.where(mine, places, -1)
         named: dict[str, Any] = {
             **old,
-            name: torch.cat((old["kept"], old["recent"]), dim=2),
+            name: torch.cat((held, old["recent"]), dim=2),
             "weights": drawn[..., first:],
             "query_positions": x["q_pos"],
-            "positions": torch.cat((x["kept_pos"][..., first:], slots), dim=2),
+            "positions": torch.cat((places, slots), dim=2),
         }
         more: tuple[Tensor, ...] = ()
         if _STEPS in old:
@@ -87,7 +94,10 @@ def accumulate(
             named[_STEPS] = (old[_STEPS] + tokens).masked_fill(tokens > 1, 0)
             more = (named[_STEPS],)
         new = call(update, named)
-        return new[..., :wide], new[..., wide:], *more
+        kept_part = new[..., :wide]
+        if flat:
+            kept_part = torch.where(mine, kept_part, 0.0).sum(1, keepdim=True)
+        return kept_part, new[..., wide:], *more
 
     with editor.graph.inserting_before(end):
         found = trace(
@@ -97,7 +107,7 @@ def accumulate(
             *before.values(),
             *read.values(),
             like=site.node,
-            key=(name, key, *rest.items(), *read),
+            key=(name, key, flat, *rest.items(), *read),
         )
     states = (kept, recent, count)
     outputs |= {state.output: new for state, new in zip(states, found, strict=False)}
