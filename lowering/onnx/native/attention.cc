@@ -10,7 +10,8 @@
 // What was read elsewhere (a partial result and the log-sum-exp of its scores) is merged in, and the second result
 // is the log-sum-exp of everything.
 //
-// Where each query of a group lists the pages that it reads, so many slots each, the others are passed over.
+// Where each query of a group lists the pages that it reads, so many slots each, the others are passed over; small
+// pages, single tokens among them, are read slot by slot (lists.h).
 //
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
 // ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
@@ -25,6 +26,7 @@
 
 #include "abi.h"
 #include "coded.h"
+#include "lists.h"
 #include "slots.h"
 #include "vector.h"
 
@@ -65,10 +67,20 @@ struct Piece {
   bool full;   // no slot is empty
   bool on;     // what comes after it is read too
   const int64_t* pages = nullptr;  // where each page of it starts, in slots from `k` and `v`; none: they lie as they are
+  const int64_t* listed = nullptr;  // the slots, one by one, counted from `k` and `v`
 
   // Slots from number j on, as many as lie together.
   int64_t place(int64_t j, int64_t page) const { return pages ? pages[j / page] + j % page : j; }
   int64_t used() const { return std::min(to * kTile, C) - from * kTile; }
+
+  // `count` rows of `k` or `v` from number j on.
+  const float* read(const Rows& rows, int64_t j, int64_t count, int64_t page, float* room) const {
+    return listed ? lists::read(rows, listed + j, count, room) : rows.at(place(j, page)).read(count, room);
+  }
+  void ahead(const Rows& rows, int64_t j, int64_t count, int64_t page) const {
+    if (!listed) return rows.ahead(place(j, page), count);
+    for (int64_t i = j; i < std::min(j + count, used()); ++i) rows.ahead(listed[i], 1);
+  }
 };
 
 struct Call {
@@ -224,7 +236,7 @@ void mix_run(const Call& c, const float* const* p, const Piece& x, int64_t from,
   float* at[N];
   for (int64_t j = 0, some; j < count; j += some) {
     some = c.turned ? count : std::min(kNear, count - j);
-    const float* values = x.v.at(x.place(from + j, c.set.page)).read(some, room);
+    const float* values = x.read(x.v, from + j, some, c.set.page, room);
     int64_t w = 0;
     auto place = [&] {
       for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
@@ -261,10 +273,11 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    int64_t place = x.place(j, c.set.page), next = j + 2 * kNear;
-    if (x.on && (!x.pages || next < used)) x.k.ahead(x.place(next, c.set.page), kNear);
-    x.v.ahead(place, kNear);
-    direct_all<N>(c, rows, x.k.at(place).read(std::min(kNear, used - j), room), from, j, used, whole, at);
+    int64_t next = j + 2 * kNear;
+    if (x.on && (!x.pages || next < used)) x.ahead(x.k, next, kNear, c.set.page);
+    x.ahead(x.v, j, kNear, c.set.page);
+    const float* keys = x.read(x.k, j, std::min(kNear, used - j), c.set.page, room);
+    direct_all<N>(c, rows, keys, from, j, used, whole, at);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -381,6 +394,13 @@ void list(const Call& c, int64_t pair, int64_t token, std::vector<int64_t>& out)
   for (int64_t i = 0; i < c.listed; ++i)
     if (pages[i] >= 0 && pages[i] < c.segments[1].C / c.set.page) out.push_back(pages[i]);
   std::sort(out.begin(), out.end());
+}
+
+// So many of the slots that queries read one by one, all of which they see.
+Piece slots_of(const Call& c, int64_t pair, const int64_t* listed, int64_t count, Range seen) {
+  Piece x = piece_of(c, c.segments[1], pair, 0, (count + kTile - 1) / kTile);
+  x.listed = listed, x.C = count, x.held = seen;
+  return x;
 }
 
 // A page by itself.
@@ -507,8 +527,9 @@ void work(Call& c, int64_t item) {
   };
   auto over = [&, count = count](Piece x, int64_t i) {
     if (c.turned) {
-      turn(x.k.read(x.used(), room.data()), c.D, x.used(), keys.data());
-      x.v = Rows{x.v.read(x.used(), room.data()), nullptr, nullptr, c.W};
+      turn(x.read(x.k, 0, x.used(), c.set.page, room.data()), c.D, x.used(), keys.data());
+      x.v = Rows{x.read(x.v, 0, x.used(), c.set.page, room.data()), nullptr, nullptr, c.W};
+      x.listed = nullptr;
     }
     for (int64_t r = 0; r < count; ++r) rows[r].slots = x.slots;
     for (int64_t r = 0, n; r < count; r += n) {
@@ -523,11 +544,22 @@ void work(Call& c, int64_t item) {
     kGo[n - 1](c, some, x, nullptr, room.data(), parts);
     for (int64_t j = 0; j < n; ++j) merge(known(which[j], i), parts[j], c.W);
   };
-  if (c.listed) list(c, pair, block % c.T, pages);
+  bool single = c.listed && c.set.page < kNear;
+  if (single) {
+    const int64_t* own = c.pages.as<int64_t>() + (pair * c.T + block % c.T) * c.listed;
+    lists::slots(own, c.listed, c.set.page, (*c.segments[1].slots)[b], c.segments[1].C, rows[0].seen, pages);
+  } else if (c.listed) {
+    list(c, pair, block % c.T, pages);
+  }
   for (int64_t i = start; i < end; ++i) {
     const Segment& s = c.segments[i >= c.segments[0].last];
     for (int64_t r = 0; r < count && c.splits > 1; ++r) empty(known(r, i), c.W);
     int64_t index = i - s.first;
+    if (single && &s == &c.segments[1]) {
+      int64_t at = index * kChunk, some = std::min<int64_t>(kChunk, int64_t(pages.size()) - at);
+      if (some > 0) over(slots_of(c, pair, pages.data() + at, some, rows[0].seen), i);
+      continue;
+    }
     if (c.listed && &s == &c.segments[1]) {
       size_t some = kChunk / c.set.page, at = index * some, last = std::min(pages.size(), at + some);
       over_pages(c, pair, pages, at, last, seen, [&](const Piece& x) { over(x, i); });
@@ -622,8 +654,9 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   c.listed = c.pages.rank == 4 && c.pages.size[2] ? c.pages.size[3] : 0;
-  if (c.listed && (c.set.page < kNear || kChunk % c.set.page || recent.C % c.set.page || c.pages.size[0] != c.B ||
-                   c.pages.size[1] != c.G || c.pages.size[2] != c.T))
+  bool small = c.set.page < kNear;
+  if (c.listed && (c.set.page < 1 || (small ? c.bias.data != nullptr : kChunk % c.set.page != 0) ||
+                   recent.C % c.set.page || c.pages.size[0] != c.B || c.pages.size[1] != c.G || c.pages.size[2] != c.T))
     return api.fail("Attention: the lists of pages do not fit the queries and the cache");
   c.own = c.tree.rank == 3 && c.tree.size[2] > 1 ? c.tree.size[2] : 0;
   if (c.own) {

@@ -23,7 +23,7 @@ _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
-    """Every form has one, small pages and a tree over blocks aside; `exact` keeps a row's bits the same however many
+    """Every form has one, small pages beside a bias and a tree over blocks aside; `exact` keeps a row's bits the same however many
     rows a call has. Codes are read as they lie.
     """
     return _attend(b, attention.Operands[str](*operands, **more), partial=False)
@@ -35,7 +35,7 @@ def attend_partly(b: Builder, *operands: Any, **more: Any) -> Any:
 
 
 def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
-    if x.pages is not None and (x.page % _PAGE or x.tree is not None):
+    if x.pages is not None and (x.tree is not None or _apart(x)):
         return NotImplemented
     common: dict[str, Any] = dict(
         domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
@@ -61,6 +61,11 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     rest = [*none, x.tree, x.first, x.beside, x.beside_lse]
     op = "AttentionInt8" if coded else "Attention"
     return b.node(op, *read, x.kept_pos, x.pages, *scales, *rest, **common)
+
+
+def _apart(x: attention.Operands[str]) -> bool:
+    """Whether nothing reads pages of this size: small ones, slot by slot, without a bias; larger ones by kNear."""
+    return x.bias is not None if x.page < _PAGE else x.page % _PAGE != 0
 
 
 def _alike(new: list[onnx.NodeProto | None], old: list[onnx.NodeProto | None]) -> bool:
