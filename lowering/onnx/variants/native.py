@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, choice, codec, groups, pages, quantized
+from accel.ir.ops import attention, choice, codec, groups, pages, quantized, units
 from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import attributes, join
@@ -126,7 +126,8 @@ def _of_all(b: Builder, positions: str | None) -> str | None:
 
 def _made(b: Builder, value: str, op: str) -> onnx.NodeProto | None:
     """accel's operator of that name that makes a value."""
-    made = next((n for n in reversed(b.nodes) if value in n.output), None)
+    around = b.above[0] if b.above else []  # the graph that a branch is in
+    made = next((n for n in reversed([*around, *b.nodes]) if value in n.output), None)
     return made if made is not None and (made.op_type, made.domain) == (op, DOMAIN) else None
 
 
@@ -169,6 +170,41 @@ def best_pages(
         "BestPages", worth, q_pos, k_pos, slots, domain=DOMAIN, count=count, page=page,
         mask=_MASKS.index(mask), window=window,
     )  # fmt: skip
+
+
+@lower(choice.key_products.default)
+def key_products(
+    b: Builder,
+    q: str,
+    keys: str,
+    at: str | None = None,
+    cos: str | None = None,
+    sin: str | None = None,
+    interleaved: bool = False,
+) -> Any:
+    """Keys are turned as they are read; codes are read as they lie."""
+    if any(b.dtype(x) != torch.float32 for x in (q, keys)):
+        return NotImplemented
+    read, *scales = _codes(b, keys) or [keys]
+    op = "KeyProductsInt8" if scales else "KeyProducts"
+    return b.node(
+        op, q, read, at, cos, sin, *scales, domain=DOMAIN, interleaved=int(interleaved)
+    )
+
+
+@lower(choice.head_votes.default)
+def head_votes(b: Builder, scores: str, seen: str, steps: float) -> Any:
+    return b.node("HeadVotes", scores, seen, domain=DOMAIN, steps=float(steps))
+
+
+@lower(units.best_tokens.default)
+def best_tokens(b: Builder, worth: str, label: str, seen: str, count: int) -> Any:
+    return b.node("BestTokens", worth, label, seen, domain=DOMAIN, count=count)
+
+
+@lower(units.units_seen.default)
+def units_seen(b: Builder, label: str, seen: str, count: Any) -> Any:
+    return b.node("UnitsSeen", label, seen, b.operand(count, torch.int64), domain=DOMAIN)
 
 
 @lower(pages.kv_pages.default)
