@@ -109,6 +109,12 @@ def weights(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
     return scores.softmax(-1)[..., : values.shape[2]], values
 
 
+def logits(x: Operands[Tensor]) -> Tensor:
+    """scale q k^T + mask [B,H,T,S], before the softmax; the lowest finite number where it is hidden."""
+    scores, values = _scores(x)
+    return scores[..., : values.shape[2]]
+
+
 def _scores(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """scale q k^T + mask [B,H,T,S+E], and the values [B,H,S,Dv]; E: first a sink, then what is beside."""
     k, v = x.k, x.v

@@ -7,6 +7,7 @@ abi::Op best_pages_op();
 abi::Op best_tokens_op();
 abi::Op decode_op();
 abi::Op decode_groups_op();
+abi::Op drawn_attention_op(bool coded);
 abi::Op encode_op();
 abi::Op head_votes_op();
 abi::Op key_products_op(bool coded);
@@ -28,6 +29,8 @@ extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps
                                 best_tokens_op(),
                                 decode_op(),
                                 decode_groups_op(),
+                                drawn_attention_op(false),
+                                drawn_attention_op(true),
                                 encode_op(),
                                 head_votes_op(),
                                 key_products_op(false),

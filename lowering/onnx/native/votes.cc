@@ -25,22 +25,22 @@ struct Call {
   std::vector<float> lse;  // [B,H,T], over what is seen
 };
 
+typedef int8_t b8 __attribute__((vector_size(8)));
+
 // Eight scores from slot j on, rounded; those that are not seen are minus infinity. Past the end, too.
 v8 at(const Call& c, const float* scores, const bool* seen, int64_t j) {
-  v8 x;
-  i8 there;
-  int64_t some = std::min<int64_t>(8, c.C - j);
-  if (some == 8)
+  v8 x = {};
+  b8 there = {};
+  if (j + 8 <= c.C) {
     x = load(scores + j);
-  else
-    for (int64_t i = 0; i < 8; ++i) x[i] = i < some ? scores[j + i] : 0;
-  for (int64_t i = 0; i < 8; ++i) there[i] = i < some && seen[j + i] ? -1 : 0;
+    std::memcpy(&there, seen + j, sizeof there);
+  } else {
+    for (int64_t i = 0; j + i < c.C; ++i) x[i] = scores[j + i], there[i] = seen[j + i];
+  }
   v8 wide = x * all(c.set.steps), size = wide < all(0.0f) ? -wide : wide;
-  v8 near = wide + all(12582912.0f) - all(12582912.0f);  // to the nearest, half to even
-  near = size < all(4194304.0f) ? near : wide;           // what is larger may have no more than a half
-  for (int64_t i = 0; i < 8; ++i)
-    if (size[i] >= 4194304.0f && size[i] < 8388608.0f) near[i] = std::nearbyint(wide[i]);
-  return there ? near / all(c.set.steps) : all(kNone);
+  v8 near = size + all(8388608.0f) - all(8388608.0f);  // to the nearest, half to even
+  near = size < all(8388608.0f) ? (wide < all(0.0f) ? -near : near) : wide;
+  return __builtin_convertvector(there, i8) != all(0) ? near / all(c.set.steps) : all(kNone);
 }
 
 void sum_up(Call& c, int64_t item) {

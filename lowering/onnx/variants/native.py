@@ -7,10 +7,10 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, choice, codec, groups, pages, quantized, units
+from accel.ir.ops import attention, choice, codec, groups, mass, pages, quantized, units
 from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
-from accel.lowering.onnx.native.join import attributes, join
+from accel.lowering.onnx.native.join import DRAWN, attributes, join
 from accel.lowering.onnx.rules.accel_codec import decode_rows as decoded
 from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.variants import NATIVE
@@ -34,14 +34,26 @@ def attend_partly(b: Builder, *operands: Any, **more: Any) -> Any:
     return _attend(b, attention.Operands[str](*operands, **more), partial=True)
 
 
+@lower(mass.drawn_attention.default)
+def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
+    """The attention again, which `join` makes one with that of the layer. Blocks of codes are read by the portable rule."""
+    x = mass.Drawn[str](*operands, **more)
+    if x.pages is not None or x.tree is not None:
+        return NotImplemented
+    blocks = (x.k, x.v, x.kept_k, x.kept_v)
+    if any(name and _made(b, name, "DecodeGroups") for name in blocks):
+        return NotImplemented
+    op, given, common = _plain(b, x, partial=False)
+    asked = [x.share, x.temperature, x.layer]
+    outputs = b.node(
+        DRAWN[op], *given, *asked, **common | {"outputs": 3}, noise=float(x.noise), seed=x.seed
+    )
+    return outputs[2]
+
+
 def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     if x.pages is not None and (x.tree is not None or _apart(x)):
         return NotImplemented
-    common: dict[str, Any] = dict(
-        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
-        window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
-        partial=int(partial), outputs=1 + partial,
-    )  # fmt: skip
     new, old = (
         [_made(b, name, "DecodeGroups") for name in names if name]
         for names in ((x.k, x.v), (x.kept_k, x.kept_v))
@@ -50,7 +62,24 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     if k_read and v_read and _alike(new, old):
         if x.tree is not None:
             return NotImplemented
-        return _over_blocks(b, x, k_read, v_read, new if all(new) else [], common)
+        return _over_blocks(b, x, k_read, v_read, new if all(new) else [], _common(b, x, partial))
+    op, given, common = _plain(b, x, partial)
+    return b.node(op, *given, **common)
+
+
+def _common(b: Builder, x: attention.Operands[str], partial: bool) -> dict[str, Any]:
+    """The settings of every form."""
+    return dict(
+        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
+        window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
+        partial=int(partial), outputs=1 + partial,
+    )  # fmt: skip
+
+
+def _plain(
+    b: Builder, x: attention.Operands[str], partial: bool
+) -> tuple[str, list[str | None], dict[str, Any]]:
+    """Operator, operands and settings of attention over floats, or over int8 codes where all are."""
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
@@ -60,7 +89,7 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     none = [None] * (4 - len(scales) if coded else 0)
     rest = [*none, x.tree, x.first, x.beside, x.beside_lse]
     op = "AttentionInt8" if coded else "Attention"
-    return b.node(op, *read, x.kept_pos, x.pages, *scales, *rest, **common)
+    return op, [*read, x.kept_pos, x.pages, *scales, *rest], _common(b, x, partial)
 
 
 def _apart(x: attention.Operands[str]) -> bool:
