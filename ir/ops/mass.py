@@ -75,10 +75,10 @@ def _noisy(x: Drawn[Tensor], temperature: Tensor) -> Tensor:
     return scores.softmax(-1) * ~hidden
 
 
-# The operands of `attention`, share [B,T]. -> [B,G,P+S]: the weights that slots draw, of all heads of a group and of all
-# queries, each share times; padding gives 0. With a temperature [B] it is a softmax over the slots alone, of
-# (scores + noise g) / temperature, g: Gumbel noise, a hash (`ir/noise.py`) of `seed`, the number layer [], the head from
-# 1 on, the query's position and the slot's.
+# The operands of `attention`, share [B,T]. -> [B,G,P+S]: the weights that slots draw, of all heads of a group and of
+# all queries, each share times; padding gives 0. With a temperature [B] it is a softmax over the slots alone, of
+# (scores + noise g) / temperature, g: Gumbel noise, a hash (`ir/noise.py`) of `seed`, the number layer [], the head
+# from 1 on, the query's position and the slot's.
 drawn_attention = Op(
     "drawn_attention",
     attention.schema.replace(

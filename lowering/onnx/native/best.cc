@@ -41,20 +41,23 @@ uint64_t ranked(float worth, int64_t page) {
 // counted how many reach a number, until the least is known that is among them; then they are sorted digit by digit.
 void select_many(uint64_t* found, uint64_t* end, size_t some, uint64_t* room) {
   constexpr int kMost = 1 << 11;
-  uint32_t counts[kMost], least = 0;
-  size_t equal = some;  // how many of those that are the least number so far are taken
+  uint32_t counts[2][kMost], least = 0;  // two, since neighbours often count alike, and one would wait for the other
+  size_t equal = some;                   // how many of those that are the least number so far are taken
   for (int i = 2, shift = 32; i >= 0; --i) {
     int above = shift;
     shift -= kDigits[i];
     uint32_t mask = (1u << kDigits[i]) - 1;
-    std::fill(counts, counts + kMost, 0);
+    std::fill(counts[0], counts[2], 0);
     for (uint64_t* x = found; x < end; ++x) {
       uint32_t number = *x >> 32;
-      counts[number >> shift & mask] += above == 32 || number >> above == least >> above;
+      counts[(x - found) % 2][number >> shift & mask] += above == 32 || number >> above == least >> above;
     }
     uint32_t digit = mask;
-    while (counts[digit] < equal) equal -= counts[digit--];
+    for (size_t here; (here = counts[0][digit] + counts[1][digit]) < equal; --digit) equal -= here;
     least |= digit << shift;
+    uint64_t* to = found;
+    for (uint64_t* x = found; x < end; ++x) *to = *x, to += uint32_t(*x >> 32) >> shift >= least >> shift;
+    end = to;
   }
   uint64_t* to = found;
   for (uint64_t* x = found; x < end; ++x) {

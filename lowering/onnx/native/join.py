@@ -82,9 +82,7 @@ class _Graph:
                 return [int(i) for i in numpy_helper.to_array(initializer).flatten()]
         return []
 
-    def before(
-        self, node: onnx.NodeProto, values: Iterable[str]
-    ) -> list[onnx.NodeProto] | None:
+    def before(self, node: onnx.NodeProto, values: Iterable[str]) -> list[onnx.NodeProto] | None:
         """What makes these values and comes after the node, in order; None where it needs what the node makes."""
         wanted, found = set(values), []
         for later in reversed(self.b.nodes):

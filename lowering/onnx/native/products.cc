@@ -77,7 +77,6 @@ void work(const Call& c, int64_t item) {
   room.resize(kNear * c.D), turned.resize(kNear * c.D);
   for (int64_t n = from; n < to; n += kNear) {
     int64_t some = std::min(kNear, to - n);
-    if (n + 3 * kNear <= c.C) rows.ahead(n + 2 * kNear, kNear);
     const float* keys = rows.at(n).read(some, room.data());
     if (at) {
       for (int64_t i = 0; i < some; ++i)

@@ -230,7 +230,9 @@ def _gumbel(b: Builder, x: mass.Drawn[str]) -> str:
     found = mixed(found, str(b.node("Unsqueeze", where, b.ints(2))))
     for _ in range(2):
         found = squared(left(b.node("Add", b.node("Mul", found, number(69621)), number(1))), 6789)
-    u = b.node("Add", b.node("Cast", found, to=DTYPES[torch.float32]), b.constant(0.5, torch.float32))
+    u = b.node(
+        "Add", b.node("Cast", found, to=DTYPES[torch.float32]), b.constant(0.5, torch.float32)
+    )
     u = b.node("Div", u, b.constant(float(PRIME + 1), torch.float32))
     u = b.node("Clip", u, b.constant(1e-9, torch.float32), b.constant(1 - 1e-7, torch.float32))
     return str(b.node("Neg", b.node("Log", b.node("Neg", b.node("Log", u)))))

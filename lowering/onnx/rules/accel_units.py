@@ -45,7 +45,9 @@ def units_seen(b: Builder, label: str, seen: str, count: Any) -> Any:
     zero, one = (b.constant(n, torch.int64) for n in (0, 1))
     groups, tokens, number = int(b.shape(label)[1]), b.size(seen, 2), b.operand(count, torch.int64)
     label = b.node("Min", b.node("Max", label, zero), b.node("Sub", number, one))
-    label = b.node("Expand", b.node("Unsqueeze", label, b.ints(2)), b.concat_ints([1, 1, tokens, 1]))
+    label = b.node(
+        "Expand", b.node("Unsqueeze", label, b.ints(2)), b.concat_ints([1, 1, tokens, 1])
+    )
     real = b.node("Cast", seen, to=DTYPES[torch.float32])
     real = b.node("Expand", real, b.ints(1, groups, 1, 1))
     shape = b.concat_ints([b.size(seen, 0), groups, tokens, number])

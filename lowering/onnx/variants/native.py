@@ -23,8 +23,8 @@ _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
-    """Every form has one, small pages beside a bias and a tree over blocks aside; `exact` keeps a row's bits the same however many
-    rows a call has. Codes are read as they lie.
+    """Every form has one, small pages beside a bias and a tree over blocks aside; `exact` keeps a row's bits the same
+    however many rows a call has. Codes are read as they lie.
     """
     return _attend(b, attention.Operands[str](*operands, **more), partial=False)
 
@@ -36,7 +36,7 @@ def attend_partly(b: Builder, *operands: Any, **more: Any) -> Any:
 
 @lower(mass.drawn_attention.default)
 def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
-    """The attention again, which `join` makes one with that of the layer. Blocks of codes are read by the portable rule."""
+    """The attention again, which `join` makes one with that of the layer. The portable rule reads blocks of codes."""
     x = mass.Drawn[str](*operands, **more)
     if x.pages is not None or x.tree is not None:
         return NotImplemented
@@ -216,9 +216,7 @@ def key_products(
         return NotImplemented
     read, *scales = _codes(b, keys) or [keys]
     op = "KeyProductsInt8" if scales else "KeyProducts"
-    return b.node(
-        op, q, read, at, cos, sin, *scales, domain=DOMAIN, interleaved=int(interleaved)
-    )
+    return b.node(op, q, read, at, cos, sin, *scales, domain=DOMAIN, interleaved=int(interleaved))
 
 
 @lower(choice.head_votes.default)

@@ -53,9 +53,7 @@ class Keyformer(Base):
         """See Base."""
         progress = (steps / self.rise).clamp(max=1)
         temperature = self.start + (self.end - self.start) * progress
-        return mass + drawn(
-            temperature=temperature, layer=layer, noise=self.noise, seed=self.seed
-        )
+        return mass + drawn(temperature=temperature, layer=layer, noise=self.noise, seed=self.seed)
 
     def __call__(self, mass: Tensor) -> Tensor:
         return mass
