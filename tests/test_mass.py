@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from accel.ir.errors import RecipeError
-from accel.ir.noise import gumbel, uniform
 from accel.ir.ops.mass import attention_weights, drawn_attention
+from accel.ir.ops.noise import gumbel, uniform
 from accel.passes.kv.inputs.entropy import own_entropy
 from accel.passes.kv.score.a2sf import A2SF
 from accel.passes.kv.score.critic import Critic

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from accel.ir.noise import gumbel
 from accel.ir.ops.attention import Operands, attention, logits, weights
+from accel.ir.ops.noise import gumbel
 from accel.ir.ops.op import Op
 
 
@@ -72,12 +72,13 @@ def _noisy(x: Drawn[Tensor], temperature: Tensor) -> Tensor:
             x.seed, x.layer, numbers, x.q_pos[:, None, :, None], where
         )
     scores = (scores / temperature[:, None, None, None]).masked_fill(hidden, -1e30)
-    return scores.softmax(-1) * ~hidden
+    found: Tensor = scores.softmax(-1) * ~hidden
+    return found
 
 
 # The operands of `attention`, share [B,T]. -> [B,G,P+S]: the weights that slots draw, of all heads of a group and of
 # all queries, each share times; padding gives 0. With a temperature [B] it is a softmax over the slots alone, of
-# (scores + noise g) / temperature, g: Gumbel noise, a hash (`ir/noise.py`) of `seed`, the number layer [], the head
+# (scores + noise g) / temperature, g: Gumbel noise, a hash (`ir/ops/noise.py`) of `seed`, the number layer [], the head
 # from 1 on, the query's position and the slot's.
 drawn_attention = Op(
     "drawn_attention",

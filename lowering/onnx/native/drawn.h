@@ -2,7 +2,7 @@
 // relative to the largest of the chunk, and added up once the row's sum is known.
 //
 // With a temperature a softmax of its own is added up instead, of scores with noise: a hash of layer, head and the two
-// positions, as accel.ir.noise has it.
+// positions, as accel.ir.ops.noise has it.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from accel.ir.noise import PRIME
 from accel.ir.ops import attention, kv, mass, norm, rope, rows
+from accel.ir.ops.noise import PRIME
 from accel.lowering.onnx.rules.accel_pages import gathered, page_mask
 from accel.lowering.onnx.rules.aten_nn import product
 from accel.lowering.onnx.writer.branch import either
@@ -202,7 +202,7 @@ def _noisy(b: Builder, x: mass.Drawn[str], temperature: str) -> str:
 
 
 def _gumbel(b: Builder, x: mass.Drawn[str]) -> str:
-    """The noise of `ir/noise.py` for each head, query and slot [B,G,R·T,S]."""
+    """The noise of `ir/ops/noise.py` for each head, query and slot [B,G,R·T,S]."""
     groups, repeat = int(b.shape(x.k)[1]), _repeat(b, x)
     prime = b.constant(PRIME, torch.int64)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._leverage import finite, leverage
 from accel.passes.kv.score._window import pooled
