@@ -53,7 +53,8 @@ def _drawn_attention(*operands: Any, **more: Any) -> Tensor:
     assert x.share is not None
     drawn = weights(x)[0] if x.temperature is None else _noisy(x, x.temperature)
     share = x.share * (x.q_pos >= 0)
-    return (drawn * share[:, None, :, None]).unflatten(1, (x.k.shape[1], -1)).sum((2, 3))
+    by_group: Tensor = (drawn * share[:, None, :, None]).unflatten(1, (x.k.shape[1], -1))
+    return by_group.sum((2, 3))
 
 
 def _noisy(x: Drawn[Tensor], temperature: Tensor) -> Tensor:
