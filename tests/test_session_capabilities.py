@@ -232,7 +232,9 @@ def test_a_session_that_says_otherwise_is_caught(prompted, name, law, lie):
 def test_a_session_that_says_more_room_than_it_has_is_caught(prompted, monkeypatch):
     session = prompted("kivi-4")
     assert 1 <= session.room[0] < 2 * BLOCK
-    monkeypatch.setattr(BlockCodecState, "call_room", lambda self, lengths: np.full(len(lengths), 99))
+    monkeypatch.setattr(
+        BlockCodecState, "call_room", lambda self, lengths: np.full(len(lengths), 99)
+    )
     with pytest.raises(AssertionError, match="differ from single ones"):
         law_of_width(session, session.capabilities)
 

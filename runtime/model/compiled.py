@@ -50,6 +50,7 @@ from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
 from accel.runtime.session.observers.prompt_filter import unseen
+from accel.runtime.session.saved import Origin, SavedSession, saved_session, saving
 from accel.runtime.session.session import Session
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
@@ -81,10 +82,11 @@ class CompiledModel:
         draft_model: CompiledModel | None = None,
         on_close: Callable[[], None] | None = None,
         adapters: Adapters | None = None,
+        weights: Callable[[], str] | None = None,
     ):
         """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
         `draft_model`: the model that drafts, closed with this one; `on_close`: clean up after;
-        `adapters`: those that sessions choose.
+        `adapters`: those that sessions choose; `weights`: a digest of the parameters, where there is no artifact.
         """
         self.facts = facts
         self.tokenizer = tokenizer
@@ -96,6 +98,7 @@ class CompiledModel:
         self._backend: Backend | None = backend
         self._on_close = on_close
         self._adapters = adapters
+        self._weights = weights
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
         self._observers = observer_factories(
@@ -306,20 +309,71 @@ class CompiledModel:
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
-        used = self._chosen(self._named(adapter, int(batch)))
-        backend = self._backend.open_session(int(batch))
-        observers = [factory.open(int(batch)) for factory in self._observers]
+        return self._session(self._named(adapter, int(batch)))
+
+    def open_session(self, path: str | os.PathLike[str]) -> Session:
+        """A session that goes on from a file that `session.save` wrote: the same rows, tokens and adapters, and the
+        logits that the saved one would have given. Its stats start at 0.
+
+        The file is mapped and checked, which takes milliseconds where a long prompt takes seconds. Open only files that
+        you or someone you trust wrote.
+
+        Raises SavedSessionError: the file is missing, cut, damaged, of another version, model, recipe or adapter, or
+        has more rows than `max_batch` or more tokens than `max_context`.
+        """
+        if self._backend is None:
+            raise InputError("this model is closed; load or optimize it again")
+        saved = saved_session(path)
+        saved.check_rows(self._origin)
+        names = self._named(saved.adapters, saved.batch)
+        saved.check(self._origin)
+        return self._session(names, saved)
+
+    @cached_property
+    def _origin(self) -> Origin:
+        """What saved sessions are held to."""
+        return Origin(
+            self.facts.name,
+            lambda: self._weights_digest,
+            self.recipe,
+            () if self._backend is None else self._backend.state,
+            self.facts.max_batch,
+            self.facts.max_context,
+            lambda name: "" if self._adapters is None else self._adapters.digest(name),
+            saving(self.recipe.get("tables", {})),
+        )
+
+    @cached_property
+    def _weights_digest(self) -> str | None:
+        """What tells this model's parameters from another's; None: unknown."""
+        if self.artifact is not None:
+            return self.artifact.manifest.weights_digest
+        return None if self._weights is None else self._weights()
+
+    def _session(self, names: list[str | None], saved: SavedSession | None = None) -> Session:
+        """A session whose rows use these adapters."""
+        assert self._backend is not None
+        batch, used = len(names), self._chosen(names)
+        backend = self._backend.open_session(batch)
+        observers = [factory.open(batch) for factory in self._observers]
         if used is not None:
             backend.adapt(used.arrays, used.rows)
             for one in observers:
                 one.adapted(used.numbers)
-        return Session(
-            backend,
-            int(batch),
-            observers,
-            vocab_size=self.facts.vocab_size,
-            max_context=self.facts.max_context,
-        )
+        try:
+            return Session(
+                backend,
+                batch,
+                observers,
+                vocab_size=self.facts.vocab_size,
+                max_context=self.facts.max_context,
+                origin=self._origin,
+                adapters=names,
+                saved=saved,
+            )
+        except BaseException:
+            backend.close()
+            raise
 
     def _named(self, adapter: Any, rows: int) -> list[str | None]:
         """The name of each row's adapter, all of which exist."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
@@ -14,6 +15,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.core import CHUNK, SessionCore
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
+from accel.runtime.session.saved import Origin, SavedSession, restore, save
 
 Observer = TypeVar("Observer", bound=SessionObserver)
 
@@ -37,9 +39,24 @@ class Session:
         *,
         vocab_size: int,
         max_context: int,
+        origin: Origin | None = None,
+        adapters: Sequence[str | None] | None = None,
+        saved: SavedSession | None = None,
     ):
-        """`observers`: in the order in which they are asked (`observer_factories`)."""
-        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context))
+        """`observers`: in the order in which they are asked (`observer_factories`). `origin`: the model, for `save`.
+        `adapters`: the name of each row's. `saved`: what it goes on from.
+        """
+        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context, origin))
+        if adapters is not None:
+            self._core.adapters = list(adapters)
+        if saved is not None:
+            restore(self._core, saved)
+            self.tokens = saved.tokens
+
+    tokens: list[Ints] | None = None
+    """Of a session that `model.open_session` gave: the token ids [n] of each row that were given to `save`; else None.
+    Later calls do not change it.
+    """
 
     def _parts(self, core: SessionCore) -> None:
         self._core = core
@@ -301,6 +318,17 @@ class Session:
         other = type(self).__new__(type(self))
         other._parts(self._open().fork())
         return other
+
+    def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
+        """Write the session into a file, from which `model.open_session(path)` goes on: the cache up to the tokens that
+        it holds, and what the recipe's methods know of them. The session goes on unchanged.
+
+        `tokens`: the token ids [n] of each row, for `session.tokens` of the opened one. The file appears when it is
+        whole; a saved session of that name is replaced then.
+
+        Raises SavedSessionError: it cannot be written, or a method of the recipe cannot be saved yet.
+        """
+        save(self._open(), path, tokens)
 
     def close(self) -> None:
         """Free the cache. Closing again has no effect."""
