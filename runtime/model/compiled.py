@@ -211,11 +211,16 @@ class CompiledModel:
         logit_bias: Mapping[int, float] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
+        session: Session | None = None,
     ) -> Stream:
         """Like `generate`, for one prompt: iterate over pieces of text (text prompt, or messages) or token ids.
 
         The session is freed when the iteration ends or by `close()`. `stats` holds the statistics so
         far. Raises InputError.
+
+        `session`: one that `prompt_session` or `open_session` gave. The prompt then follows its tokens, which are not
+        run again, and its adapter is used. It holds the new tokens afterwards and stays open: give a `fork()` to keep
+        it as it is.
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -230,7 +235,10 @@ class CompiledModel:
         text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
         prompt = without_messages(prompt, self.tokenizer, chat_template_kwargs)
         sources, prompt = self._sources(encoder_input, prompt)
-        return self._stream(prompt, params, text, sources, self._named(adapter, 1))
+        names = self._named(adapter, 1)
+        if session is not None:
+            prompt = self._behind(session, prompt, adapter)
+        return self._stream(prompt, params, text, sources, names, session)
 
     def chat(
         self,
@@ -310,6 +318,30 @@ class CompiledModel:
             )
         as_count(batch, "batch", 1)
         return self._session(self._named(adapter, int(batch)))
+
+    def prompt_session(
+        self,
+        prompt: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> Session:
+        """A session of one row that holds a prompt (text, token ids [n] or messages): to be saved, forked, or given to
+        `stream`. Close it or use it in a `with` statement. Raises InputError.
+        """
+        (ids,) = as_prompts(
+            [without_messages(prompt, self.tokenizer, chat_template_kwargs)],
+            self.facts,
+            self.tokenizer,
+        )
+        session = self.session(adapter=adapter)
+        try:
+            session.prompt(ids[None])
+        except BaseException:
+            session.close()
+            raise
+        session.tokens = [ids]
+        return session
 
     def open_session(self, path: str | os.PathLike[str]) -> Session:
         """A session that goes on from a file that `session.save` wrote: the same rows, tokens and adapters, and the
@@ -512,6 +544,22 @@ class CompiledModel:
 
     def _repr_html_(self) -> str:
         return model_table(self.facts, self.recipe, self.report)
+
+    def _behind(self, session: Session, prompt: Any, adapter: Any) -> Ints:
+        """The tokens [n] that a session holds, and those of a prompt that follows them. Raises InputError."""
+        held = session.tokens
+        if held is None or len(held) != 1 or held[0].size != session.length:
+            raise InputError(
+                "the tokens of this session are not known, or it has run others since, or a recipe has dropped some; "
+                "give one row that model.prompt_session or model.open_session gave, or a fork of it"
+            )
+        if adapter is not None:
+            raise InputError("a session keeps its adapter; leave adapter out")
+        if is_text(prompt):
+            (ids,) = as_prompts(prompt, self.facts, self.tokenizer, held[0].tolist())
+            return ids
+        (new,) = as_prompts([prompt], self.facts, self.tokenizer)
+        return np.concatenate([held[0], new])
 
     def _samples(self, prompts: Any, params: SamplingParams) -> list[Sample]:
         """Everything checked, before any work: `n` rows per prompt, each prompt with its own generator from the

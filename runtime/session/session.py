@@ -54,8 +54,8 @@ class Session:
             self.tokens = saved.tokens
 
     tokens: list[Ints] | None = None
-    """Of a session that `model.open_session` gave: the token ids [n] of each row that were given to `save`; else None.
-    Later calls do not change it.
+    """The token ids [n] of each row when `model.prompt_session` or `model.open_session` gave the session, as far as
+    they are known; else None. Later calls do not change it.
     """
 
     def _parts(self, core: SessionCore) -> None:
@@ -312,23 +312,30 @@ class Session:
         Data that copies of a row still share is not copied. Raises InputError.
         """
         self._open().select(rows)
+        self.tokens = None
 
     def fork(self) -> Self:
         """Return an independent session with the same tokens; its stats start at 0."""
         other = type(self).__new__(type(self))
         other._parts(self._open().fork())
+        other.tokens = self.tokens
         return other
 
     def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
         """Write the session into a file, from which `model.open_session(path)` goes on: the cache up to the tokens that
         it holds, and what the recipe's methods know of them. The session goes on unchanged.
 
-        `tokens`: the token ids [n] of each row, for `session.tokens` of the opened one. The file appears when it is
-        whole; a saved session of that name is replaced then.
+        `tokens`: the token ids [n] of each row, for `session.tokens` of the opened one (default: `session.tokens`, as
+        long as the session holds no others). The file appears when it is whole; a saved session of that name is
+        replaced then.
 
         Raises SavedSessionError: it cannot be written, or a method of the recipe cannot be saved yet.
         """
-        save(self._open(), path, tokens)
+        core = self._open()
+        if tokens is None and self.tokens is not None:
+            same = [row.size for row in self.tokens] == core.lengths.tolist()
+            tokens = self.tokens if same else None
+        save(core, path, tokens)
 
     def close(self) -> None:
         """Free the cache. Closing again has no effect."""

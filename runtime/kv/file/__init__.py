@@ -43,3 +43,7 @@ class Base(Method, ABC):
         self, place: Place, parts: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...]
     ) -> Numbers:
         """x [B,G,S,D] of this shape, out of what `encode` gave. Raises ValueError where that is damaged."""
+
+    @abstractmethod
+    def bound(self, place: Place, x: Numbers) -> Numbers:
+        """How far each number of x [B,G,S,D] may be from what is read back, in the same shape."""

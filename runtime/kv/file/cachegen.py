@@ -84,6 +84,11 @@ class CacheGen(Base):
         found: Numbers = np.ascontiguousarray((rows * (most / steps)).transpose(0, 2, 1, 3))
         return found
 
+    def bound(self, place: Place, x: Numbers) -> Numbers:
+        """Half a step, and what float32 rounds."""
+        most = np.abs(x).max(axis=(1, 3), keepdims=True)
+        return np.broadcast_to(most * (0.5 / self.steps(place) + 1e-6), x.shape)
+
 
 def _packed(data: bytes, strategy: int) -> bytes:
     coder = zlib.compressobj(9, zlib.DEFLATED, _RAW, 9, strategy)

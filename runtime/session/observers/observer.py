@@ -286,9 +286,7 @@ class SessionObserver:
     # In a file
 
     def numbers(self, backend: BackendSession) -> Arrays | None:
-        """All that it knows, arrays by name, as a file keeps them (`runtime/session/saved.py`); None: it cannot be saved
-        yet.
-        """
+        """All that it knows, arrays by name, for a file (`runtime/session/saved.py`); None: it cannot be saved yet."""
         return None
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
