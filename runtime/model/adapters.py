@@ -92,7 +92,7 @@ class Adapters:
         found = hashlib.sha256()
         for key, array in sorted(self._get(name).arrays.items()):
             found.update(f"{key} {array.shape} ".encode())
-            found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            found.update(np.ascontiguousarray(array).tobytes())
         return found.hexdigest()
 
     def save(self, folder: Path) -> None:

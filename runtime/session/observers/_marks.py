@@ -136,8 +136,8 @@ class Marks:
         question, following = known.get("next.question"), None
         if question is not None:
             following = Coming(known.get("next.units"), question, known.get("next.counts"))
-        names = ("prompt", "running", "units", "question")
-        return cls(*(known[name] for name in names), following)
+        prompt, running = known["prompt"], known["running"]
+        return cls(prompt, running, known["units"], known["question"], following)
 
     def select(self, rows: Ints) -> Marks:
         """Row i is what row rows[i] was."""
