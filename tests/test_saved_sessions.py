@@ -23,6 +23,7 @@ from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import file as session_file
 from accel.runtime.session.observers import observer_classes
+from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import SessionObserver
 
@@ -42,6 +43,10 @@ MORE = {  # recipes whose sessions know what those of CASES do not
 OTHERS = ["mamba", "falcon_h1", "filler", "t5"]  # kinds of models
 RECIPES = {**{name: case for name, (case, _) in CASES.items() if name not in OTHERS}, **MORE}
 NAMES = [*RECIPES, *OTHERS]
+LIKE_OTHERS = {  # whose sessions know the same as those of other names
+    *("snapkv", "snapkv-chunk", "snapkv-every", "kv-int8", "unified-skip", "sentencekv"),
+    "falcon_h1",
+}
 TOKENS = np.random.default_rng(7).integers(3, MASK, (2, 70))
 
 
@@ -118,7 +123,9 @@ def law(model, path):
         assert np.array_equal(want, got), "the opened session differs"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LIKE_OTHERS else ()) for n in NAMES]
+)
 def test_an_opened_session_goes_on_as_the_saved_one(model, name, tmp_path):
     law(model(name), tmp_path / "one.session")
 
@@ -145,7 +152,8 @@ def test_recurrent_state_on_onnx(tmp_path):
 
 def test_every_observer_is_saved(model):
     """Those of no case have nothing to know."""
-    seen = {type(one) for name in NAMES for one in model(name).session(2)._core.observers}
+    names = [name for name in NAMES if name not in LIKE_OTHERS]
+    seen = {type(one) for name in names for one in model(name).session(2)._core.observers}
     assert all(kind.restore is SessionObserver.restore for kind in set(observer_classes()) - seen)
     assert all(kind.numbers is not SessionObserver.numbers for kind in observer_classes())
 
@@ -373,3 +381,12 @@ def test_a_process_that_dies_leaves_the_old_file(model, saved, tmp_path):
     with model("base").open_session(copy) as opened:
         opened.save(copy)
     assert os.listdir(tmp_path) == [copy.name]
+
+
+def test_marks_of_the_next_call_are_saved():
+    marks = Marks.new(2).coming([[0, 1, 1], [2, -1, -1]], [2, -1], [3, 1])
+    again = Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([7, 5]))
+    assert again.units[:, 4:].tolist() == [[0, 1, 1], [2, -1, -1]]
+    assert again.question.tolist() == [6, -1] and Marks.of(again.numbers()).next is None
+    with pytest.raises(InputError, match="3 tokens of row 0 are marked, but the call has 1"):
+        Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]))

@@ -421,7 +421,7 @@ def _weights_digest(program: Program) -> str:
     for name in sorted(program.params):
         value = program.params[name].detach().cpu().contiguous()
         found.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
-        found.update(value.reshape(-1).view(torch.uint8).numpy())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 

@@ -38,7 +38,12 @@ def write(path: str | os.PathLike[str], told: Mapping[str, Any], arrays: Mapping
     whole = {**told, "format": FORMAT, "accel": VERSION, "arrays": _described(held)}
     whole["digest"] = digest(whole)
     if out.exists():
-        _checked(out)
+        try:
+            _checked(out)
+        except SavedSessionError as error:
+            raise SavedSessionError(
+                f"{out} is there, and is no saved session that is whole; move it away, or give another file"
+            ) from error
     clean(out)
     work = Workspace(out)
     try:

@@ -248,8 +248,7 @@ def _place(value: StateValue, layers: int) -> Place:
 
 def _check_shape(saved: SavedSession, value: StateValue, array: npt.NDArray[Any]) -> None:
     """It is of the type, the rows and the sizes that the layout says."""
-    letters = {"B": saved.batch}
-    sizes = [letters.get(size, size) for size in value.shape]
+    sizes = [saved.batch if size == "B" else size for size in value.shape]
     same = len(sizes) == array.ndim and all(
         isinstance(size, str) or size == there
         for size, there in zip(sizes, array.shape, strict=True)

@@ -55,7 +55,7 @@ class Session:
 
     tokens: list[Ints] | None = None
     """The token ids [n] of each row when `model.prompt_session` or `model.open_session` gave the session, as far as
-    they are known; else None. Later calls do not change it.
+    they are known; else None. None after calls that change the tokens.
     """
 
     def _parts(self, core: SessionCore) -> None:
@@ -215,7 +215,7 @@ class Session:
 
         If it fails, the session is unchanged.
         """
-        self._open().end_prompt()
+        self._open(same=True).end_prompt()
 
     def mark(self, units: Any = None, question: Any = None, lengths: Any = None) -> None:
         """Say what the tokens of the next call (`prompt` or `run`) are, for recipes that evict or select by it.
@@ -227,7 +227,7 @@ class Session:
 
         Raises InputError, also from the call if it has other tokens than were marked; nothing ran then.
         """
-        if not any([one.mark(units, question, lengths) for one in self._open().observers]):
+        if not any([one.mark(units, question, lengths) for one in self._open(same=True).observers]):
             raise InputError(
                 "this model goes by no such marks; build it with a recipe that does, such as 'shotkv' or 'sentencekv' "
                 "(units), or 'finch' (question)"
@@ -262,6 +262,7 @@ class Session:
 
         Raises InputError; then the session is unchanged.
         """
+        self.tokens = None
         self._guesses.keep(paths)
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
@@ -312,12 +313,11 @@ class Session:
         Data that copies of a row still share is not copied. Raises InputError.
         """
         self._open().select(rows)
-        self.tokens = None
 
     def fork(self) -> Self:
         """Return an independent session with the same tokens; its stats start at 0."""
         other = type(self).__new__(type(self))
-        other._parts(self._open().fork())
+        other._parts(self._open(same=True).fork())
         other.tokens = self.tokens
         return other
 
@@ -325,13 +325,12 @@ class Session:
         """Write the session into a file, from which `model.open_session(path)` goes on: the cache up to the tokens that
         it holds, and what the recipe's methods know of them. The session goes on unchanged.
 
-        `tokens`: the token ids [n] of each row, for `session.tokens` of the opened one (default: `session.tokens`, as
-        long as the session holds no others). The file appears when it is whole; a saved session of that name is
-        replaced then.
+        `tokens`: the token ids [n] of each row, for `session.tokens` of the opened one (default: `session.tokens`).
+        The file appears when it is whole; a saved session of that name is replaced then.
 
         Raises SavedSessionError: it cannot be written, or a method of the recipe cannot be saved yet.
         """
-        core = self._open()
+        core = self._open(same=True)
         if tokens is None and self.tokens is not None:
             same = [row.size for row in self.tokens] == core.lengths.tolist()
             tokens = self.tokens if same else None
@@ -347,8 +346,12 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> SessionCore:
-        """The core of a session that is open, without guesses of which nothing was kept. Raises InputError."""
+    def _open(self, same: bool = False) -> SessionCore:
+        """The core of a session that is open, without guesses of which nothing was kept. `same`: its tokens stay as
+        they are. Raises InputError.
+        """
         _ = self._core.backend
         self._guesses.drop()
+        if not same:
+            self.tokens = None
         return self._core
