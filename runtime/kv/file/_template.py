@@ -29,5 +29,5 @@ class Template(Base):
         return found
 
     def bound(self, place: Place, x: Numbers) -> Numbers:
-        """At most 2^-11 of the largest number."""
-        return np.full_like(x, np.abs(x).max() / 2048)
+        """Half a unit in the last of the 11 bits that the largest number has."""
+        return np.full_like(x, np.abs(x).max() * 2.45e-4)
