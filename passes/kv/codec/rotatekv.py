@@ -150,5 +150,7 @@ def _rotated(x: Tensor, size: int, root: float) -> Tensor:
 
 def _hadamard(size: int, like: Tensor) -> Tensor:
     """Sylvester's matrix [size,size]: -1 where the numbers of a row and a column share an odd number of bits."""
-    rows = [[1.0 - 2 * ((i & j).bit_count() % 2) for j in range(size)] for i in range(size)]
-    return torch.tensor(rows, dtype=like.dtype, device=like.device)
+    at = torch.arange(size, device=like.device)
+    bits = 2 ** torch.arange(size.bit_length(), device=like.device)
+    both = ((at[:, None] & at)[..., None] // bits % 2).sum(-1)
+    return (1 - 2 * (both % 2)).to(like.dtype)
