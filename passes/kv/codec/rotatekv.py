@@ -144,8 +144,10 @@ def _rotated(x: Tensor, size: int, root: float) -> Tensor:
     power = size.bit_length() - 1
     one, two = (_hadamard(1 << n, x) for n in (power // 2, power - power // 2))
     parts = x.unflatten(-1, [-1, one.shape[0], two.shape[0]])
-    found: Tensor = (one @ (parts @ two)).flatten(-3) / root
-    return found
+    # Matrices on the right and flat on the left: ONNX Runtime multiplies others by nothing where there are no blocks.
+    aside = (parts @ two).mT.flatten(-3, -2)  # [...,n two,one]
+    back: Tensor = (aside @ one).unflatten(-2, [-1, two.shape[0]]).mT.flatten(-3)
+    return back / root
 
 
 def _hadamard(size: int, like: Tensor) -> Tensor:
