@@ -156,7 +156,8 @@ class Kvquant(Tables, Base):
         for more in high:
             places = places + 256 * more
         broken = (outliers * 0).sum(-1, keepdim=True)
-        return x.scatter(-1, places, outliers) + broken
+        back: Tensor = x.scatter(-1, places, outliers) + broken
+        return back
 
     def _range(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The middle, and half of the range, of what is no outlier of a token: [...,1], as they are stored."""
