@@ -23,7 +23,7 @@ from accel.ir.ops.codec import encode_rows
 from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
-from accel.ir.sizes import grows
+from accel.ir.sizes import each, grows
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of, state_of
 from accel.ir.ties import TOPK
 from accel.passes import Pass
@@ -102,7 +102,7 @@ class NumericCheck:
         encoded in blocks, way by way, for what a call itself brings is exact.
         """
         self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, found, strict=True)]
-        self.apart = found if _flush(program) else []
+        self.apart = found if _in_blocks(program) else []
 
 
 def differs(said: str, program: Program) -> PassError:
@@ -129,6 +129,12 @@ def rounding(program: Program) -> float:
 def _flush(program: Program) -> int:
     """Tokens of a block that a codec encodes together; 0: there is none."""
     return program.facts.kv.flush if program.facts.kv is not None else 0
+
+
+def _in_blocks(program: Program) -> bool:
+    """Whether tokens are encoded in blocks only once they are kept."""
+    sizes = [s.shape[2] for s in program.state if s.kept and len(s.shape) > 2]
+    return _flush(program) > 0 or any(isinstance(n, str) and each(n) > 1 for n in sizes)
 
 
 def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:

@@ -115,6 +115,22 @@ def beside_another(mask: str, groups: int, sink: bool = False, kept: bool = Fals
     return make
 
 
+def drawn(plain, noise: float | None = None):
+    """What slots draw of queries, some of which count nothing; with a temperature of each row."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = plain(b, t, c, rng)
+        operands += [None] * (17 - len(operands))
+        operands += [0, None, None, None][len(operands) - 17 :]
+        share = torch.from_numpy((rng.random((b, t)) * 2).astype(np.float32).round(decimals=1))
+        if noise is None:
+            return [*operands, share]
+        temperature = torch.from_numpy(rng.uniform(0.5, 2, b).astype(np.float32))
+        return [*operands, share, temperature, torch.tensor(3), noise, 7]
+
+    return make
+
+
 def merging(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     """Two partial results, the first of which read nothing for some queries, the second for one of these."""
     parts = [
@@ -191,4 +207,13 @@ def attention_cases() -> list[Case]:
     made.append(Case("partial_attention-pages", partial, by_pages("causal", 4, 4, 2)))
     made.append(Case("merge_attention", attention.merge_attention, merging))
     made.append(Case("attention_weights", mass.attention_weights, attend("causal", 0, 4, 2), (5,)))
+    for name, plain, noise in [
+        ("causal", beside_kept("causal", 4, 4, 2), None),
+        ("window", beside_kept("window", 4, 4, 4), None),
+        ("sink", beside_another("causal", 4, True), None),
+        ("noise", beside_kept("window", 4, 4, 2), 1.0),
+        ("warm", beside_another("causal", 1), 0.0),
+    ]:
+        fixed = (10,) if name == "sink" else (5,) if name in ("causal", "window", "noise") else ()
+        made.append(Case(f"drawn-{name}", mass.drawn_attention, drawn(plain, noise), fixed))
     return made

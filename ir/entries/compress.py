@@ -52,6 +52,7 @@ class _Compress(EntryKind):
         import torch
 
         from accel.ir.entries._values import filled, numbers, random
+        from accel.ir.sizes import in_numbers
 
         layers = range(len(program.facts.layers))
         letters = {"B": 2, "C": 24, "W": 3, "U": 32}
@@ -84,9 +85,8 @@ class _Compress(EntryKind):
         found: dict[str, Tensor] = {}
         for holder in program.entries[name].graph.find_nodes(op="placeholder"):
             own, value = str(holder.target), holder.meta["val"]
-            shape = [
-                d if isinstance(d, int) else letters[program.dims[str(d)]] for d in value.shape
-            ]
+            named = [d if isinstance(d, int) else program.dims[str(d)] for d in value.shape]
+            shape = in_numbers(named, letters)
             state = parts.get(own)
             if own in told:
                 found[own] = numbers(told[own])

@@ -123,6 +123,12 @@ def padded(x: Operands[Tensor]) -> Operands[Tensor]:
     return replace(x, kept_k=k, kept_v=v, kept_pos=pos, kept_counts=None)
 
 
+def logits(x: Operands[Tensor]) -> Tensor:
+    """scale q k^T + mask [B,H,T,S], before the softmax; the lowest finite number where it is hidden."""
+    scores, values = _scores(x)
+    return scores[..., : values.shape[2]]
+
+
 def _scores(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """scale q k^T + mask [B,H,T,S+E], and the values [B,H,S,Dv]; E: first a sink, then what is beside."""
     x = padded(x)

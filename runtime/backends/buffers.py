@@ -111,7 +111,16 @@ def trimmed(state: Sequence[StateValue], found: Arrays) -> Arrays:
         if value.part is Part.POSITIONS and value.layer is not None and value.name in found:
             filled = np.flatnonzero((found[value.name] >= 0).any(axis=(0, 1)))
             used[slots[value.name]] = int(filled[-1]) + 1 if filled.size else 0
+    shapes = {v.name: v.shape for v in state}
     return {
-        name: array[:, :, : used[slots[name]]] if slots[name] in used and array.ndim > 2 else array
+        name: array[:, :, : _entries(shapes[name], used[slots[name]])]
+        if slots[name] in used and array.ndim > 2
+        else array
         for name, array in found.items()
     }
+
+
+def _entries(shape: Sequence[int | str], slots: int) -> int:
+    """How many entries of a state value hold so many slots: one for each, or for each block of them."""
+    size = shape[2]
+    return -(-slots // each(size)) if isinstance(size, str) else slots

@@ -136,10 +136,15 @@ def fixed_layers(model, near=NEAR):
 def heads_alike(model, near=NEAR):
     with prompted(model) as session:
         state = session._core.backend._state
-        assert not any(name.endswith(".counts") for name in state), "each head has its own number"
+        assert holds(heads_level, model)
         for name, value in state.items():
             if re.search(r"^kept\b.*\bpos$", name):
                 assert (value == value[:, :1]).all()
+
+
+def heads_level(model, near=NEAR):
+    with prompted(model) as session:
+        assert not any(name.endswith(".counts") for name in session._core.backend._state)
 
 
 def layers_by_call(model, near=NEAR):
@@ -206,12 +211,16 @@ TRIALS: dict[Invariant, Callable] = {
     Invariant.UNIFORM_SLOTS: uniform_slots,
     Invariant.FIXED_LAYERS: fixed_layers,
     Invariant.HEADS_ALIKE: heads_alike,
+    Invariant.HEADS_LEVEL: heads_level,
     Invariant.ALL_LAYERS_RUN: all_layers_run,
     Invariant.LAYERS_BY_CALL: layers_by_call,
     Invariant.PLAIN_KEYS: plain_keys,
     Invariant.FULL_ATTENTION: full_attention,
     Invariant.ROW_PRIVATE: row_private,
 }
+
+
+BY_CHANCE = {Invariant.HEADS_ALIKE}  # heads of a small model may choose the same tokens
 
 
 def holds(trial, model, near=NEAR):
@@ -232,6 +241,10 @@ def scaled_in_half(methods):
     )
 
 
+def test_heads_that_hold_other_tokens_are_seen():
+    assert not holds(heads_alike, built("llama", tables=tables("kv.score=knorm")))
+
+
 @pytest.mark.parametrize(("axis", "use"), METHODS)
 def test_what_is_broken_fails_and_all_else_holds(axis, use):
     asked = tables(f"{axis}={use}")
@@ -245,7 +258,7 @@ def test_what_is_broken_fails_and_all_else_holds(axis, use):
     wrong = [
         f"{what.name}: {'holds' if ok else 'fails'}"
         for what, ok in found.items()
-        if want[what] != ok
+        if want[what] != ok and not (ok and what in BY_CHANCE)
     ]
     assert not wrong, wrong
 

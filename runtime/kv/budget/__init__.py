@@ -35,8 +35,8 @@ class Base(Method, ABC):
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        heads = frozenset() if self.level else frozenset({Invariant.HEADS_ALIKE})
-        return frozenset({Invariant.TOKENS_CONTIGUOUS}) | heads
+        apart = frozenset({Invariant.HEADS_ALIKE, Invariant.HEADS_LEVEL})
+        return frozenset({Invariant.TOKENS_CONTIGUOUS}) | (frozenset() if self.level else apart)
 
     @abstractmethod
     def tokens(self, seen: int, layer: int, layers: int) -> int:
