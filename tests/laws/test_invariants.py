@@ -272,7 +272,6 @@ FORCED = {  # recipes that are refused for an invariant, one of each pair of axe
     ("kv.score=h2o", "depth=unified-skip"): Invariant.ALL_LAYERS_RUN,
     ("kv.reuse=paged-prefix", "depth=by-call"): Invariant.ALL_LAYERS_RUN,
     ("kv.reuse=pie", "depth=calm"): Invariant.ALL_LAYERS_RUN,
-    ("kv.codec=kivi", "kv.score=knorm"): Invariant.TOKENS_CONTIGUOUS,
     ("kv.reuse=pie", "kv.score=knorm"): Invariant.TOKENS_CONTIGUOUS,
     ("kv.reuse=pie", "prefill.prune=gemfilter"): Invariant.ALL_TOKENS_HELD,
     ("kv.codec=kivi", "kv.reuse=paged-prefix"): Invariant.ROW_PRIVATE,

@@ -168,7 +168,8 @@ def _buffer(state: State) -> str:
 def _layout(state: State, layer: Layer, block: int) -> list[State]:
     """The state values that take the place of one."""
     slots = f"{state.shape[2]}/{block}" if block else state.shape[2]
-    lead = (state.shape[0], layer.groups, slots)
+    groups = layer.groups if layer.codec.together else state.shape[1]  # 1: one head's after another's
+    lead = (state.shape[0], groups, slots)
     return [
         replace(state, detail=part, dtype=dtype, shape=(*lead, *sizes))
         for part, (dtype, sizes) in layer.parts().items()
@@ -199,7 +200,8 @@ class _Store:
         state, graph, editor = self.state, self.graph, self.editor
         holder, written = self.entry.input(state.name), self.outputs.pop(state.output, None)
         rows, _, slots = holder.meta["val"].shape[:3]
-        lead = (rows, self.layer.groups, slots if self.blocks is None else self.blocks)
+        groups = self.layout[0].shape[1]
+        lead = (rows, groups, slots if self.blocks is None else self.blocks)
         held = [
             editor.placeholder(part.name, (*lead, *part.shape[3:]), DTYPES[part.dtype])
             for part in self.layout

@@ -139,9 +139,10 @@ class Layer:
         if where.dim() == 2:
             whole: Tensor = rope(x, where, cos, sin, self.interleaved)
             return whole
-        at = where.expand(-1, self.heads, -1).flatten(0, 1)
+        heads = x.shape[1]
+        at = where.expand(-1, heads, -1).flatten(0, 1)
         apart: Tensor = rope(x.flatten(0, 1)[:, None], at, cos, sin, self.interleaved)
-        split: Tensor = apart[:, 0].unflatten(0, [-1, self.heads])
+        split: Tensor = apart[:, 0].unflatten(0, [-1, heads])
         return split
 
 
