@@ -18,6 +18,7 @@ from accel.ir.ops.op import operand_of
 from accel.ir.program import DTYPES, Editor, Program, State
 from accel.ir.region import Entry
 from accel.ir.state import CacheRegion, Part, name_of, output_of
+from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
@@ -85,6 +86,8 @@ class Base(Pass, Method, ABC):
     @property
     def relies(self) -> frozenset[Invariant]:
         heads = frozenset({Invariant.HEADS_ALIKE} if self.together else ())
+        if isinstance(self, Tables):  # constants of a head say nothing of one list of all
+            heads |= {Invariant.HEADS_LEVEL}
         return heads | (BLOCKS_RELY if self.block else frozenset())
 
     @property
