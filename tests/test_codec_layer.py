@@ -63,7 +63,8 @@ class Plain(Tables, Base):
         shape[1], shape[-1] = scale.shape
         return scale.view(shape)
 
-    def parts(self, role, width):
+    def parts(self, role, width, scale):
+        assert scale.shape[0] * scale.shape[1] in (width, 2 * width)
         return {"": ("float32", (max(1, self.block) * width,))}
 
     def encode(self, role, x, scale):
@@ -79,7 +80,7 @@ class Plain(Tables, Base):
             x = 1.01 * x
         return x.flatten(2, 3) if self.block else x
 
-    def bits_of(self, role, width):
+    def bits_of(self, role, width, scale):
         return 32
 
     def within(self, role, x, back, scale):

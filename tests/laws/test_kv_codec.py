@@ -12,6 +12,7 @@ from accel.compiler.assemble import GRADES
 from accel.ir.axis import find_axes
 from accel.ir.program import DTYPES
 from accel.ir.tables import Observed, Rows, Tables
+from accel.passes.trained import Fitted
 
 AXIS = find_axes()["kv.codec"]
 WIDTHS = (1, 7, 10, 64, 129)
@@ -43,15 +44,21 @@ def joined(method, x):
 
 @cache
 def constants(method, width):
-    """Those of a layer, measured of other numbers."""
-    if not isinstance(method, Tables):
+    """Those of a layer, measured of other numbers, or made of a trained part of random ones."""
+    if not isinstance(method, Tables | Fitted):
         return {}
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(2, HEADS, 200, width, generator=generator) for _ in "kv")
     queries = torch.randn(2, 2 * HEADS, 200, width, generator=generator)
     layer = Observed(queries, keys, values, width**-0.5, keys)
     tokens = torch.zeros(2, 201, dtype=torch.int64)
-    return method.measure([Rows(tokens, torch.ones(2, 200), {0: layer})])[0]
+    rows = Rows(tokens, torch.ones(2, 200), {0: layer})
+    if isinstance(method, Tables):
+        return method.constants(method.measure([rows]))[0]
+    parts = method.start(rows, 8, generator)
+    for tensor in parts[0].values():
+        tensor.copy_(torch.rand(tensor.shape, generator=generator))
+    return method.constants(parts)[0]
 
 
 def told(method, x):
@@ -61,6 +68,10 @@ def told(method, x):
 
 def encode(method, role, x):
     return method.encode(role, x, **told(method, x))
+
+
+def declared_of(method, role, x):
+    return method.parts(role, x.shape[-1], **told(method, x))
 
 
 def read(method, role, x):
@@ -101,13 +112,13 @@ def test_the_parts_are_as_declared_and_take_the_bits_declared(method, role):
     assert method.grade in GRADES
     for width in WIDTHS:
         x = data(method, width)
-        parts, declared = encode(method, role, x), method.parts(role, x.shape[-1])
+        parts, declared = encode(method, role, x), declared_of(method, role, x)
         assert next(iter(declared)) == "" and list(parts) == list(declared)
         for part, (dtype, sizes) in declared.items():
             assert parts[part].dtype == DTYPES[dtype]
             assert parts[part].shape == (*x.shape[:3], *sizes)
         taken = sum(8 * p.nbytes for p in parts.values()) / x.numel()
-        assert taken == pytest.approx(method.bits_of(role, x.shape[-1]))
+        assert taken == pytest.approx(method.bits_of(role, x.shape[-1], **told(method, x)))
 
 
 @pytest.mark.parametrize(("method", "role"), ROLES)

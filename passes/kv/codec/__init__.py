@@ -23,6 +23,7 @@ from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
 from accel.passes.kv.codec._layer import Layer, before_rope, layers, positions_of
 from accel.passes.state.cache import Cache
+from accel.passes.trained import Parts
 
 Sizes = tuple[int, ...]
 STORED = (
@@ -49,8 +50,8 @@ class Base(Pass, Method, ABC):
     replaced by the parts of the codec, per slot, or per block of R = `block` tokens. `role` is "k" or "v".
 
     `together`: the functions get all heads of a layer as one, x [B,1,T,G D]. `unrotated`: they get keys before RoPE,
-    which then stands behind `decode`, with the stored positions. A codec that is also a `Tables` has constants of each
-    layer: further parameters of its functions, by their names.
+    which then stands behind `decode`, with the stored positions. A codec that is also a `Tables`, or `Trained`, has
+    constants of each layer: further parameters of its functions, by their names.
 
     Per slot: a call also reads its own keys and values as they are stored, so a call of T tokens gives the logits of
     T single-token calls, and an overwritten slot leaves no trace.
@@ -87,10 +88,14 @@ class Base(Pass, Method, ABC):
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.PLAIN_KEYS}) | (BLOCKS_BREAK if self.block else frozenset())
 
+    def constants(self, parts: Parts) -> Parts:
+        """What its functions get of each layer, made of the tensors of its file, of all layers."""
+        return parts
+
     @abstractmethod
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of D = `width` numbers, or of a block: name -> (dtype, sizes after [B,G,C] or, of
-        blocks, [B,G,P]). The first is named "".
+    def parts(self, *args: Any, **constants: Any) -> dict[str, tuple[str, Sizes]]:
+        """`parts(role, width, **constants)`: what is kept of D = `width` numbers, or of a block: name -> (dtype, sizes
+        after [B,G,C] or, of blocks, [B,G,P]). The first is named "".
         """
 
     @abstractmethod
@@ -114,8 +119,8 @@ class Base(Pass, Method, ABC):
         """
 
     @abstractmethod
-    def bits_of(self, role: str, width: int) -> float:
-        """Bits that a number takes, all told, where D = `width`."""
+    def bits_of(self, *args: Any, **constants: Any) -> float:
+        """`bits_of(role, width, **constants)`: bits that a number takes, all told, where D = `width`."""
 
     def run(self, program: Program) -> Report:
         if self.block:

@@ -18,7 +18,7 @@ from accel.ir.tables import Tables
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.rotation import Rotation, rotated, rotation_of
 from accel.passes.kv._shared.tables import appended
-from accel.passes.trained import Parts, constants
+from accel.passes.trained import Parts, Trained, constants
 
 Sizes = tuple[int, ...]
 INSTEAD = "use kv.codec = 'kv-int8' for this model"
@@ -35,7 +35,8 @@ class Codec(Protocol):
     def block(self) -> int: ...
     @property
     def sinks(self) -> int: ...
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]: ...
+    def constants(self, parts: Parts) -> Parts: ...
+    def parts(self, *args: Any, **constants: Any) -> dict[str, tuple[str, Sizes]]: ...
     def encode(self, *args: Any, **constants: Any) -> dict[str, Tensor]: ...
     def decode(self, *args: Any, **constants: Any) -> Tensor: ...
 
@@ -66,7 +67,7 @@ class Layer:
     def parts(self) -> dict[str, tuple[str, Sizes]]:
         """See Base."""
         wide = self.heads * self.width if self.codec.together else self.width
-        return self.codec.parts(self.role, wide)
+        return self.codec.parts(self.role, wide, **dict(zip(self.names, self.tensors, strict=True)))
 
     def operands(self, editor: Editor) -> list[fx.Node]:
         """The constants, in the editor's graph."""
@@ -155,7 +156,7 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
 
 
 def _check_latent(codec: Codec, node: fx.Node) -> None:
-    if codec.unrotated or codec.together or isinstance(codec, Tables):
+    if codec.unrotated or codec.together or isinstance(codec, Tables | Trained):
         raise PassError(
             f"layer {node.meta.get('layer')}: its values are also its keys (a latent, MLA), which have no heads and "
             f"are rotated in part; {INSTEAD}"
@@ -169,14 +170,19 @@ def _constants(
     owners: dict[str, int | None],
 ) -> Parts:
     """Of each layer that owns a buffer; empty where the codec has none."""
-    if not isinstance(codec, Tables):
+    if not isinstance(codec, Tables | Trained):
         return {}
     keys = {
         layer: appended(node)
         for name, (node, part) in sites.items()
         if part is Part.KEYS and (layer := owners[name]) is not None
     }
-    return constants(codec, program, keys)
+    known = (
+        codec.tensors(program, keys)
+        if isinstance(codec, Trained)
+        else constants(codec, program, keys)
+    )
+    return codec.constants(known)
 
 
 def positions_of(read: fx.Node) -> fx.Node:
