@@ -39,10 +39,10 @@ def loss(x, role="k", change=None, **options):
 @pytest.mark.parametrize("role", ["k", "v"])
 @pytest.mark.parametrize("options", [{"bits": 2, "group": 64}, {"bits": 4, "group": 32}])
 def test_with_nothing_beside_the_codes_it_is_kivi(blocks, role, options):
-    _, mine = parts(blocks, role, rank=0, outliers=0.0, **options)
+    _, mine = parts(blocks, role, low_rank=0, outliers=0.0, **options)
     theirs = AXIS.build("kivi", residual=R, **options).encode(role, blocks)
     assert list(mine) == list(theirs) and all(torch.equal(mine[n], theirs[n]) for n in mine)
-    more = parts(blocks, role, rank=0, outliers=0.1, **options)[1]
+    more = parts(blocks, role, low_rank=0, outliers=0.1, **options)[1]
     assert not torch.equal(more[""], mine[""])  # the control
 
 
@@ -50,7 +50,7 @@ def test_with_nothing_beside_the_codes_it_is_kivi(blocks, role, options):
 def test_error_falls_with_rank_and_with_outliers(blocks, role):
     """And not where what is stored belongs to other blocks."""
     for outliers in (0.0, 0.1):
-        found = [loss(blocks, role, rank=r, outliers=outliers) for r in (0, 1, 2, 4, 8)]
+        found = [loss(blocks, role, low_rank=r, outliers=outliers) for r in (0, 1, 2, 4, 8)]
         assert all(b < a for a, b in zip(found, found[1:], strict=False))
         for name in ("b", "outlier") if outliers else ("b",):
             other = loss(
@@ -68,11 +68,11 @@ def test_error_falls_with_rank_and_with_outliers(blocks, role):
 @pytest.mark.parametrize("role", ["k", "v"])
 def test_the_low_rank_part_is_nearly_the_best_of_its_rank(blocks, role):
     """By singular values, of what the codes alone lose."""
-    method, found = parts(blocks, role, rank=0, outliers=0.0)
+    method, found = parts(blocks, role, low_rank=0, outliers=0.0)
     lost = blocks - method.decode(role, found, D).unflatten(2, (-1, R))
     values = torch.linalg.svdvals(lost)
     for rank in (1, 2, 4):
-        gained = float(lost.square().sum()) - loss(blocks, role, rank=rank, outliers=0.0) ** 2
+        gained = float(lost.square().sum()) - loss(blocks, role, low_rank=rank, outliers=0.0) ** 2
         best, first = (float(values[..., :n].square().sum()) for n in (rank, max(1, rank // 2)))
         assert gained < best * (1 + 1e-4) and gained > 0.9 * best
         assert rank == 1 or gained > first  # no smaller rank gains as much
@@ -93,9 +93,9 @@ def test_what_lies_in_fewer_directions_than_the_rank_is_read_right():
     """A dependent column, of which Gram-Schmidt leaves only rounding, adds nothing."""
     line = torch.linspace(-1, 1, R)[:, None] * torch.linspace(1, 3, D)
     x = (line + 1e-7 * torch.sin(torch.arange(R * D).reshape(R, D))).expand(1, 1, 1, R, D)
-    few, many = (loss(x, rank=r, outliers=0.0) for r in (1, 16))
+    few, many = (loss(x, low_rank=r, outliers=0.0) for r in (1, 16))
     assert many <= few * 1.001 and np.isfinite(many)
-    assert loss(1e-7 * x, rank=16) < 1e-5 and loss(torch.zeros_like(x), rank=4) == 0
+    assert loss(1e-7 * x, low_rank=16) < 1e-5 and loss(torch.zeros_like(x), low_rank=4) == 0
 
 
 def drive(case):
@@ -111,8 +111,8 @@ def test_a_model_loses_less_with_more_beside_its_codes(stateful):
         drive(Selecting(stateful("llama"), beside and AXIS.build("gear", **options, **beside)))
         for beside in (
             None,
-            {"rank": 0, "outliers": 0.0},
-            {"rank": 3, "outliers": 0.5},
+            {"low_rank": 0, "outliers": 0.0},
+            {"low_rank": 3, "outliers": 0.5},
         )
     )
     assert 1e-3 < np.abs(more - want).max() < 0.7 * np.abs(plain - want).max()
@@ -126,14 +126,14 @@ def test_onnx_reads_what_torch_reads():
             prompt = session.prompt(TOKENS[:1, :30])
             return np.concatenate([prompt, session.run(TOKENS[:1, [30]])], 1)
 
-    options = {"bits": 4, "rank": 3, "outliers": 0.25}
+    options = {"bits": 4, "low_rank": 3, "outliers": 0.25}
     found = logits("onnx", **options)
     assert np.allclose(found, logits("eager", **options), atol=1e-3)
     assert not np.allclose(found, logits("eager", bits=4), atol=1e-3)  # the control
 
 
 @pytest.mark.parametrize(
-    "options", [{"bits": 3}, {"group": 48}, {"rank": -1}, {"outliers": 1.5}, {"outliers": -0.1}]
+    "options", [{"bits": 3}, {"group": 48}, {"low_rank": -1}, {"outliers": 1.5}, {"outliers": -0.1}]
 )
 def test_what_makes_no_sense_is_refused(options):
     (name,) = options

@@ -28,7 +28,7 @@ class Gear(Base):
 
     `bits`, `group`, `residual`: D̂, as in `kivi`: keys in groups of tokens of a channel, values in groups of channels of
     a token. `outliers`: the share of each channel of keys, and of each token's values, that is kept in float16 with its
-    place, half of it the largest and half the smallest numbers; D̂ has the mean of the others there. `rank`: r of
+    place, half of it the largest and half the smallest numbers; D̂ has the mean of the others there. `low_rank`: r of
     A [R,r] and B [D,r], float16, of what D̂ lost, by three steps of a power iteration; 0: none.
 
     The paper's values have their outliers among all heads, here each head has as many; and its prompt is one block of
@@ -38,12 +38,12 @@ class Gear(Base):
     bits: int = 2
     group: int = count(64, most=1024)
     residual: int = count(64, most=8192)
-    rank: int = count(2, most=16)
+    low_rank: int = count(2, most=16)
     outliers: float = 0.02
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4, "outliers": 0.0},
-        {"bits": 8, "group": 8, "residual": 24, "rank": 4, "outliers": 0.25},
+        {"bits": 8, "group": 8, "residual": 24, "low_rank": 4, "outliers": 0.25},
     )
 
     def __post_init__(self) -> None:
@@ -54,8 +54,8 @@ class Gear(Base):
                 f"kv.codec.gear: residual is {self.residual} and group {self.group}; give a residual that is a "
                 "multiple of the group, both at least 1"
             )
-        if self.rank < 0:
-            raise RecipeError(f"kv.codec.gear: rank is {self.rank}; give 0 or more")
+        if self.low_rank < 0:
+            raise RecipeError(f"kv.codec.gear: low_rank is {self.low_rank}; give 0 or more")
         if not 0 <= self.outliers <= 1:
             raise RecipeError(
                 f"kv.codec.gear: outliers is {self.outliers}; give a share from 0 to 1"
@@ -74,7 +74,7 @@ class Gear(Base):
         return "rows" if role == "k" else "channels"
 
     def _rank(self, width: int) -> int:
-        return min(self.rank, self.residual, width)
+        return min(self.low_rank, self.residual, width)
 
     def _ends(self, role: str, width: int) -> tuple[int, int]:
         """Lines that have outliers (channels of keys, tokens of values), and how many at either end of one."""
@@ -137,7 +137,8 @@ class Gear(Base):
             across = back.mT if role == "k" else back
             back = across.scatter(-1, place, value)
             back = back.mT if role == "k" else back
-        return back.flatten(2, 3)
+        found: Tensor = back.flatten(2, 3)
+        return found
 
     def _backbone(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         """D̂ [B,G,P R,D]."""
