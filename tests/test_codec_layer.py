@@ -64,7 +64,7 @@ class Plain(Tables, Base):
         return scale.view(shape)
 
     def parts(self, role, width, scale):
-        assert scale.shape[0] * scale.shape[1] in (width, 2 * width)
+        assert width == (scale.numel() if self.together else scale.shape[1])
         return {"": ("float32", (max(1, self.block) * width,))}
 
     def encode(self, role, x, scale):

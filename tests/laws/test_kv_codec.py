@@ -66,8 +66,19 @@ def told(method, x):
     return constants(method, x.shape[-1] // HEADS if method.together else x.shape[-1])
 
 
+def asked(method, role, x):
+    """The products of queries, in channels of very different size, where the codec asks for them."""
+    if not (method.queries and role == "k"):
+        return {}
+    generator = torch.Generator().manual_seed(2)
+    width = x.shape[-1]
+    queries = torch.randn(*x.shape[:2], 50, width, generator=generator)
+    queries = queries * 2.0 ** torch.randint(-4, 5, (width,), generator=generator)
+    return {"queries": queries.mT @ queries}
+
+
 def encode(method, role, x):
-    return method.encode(role, x, **told(method, x))
+    return method.encode(role, x, **asked(method, role, x), **told(method, x))
 
 
 def declared_of(method, role, x):
@@ -86,7 +97,7 @@ def read(method, role, x):
 
 
 def within(method, role, x, back):
-    return method.within(role, x, back, **told(method, x)).all()
+    return method.within(role, x, back, **asked(method, role, x), **told(method, x)).all()
 
 
 @pytest.mark.parametrize(("method", "role"), ROLES)

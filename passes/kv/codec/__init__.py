@@ -69,6 +69,11 @@ class Base(Pass, Method, ABC):
     together: ClassVar[bool] = False
     unrotated: ClassVar[bool] = False
 
+    queries: ClassVar[bool] = False
+    """Of a block codec: `encode` of keys also gets `queries` [B,G,D,D], the sum of the outer products of all queries
+    so far that read them, after RoPE.
+    """
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
@@ -82,11 +87,14 @@ class Base(Pass, Method, ABC):
     @property
     def relies(self) -> frozenset[Invariant]:
         heads = frozenset({Invariant.HEADS_ALIKE} if self.together else ())
-        return heads | (BLOCKS_RELY if self.block else frozenset())
+        asks = frozenset({Invariant.ALL_LAYERS_RUN} if self.queries else ())
+        return heads | asks | (BLOCKS_RELY if self.block else frozenset())
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        return frozenset({Invariant.PLAIN_KEYS}) | (BLOCKS_BREAK if self.block else frozenset())
+        asks = frozenset({Invariant.REWIND} if self.queries else ())  # a draft's stay in the sum
+        plain = frozenset({Invariant.PLAIN_KEYS})
+        return plain | asks | (BLOCKS_BREAK if self.block else frozenset())
 
     def constants(self, parts: Parts) -> Parts:
         """What its functions get of each layer, made of the tensors of its file, of all layers."""

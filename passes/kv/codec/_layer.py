@@ -32,6 +32,8 @@ class Codec(Protocol):
     @property
     def unrotated(self) -> bool: ...
     @property
+    def queries(self) -> bool: ...
+    @property
     def block(self) -> int: ...
     @property
     def sinks(self) -> int: ...
@@ -80,19 +82,27 @@ class Layer:
         """cos and sin, where keys are turned."""
         return list(self.rotation.tables(editor)) if self.turned and self.rotation else []
 
-    def encode(self, x: Tensor, *constants: Tensor) -> dict[str, Tensor]:
-        """x [B,G,T,D], or blocks [B,G,P,R,D], as the codec gets it -> its parts."""
+    @property
+    def asks(self) -> bool:
+        """Whether `encode` gets the queries' products."""
+        return self.codec.queries and self.role == "k"
+
+    def encode(self, x: Tensor, *operands: Tensor) -> dict[str, Tensor]:
+        """x [B,G,T,D], or blocks [B,G,P,R,D], as the codec gets it -> its parts. operands: the queries' products
+        [B,G,D,D], where it asks, and constants.
+        """
         if self.codec.together:
             x = x.movedim(1, -2).flatten(-2)[:, None]
-        return self.codec.encode(self.role, x, **dict(zip(self.names, constants, strict=True)))
+        names = (*(("queries",) if self.asks else ()), *self.names)
+        return self.codec.encode(self.role, x, **dict(zip(names, operands, strict=True)))
 
     def encode_turned(
-        self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *constants: Tensor
+        self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *operands: Tensor
     ) -> dict[str, Tensor]:
         """Of keys after rope at the positions `where`, in the shape of x without D; axis 1 may be 1."""
         at, square = where.clamp(min=0), self.factor**2
         return self.encode(
-            rotated(x, cos[at] / square, -sin[at] / square, self.interleaved), *constants
+            rotated(x, cos[at] / square, -sin[at] / square, self.interleaved), *operands
         )
 
     def decode(self, *operands: Tensor) -> Tensor:
