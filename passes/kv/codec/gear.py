@@ -12,14 +12,12 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.noise import uniform
 from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
 from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec._directions import any_columns, orthonormal
 
 _BITS = {"float16": 16, "int64": 64, "uint8": 8}
 _LOOPS = 3  # of the power iteration, as in the paper's release
-_LEAST = 1e-5  # of a column's length: what is left of less is rounding
-_SEED = 2403
 
 
 @dataclass(frozen=True)
@@ -198,29 +196,9 @@ def _low_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     rows, width = x.shape[-2:]
     most = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
     x = x / most  # squares of what is small are not 0
-    channel = torch.arange(width, device=x.device)[:, None]
-    start = uniform(_SEED, channel, torch.arange(rank, device=x.device)) - 0.5
-    right = start.expand(*x.shape[:2], -1, -1)
+    right = any_columns(x, rank)
     for step in range(_LOOPS):
-        left = _orthonormal(x @ right, again=step == _LOOPS - 1)
+        left = orthonormal(x @ right, again=step == _LOOPS - 1)
         right = x.mT @ left
     long = rows**0.5  # so that no number of B is larger than those of x, for float16
     return left * long, right * most / long
-
-
-def _orthonormal(columns: Tensor, again: bool) -> Tensor:
-    """Columns of [N,P,n,r] by Gram-Schmidt, `again`: twice each; one that depends on those before becomes 0."""
-    found: list[Tensor] = []
-    for i in range(columns.shape[-1]):
-        column = one = _unit(columns[..., i : i + 1], 0.0)
-        for _ in range((2 if again else 1) if found else 0):
-            before = torch.cat(found, -1)
-            one = one - before @ (before.mT @ one)
-        found.append(_unit(one, _LEAST) if found else column)
-    return torch.cat(found, -1)
-
-
-def _unit(column: Tensor, least: float) -> Tensor:
-    """A column [N,P,n,1] of length 1; 0 where it is no longer than `least`."""
-    size = column.square().sum(-2, keepdim=True).sqrt()
-    return torch.where(size > least, column / size.clamp(min=1e-30), column * 0)
