@@ -177,7 +177,8 @@ def _products(heads: int, queries: Tensor, positions: Tensor, old: Tensor) -> Te
     """The sum [B,G,D,D] with the queries [B,H,T,D] at `positions` [B,T] (-1: padding)."""
     real = queries.float().masked_fill((positions < 0)[:, None, :, None], 0)
     flat = real.unflatten(1, (heads, -1)).flatten(2, 3)
-    return old + flat.mT @ flat
+    found: Tensor = old + flat.mT @ flat
+    return found
 
 
 def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.Node) -> Entry:

@@ -83,7 +83,8 @@ class SQuat(Kivi):
         rows, width = int(x.shape[-2]), int(x.shape[-1])
         how = (self.bits, self.group, "rows")
         back: Tensor = group_dequantize(*group_quantize(x, *how), *how, rows, width)
-        return back.unflatten(2, (-1, rows))
+        found: Tensor = back.unflatten(2, (-1, rows))
+        return found
 
 
 def _subspace(products: Tensor, count: int) -> Tensor:
