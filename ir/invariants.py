@@ -16,6 +16,7 @@ class Invariant(Enum):
 
     UNIFORM_SLOTS = "all layers write the same tokens into the same slots"
     HEADS_ALIKE = "all heads of a layer hold the same tokens"
+    HEADS_LEVEL = "all heads of a layer hold equally many tokens"
     FIXED_LAYERS = "no layer is deleted after the cache layout is fixed"
     ALL_LAYERS_RUN = "every layer computes queries, keys and values of every token"
     TOKENS_CONTIGUOUS = "the tokens of a row occupy consecutive slots, without gaps"

@@ -1,4 +1,4 @@
-"""Sizes of state, which mix numbers and letters; "C/16" is one for every 16 slots that C begins."""
+"""Sizes of state, which mix numbers and letters; "C/16" is one for every 16 slots that C begins, "P0/32" likewise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 # rows, the encoder's positions, blocks of a row and of a pool, slots (of layers that see a prompt pruned: C1, …), kept
 # blocks, a layer's kept slots, those in fewer bits
-LETTER = re.compile(r"[BXMZ]|C\d*(/[1-9]\d*)?|P\d*|Q\d+")
+LETTER = re.compile(r"[BXMZ]|C\d*(/[1-9]\d*)?|P\d*(/[1-9]\d*)?|Q\d+")
 FEW = 32  # tokens of a call, up to which each reads pages of its own
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -25,6 +26,7 @@ class Part(StrEnum):
         "absorbed"  # of a whole row: what tokens that were evicted leave; `compress` writes it
     )
     HEADS = "heads"  # of a whole row: which query heads read its prompt, and their scores
+    COUNTS = "counts"  # of a whole row: how many kept slots each head has, where they are not equally many
     TABLE = "table"  # which blocks of a pool are a row's
     RECURRENT = "recurrent"  # of the whole row, and replaced by each call
 
@@ -56,6 +58,7 @@ _ROLES = {  # how the roles of a region's values begin in a manifest, longer one
     CacheRegion.CROSS: "cross.",
     CacheRegion.RECENT: "",
 }
+_COUNTS = _ROLES[CacheRegion.KEPT] + Part.COUNTS
 _WRITERS = {
     CacheRegion.POOL: Writer.SESSION,
     CacheRegion.LOW: Writer.COMPRESS,
@@ -220,6 +223,11 @@ class StateValue:
         return self.part is Part.POSITIONS and self.region is CacheRegion.KEPT
 
     @property
+    def ragged(self) -> bool:
+        """Whether it says how many kept slots each head has (`ir.ops.ragged`)."""
+        return self.part is Part.COUNTS
+
+    @property
     def stored(self) -> bool:
         """Whether it is keys or values as they are, or as a codec's codes, without what goes with the codes."""
         return self.part in (Part.KEYS, Part.VALUES) and not self.detail
@@ -235,4 +243,9 @@ def writer_of(role: str) -> Writer:
 
 def by_row(role: str) -> bool:
     """Whether `compress` writes a value of this role for a whole row, however many tokens it keeps."""
-    return role == Part.ABSORBED
+    return role in (Part.ABSORBED, _COUNTS)
+
+
+def ragged_heads(state: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The KV heads of each layer, in a report or manifest, whose kept slots are one head's each."""
+    return {value["layer"]: int(value["shape"][1]) for value in state if value["role"] == _COUNTS}

@@ -8,14 +8,22 @@ import torch
 from torch import Tensor
 
 from accel.ir.capture.examples import adapter_example, example, side_inputs
-from accel.ir.entries.compress import COMPRESS, keep_of, queries_of, query_positions_of, ranks_of
+from accel.ir.entries.compress import (
+    COMPRESS,
+    held_of,
+    keep_of,
+    queries_of,
+    query_positions_of,
+    ranks_of,
+    room_of,
+)
 from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.errors import Miscompiled, PassError
 from accel.ir.ops.codec import encode_rows
 from accel.ir.ops.groups import group_quantize
 from accel.ir.ops.quantized import PRODUCTS
 from accel.ir.program import Program
-from accel.ir.sizes import grows
+from accel.ir.sizes import each, grows
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of, state_of
 from accel.ir.ties import TOPK
 from accel.passes import Pass
@@ -94,7 +102,7 @@ class NumericCheck:
         encoded in blocks, way by way, for what a call itself brings is exact.
         """
         self.cases = [(case[0], ways[0]) for case, ways in zip(self.cases, found, strict=True)]
-        self.apart = found if _flush(program) else []
+        self.apart = found if _in_blocks(program) else []
 
 
 def differs(said: str, program: Program) -> PassError:
@@ -121,6 +129,12 @@ def rounding(program: Program) -> float:
 def _flush(program: Program) -> int:
     """Tokens of a block that a codec encodes together; 0: there is none."""
     return program.facts.kv.flush if program.facts.kv is not None else 0
+
+
+def _in_blocks(program: Program) -> bool:
+    """Whether tokens are encoded in blocks only once they are kept."""
+    sizes = [s.shape[2] for s in program.state if s.kept and len(s.shape) > 2]
+    return _flush(program) > 0 or any(isinstance(n, str) and each(n) > 1 for n in sizes)
 
 
 def run_both_ways(program: Program, tokens: Tensor) -> list[tuple[Tensor, slice]]:
@@ -193,7 +207,12 @@ def keep_all(program: Program, buffers: dict[str, Tensor], seen: int) -> None:
         if not state.kept_positions or state.layer is None:
             continue
         given[keep_of(state.layer)] = torch.full((batch,), seen)
-        given[ranks_of(state.layer)] = torch.arange(slots + buffers[state.name].shape[2])
+        held = buffers[state.name].shape[2]
+        if (counts := buffers.get(name_of(Part.COUNTS, state.layer, CacheRegion.KEPT))) is not None:
+            held = int(counts.max())
+            given[held_of(state.layer)] = torch.arange(held)
+            given[room_of(state.layer)] = torch.arange((slots + held) * counts.shape[1])
+        given[ranks_of(state.layer)] = torch.arange(slots + held)
         if (asked := queries_of(state.layer)) in entry.inputs:  # none: scores do not matter here
             tail = entry.input(asked).meta["val"].shape[2:]
             given[asked] = torch.zeros(batch, 1, *tail)

@@ -45,6 +45,24 @@ def beside_kept(mask: str, size: int, heads: int, groups: int):
     return make
 
 
+def beside_unequal(mask: str, size: int, heads: int, groups: int):
+    """As many more slots as each head has, none of one of them, one head's after another's; a row has room left."""
+    plain = attend(mask, size, heads, groups)
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        counts = rng.integers(0, 9, (b, groups))
+        counts[0, 0] = 0
+        room = 8 * groups + 1
+        where = rng.permuted(np.tile(np.arange(room), (b, 1, 1)), axis=2) % LONGEST
+        where = np.where(np.arange(room) < counts.sum(1)[:, None, None], where, -1)
+        kept = randn(rng, b, 1, room, 10), randn(rng, b, 1, room, 6), torch.from_numpy(where)
+        operands = [*plain(b, t, c, rng), None, *kept]
+        none = [None] * (17 - len(operands))
+        return [*operands, *none, 0, None, None, torch.from_numpy(counts)]
+
+    return make
+
+
 def in_tree(mask: str, size: int, heads: int, groups: int, bias: Any = None):
     """The call's own keys lie in the middle of the slots; every token hangs on a random earlier one."""
     plain = attend(mask, size, heads, groups, bias)
@@ -93,6 +111,22 @@ def beside_another(mask: str, groups: int, sink: bool = False, kept: bool = Fals
             operands[10:11] = [constant(4)]
         none = [None] * (17 - len(operands))
         return [*operands, *none, 0, randn(rng, b, 4, t, 6), lse]
+
+    return make
+
+
+def drawn(plain, noise: float | None = None):
+    """What slots draw of queries, some of which count nothing; with a temperature of each row."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = plain(b, t, c, rng)
+        operands += [None] * (17 - len(operands))
+        operands += [0, None, None, None][len(operands) - 17 :]
+        share = torch.from_numpy((rng.random((b, t)) * 2).astype(np.float32).round(decimals=1))
+        if noise is None:
+            return [*operands, share]
+        temperature = torch.from_numpy(rng.uniform(0.5, 2, b).astype(np.float32))
+        return [*operands, share, temperature, torch.tensor(3), noise, 7]
 
     return make
 
@@ -146,6 +180,13 @@ def attention_cases() -> list[Case]:
     ):
         make = beside_kept(mask, 4, 4, groups)
         made.append(Case(f"{op.name}-kept-{mask}-{groups}", op, make, (5,)))
+    for op, mask in (
+        (attention.attention, "causal"),
+        (attention.attention, "window"),
+        (attention.partial_attention, "chunk"),
+        (mass.attention_weights, "causal"),
+    ):
+        made.append(Case(f"{op.name}-kept-unequal-{mask}", op, beside_unequal(mask, 4, 4, 2)))
     for mask, groups, kept in [
         ("causal", 2, False),
         ("window", 4, False),
@@ -166,4 +207,13 @@ def attention_cases() -> list[Case]:
     made.append(Case("partial_attention-pages", partial, by_pages("causal", 4, 4, 2)))
     made.append(Case("merge_attention", attention.merge_attention, merging))
     made.append(Case("attention_weights", mass.attention_weights, attend("causal", 0, 4, 2), (5,)))
+    for name, plain, noise in [
+        ("causal", beside_kept("causal", 4, 4, 2), None),
+        ("window", beside_kept("window", 4, 4, 4), None),
+        ("sink", beside_another("causal", 4, True), None),
+        ("noise", beside_kept("window", 4, 4, 2), 1.0),
+        ("warm", beside_another("causal", 1), 0.0),
+    ]:
+        fixed = (10,) if name == "sink" else (5,) if name in ("causal", "window", "noise") else ()
+        made.append(Case(f"drawn-{name}", mass.drawn_attention, drawn(plain, noise), fixed))
     return made

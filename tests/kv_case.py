@@ -98,10 +98,28 @@ def state(session: Session) -> dict[str, Any]:
 
 def kept(session: Session) -> dict[int, np.ndarray]:
     """Positions [B,G,P] of what each layer keeps."""
-    found = {
-        n: a for n, a in state(session).items() if n.startswith("kept.") and n.endswith(".pos")
-    }
-    return {int(n.split(".")[1]): a for n, a in found.items()}
+    return kept_part(session, "pos", -1)
+
+
+def kept_part(session: Session, part: str, fill: float = 0) -> dict[int, np.ndarray]:
+    """What each layer keeps [B,G,P,…], also where heads hold it one after another."""
+    values, found = state(session), {}
+    for name, array in values.items():
+        if name.startswith("kept.") and name.endswith(f".{part}"):
+            counts = values.get(name.removesuffix(part) + "counts")
+            found[int(name.split(".")[1])] = (
+                array if counts is None else spread(array, counts, fill)
+            )
+    return found
+
+
+def spread(flat: np.ndarray, counts: np.ndarray, fill: float = 0) -> np.ndarray:
+    """What heads hold one after another [B,1,M,…], as many as `counts` [B,G] says -> [B,G,P,…]."""
+    padded = np.full((*counts.shape, int(counts.max()), *flat.shape[3:]), fill, flat.dtype)
+    for b, row in enumerate(counts):
+        for g, (start, count) in enumerate(zip(row.cumsum() - row, row, strict=True)):
+            padded[b, g, :count] = flat[b, 0, start : start + count]
+    return padded
 
 
 def held(session: Session) -> int:

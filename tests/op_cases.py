@@ -130,6 +130,33 @@ def grouped(count: int) -> Callable[..., list[Any]]:
     return make
 
 
+def keyed(rotated: int, interleaved: bool) -> Callable[..., list[Any]]:
+    """Queries and keys, a channel of which is no number; with tables, positions up to theirs."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        q, keys = randn(rng, b, 2, t, 10), randn(rng, b, 2, c, 10)
+        keys[-1, 1, -1, 3] = torch.nan
+        if not rotated:
+            return [q, keys]
+        return [q, keys, key_positions(rng, b, c), *tables(rotated), interleaved]
+
+    return make
+
+
+def voted(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    """Scores of three heads, one of which is sure, one of which has what is no number; a token that sees nothing."""
+    scores, seen = randn(rng, b, 3, t, c), torch.from_numpy(rng.random((b, 1, t, c)) < 0.7)
+    scores[:, 1] *= 5000
+    scores[-1, 2, 0, -1] = torch.nan
+    seen[0, 0, -1] = False
+    return [scores, seen, 1024.0]
+
+
+def labelled(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    label = torch.from_numpy(rng.integers(-1, 8, (b, 2, c)))
+    return [label, torch.from_numpy(rng.random((b, 1, t, c)) < 0.3), 7]
+
+
 def scattered(count: int, some: bool) -> Callable[..., list[Any]]:
     """Keys of few numbers, a third of the slots empty, one key that is no number; with some centres before."""
 
@@ -440,6 +467,12 @@ def cases() -> list[Case]:
             for n, some in ((4, False), (30, False), (3, True), (0, True))
         ),
         *(Case(f"best_tokens-{n}", units.best_tokens, grouped(n)) for n in (3, 40)),
+        Case("units_seen", units.units_seen, labelled),
+        Case("head_votes", choice.head_votes, voted),
+        *(
+            Case(f"key_products-{r}-{i}", choice.key_products, keyed(r, i), (3, 4))
+            for r, i in ((0, False), (10, False), (4, False), (10, True), (4, True))
+        ),
         *(Case(f"expert_linear-{t}", experts.expert_linear, routed(t), (2,)) for t in (False, True)),
     ]  # fmt: skip
 

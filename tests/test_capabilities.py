@@ -16,9 +16,10 @@ EVERY = [(axis, use) for axis in AXES for use in AXES[axis].names()]
 REFUSED = {  # a recipe of each invariant that one side relies on: who relies, who breaks it, what works
     Invariant.UNIFORM_SLOTS: ("kv.codec=kivi", "prefill.prune=promptdistill", "gemfilter for"),
     Invariant.HEADS_ALIKE: ("kv.codec=mha2gqa-svd", "kv.score=knorm", "for mha2gqa-svd"),
+    Invariant.HEADS_LEVEL: ("kv.codec=kivi", "kv.budget=ada-kv", "without"),
     Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", "unified-skip for shortgpt"),
     Invariant.ALL_LAYERS_RUN: ("kv.reuse=paged-prefix", "depth=calm", "shortgpt for calm"),
-    Invariant.TOKENS_CONTIGUOUS: ("kv.codec=kivi", "kv.score=knorm", "kv-int8 for kivi"),
+    Invariant.TOKENS_CONTIGUOUS: ("kv.reuse=pie", "kv.score=knorm", "without"),
     Invariant.ALL_TOKENS_HELD: ("kv.reuse=pie", "prefill.prune=gemfilter", "paged-prefix for pie"),
     Invariant.ROW_PRIVATE: ("kv.codec=kivi", "kv.reuse=paged-prefix", "kv-int8 for kivi"),
     Invariant.PLAIN_KEYS: ("kv.reuse=pie", "kv.codec=kv-int8", "paged-prefix for pie"),

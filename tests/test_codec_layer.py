@@ -1,6 +1,7 @@
 """What codecs may ask for: keys before rope, all heads at once, constants, exact sinks; by codecs that lose nothing."""
 
 from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import torch
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import InputError
+from accel.ir.spec import verify
 from accel.ir.tables import Tables
 from accel.passes.kv.codec import Base
 
-from .select_case import Selecting, close
+from .kv_case import evicting, recipe
+from .select_case import Selecting, close, measured_for
 
 R = 4
 LENGTHS = [31, 14, 2]
@@ -172,3 +175,59 @@ def test_drafts_that_are_cut_to_the_room_leave_no_trace(stateful):
         assert session.capabilities.width is None and session.room.tolist() == [15]
     other, _ = drafted(case, 5, within=False)
     assert np.abs(other - want).max() > 1e-3
+
+
+EVICTS = {"score": "snapkv", "kept": 13}
+
+
+def evicted(stateful, codec=None, name="llama", **axes):
+    """A session's case that keeps 13 tokens of a prompt, encoded by a codec."""
+    case = evicting(stateful(name), recipe(**{**EVICTS, **axes}))
+    if codec is not None:
+        with TemporaryDirectory() as folder:
+            report = measured_for(codec, stateful(name), folder).run(case.program)
+        assert report.changed, report.refused
+        verify(case.program, "codec")
+    return case
+
+
+def behind(case):
+    """Logits behind ragged prompts, of which rows keep 13, 13 and 9 tokens, and behind a second eviction."""
+    tokens, found = case.tokens(3, 60), []
+    with case.session(3) as session:
+        session.prompt(tokens[:, :40], [40, 23, 9])
+        found += [session.run(tokens[:, [i]]) for i in range(40, 44)]
+        other = session.fork()
+        session.prompt(tokens[:, 44:50])
+        found.append(session.run(tokens[:, 50:52]))
+        found.append(other.run(tokens[:, 50:52]))
+        other.close()
+    return np.concatenate([one.reshape(3, -1) for one in found], 1)
+
+
+@pytest.mark.parametrize("codec", [Plain(tokens=R), Plain(before_rope=True, tokens=R)], ids=str)
+def test_what_eviction_keeps_is_encoded_in_blocks(stateful, codec):
+    """By a codec that loses nothing, and one that reads keys a hundredth too large."""
+    want = behind(evicted(stateful))
+    close(behind(evicted(stateful, codec)), want)
+    assert np.abs(behind(evicted(stateful, replace(codec, broken="role"))) - want).max() > 1e-3
+
+
+def test_blocks_are_of_what_was_gathered(stateful):
+    """What is read of the codes is the codec's reading of what eviction keeps without it."""
+    kivi = find_axes()["kv.codec"].build("kivi", group=4, residual=8)
+    plain, coded = evicted(stateful), evicted(stateful, kivi)
+    tokens = plain.tokens(2, 40)
+    states = []
+    for case in (plain, coded):
+        with case.session(2) as session:
+            session.prompt(tokens, [40, 23])
+            states.append(session._core.backend._state)
+    floats, codes = states
+    assert floats["kept.0.k"].shape[2] == 13 and codes["kept.0.k"].shape[2] == 2
+    for role in "kv":
+        x = floats[f"kept.0.{role}"]
+        whole = torch.cat((x, x[:, :, -1:].expand(-1, -1, 3, -1)), 2).unflatten(2, (-1, 8))
+        parts = kivi.encode(role, whole)
+        for name, part in parts.items():
+            assert torch.equal(codes[".".join(filter(None, ("kept.0", role, name)))], part)

@@ -136,6 +136,11 @@ CASES = {
         "kv.score": {"use": "knorm"},
         "kv.budget": {"use": "pyramidkv", "tokens_kept": 60, "window": 4, "beta": 3.0},
     },
+    "ada-kv": {
+        "kv.codec": {"use": "kv-int8"},
+        "kv.score": {"use": "snapkv"},
+        "kv.budget": {"use": "ada-kv", "tokens_kept": 60},
+    },
 }
 
 

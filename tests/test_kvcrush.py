@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from accel.ir.errors import RecipeError
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 
 from .kv_slots import AXES, B, G, build, choose, named, sets, slots
 from .laws.test_kv_refine import refined

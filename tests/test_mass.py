@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from accel.ir.errors import RecipeError
-from accel.ir.noise import gumbel, uniform
+from accel.ir.ops.mass import attention_weights, drawn_attention
+from accel.ir.ops.noise import gumbel, uniform
 from accel.passes.kv.inputs.entropy import own_entropy
 from accel.passes.kv.score.a2sf import A2SF
 from accel.passes.kv.score.critic import Critic
@@ -35,6 +36,13 @@ def attention(seed=0, first=2):
     return torch.rand(B, G, S, generator=r), weights, query, positions
 
 
+def drawn(weights):
+    """What slots draw of these weights."""
+    return lambda share=None: (
+        weights * (1 if share is None else share[:, None, None, :, None])
+    ).sum((2, 3))
+
+
 def forgetful(decay, mass, weights, query):
     """a2sf, query by query."""
     mass = mass.clone()
@@ -48,29 +56,45 @@ def forgetful(decay, mass, weights, query):
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.95, 1.0])
 def test_a2sf_forgets_query_by_query(decay):
     mass, weights, query, _ = attention()
-    found = A2SF(decay=decay).accumulate(mass, weights, query)
+    found = A2SF(decay=decay).accumulate(mass, drawn(weights), query)
     torch.testing.assert_close(found, forgetful(decay, mass, weights, query))
     assert not torch.allclose(found, forgetful(0.5, mass, weights, query)), "the control"
-    alone = A2SF(decay=decay).accumulate(mass, weights[:, :, :, :0], query[:, :0])
+    alone = A2SF(decay=decay).accumulate(mass, drawn(weights[:, :, :, :0]), query[:, :0])
     assert torch.equal(alone, mass)
 
 
+def computed(seed=0):
+    """`mass`, what slots draw of computed attention, its weights, positions of queries and slots."""
+    r = torch.Generator().manual_seed(seed)
+    mass, _, query, positions = attention(seed)
+    q = torch.randn(B, G * R, T, D, generator=r)
+    k, v = torch.randn(B, G, S, D, generator=r), torch.randn(B, G, S, D, generator=r)
+    operands = (q, k, v, query, positions[:, 0], None, 0.7, 0.0, "causal", 0)
+    weights = attention_weights(*operands).unflatten(1, (G, R))
+
+    def draw(share=None, **noisy):
+        share = torch.ones(B, T) if share is None else share
+        return drawn_attention(*operands, share=share, **noisy)
+
+    return mass, draw, weights, query, positions
+
+
 def test_without_forgetting_and_without_noise_both_are_h2o():
-    mass, weights, query, positions = attention()
-    want = H2O().accumulate(mass, weights)
-    torch.testing.assert_close(A2SF(decay=1.0).accumulate(mass, weights, query), want)
+    mass, draw, weights, query, _ = computed()
+    want = mass + weights.sum((2, 3))
+    torch.testing.assert_close(H2O().accumulate(mass, draw), want)
+    torch.testing.assert_close(A2SF(decay=1.0).accumulate(mass, draw, query), want)
     plain = Keyformer(noise=0.0, end=1.0)
     steps, layer = torch.zeros(B), torch.tensor(0)
-    found = plain.accumulate(mass, weights, query, positions, steps, layer)
-    torch.testing.assert_close(found, want)
-    noisy = Keyformer().accumulate(mass, weights, query, positions, steps, layer)
+    torch.testing.assert_close(plain.accumulate(mass, draw, steps, layer), want)
+    noisy = Keyformer().accumulate(mass, draw, steps, layer)
     assert not torch.allclose(noisy, want), "the control"
 
 
 def test_keyformer_is_a_softmax_with_noise_and_temperature():
-    mass, weights, query, positions = attention()
+    mass, draw, weights, query, positions = computed()
     method, steps = Keyformer(seed=3, rise=10), torch.tensor([0.0, 5.0, 40.0])
-    found = method.accumulate(mass, weights, query, positions, steps, torch.tensor(1))
+    found = method.accumulate(mass, draw, steps, torch.tensor(1))
     want = mass.double().clone()
     for row, head, t in np.ndindex(B, G * R, T):
         if query[row, t] < 0:
@@ -82,8 +106,8 @@ def test_keyformer_is_a_softmax_with_noise_and_temperature():
         logits = (own.log() + g) / min(1 + float(steps[row]) / 10, 2)
         want[row, head // R, there] += logits[there].softmax(0)
     torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-4)
-    again = method.accumulate(mass, weights, query, positions, steps, torch.tensor(1))
-    other = method.accumulate(mass, weights, query, positions, steps, torch.tensor(2))
+    again = method.accumulate(mass, draw, steps, torch.tensor(1))
+    other = method.accumulate(mass, draw, steps, torch.tensor(2))
     assert torch.equal(found, again) and not torch.allclose(found, other)
 
 

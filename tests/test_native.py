@@ -12,11 +12,13 @@ import accel
 from accel.ir.ops import attention
 from accel.lowering.onnx import native
 from accel.lowering.onnx.export import export
+from accel.lowering.onnx.variants.native import lower
 
 from .op_cases import CASES, Case, query_positions, randn
 from .test_ops import onnx_session, program_of
 
 needs_native = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+rules = lower.rules  # of the compiled operators
 SHAPES = [(4, 4, 64), (4, 1, 64), (14, 2, 64), (6, 2, 24), (3, 3, 10)]
 SLOTS = 700
 
@@ -86,6 +88,26 @@ def test_partial_attention_equals_the_reference(name, tmp_path):
         torch.testing.assert_close(got[1][seen], want[1][seen], atol=2e-5, rtol=2e-5)
         torch.testing.assert_close(got[0][seen], want[0][seen], atol=2e-5, rtol=2e-5)
         assert all(x.isfinite().all() for x in got)
+
+
+ATTENTION = (attention.attention, attention.partial_attention)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "name",
+    [n for n, c in CASES.items() if c.op.default in rules and c.op not in ATTENTION],
+)
+def test_compiled_operators_equal_the_reference(name, tmp_path):
+    case = CASES[name]
+    export(program_of(case), tmp_path)
+    if not (tmp_path / "step.native.onnx").exists():
+        pytest.skip("a form that the portable rule takes")
+    run = onnx_session(case, tmp_path, "step.native.onnx")
+    for sizes in ((1, 1, 1), (2, 1, 9), (3, 4, 11)):
+        made = case.operands(sizes)
+        got, want = run(made), case.op.reference(*made)
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5, equal_nan=True)
 
 
 @needs_native

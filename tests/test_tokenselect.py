@@ -99,7 +99,8 @@ def test_every_candidate_is_as_far_away(interleaved):
         f"cos.{kind}": torch.cat((cos[back], cos)),
         f"sin.{kind}": torch.cat((-sin[back], sin)),
     }  # fmt: skip
-    queries, keys = method.turned(held)
+    queries, turned = method.turned(held)
+    keys = rope.reference(held["keys"], *turned)
     there = x["k_pos"][:, None, :, None].clamp(max=0) + 1.0
     torch.testing.assert_close(keys * there, raw[0] * there, atol=1e-5, rtol=1e-4)
     at = torch.full((B, 1), method.window)

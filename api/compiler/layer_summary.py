@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from accel.ir.sizes import grows, per_slot
-from accel.ir.state import Writer, by_row, writer_of
+from accel.ir.state import Writer, by_row, ragged_heads, writer_of
 
 FILLS = ("#d8e8f3", "#fbe3c8", "#dcefd5", "#eadcf3", "#f8d9dc", "#e7e5d3")
 _INK, _DIM, _LINE = "#1f2937", "#64748b", "#94a3b8"
@@ -77,6 +77,7 @@ def summaries(
     import numpy as np
 
     kept: dict[tuple[Any, str], float] = {}
+    heads = ragged_heads(state)
     for value in state:
         shape, role = value["shape"], str(value.get("role", ""))
         what = "per_token" if grows(shape) else "fixed"
@@ -86,6 +87,8 @@ def summaries(
         ):  # [B,G,X,D]: of one position of the encoder's input, however many there are
             shape = [d for axis, d in enumerate(shape) if axis != 2]
         size = per_slot(shape) * np.dtype(value["dtype"]).itemsize
+        if what == "kept":
+            size *= heads.get(value["layer"], 1)
         key = (value["layer"], what)
         kept[key] = kept.get(key, 0) + size
     return [

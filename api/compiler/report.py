@@ -11,7 +11,7 @@ from typing import Any
 
 from accel.compiler.layer_summary import bytes_text, picture, why_not
 from accel.ir.sizes import grows, per_slot
-from accel.ir.state import Part, Writer, by_row, writer_of
+from accel.ir.state import Part, Writer, by_row, ragged_heads, writer_of
 
 TEMPLATES = Path(__file__).parent
 WIDE, HALF = 7.2, 4.4  # inches of a picture; the page scales it down where it must
@@ -117,12 +117,13 @@ def state_text(state: Sequence[Mapping[str, Any]], size: Callable[[int], str]) -
     import numpy as np
 
     fixed = kept = 0
+    heads = ragged_heads(state)
     for value in state:
         if not grows(value["shape"]) and writer_of(value["role"]) is not Writer.ENCODE:
             sizes = (d for d in value["shape"] if not isinstance(d, str))
             count = math.prod(sizes) * np.dtype(value["dtype"]).itemsize
             if writer_of(value["role"]) is not Writer.STEP and not by_row(value["role"]):
-                kept += count
+                kept += count * heads.get(value["layer"], 1)
             else:
                 fixed += count
     text = f"{size(sum(state_bytes(state).values()))} per token"

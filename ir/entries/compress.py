@@ -21,6 +21,16 @@ def ranks_of(layer: int) -> str:
     return f"ranks.{layer}"
 
 
+def held_of(layer: int) -> str:
+    """The input 0..P-1 [P], P: the most slots that any head of the layer has, where these are unequal numbers."""
+    return f"held.{layer}"
+
+
+def room_of(layer: int) -> str:
+    """The input 0..M-1 [M], M: the most that the heads of the layer keep together, where they keep unequal numbers."""
+    return f"room.{layer}"
+
+
 def queries_of(layer: int) -> str:
     """The input with the layer's observed queries [B,W,H,D], and the output of the step that gives them."""
     return f"queries.{layer}"
@@ -42,11 +52,19 @@ class _Compress(EntryKind):
         import torch
 
         from accel.ir.entries._values import filled, numbers, random
+        from accel.ir.sizes import in_numbers
 
         layers = range(len(program.facts.layers))
         letters = {"B": 2, "C": 24, "W": 3, "U": 32}
         for i in layers:
-            letters |= {f"P{i}": 8, f"Q{i}": 7, f"N{i}": 9, f"C{i + 1}": 24}
+            letters |= {
+                f"P{i}": 8,
+                f"Q{i}": 7,
+                f"N{i}": 9,
+                f"C{i + 1}": 24,
+                f"R{i}": 5,
+                f"M{i}": 40,
+            }
         if program.facts.kv is not None and (block := program.facts.kv.flush):
             letters |= {"C": 24 + 2 * block, "P": 3, "F": 2, "N": 4, "M": 5}
         told = {
@@ -59,15 +77,16 @@ class _Compress(EntryKind):
             "units": [[i // 5 for i in range(32)], [-1] * 9 + [i // 4 for i in range(23)]],
             **{keep_of(i): [9, 6] for i in layers},
             **{ranks_of(i): list(range(9)) for i in layers},
+            **{held_of(i): list(range(5)) for i in layers},
+            **{room_of(i): list(range(40)) for i in layers},
         }
         parts = {s.name: s for s in program.state}
         generator = random()
         found: dict[str, Tensor] = {}
         for holder in program.entries[name].graph.find_nodes(op="placeholder"):
             own, value = str(holder.target), holder.meta["val"]
-            shape = [
-                d if isinstance(d, int) else letters[program.dims[str(d)]] for d in value.shape
-            ]
+            named = [d if isinstance(d, int) else program.dims[str(d)] for d in value.shape]
+            shape = in_numbers(named, letters)
             state = parts.get(own)
             if own in told:
                 found[own] = numbers(told[own])
@@ -76,6 +95,9 @@ class _Compress(EntryKind):
                 found[own] = found[own].abs() if state and state.part is Part.MASS else found[own]
             elif state is None:  # the slots of new blocks
                 found[own] = torch.arange(shape[0] * shape[1]).reshape(shape)
+            elif state.ragged:
+                some = numbers([[5, 1], [0, 4]])
+                found[own] = torch.nn.functional.pad(some, (0, shape[1] - 2))
             elif state.positions:
                 found[own] = torch.arange(8, 8 + shape[1]).repeat(2, 1)
             else:  # positions that were kept

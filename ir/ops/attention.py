@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from accel.ir.ops import ragged
 from accel.ir.ops.op import Op
 from accel.ir.ops.pages import read_pages
 
@@ -91,6 +92,7 @@ class Operands(Generic[T]):
     page: int = 0
     beside: T | None = None
     beside_lse: T | None = None
+    kept_counts: T | None = None
 
 
 def operands_of(node: fx.Node) -> Operands[Any]:
@@ -109,8 +111,27 @@ def weights(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, T
     return scores.softmax(-1)[..., : values.shape[2]], values
 
 
+def padded(x: Operands[Tensor]) -> Operands[Tensor]:
+    """The same with as many kept slots of each head: [B,G,P,…]."""
+    if x.kept_counts is None or x.kept_k is None or x.kept_v is None or x.kept_pos is None:
+        return x
+    width = min(max(1, int(x.kept_counts.max())), x.kept_pos.shape[2])
+    ranks = torch.arange(width, device=x.kept_pos.device)
+    where, real = ragged.places(x.kept_counts, ranks)
+    k, v = (ragged.spread(part, where) for part in (x.kept_k, x.kept_v))
+    pos = ragged.spread(x.kept_pos, where).masked_fill(~real, -1)
+    return replace(x, kept_k=k, kept_v=v, kept_pos=pos, kept_counts=None)
+
+
+def logits(x: Operands[Tensor]) -> Tensor:
+    """scale q k^T + mask [B,H,T,S], before the softmax; the lowest finite number where it is hidden."""
+    scores, values = _scores(x)
+    return scores[..., : values.shape[2]]
+
+
 def _scores(x: Operands[Tensor], added: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """scale q k^T + mask [B,H,T,S+E], and the values [B,H,S,Dv]; E: first a sink, then what is beside."""
+    x = padded(x)
     k, v = x.k, x.v
     repeat = x.q.shape[1] // k.shape[1]
     where = x.k_pos[:, None]  # [B,1,S]
@@ -179,6 +200,8 @@ def merged(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 # q [B,H,T,D], k [B,G,S,D], v [B,G,S,Dv], q_pos [B,T], k_pos [B,S] (-1: nothing there),
 # bias [H,M], [H,2M-1] or [H,M,M] (see position_bias) or none; softcap 0: none; sink [H] or none.
 # kept_k, kept_v [B,G,P,D], kept_pos [B,G,P]: slots before those of k and v, each head's its own; or none.
+# kept_counts [B,G] or none: heads have unequal numbers of such slots, which lie in kept_k, kept_v [B,1,M,D] and
+# kept_pos [B,1,M] one head's after another's (`ir.ops.ragged`).
 # tree [B,T,W] (or [1,1,W]: the same for all) bool or none: which keys of the slots first[b] .. first[b]+W-1,
 # where the call's own lie, each query may see, if the positions let it (of a tree of guesses, W = T: a token's
 # ancestors and itself). W = 1 hides nothing where it is true: a row of tokens.
@@ -191,7 +214,7 @@ attention = Op(
     "(Tensor q, Tensor k, Tensor v, Tensor q_pos, Tensor k_pos, Tensor? bias, float scale, "
     "float softcap, str mask, int window, Tensor? sink=None, Tensor? kept_k=None, Tensor? kept_v=None, "
     "Tensor? kept_pos=None, Tensor? tree=None, Tensor? first=None, Tensor? pages=None, int page=0, "
-    "Tensor? beside=None, Tensor? beside_lse=None) -> Tensor",
+    "Tensor? beside=None, Tensor? beside_lse=None, Tensor? kept_counts=None) -> Tensor",
     reference=_attention,
     shape=lambda q, k, v, *rest, **more: q.new_empty((*q.shape[:3], v.shape[3])),
 )

@@ -1,4 +1,6 @@
-"""Choosing pages of a cache: the range of a page's keys, what it bounds, the best of those that a token sees."""
+"""Choosing pages of a cache: the range of a page's keys, what it bounds, the best of those that a token sees; and
+single tokens, by products with their keys, and by what heads vote.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from accel.ir.ops.attention import Mask
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import Op
 from accel.ir.ops.pages import kv_pages, pages_written
+from accel.ir.ops.rope import rope
 
 
 def _page_range(
@@ -95,4 +98,46 @@ best_pages = Op(
     shape=lambda worth, q_pos, k_pos, slots, count, *rest: worth.new_empty(
         (*worth.shape[:3], torch.sym_min(count - 1, worth.shape[3]) + 1), dtype=torch.int64
     ),
+)
+
+
+def _key_products(
+    q: Tensor,
+    keys: Tensor,
+    at: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    if at is not None:
+        keys = rope.reference(keys, at, cos, sin, interleaved)
+    return q.float() @ keys.float().transpose(-1, -2)
+
+
+# q [B,G,M,D], keys [B,G,C,D] -> [B,G,M,C] float32: their products, the keys turned (see `rope`) to row at [B,C] of the
+# tables cos, sin [N,R/2] before, where these are given.
+key_products = Op(
+    "key_products",
+    "(Tensor q, Tensor keys, Tensor? at=None, Tensor? cos=None, Tensor? sin=None, bool interleaved=False) -> Tensor",
+    reference=_key_products,
+    shape=lambda q, keys, *rest, **more: q.new_empty(
+        (*q.shape[:3], keys.shape[2]), dtype=torch.float32
+    ),
+)
+
+
+def _head_votes(scores: Tensor, seen: Tensor, steps: float) -> Tensor:
+    scores = (scores * steps).round() / steps
+    lowest = torch.finfo(scores.dtype).min / 2
+    shares = scores.masked_fill(~seen, lowest).log_softmax(-1)
+    return shares.logsumexp(1, keepdim=True).masked_fill(~seen, -torch.inf)
+
+
+# scores [B,H,T,C] in float32, rounded to 1/steps, and what each token may choose (seen, bool [B,1,T,C]) ->
+# [B,1,T,C]: the logarithm of the sum over heads of their softmax over what is seen; -inf elsewhere
+head_votes = Op(
+    "head_votes",
+    "(Tensor scores, Tensor seen, float steps) -> Tensor",
+    reference=_head_votes,
+    shape=lambda scores, seen, steps: torch.empty_like(scores[:, :1]),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,5 +36,24 @@ best_tokens = Op(
     reference=_best_tokens,
     shape=lambda worth, label, seen, count: worth.new_empty(
         (*worth.shape[:3], count), dtype=torch.int64
+    ),
+)
+
+
+def _units_seen(label: Tensor, seen: Tensor, units: Any) -> Tensor:
+    batch, groups, _ = label.shape
+    index = label[:, :, None].clamp(0, units - 1).expand(-1, -1, seen.shape[2], -1)
+    found = torch.zeros((batch, groups, seen.shape[2], units), device=label.device)
+    return found.scatter_add(3, index, seen.float().expand(-1, groups, -1, -1)) > 0
+
+
+# The unit that each slot's token is in label [B,G,C], the slots that each token may choose seen bool [B,1,T,C] -> which
+# of so many units have such a slot: bool [B,G,T,units].
+units_seen = Op(
+    "units_seen",
+    "(Tensor label, Tensor seen, SymInt units) -> Tensor",
+    reference=_units_seen,
+    shape=lambda label, seen, units: seen.new_empty(
+        (label.shape[0], label.shape[1], seen.shape[2], units)
     ),
 )

@@ -23,7 +23,7 @@ from accel.lowering import Table
 from accel.lowering.onnx.writer.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.writer.fallback import lower_node
 
-_NOT_HERE = ("kept_", "beside")  # operands that are left out
+_NOT_HERE = ("kept_", "beside", "pages")  # operands that are left out
 _NAMES = tuple(f.name for f in fields(Operands))
 _LETTERS = {
     "q": "BHTD", "k": "BGCD", "v": "BGCD", "q_pos": "BT", "k_pos": "BC", "tree": "BTW", "first": "B",

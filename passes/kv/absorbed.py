@@ -33,7 +33,7 @@ def read(
     of this layer.
     """
     layer, x = site.layer, operands_of(site.node)
-    batch, groups = site.kept["pos"].meta["val"].shape[0], int(sizes(site.kept["pos"])[1])
+    batch, groups = site.kept["pos"].meta["val"].shape[0], int(sizes(x.k)[1])
     wide = [int(sizes(site.kept.get(part, site.kept["k"]))[3]) for part in ("k", "v")]
     held: dict[str, fx.Node] = {}
     known = {name for one in every_input() for name in one.names}

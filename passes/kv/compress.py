@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from accel.ir.entries.compress import COMPRESS, keep_of, ranks_of
+from accel.ir.entries.compress import COMPRESS, held_of, keep_of, ranks_of, room_of
 from accel.ir.errors import PassError
 from accel.ir.facts import KvFacts
+from accel.ir.ops import ragged
 from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
@@ -38,13 +39,14 @@ _TABLE = "table."  # of an operand that is a constant
 _LARGE = 1e30  # of scores that a refine gets
 _NOTHING = -torch.finfo(torch.float32).max  # the score of a slot that holds nothing
 _CHOSEN, _STAYS = "choice.slots", "choice.positions"  # operands that are a layer's before
-_KEPT, _RANKS = 31, 23  # example sizes while shapes are worked out
+_KEPT, _RANKS, _HELD, _ROOM = 31, 23, 53, 89  # example sizes while shapes are worked out
 
 
 class Budget(Protocol):
     """How many tokens each head keeps, where its layer keeps `keep` [B] per head: [B,G]."""
 
     observe: int
+    level: bool
 
     @property
     def heads(self) -> Callable[..., Tensor]: ...
@@ -63,6 +65,9 @@ class Compress(Pass):
     per layer `keep.<layer> [B]` (tokens that a head keeps), `ranks.<layer> [N]` (0..N-1, N: the most that
     any head keeps) and, where the score asks for them, `queries.<layer> [B,W,H,D]` with
     `query_positions [B,W]`, which the step gives as `queries.<layer> [B,T,H,D]`.
+
+    Where heads of a layer keep unequal numbers, what is kept lies one head's after another's (`ir.ops.ragged`), with
+    `kept.<layer>.counts [B,G]`; `compress` then takes `held.<layer> [P]` and `room.<layer> [M]`, too.
     """
 
     score: Score
@@ -101,6 +106,12 @@ class Compress(Pass):
         """The budget's choice over all layers, where it has one."""
         return self.budget.across
 
+    def ragged(self, heads: int) -> bool:
+        """Whether a layer of so many KV heads stores what each keeps, and no more. One that demotes keeps all tokens
+        of every head, in one form or the other.
+        """
+        return heads > 1 and not self.budget.level and not self.keep.demotes
+
     def run(self, program: Program) -> Report:
         sites = _sites(program)
         if not sites:
@@ -111,7 +122,7 @@ class Compress(Pass):
         turns = moves.turned(program, sites, self) if self.keep.moves else {}
         _check_readers(program, sites)
         leaders = _leaders(self, sites)
-        _read_kept(program, sites, self.keep)
+        _read_kept(program, sites, self)
         for one in self.inputs:
             one.prepare(program, sites, self.methods)
         tables = _tables(self, program, sites)
@@ -218,7 +229,7 @@ def _check_readers(program: Program, sites: list[Site]) -> None:
         )
 
 
-def _read_kept(program: Program, sites: list[Site], keep: Keep) -> None:
+def _read_kept(program: Program, sites: list[Site], step: Compress) -> None:
     """State for what is kept, and attention over it."""
     editor = Editor(program, program.step.graph)
     batch = program.step.input("tokens").meta["val"].shape[0]
@@ -226,21 +237,25 @@ def _read_kept(program: Program, sites: list[Site], keep: Keep) -> None:
         letter = f"P{site.layer}"
         letters = {"B": batch, letter: editor.symbol(letter, _KEPT + site.layer)}
         both = (Part.KEYS, Part.VALUES)
+        groups = int(sizes(cache_of(site.node, Part.KEYS))[1])
+        lists = 1 if step.ragged(groups) else groups
         old = {cache_of(site.node, part) for part in both}
         parts = both[: len(old)]
         for part in parts:
             node = cache_of(site.node, part)
-            wide = sizes(node)
-            shape = ("B", int(wide[1]), letter, int(wide[3]))
+            shape = ("B", lists, letter, int(sizes(node)[3]))
             state = State(part, site.layer, "float32", shape, region=CacheRegion.KEPT)
             site.kept[part] = buffer(program, editor, state, letters)
-        groups = int(sizes(site.kept["k"])[1])
-        where = ("B", groups, letter)
+        where = ("B", lists, letter)
         state = State(Part.POSITIONS, site.layer, "int64", where, -1, CacheRegion.KEPT)
         site.kept["pos"] = buffer(program, editor, state, letters)
         added = {f"kept_{p}": site.kept.get(p, site.kept["k"]) for p in ("k", "v", "pos")}
-        if keep.demotes:
-            added = low.read(program, editor, keep, site.node, added, site.kept)
+        if lists < groups:
+            state = State(Part.COUNTS, site.layer, "int64", ("B", groups), region=CacheRegion.KEPT)
+            site.kept["counts"] = buffer(program, editor, state, letters)
+            added["kept_counts"] = site.kept["counts"]
+        if step.keep.demotes:
+            added = low.read(program, editor, step.keep, site.node, added, site.kept)
         site.node.kwargs = {**site.node.kwargs, **added}
 
 
@@ -300,6 +315,11 @@ def _entry(
         count = source.symbol(f"N{site.layer}", _RANKS + site.layer)
         ranks = entry.blank((count,), torch.int64)
         here["ranks"] = entry.placeholder(ranks_of(site.layer), ranks)
+        if "counts" in site.kept:
+            for name, letter, size in (("held", "R", _HELD), ("room", "M", _ROOM)):
+                count = source.symbol(f"{letter}{site.layer}", size + site.layer)
+                given = held_of(site.layer) if name == "held" else room_of(site.layer)
+                here[name] = entry.placeholder(given, entry.blank((count,), torch.int64))
         for one in inputs:
             here |= one.placeholders(entry, site, step.methods)
     outputs: dict[str, fx.Node] = {}
@@ -380,7 +400,7 @@ def scorer(
     """
 
     def rank(*operands: Tensor) -> dict[str, Tensor]:
-        named = _named(step, dict(zip(names, operands, strict=True)), scale, mask)
+        named = _named(step, _spread(dict(zip(names, operands, strict=True))), scale, mask)
         scores = _scores(step.score, named)
         where = named["positions"]
         return {
@@ -407,6 +427,17 @@ def _carried(names: Iterable[str]) -> list[str]:
     there = set(names)
     plain = (name.removeprefix("kept_") for name in names)
     return [name for name in plain if f"kept_{name}.recent" in there]
+
+
+def _spread(x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A layer's operands, what was kept as [B,G,P,…] also where it is stored otherwise."""
+    if "kept_counts" not in x:
+        return x
+    where, real = ragged.places(x["kept_counts"], x["held"])
+    names = ["k", *(["v"] if "kept_v" in x else []), *_carried(x)]
+    out = {f"kept_{name}": ragged.spread(x[f"kept_{name}"], where) for name in names}
+    out["kept_pos"] = ragged.spread(x["kept_pos"], where).masked_fill(~real, -1)
+    return x | out
 
 
 def _named(step: Compress, x: dict[str, Tensor], scale: float, mask: Mask) -> dict[str, Any]:
@@ -443,7 +474,7 @@ def chooser(
     carried = _carried(names)
 
     def cut(*operands: Tensor) -> dict[str, Tensor]:
-        x = dict(zip(names, operands, strict=True))
+        x = _spread(dict(zip(names, operands, strict=True)))
         named = _named(step, x, scale, mask)
         named["ranks"] = x["ranks"]
         shared = "kept_v" not in x
@@ -452,6 +483,9 @@ def chooser(
         else:
             chosen, stays = _chosen(step, x, named)
         named |= {"chosen": chosen, "real": stays >= 0}
+        if "room" in x:
+            out = _one_after_another(step.keep, named, stays, x["room"], not shared, carried)
+            return out | absorbed.written(step.keep, named, x) | {_CHOSEN: chosen, _STAYS: stays}
         index = chosen[..., None].expand(-1, -1, -1, named["keys"].shape[3])
         out = {"k": named["keys"].gather(2, index), "pos": stays}
         if step.keep.moves:
@@ -468,6 +502,39 @@ def chooser(
         return out | {_CHOSEN: chosen, _STAYS: stays}
 
     return cut
+
+
+def _one_after_another(
+    keep: Keep,
+    named: Mapping[str, Any],
+    stays: Tensor,
+    room: Tensor,
+    values: bool,
+    carried: Iterable[str],
+) -> dict[str, Tensor]:
+    """What stays of all heads in one list of as many slots as `room` [M]: rows of keys and values are taken from
+    where they lie.
+    """
+    counts = (stays >= 0).sum(2)  # [B,G]
+    owner, rank, real = ragged.ranked(counts, room)  # [B,M]
+    rank = rank.clamp(max=stays.shape[2] - 1)
+    at = owner * stays.shape[2] + rank
+
+    def taken(
+        x: Tensor, index: Tensor
+    ) -> Tensor:  # x [B,G,S,…], index [B,M] into its slots -> [B,1,M,…]
+        index = index[:, None]
+        if x.dim() == 4:
+            index = index[..., None].expand(-1, -1, -1, x.shape[3])
+        return x.flatten(1, 2)[:, None].gather(2, index)
+
+    slots = owner * named["keys"].shape[2] + taken(named["chosen"], at)[:, 0]
+    pos = taken(stays, at).masked_fill(~real[:, None], -1)
+    out = {"k": taken(named["keys"], slots), "pos": pos, "counts": counts}
+    if values:
+        changed = keep.merges  # else those of the chosen slots
+        out["v"] = taken(call(keep, named), at) if changed else taken(named["values"], slots)
+    return out | {name: taken(named[name], slots) for name in carried}
 
 
 def _chosen(

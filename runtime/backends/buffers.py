@@ -80,6 +80,18 @@ def recent_slots(state: Sequence[Any], buffers: Mapping[str, Any]) -> dict[int, 
     }
 
 
+def kept_slots(state: Sequence[Any], buffers: Mapping[str, Any]) -> dict[int, int]:
+    """How many slots each layer has of what was kept; the most of a head, where these are unequal numbers."""
+    found = {v.layer or 0: int(buffers[v.name].shape[2]) for v in state if v.kept_positions}
+    return found | {v.layer: int(buffers[v.name].max()) for v in state if v.ragged}
+
+
+def kept_heads(state: Sequence[Any]) -> dict[int, int]:
+    """The KV heads of each layer that evicts."""
+    found = {v.layer: v.shape[1] for v in state if v.kept_positions and v.layer is not None}
+    return found | {v.layer: v.shape[1] for v in state if v.ragged}
+
+
 def forgettable(value: Any) -> bool:
     """Whether a state value's slots may hold what rewinding alone does not hide: kept tokens, and the
     positions of layers that saw a prompt pruned; or it is of a whole row that starts anew.
@@ -99,7 +111,16 @@ def trimmed(state: Sequence[StateValue], found: Arrays) -> Arrays:
         if value.part is Part.POSITIONS and value.layer is not None and value.name in found:
             filled = np.flatnonzero((found[value.name] >= 0).any(axis=(0, 1)))
             used[slots[value.name]] = int(filled[-1]) + 1 if filled.size else 0
+    shapes = {v.name: v.shape for v in state}
     return {
-        name: array[:, :, : used[slots[name]]] if slots[name] in used else array
+        name: array[:, :, : _entries(shapes[name], used[slots[name]])]
+        if slots[name] in used and array.ndim > 2
+        else array
         for name, array in found.items()
     }
+
+
+def _entries(shape: Sequence[int | str], slots: int) -> int:
+    """How many entries of a state value hold so many slots: one for each, or for each block of them."""
+    size = shape[2]
+    return -(-slots // each(size)) if isinstance(size, str) else slots

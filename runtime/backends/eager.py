@@ -19,7 +19,7 @@ from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows, in_numbers
 from accel.ir.state import Part, output_of, state_of
-from accel.runtime.backends.buffers import forgettable, recent_slots, trimmed
+from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, trimmed
 from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Bools, Ints
 
@@ -133,8 +133,7 @@ class EagerSession:
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
         recent = recent_slots(self._program.state, self._state)
-        kept = {v.layer or 0: v.name for v in self._program.state if v.kept_positions}
-        slots = {layer: int(self._state[name].shape[2]) for layer, name in kept.items()}
+        slots = kept_slots(self._program.state, self._state)
         given = {
             n: self._tensor(a) for n, a in eviction.compress_inputs(seen, recent, slots).items()
         }

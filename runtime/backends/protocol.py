@@ -22,7 +22,7 @@ class Compression(Protocol):
     def compress_inputs(
         self, lengths: Ints, recent: Mapping[int, int], kept: Mapping[int, int]
     ) -> Arrays:
-        """Inputs of the compress entry beside the state, which has so many slots of each layer."""
+        """Inputs of the compress entry beside the state, which has so many slots of each layer, of a head at most."""
 
 
 class BackendSession(Protocol):

@@ -135,9 +135,16 @@ def fixed_layers(model, near=NEAR):
 
 def heads_alike(model, near=NEAR):
     with prompted(model) as session:
-        for name, value in session._core.backend._state.items():
+        state = session._core.backend._state
+        assert holds(heads_level, model)
+        for name, value in state.items():
             if re.search(r"^kept\b.*\bpos$", name):
                 assert (value == value[:, :1]).all()
+
+
+def heads_level(model, near=NEAR):
+    with prompted(model) as session:
+        assert not any(name.endswith(".counts") for name in session._core.backend._state)
 
 
 def layers_by_call(model, near=NEAR):
@@ -204,6 +211,7 @@ TRIALS: dict[Invariant, Callable] = {
     Invariant.UNIFORM_SLOTS: uniform_slots,
     Invariant.FIXED_LAYERS: fixed_layers,
     Invariant.HEADS_ALIKE: heads_alike,
+    Invariant.HEADS_LEVEL: heads_level,
     Invariant.ALL_LAYERS_RUN: all_layers_run,
     Invariant.LAYERS_BY_CALL: layers_by_call,
     Invariant.PLAIN_KEYS: plain_keys,

@@ -5,6 +5,7 @@ two sides, and a third that must differ, which is the control.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from accel.ir.ops.mass import drawn_attention
 from accel.passes.kv.inputs import call
 from accel.passes.kv.score import Base
 from accel.passes.kv.score._window import observed
@@ -107,6 +109,16 @@ def prompt(seed: int) -> tuple[dict[str, Tensor], Tensor]:
     return x, every
 
 
+def draw(
+    q: Tensor, k: Tensor, here: Tensor, where: Tensor, share: Tensor | None = None, **noisy: Any
+) -> Tensor:
+    """What slots draw of queries."""
+    share = torch.ones(here.shape) if share is None else share
+    operands = (q, k, k, here, where, None, SCALE, 0.0, "causal", 0)
+    found: Tensor = drawn_attention(*operands, share=share, **noisy)
+    return found
+
+
 def mass_of(score: Base, x: dict[str, Tensor], queries: Tensor) -> Tensor:
     """What a score accumulates in the calls of a prompt [B,G,N]."""
     mass, start, steps = torch.zeros_like(x["recent_k"][..., 0]), 0, 0
@@ -119,7 +131,7 @@ def mass_of(score: Base, x: dict[str, Tensor], queries: Tensor) -> Tensor:
         named = {
             "mass": mass, "weights": observed(now, here, x["recent_k"], where, SCALE),
             "query_positions": here, "positions": where, "steps": torch.full((3,), steps),
-            "layer": torch.tensor(0),
+            "layer": torch.tensor(0), "drawn": partial(draw, now, x["recent_k"], here, where[:, 0]),
         }  # fmt: skip
         mass = call(score.accumulate, named)
     return mass

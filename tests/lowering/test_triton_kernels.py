@@ -49,7 +49,8 @@ def several_splits(monkeypatch):
 def compare(operands):
     """Kernels and reference on the same operands, of which the last ones may be left out."""
     q, k, v, q_pos, k_pos, bias, scale, cap, mask, window, *more = operands
-    sink, kept_k, kept_v, kept_pos, tree, first = (*more, *[None] * (6 - len(more)))
+    more = [*more, *[None] * (11 - len(more))]
+    (sink, kept_k, kept_v, kept_pos, tree, first), counts = more[:6], more[10]
     want = attention.attention(*operands)
     q, k, v, q_pos, k_pos, bias, sink, tree, first = on_device(
         (q, k, v, q_pos, k_pos, bias, sink, tree, first)
@@ -57,13 +58,14 @@ def compare(operands):
     lists = accel_attention.survey(q_pos, k_pos, mask, window, q.shape[1] // k.shape[1], q.shape[3])
     parts = [(k, v, k_pos, None, lists)]
     if kept_k is not None:
-        parts.insert(0, on_device((kept_k, kept_v, kept_pos)))
+        old = on_device((kept_k, kept_v, kept_pos, counts))
+        parts.insert(0, (*old[:3], None, None, old[3]))
     got = accel_attention.attended(
         q, q_pos, parts, bias, scale, cap, mask, window, sink, tree, first
     )
     got = got.cpu().transpose(1, 2)
     seen = sees(operands)
-    if kept_k is not None:
+    if kept_k is not None and counts is None:
         seen |= (q_pos.cpu() >= 0) & (kept_pos[:, :1] == 0).any(-1)
     assert got.isfinite().all()
     close(got[seen], want.transpose(1, 2)[seen])
@@ -166,6 +168,22 @@ def test_kept_slots_of_each_head_come_before_the_recent_ones(held):
     for b, f in enumerate(first):
         operands[4][b, f : f + 3] = operands[3][b]
     assert compare([*operands, None, *kept, tree, first])
+
+
+@pytest.mark.parametrize("counts", [[[0, 70], [3, 33]], [[5, 0], [0, 1]], [[0, 0], [0, 0]]])
+def test_kept_slots_of_unequal_numbers_lie_one_head_after_another(counts):
+    rng, counts = np.random.default_rng(0), torch.tensor(counts)
+    operands = made((2, 4, 2, 3, 20, 16, 16), "causal", 0)
+    operands[3] = torch.tensor([[40, 41, 42], [60, 61, -1]])
+    room = int(counts.sum(1).max()) + 1
+    pos = torch.stack([torch.from_numpy(rng.permutation(room)) for _ in range(2)])[:, None]
+    pos = torch.where(torch.arange(room) < counts.sum(1)[:, None, None], pos, -1)
+    kept = [randn(rng, 2, 1, room, 16), randn(rng, 2, 1, room, 16), pos]
+    given = [*operands, None, *kept, None, None, None, 0, None, None]
+    assert compare([*given, counts])
+    other = attention.attention(*given, counts.flip(1))
+    same = torch.allclose(attention.attention(*given, counts), other)
+    assert same == (counts.sum() == 0)
 
 
 @pytest.mark.parametrize("form", [REAL[1], REAL[4], REAL[7]], ids=str)

@@ -4,6 +4,7 @@
     python tools/bench/bench_kv.py [--context 16384] [--rounds 7] [--kv-heads 16] [--threads 2] [--only whole,quest]
     python tools/bench/bench_kv.py --keep 16384 --only whole,snapkv,h2o,tova     # what a score costs where all stays
     python tools/bench/bench_kv.py --context 32768 --read 2048 --only whole,quest,tidaldecode,clusterkv
+    python tools/bench/bench_kv.py --only whole,ada-kv,ada-kv:padded   # heads of unequal numbers, and padded ones
 
 With one thread its own processor time counts, which others on the machine disturb less. Attention alone is a
 call's time less that of a call after 300 tokens of the whole cache.
@@ -14,7 +15,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -27,7 +30,7 @@ VOCABULARY, CALLS, SETTLE = 8000, 45, 20  # calls of a round, the first of which
 
 
 def recipe(name: str, options: argparse.Namespace) -> Any:
-    """Of `whole`, `window`, or a method of `kv.score` or `kv.select`."""
+    """Of `whole`, `window`, or a method of `kv.score`, `kv.select` or, beside SnapKV's scores, `kv.budget`."""
     weights, axes = {"use": "int4"}, find_axes()
     if name == "whole":
         return "int4"
@@ -38,7 +41,21 @@ def recipe(name: str, options: argparse.Namespace) -> Any:
     if name == "window":
         score, tokens, when = "streaming-llm", 256, {"use": "every", "tokens": 64}
     budget = {"use": "uniform", "tokens_kept": tokens}
+    if name in axes["kv.budget"].names():
+        score, budget["use"] = "snapkv", name
     return {"weights": weights, "kv": {"score": {"use": score}, "budget": budget, "when": when}}
+
+
+def compiled_of(name: str, module: Any, options: argparse.Namespace) -> Any:
+    """Of a recipe; of `NAME:padded` with as many kept slots of each head as the largest has."""
+    name, _, padded = name.partition(":")
+    with ExitStack() as stack:
+        if padded:
+            budget = find_axes()["kv.budget"].method(name)
+            stack.enter_context(mock.patch.object(budget, "level", True))
+        return accel.optimize(
+            module, recipe(name, options), max_context=options.context + 1024, verify=False
+        )
 
 
 def main() -> None:
@@ -47,12 +64,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kv-heads", type=int, default=16, help="for 16 query heads")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--kernels", default="auto", help="the variant of the step")
     parser.add_argument("--keep", type=int, default=1024, help="tokens that a score keeps")
     parser.add_argument("--read", type=int, default=1024, help="tokens that a selection reads")
     parser.add_argument(
         "--only",
         default="whole,snapkv,quest,window",
-        help="whole, window, or methods of kv.score, kv.select",
+        help="whole, window, or methods of kv.score, kv.select, kv.budget",
     )
     options = parser.parse_args()
     clock = time.process_time if options.threads == 1 else time.perf_counter
@@ -66,12 +84,10 @@ def main() -> None:
     ).eval()  # fmt: skip
     compiled, built = [], {}
     for name in options.only.split(","):
-        compiled.append(
-            accel.optimize(
-                module, recipe(name, options), max_context=options.context + 1024, verify=False
-            )
+        compiled.append(compiled_of(name, module, options))
+        built[name] = accel.load(
+            compiled[-1].artifact.path, threads=options.threads, kernels=options.kernels
         )
-        built[name] = accel.load(compiled[-1].artifact.path, threads=options.threads)
     sessions = {name: (b, options.context) for name, b in built.items()}
     sessions |= {
         f"{name} after 300": (built[name], 300)
@@ -110,6 +126,9 @@ def main() -> None:
             line += f", {step:.2f} times as fast"
             if alone:
                 line += f"; attention alone {alone[0]:.1f} to {alone[-1]:.1f} times"
+        if (other := taken.get(f"{name}:padded")) is not None:
+            ratio = statistics.median(b / a for a, b in zip(taken[name], other, strict=True))
+            line += f"; {ratio:.2f} times as fast as padded"
         print(line)
 
 

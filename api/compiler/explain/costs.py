@@ -20,7 +20,8 @@ from accel.ir.ops.quantized import PRODUCTS, quantized_expert_linear
 from accel.ir.program import Program, State
 from accel.ir.region import Conditional, Region, graphs_of
 from accel.ir.sizes import grows, per_slot
-from accel.runtime.backends.buffers import STEP
+from accel.ir.state import CacheRegion
+from accel.runtime.backends.buffers import STEP, kept_heads
 from accel.runtime.session.observers.prompt_filter import unseen
 
 aten = torch.ops.aten
@@ -89,11 +90,12 @@ def cache(
     """By formula, from the layout of the state and what the recipe keeps."""
     many = _layers_of(program, sizes)
     slot = kept = fixed = 0.0
+    heads = _ragged(program)
     for state in program.state:
-        size = _size(state, sizes) * many.get(state.layer, 1)
+        size = _size(state, sizes, heads) * many.get(state.layer, 1)
         if grows(state.shape):
             slot += size
-        elif state.kept:
+        elif state.kept and not state.ragged:
             kept += size
         elif not state.cross:
             fixed += size
@@ -115,10 +117,18 @@ def _layers_of(program: Program, sizes: Sizes | None) -> dict[int | None, int]:
     return found
 
 
-def _size(state: State, sizes: Sizes | None) -> float:
-    """Bytes of one slot (or of all, where it has none) of a row."""
+def _ragged(program: Program) -> dict[int | None, int]:
+    """The KV heads of each layer whose kept slots are one head's each."""
+    return {s.layer: int(s.shape[1]) for s in program.state if s.ragged}
+
+
+def _size(state: State, sizes: Sizes | None, ragged: Mapping[int | None, int]) -> float:
+    """Bytes of one slot of all heads (or of all slots, where it has none) of a row."""
     size = per_slot(state.shape) * np.dtype(state.dtype).itemsize
-    heads = state.shape[1] if len(state.shape) > 2 else None
+    heads = state.shape[1] if len(state.shape) > 2 or state.ragged else None
+    if state.region is CacheRegion.KEPT and state.layer in ragged and not state.ragged:
+        heads = ragged[state.layer]
+        size *= heads
     if sizes is not None and state.layer is not None and heads == sizes.heads:
         size *= float(sizes.kv)
     return size
@@ -136,17 +146,20 @@ def _kept(
         kept = max(0, prompt // block - 1) * block
         return float(kept), prompt - kept
     budget, when = methods["kv.budget"], methods["kv.when"]
-    heads = max(
-        (s.shape[1] for s in program.state if s.kept_positions),
-        default=1,
-    )
+    heads = max(kept_heads(program.state).values(), default=1)
     tables = program.facts.kv.tables or ({},)
     told = [{n: np.array(v) for n, v in tables[i % len(tables)].items()} for i in range(layers)]
     seen = [budget.tokens(prompt, layer, layers, **told[layer]) for layer in range(layers)]
     if when.due("prompt", prompt) or when.due("call", prompt):
         if all(tokens >= prompt for tokens in seen):
             return 0.0, prompt
-        most = [budget.most(t, int(heads), **one) for t, one in zip(seen, told, strict=True)]
+        each = zip(seen, told, strict=True)
+        if not _ragged(program):
+            most = [budget.most(t, heads, **one) for t, one in each]
+        elif budget.across is not None:
+            most = seen
+        else:
+            most = [budget.room(t, heads, prompt, **one) / heads for t, one in each]
         return sum(min(prompt, tokens) for tokens in most) / layers, 0
     return 0.0, prompt
 
@@ -267,6 +280,7 @@ def _read_of_cache(
     kept, recent = tokens
     facts, depth = program.facts, program.facts.depth
     many, found = _layers_of(program, sizes), dict[str, float]()
+    heads = _ragged(program)
     forms = {s.name: s.dtype for s in program.state}
     for state in program.state:
         layer = state.layer
@@ -278,9 +292,9 @@ def _read_of_cache(
         slots = kept if state.kept else recent + 1
         if window and not state.kept:
             slots = min(slots, window)
-        if state.positions or state.kept_positions:
+        if state.positions or state.kept_positions or state.ragged:
             continue
         codes = replace(state, detail="").name  # whose scales it may be
         form = forms.get(codes, state.dtype)
-        found[form] = found.get(form, 0.0) + _size(state, sizes) * many.get(layer, 1) * slots
+        found[form] = found.get(form, 0.0) + _size(state, sizes, heads) * many.get(layer, 1) * slots
     return found

@@ -1,5 +1,6 @@
 // accel::Attention: softmax(scale q k^T + mask) v over the slots of a KV cache, by positions: those that every
-// step writes, and before them those that were kept, if any, of which each head has its own.
+// step writes, and before them those that were kept, if any, of which each head has its own: as many as every other,
+// or so many as it says, one head's after another's.
 //
 // AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
@@ -10,10 +11,13 @@
 // What was read elsewhere (a partial result and the log-sum-exp of its scores) is merged in, and the second result
 // is the log-sum-exp of everything.
 //
-// Where each query of a group lists the pages that it reads, so many slots each, the others are passed over.
+// Where each query of a group lists the pages that it reads, so many slots each, the others are passed over; small
+// pages, single tokens among them, are read slot by slot (lists.h).
 //
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
 // ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
+//
+// DrawnAttention, DrawnAttentionInt8: the same, and how much of it each slot draws (drawn.h).
 //
 // Keys are taken in chunks of kChunk, each gives a partial result, and partial results are merged in
 // order. So where `exact` is set, a row's result is the same bit for bit whatever the other rows, the
@@ -25,17 +29,21 @@
 
 #include "abi.h"
 #include "coded.h"
+#include "drawn.h"
+#include "lists.h"
 #include "slots.h"
 #include "vector.h"
 
 namespace {
 
 using coded::Rows;
-using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots;
+using slots::kChunk, slots::kFar, slots::kFull, slots::kTile, slots::Range, slots::Slots, slots::Span;
 
 constexpr int64_t kRows = 32;    // rows that share a chunk's turned keys
 constexpr int64_t kTurned = 16;  // rows from which on keys are turned, unless results are to be exact
 constexpr int64_t kNear = 16;    // slots that are read together where keys are not turned
+constexpr int64_t kFarther = 4;  // so many times kNear, slots ahead that are asked for where each lies by itself
+constexpr int64_t kLanes = 16;   // that many at least add up what slots draw, each by itself
 constexpr int64_t kGroup = 8;    // rows that go through it together, at most
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = std::numeric_limits<float>::lowest();  // log-sum-exp of nothing
@@ -45,6 +53,8 @@ struct Settings {
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
   int64_t page, partial;  // partial: whether the log-sum-exp is wanted
   int64_t k_bits, v_bits, rows, k_group, v_group, k_along, v_along, v_width;  // of blocks
+  float noise;  // of what slots draw, and its seed
+  int64_t seed;
 };
 
 // Slots that lie one after another: what was kept, each head's own or of the same tokens, and what came since.
@@ -53,7 +63,12 @@ struct Segment {
   grouped::Blocks k_blocks, v_blocks;
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
-  std::shared_ptr<const std::vector<Slots>> slots;  // [B], or [B G]
+  bool ragged;                      // whether these lie one head's after another's, C of a row in all
+  std::vector<Span> spans;                          // of positions: [B], or [B G]
+  std::shared_ptr<const std::vector<Slots>> slots;  // the same
+
+  // Where the keys of a head of a row lie among all, and how many.
+  Span of(int64_t pair) const { return ragged ? spans[pair] : Span{pair * C, C}; }
 };
 
 // Slots of a segment that are gone through together: tiles [from, to) of its C slots.
@@ -65,10 +80,21 @@ struct Piece {
   bool full;   // no slot is empty
   bool on;     // what comes after it is read too
   const int64_t* pages = nullptr;  // where each page of it starts, in slots from `k` and `v`; none: they lie as they are
+  const int64_t* listed = nullptr;  // the slots, one by one, counted from `k` and `v`
+  int64_t more = 0;                 // of them, those of the pieces after it among them
 
   // Slots from number j on, as many as lie together.
   int64_t place(int64_t j, int64_t page) const { return pages ? pages[j / page] + j % page : j; }
   int64_t used() const { return std::min(to * kTile, C) - from * kTile; }
+
+  // `count` rows of `k` or `v` from number j on.
+  const float* read(const Rows& rows, int64_t j, int64_t count, int64_t page, float* room) const {
+    return listed ? lists::read(rows, listed + j, count, room) : rows.at(place(j, page)).read(count, room);
+  }
+  void ahead(const Rows& rows, int64_t j, int64_t count, int64_t page) const {
+    if (!listed) return rows.ahead(place(j, page), count);
+    for (int64_t i = j; i < std::min(j + count, more); ++i) rows.ahead(listed[i], 1);
+  }
 };
 
 struct Call {
@@ -81,6 +107,7 @@ struct Call {
   int64_t own;     // slots from `first` on of which each token sees those of its row of `tree`; 0: no tree
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
+  drawn::Draw draw;
 };
 
 struct Row {
@@ -88,6 +115,7 @@ struct Row {
   const float* q;
   int64_t head, position;
   Range seen;
+  drawn::Row draw = {};
 };
 
 // Where a row of queries and of results lies, among rows.
@@ -224,7 +252,7 @@ void mix_run(const Call& c, const float* const* p, const Piece& x, int64_t from,
   float* at[N];
   for (int64_t j = 0, some; j < count; j += some) {
     some = c.turned ? count : std::min(kNear, count - j);
-    const float* values = x.v.at(x.place(from + j, c.set.page)).read(some, room);
+    const float* values = x.read(x.v, from + j, some, c.set.page, room);
     int64_t w = 0;
     auto place = [&] {
       for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
@@ -261,10 +289,11 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   float* at[N];
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
-    int64_t place = x.place(j, c.set.page), next = j + 2 * kNear;
-    if (x.on && (!x.pages || next < used)) x.k.ahead(x.place(next, c.set.page), kNear);
-    x.v.ahead(place, kNear);
-    direct_all<N>(c, rows, x.k.at(place).read(std::min(kNear, used - j), room), from, j, used, whole, at);
+    int64_t next = j + (x.listed ? kFarther : 2) * kNear;
+    if (x.on && (!x.pages || next < used)) x.ahead(x.k, next, kNear, c.set.page);
+    x.ahead(x.v, j, kNear, c.set.page);
+    const float* keys = x.read(x.k, j, std::min(kNear, used - j), c.set.page, room);
+    direct_all<N>(c, rows, keys, from, j, used, whole, at);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
     for (int n = 0; n < N; ++n) at[n] = s[n] + j;
@@ -278,6 +307,9 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   for (int n = 0; n < N; ++n) {
     finish(c, rows[n], from, to, full, whole, s[n]);
     std::fill(s[n] + used, s[n] + full, kNone);
+    const drawn::Row& draw = rows[n].draw;
+    if (draw.colder != 0)
+      drawn::keep_noisy(draw, c.draw.set.noise, s[n], rows[n].slots->pos.data() + from * kTile, full);
     v8 high = all(kNone);
     for (int64_t j = 0; j < full; j += 8) {
       v8 x = load(s[n] + j);
@@ -292,6 +324,7 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
     }
     out[n][0] = top;
     out[n][1] = sum(total);
+    if (draw.weights && draw.colder == 0) drawn::keep(draw, s[n], top, out[n][1], full);
     weights[n] = s[n];
     mixed[n] = out[n] + 2;
     std::fill(mixed[n], mixed[n] + c.W, 0.0f);
@@ -309,7 +342,7 @@ constexpr decltype(&go<1>) kGo[] = {go<1>, go<2>, go<3>, go<4>, go<5>, go<6>, go
 
 // What is known so far of a row, and one more partial result.
 void merge(float* sofar, const float* part, int64_t W) {
-  if (part[0] == kNone) return;
+  if (part[0] == kNone && !std::isnan(part[1])) return;
   float top = std::max(sofar[0], part[0]);
   float a = sofar[0] == kNone ? 0.0f : std::exp(sofar[0] - top), b = std::exp(part[0] - top);
   sofar[0] = top;
@@ -358,9 +391,10 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const grouped::Bloc
 // Tiles [from, to) of a segment, for one head of one batch row.
 Piece piece_of(const Call& c, const Segment& s, int64_t pair, int64_t from, int64_t to) {
   const Slots* slots = &(*s.slots)[s.by_head ? pair : pair / c.G];
-  int64_t slot = pair * s.C + from * kTile;
+  Span mine = s.of(pair);
+  int64_t slot = mine.start + from * kTile;
   Rows k = rows_at(s.k, s.k_scale, s.k_blocks, slot), v = rows_at(s.v, s.v_scale, s.v_blocks, slot);
-  return {k, v, slots, s.C, from, to, {kFar, -1}, true, true};
+  return {k, v, slots, mine.count, from, to, {kFar, -1}, true, true};
 }
 
 // The rows that go together: `first`, then one every `step`. Where queries list pages, they are of one token.
@@ -381,6 +415,13 @@ void list(const Call& c, int64_t pair, int64_t token, std::vector<int64_t>& out)
   for (int64_t i = 0; i < c.listed; ++i)
     if (pages[i] >= 0 && pages[i] < c.segments[1].C / c.set.page) out.push_back(pages[i]);
   std::sort(out.begin(), out.end());
+}
+
+// So many of the slots that queries read one by one, all of which they see.
+Piece slots_of(const Call& c, int64_t pair, const int64_t* listed, int64_t count, int64_t more, Range seen) {
+  Piece x = piece_of(c, c.segments[1], pair, 0, (count + kTile - 1) / kTile);
+  x.listed = listed, x.more = more, x.C = count, x.held = seen;
+  return x;
 }
 
 // A page by itself.
@@ -479,9 +520,26 @@ void over_guesses(const Call& c, int64_t pair, int64_t index, const Block& block
   }
 }
 
+// Adds up what slots draw of rows `first`, first + step, … of a pair, whose weights are kept from `weights` on.
+void draw(const Call& c, int64_t pair, const Block& block, const float* weights, const float* tops, const float* totals,
+          const drawn::Whole* whole, float* out) {
+  float shares[kRows];
+  for (int64_t r = 0; r < block.count; ++r) {
+    int64_t at = pair / c.G * c.T + (block.first + r * block.step) % c.T;
+    shares[r] = c.q_pos.as<int64_t>()[at] < 0 ? 0 : c.draw.share.as<float>()[at];
+  }
+  auto where = [&](int64_t i) {
+    const Segment& s = c.segments[i >= c.segments[0].last];
+    bool recent = &s == &c.segments[1];
+    int64_t from = (i - s.first) * kChunk, count = recent ? s.C : s.of(pair).count;
+    int64_t start = recent ? c.segments[0].C : s.ragged ? s.of(pair).start - pair / c.G * s.C : 0;
+    return std::pair(start + from, std::clamp<int64_t>(count - from, 0, kChunk));
+  };
+  drawn::add(c.draw, weights, tops, totals, shares, whole, block.count, where, out);
+}
+
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
-void work(Call& c, int64_t item) {
-  int64_t split = item % c.splits, block = item / c.splits % c.blocks, pair = item / c.splits / c.blocks;
+void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* drawing) {
   int64_t b = pair / c.G, g = pair % c.G, width = c.W + 2;
   Block mine = block_of(c, block);
   auto [first, step, count] = mine;
@@ -505,12 +563,25 @@ void work(Call& c, int64_t item) {
     if (c.splits == 1) return buffer.data() + r * width;
     return c.partial.data() + ((pair * c.rows + first + r * step) * c.chunks + i) * width;
   };
-  auto over = [&, count = count](Piece x, int64_t i) {
+  thread_local std::vector<float> weights, tops, totals;  // of what slots draw
+  int64_t row = pair * c.rows + first;  // of what is kept of all rows
+  if (drawing) {
+    weights.resize(kRows * c.chunks * kChunk), totals.resize(kRows * c.chunks);
+    tops.assign(kRows * c.chunks, kNone);
+  }
+  auto over = [&, count = count, step = step](Piece x, int64_t i) {
     if (c.turned) {
-      turn(x.k.read(x.used(), room.data()), c.D, x.used(), keys.data());
-      x.v = Rows{x.v.read(x.used(), room.data()), nullptr, nullptr, c.W};
+      turn(x.read(x.k, 0, x.used(), c.set.page, room.data()), c.D, x.used(), keys.data());
+      x.v = Rows{x.read(x.v, 0, x.used(), c.set.page, room.data()), nullptr, nullptr, c.W};
+      x.listed = nullptr;
     }
     for (int64_t r = 0; r < count; ++r) rows[r].slots = x.slots;
+    for (int64_t r = 0; r < count && c.draw.asked(); ++r) {
+      drawn::Draw& d = c.draw;
+      rows[r].draw = drawing ? d.row(weights.data(), tops.data(), totals.data(), r, i)
+                             : d.row(d.weights.data(), d.tops.data(), d.totals.data(), row + r * step, i);
+      d.tune(rows[r].draw, b, rows[r].head, rows[r].position);
+    }
     for (int64_t r = 0, n; r < count; r += n) {
       n = group(count - r);
       kGo[n - 1](c, rows + r, x, c.turned ? keys.data() : nullptr, room.data(), parts);
@@ -523,11 +594,22 @@ void work(Call& c, int64_t item) {
     kGo[n - 1](c, some, x, nullptr, room.data(), parts);
     for (int64_t j = 0; j < n; ++j) merge(known(which[j], i), parts[j], c.W);
   };
-  if (c.listed) list(c, pair, block % c.T, pages);
+  bool single = c.listed && c.set.page < kNear;
+  if (single) {
+    const int64_t* own = c.pages.as<int64_t>() + (pair * c.T + block % c.T) * c.listed;
+    lists::slots(own, c.listed, c.set.page, (*c.segments[1].slots)[b], c.segments[1].C, rows[0].seen, pages);
+  } else if (c.listed) {
+    list(c, pair, block % c.T, pages);
+  }
   for (int64_t i = start; i < end; ++i) {
     const Segment& s = c.segments[i >= c.segments[0].last];
     for (int64_t r = 0; r < count && c.splits > 1; ++r) empty(known(r, i), c.W);
     int64_t index = i - s.first;
+    if (single && &s == &c.segments[1]) {
+      int64_t at = index * kChunk, more = int64_t(pages.size()) - at;
+      if (more > 0) over(slots_of(c, pair, pages.data() + at, std::min(kChunk, more), more, rows[0].seen), i);
+      continue;
+    }
     if (c.listed && &s == &c.segments[1]) {
       size_t some = kChunk / c.set.page, at = index * some, last = std::min(pages.size(), at + some);
       over_pages(c, pair, pages, at, last, seen, [&](const Piece& x) { over(x, i); });
@@ -537,23 +619,46 @@ void work(Call& c, int64_t item) {
       over_guesses(c, pair, index, mine, [&](const Piece& x, const int64_t* which, int64_t n) { guessed(x, which, n, i); });
       continue;
     }
-    Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, s.C) + kTile - 1) / kTile);
+    int64_t mine = s.of(pair).count;
+    if (index * kChunk >= mine) continue;
+    Piece x = piece_of(c, s, pair, index * kChunk / kTile, (std::min((index + 1) * kChunk, mine) + kTile - 1) / kTile);
     x.held = x.slots->chunks[index], x.full = x.slots->full[index];
     if (!x.held.misses(seen)) over(x, i);
   }
-  if (c.splits == 1)
-    for (int64_t r = 0; r < count; ++r) write(c, b, rows[r], first + r * step, known(r, 0));
+  if (c.splits > 1) return;
+  drawn::Whole whole[kRows];
+  for (int64_t r = 0; r < count; ++r) {
+    write(c, b, rows[r], first + r * step, known(r, 0));
+    whole[r] = {known(r, 0)[0], known(r, 0)[1]};
+  }
+  if (drawing) draw(c, pair, mine, weights.data(), tops.data(), totals.data(), whole, drawing);
+}
+
+void work(Call& c, int64_t item) {
+  if (!c.draw.asked() || c.splits > 1)
+    return go_through(c, item / c.splits / c.blocks, item / c.splits % c.blocks, item % c.splits, nullptr);
+  int64_t lane = item % c.draw.lanes, pair = item / c.draw.lanes;
+  float* drawing = c.draw.lane(pair, lane);
+  std::fill(drawing, drawing + c.draw.slots, 0.0f);
+  for (int64_t block = lane; block < c.blocks; block += c.draw.lanes) go_through(c, pair, block, 0, drawing);
 }
 
 void join(Call& c) {
   int64_t width = c.W + 2;
   std::vector<float> sofar(width);
+  std::fill_n(c.draw.out, c.draw.asked() ? c.B * c.G * c.draw.slots : 0, 0.0f);
   for (int64_t pair = 0; pair < c.B * c.G; ++pair)
     for (int64_t r = 0; r < c.rows; ++r) {
       empty(sofar.data(), c.W);
       for (int64_t i = 0; i < c.chunks; ++i)
         merge(sofar.data(), c.partial.data() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
       write(c, pair / c.G, row_of(c, pair / c.G, pair % c.G, r), r, sofar.data());
+      if (!c.draw.asked()) continue;
+      drawn::Draw& d = c.draw;
+      drawn::Whole whole = {sofar[0], sofar[1]};
+      int64_t at = (pair * c.rows + r) * c.chunks;
+      draw(c, pair, {r, 1, 1}, d.weights.data() + at * kChunk, d.tops.data() + at, d.totals.data() + at, &whole,
+           d.out + pair * d.slots);
     }
 }
 
@@ -562,6 +667,7 @@ typedef abi::Kernel<Settings> Kernel;
 enum Form { kFloats, kInt8, kGroups, kCodes };
 
 constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionGroups", "AttentionCodes"};
+constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8"};
 constexpr size_t kInputs[] = {11, 15, 15, 19};  // before the tree
 
 // Blocks of `width` channels, and whether the tensors are of their sizes.
@@ -571,7 +677,7 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out)
   *out = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), bits, c.set.rows,
           keys ? c.set.k_group : c.set.v_group, keys ? c.D : c.W, bool(keys ? c.set.k_along : c.set.v_along)};
   if (c.set.rows <= 0 || out->group <= 0 || (out->along && c.set.rows % out->group)) return false;
-  int64_t blocks = c.B * c.G * (s.C / c.set.rows);
+  int64_t blocks = c.B * (s.ragged ? 1 : c.G) * (s.C / c.set.rows);
   return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && s.C % c.set.rows == 0 && x.rank == 4 &&
          x.count() == blocks * c.set.rows * out->bytes() && scale.rank && scale.count() == blocks * out->groups() &&
          least.rank && least.count() == scale.count();
@@ -579,16 +685,36 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out)
 
 // Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any.
 bool same(const Call& c, const Segment& s, bool coded) {
+  int64_t lists = s.ragged ? 1 : c.G;
   for (const abi::Tensor* scale : {&s.k_scale, &s.v_scale})
-    if (coded && (!scale->rank || scale->count() != c.B * c.G * s.C)) return false;
-  return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == c.G &&
-         s.v.size[1] == c.G && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
+    if (coded && (!scale->rank || scale->count() != c.B * lists * s.C)) return false;
+  return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == lists &&
+         s.v.size[1] == lists && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
+}
+
+// The spans of a segment's positions, out of the slots of each head where these are unequal numbers; whether they fit.
+bool lay(const Call& c, Segment& s, const abi::Tensor& counts) {
+  if (!s.ragged) {
+    for (int64_t i = 0; i < (s.by_head ? c.B * c.G : c.B); ++i) s.spans.push_back({i * s.C, s.C});
+    return true;
+  }
+  if (counts.rank != 2 || counts.size[0] != c.B || counts.size[1] != c.G) return false;
+  for (int64_t b = 0; b < c.B; ++b) {
+    int64_t at = 0;
+    for (int64_t g = 0; g < c.G; ++g) {
+      int64_t count = counts.as<int64_t>()[b * c.G + g];
+      if (count < 0 || count > s.C - at) return false;
+      s.spans.push_back({b * s.C + at, count});
+      at += count;
+    }
+  }
+  return true;
 }
 
 abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Call& c) {
   const abi::Api& api = kernel.api;
   Segment &kept = c.segments[0], &recent = c.segments[1];
-  abi::Tensor k_pos, kept_pos;
+  abi::Tensor k_pos, kept_pos, counts;
   abi::Tensor* inputs[] = {&c.q,           &recent.k,       &recent.v,     &c.q_pos, &k_pos,  &c.bias,
                            &c.sink,        &kept.k,         &kept.v,       &kept_pos,
                            &c.pages,       &recent.k_scale, &recent.v_scale, &kept.k_scale, &kept.v_scale,
@@ -605,25 +731,27 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (abi::Status* s = abi::read(api, context, many + 1, &c.first)) return s;
   if (abi::Status* s = abi::read(api, context, many + 2, &c.beside)) return s;
   if (abi::Status* s = abi::read(api, context, many + 3, &c.beside_lse)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 4, &counts)) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
   c.G = recent.k.size[1], c.W = form == kCodes ? c.set.v_width : recent.v.size[3];
   bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
-  bool apart = kept_pos.size[1] == c.G;
+  kept.ragged = some && counts.rank, kept.by_head = kept.ragged || kept_pos.size[1] == c.G;
   recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
   auto sized = [&](Segment& s, bool blocks) {
     return blocks ? blocks_of(c, s, true, &s.k_blocks) && blocks_of(c, s, false, &s.v_blocks) : same(c, s, coded);
   };
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
               k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
-              (!some || (kept_pos.size[0] == c.B && (apart || kept_pos.size[1] == 1) &&
-                         sized(kept, form >= kGroups)));
+              (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == (kept.by_head && !kept.ragged ? c.G : 1) &&
+                         sized(kept, form >= kGroups) && lay(c, kept, counts)));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   c.listed = c.pages.rank == 4 && c.pages.size[2] ? c.pages.size[3] : 0;
-  if (c.listed && (c.set.page < kNear || kChunk % c.set.page || recent.C % c.set.page || c.pages.size[0] != c.B ||
-                   c.pages.size[1] != c.G || c.pages.size[2] != c.T))
+  bool small = c.set.page < kNear;
+  if (c.listed && (c.set.page < 1 || (small ? c.bias.data != nullptr : kChunk % c.set.page != 0) ||
+                   recent.C % c.set.page || c.pages.size[0] != c.B || c.pages.size[1] != c.G || c.pages.size[2] != c.T))
     return api.fail("Attention: the lists of pages do not fit the queries and the cache");
   c.own = c.tree.rank == 3 && c.tree.size[2] > 1 ? c.tree.size[2] : 0;
   if (c.own) {
@@ -636,7 +764,9 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (merged && (c.beside.rank != 4 || c.beside_lse.rank != 3 || c.beside.count() != c.B * c.H * c.T * c.W ||
                  c.beside_lse.count() != c.B * c.H * c.T))
     return api.fail("Attention: what is merged in does not fit the queries and values");
-  kept.first = 0, kept.last = recent.first = (kept.C + kChunk - 1) / kChunk;
+  int64_t longest = 0;
+  for (const Span& s : kept.spans) longest = std::max(longest, s.count);
+  kept.first = 0, kept.last = recent.first = (longest + kChunk - 1) / kChunk;
   int64_t slots = c.listed ? c.listed * c.set.page : recent.C;
   c.chunks = recent.last = recent.first + (slots + kChunk - 1) / kChunk;
   c.blocks = c.listed ? c.T * ((c.R + kRows - 1) / kRows) : (c.rows + kRows - 1) / kRows;
@@ -655,20 +785,51 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
     if (abi::Status* s = api.data(out, &data)) return s;
     c.lse = static_cast<float*>(data);
   }
-  recent.by_head = false, recent.slots = slots::of(k_pos.as<int64_t>(), c.B, recent.C);
-  kept.by_head = apart;
-  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), apart ? c.B * c.G : c.B, kept.C);
+  recent.by_head = false, lay(c, recent, counts);
+  recent.slots = slots::of(k_pos.as<int64_t>(), c.B * recent.C, recent.spans);
+  if (some) kept.slots = slots::of(kept_pos.as<int64_t>(), kept_pos.count(), kept.spans);
   if (c.splits > 1) c.partial.resize(c.B * c.G * c.rows * c.chunks * (c.W + 2));
   return nullptr;
 }
 
-template <Form kForm>
+// What is asked of what slots draw: after `prepare`.
+abi::Status* prepare_draw(const abi::Api& api, abi::Context* context, size_t inputs, Call& c) {
+  drawn::Draw& d = c.draw;
+  d.set = {c.set.noise, c.set.seed};
+  abi::Tensor* given[] = {&d.share, &d.temperature, &d.layer};
+  for (size_t i = 0; i < 3; ++i)
+    if (abi::Status* s = abi::read(api, context, inputs + i, given[i])) return s;
+  bool heard = !d.temperature.rank || d.temperature.count() == c.B;
+  bool known = !d.temperature.rank || d.set.noise == 0 || (d.layer.data && d.layer.count() == 1);
+  if (d.share.rank != 2 || d.share.size[0] != c.B || d.share.size[1] != c.T || !heard || !known || c.listed || c.own)
+    return api.fail("DrawnAttention: the shares and temperatures do not fit the queries");
+  d.slots = c.segments[0].C + c.segments[1].C, d.chunks = c.chunks;
+  int64_t pairs = c.B * c.G, sizes[] = {c.B, c.G, d.slots};
+  d.lanes = std::max<int64_t>(1, std::min(c.blocks, (kLanes + pairs - 1) / std::max<int64_t>(1, pairs)));
+  abi::Value* out = nullptr;
+  if (abi::Status* s = api.output(context, 2, sizes, 3, &out)) return s;
+  void* data = nullptr;
+  if (abi::Status* s = api.data(out, &data)) return s;
+  d.out = static_cast<float*>(data);
+  if (c.splits > 1) {
+    int64_t all = pairs * c.rows * c.chunks;
+    d.weights.resize(all * kChunk), d.totals.resize(all), d.tops.assign(all, kNone);
+    d.lanes = 1;
+  }
+  if (d.lanes > 1) d.sums.resize(pairs * d.lanes * d.slots);
+  return nullptr;
+}
+
+template <Form kForm, bool kDraws>
 abi::Status* run(const Kernel& self, abi::Context* context) {
   Call c = {};
   if (abi::Status* s = prepare(self, context, kForm, c)) return s;
-  size_t items = c.B * c.G * c.blocks * c.splits;
+  if (kDraws)
+    if (abi::Status* s = prepare_draw(self.api, context, kInputs[kForm] + 5, c)) return s;
+  size_t items = c.B * c.G * (kDraws && c.splits == 1 ? c.draw.lanes : c.blocks * c.splits);
   if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
   if (c.splits > 1) join(c);
+  if (kDraws && c.splits == 1) c.draw.join(c.B * c.G);
   return nullptr;
 }
 
@@ -696,8 +857,16 @@ constexpr abi::Attribute<Settings> kWithBlocks[] = {
     {"v_width", &Settings::v_width, nullptr},
 };
 
+constexpr abi::Attribute<Settings> kWithDraw[] = {
+    kAttributes[0], kAttributes[1], kAttributes[2], kAttributes[3], kAttributes[4], kAttributes[5], kAttributes[6],
+    kAttributes[7],
+    {"noise", nullptr, &Settings::noise},
+    {"seed", &Settings::seed, nullptr},
+};
+
 int type_of(Form form, size_t i) {
-  if (size_t many = kInputs[form]; i >= many) return i == many ? abi::kBool : i == many + 1 ? abi::kInt64 : abi::kFloat;
+  if (size_t many = kInputs[form]; i >= many)
+    return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + 7 ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kCodes && (i == 1 || i == 2)) return abi::kUint8;
@@ -705,17 +874,19 @@ int type_of(Form form, size_t i) {
   return abi::kFloat;
 }
 
-template <Form kForm>
+template <Form kForm, bool kDraws = false>
 abi::Op op() {
   abi::Op op = {};
   if constexpr (kForm >= kGroups)
-    op = abi::op_of<Settings, kWithBlocks, run<kForm>>();
+    op = abi::op_of<Settings, kWithBlocks, run<kForm, false>>();
+  else if constexpr (kDraws)
+    op = abi::op_of<Settings, kWithDraw, run<kForm, true>>();
   else
-    op = abi::op_of<Settings, kAttributes, run<kForm>>();
-  op.name = [](const abi::Op*) { return kNames[kForm]; };
-  op.input_count = [](const abi::Op*) { return kInputs[kForm] + 4; };
+    op = abi::op_of<Settings, kAttributes, run<kForm, false>>();
+  op.name = [](const abi::Op*) { return kDraws ? kDrawn[kForm] : kNames[kForm]; };
+  op.input_count = [](const abi::Op*) { return kInputs[kForm] + (kDraws ? 8 : 5); };
   op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
-  op.output_count = [](const abi::Op*) { return size_t(2); };
+  op.output_count = [](const abi::Op*) { return size_t(kDraws ? 3 : 2); };
   op.output_presence = [](const abi::Op*, size_t i) { return int(i ? abi::kOptional : abi::kRequired); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };
   return op;
@@ -724,4 +895,5 @@ abi::Op op() {
 }  // namespace
 
 abi::Op attention_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
+abi::Op drawn_attention_op(bool coded) { return coded ? op<kInt8, true>() : op<kFloats, true>(); }
 abi::Op attention_groups_op(bool all) { return all ? op<kCodes>() : op<kGroups>(); }

@@ -13,6 +13,8 @@
 namespace {
 
 constexpr int64_t kBlock = 8;
+constexpr size_t kMany = 256;           // from which on numbers are counted by their bits, not compared
+constexpr int kDigits[] = {10, 11, 11};  // bits of a number, from the lowest on
 
 struct Settings {
   int64_t count, page, mask, window;
@@ -33,6 +35,46 @@ uint64_t ranked(float worth, int64_t page) {
   std::memcpy(&bits, &worth, sizeof bits);
   bits ^= uint32_t(int32_t(bits) >> 31) | 0x80000000u;  // those below 0 the other way round, and first
   return uint64_t(bits) << 32 | (0xffffffffu - uint32_t(page));
+}
+
+// The `some` first of [found, end), in order; they stand in the order of pages. Digit by digit, from the highest, it is
+// counted how many reach a number, until the least is known that is among them; then they are sorted digit by digit.
+void select_many(uint64_t* found, uint64_t* end, size_t some, uint64_t* room) {
+  constexpr int kMost = 1 << 11;
+  uint32_t counts[2][kMost], least = 0;  // two, since neighbours often count alike, and one would wait for the other
+  size_t equal = some;                   // how many of those that are the least number so far are taken
+  for (int i = 2, shift = 32; i >= 0; --i) {
+    int above = shift;
+    shift -= kDigits[i];
+    uint32_t mask = (1u << kDigits[i]) - 1;
+    std::fill(counts[0], counts[2], 0);
+    for (uint64_t* x = found; x < end; ++x) {
+      uint32_t number = *x >> 32;
+      counts[(x - found) % 2][number >> shift & mask] += above == 32 || number >> above == least >> above;
+    }
+    uint32_t digit = mask;
+    for (size_t here; (here = counts[0][digit] + counts[1][digit]) < equal; --digit) equal -= here;
+    least |= digit << shift;
+    uint64_t* to = found;
+    for (uint64_t* x = found; x < end; ++x) *to = *x, to += uint32_t(*x >> 32) >> shift >= least >> shift;
+    end = to;
+  }
+  uint64_t* to = found;
+  for (uint64_t* x = found; x < end; ++x) {
+    uint32_t number = *x >> 32;
+    bool taken = number > least || (number == least && equal);
+    equal -= number == least && equal;
+    *to = *x, to += taken;
+  }
+  uint64_t *from = found, *other = room;
+  for (int i = 0, shift = 32; i < 3; shift += kDigits[i++]) {
+    uint32_t mask = (1u << kDigits[i]) - 1, next[kMost] = {}, start = 0;
+    for (size_t j = 0; j < some; ++j) ++next[from[j] >> shift & mask];
+    for (uint32_t digit = mask + 1; digit-- > 0;) start += next[digit], next[digit] = start - next[digit];
+    for (size_t j = 0; j < some; ++j) other[next[from[j] >> shift & mask]++] = from[j];
+    std::swap(from, other);
+  }
+  if (from != found) std::copy(from, from + some, found);
 }
 
 // The `some` first of [found, end), in order. Of blocks, as many as are wanted hold one that reaches a bound: what does
@@ -67,7 +109,7 @@ void work(const Call& c, int64_t item) {
     end += newest[n] >= seen.first && newest[n] <= seen.last && !(worth[n] == -std::numeric_limits<float>::infinity());
   }
   size_t some = std::min<size_t>(end - found, c.K - 1);
-  select(found, end, some, found + c.N + 1);
+  some < kMany ? select(found, end, some, found + c.N + 1) : select_many(found, end, some, found + c.N + 1);
   int64_t* out = c.out + item * c.K;
   out[0] = own;
   for (size_t i = 0; i < some; ++i) out[1 + i] = 0xffffffffu - uint32_t(found[i]);

@@ -16,8 +16,14 @@ from accel.lowering.onnx.writer.builder import MICROSOFT, Builder, reads, same_s
 
 # the numbers that native/linear.cc gives to them
 GATES = {("QuickGelu", ""): 1, ("Gelu", "none"): 2, ("Gelu", "tanh"): 3}
+_OPERANDS = {"Attention": 16, "AttentionInt8": 20}  # of both, in native/attention.cc
 # attention -> what writes the slots that it reads
-_PLACES = {"Attention": "Place", "AttentionInt8": "PlaceInt8", "AttentionGroups": "Place"}
+_PLACES = {
+    "Attention": "Place", "AttentionInt8": "PlaceInt8", "AttentionGroups": "Place",
+    "DrawnAttention": "Place", "DrawnAttentionInt8": "PlaceInt8",
+}  # fmt: skip
+# attention -> the same that also says what each slot draws, with three more operands
+DRAWN = {"Attention": "DrawnAttention", "AttentionInt8": "DrawnAttentionInt8"}
 
 
 def join(b: Builder, outputs: Collection[str]) -> None:
@@ -28,7 +34,7 @@ def join(b: Builder, outputs: Collection[str]) -> None:
         for n in b.nodes
         if n.op_type not in ("Decode", "DecodeGroups") or read.intersection(n.output)
     ]
-    for rewrite in (_norms, _gates, _sums, _places):
+    for rewrite in (_norms, _gates, _sums, _draws, _places):
         rewrite(_Graph(b, outputs))
 
 
@@ -75,6 +81,17 @@ class _Graph:
             if initializer.name == name and initializer.data_location == onnx.TensorProto.DEFAULT:
                 return [int(i) for i in numpy_helper.to_array(initializer).flatten()]
         return []
+
+    def before(self, node: onnx.NodeProto, values: Iterable[str]) -> list[onnx.NodeProto] | None:
+        """What makes these values and comes after the node, in order; None where it needs what the node makes."""
+        wanted, found = set(values), []
+        for later in reversed(self.b.nodes):
+            if later is node:
+                break
+            if wanted.intersection(later.output):
+                found.append(later)
+                wanted.update(reads(later))
+        return None if wanted.intersection(node.output) - {""} else found[::-1]
 
     def replace(self, gone: Iterable[onnx.NodeProto], last: onnx.NodeProto, *new: Any) -> None:
         """Put nodes where the last one of a pattern stood, and drop the others."""
@@ -139,6 +156,31 @@ def _sums(g: _Graph) -> None:
             linear.output[0] = total.output[0]
             g.replace([], total, linear)
             break
+
+
+def _draws(g: _Graph) -> None:
+    """Attention, and later the same with what slots draw: one node, behind what it is given more."""
+    for plain, wide in DRAWN.items():
+        for drawn in g.of(wide, DOMAIN):
+            operands, more = list(drawn.input), _OPERANDS[plain]
+            alike = [*operands[:more]]
+            while alike and not alike[-1]:
+                alike.pop()
+            same = [n for n in g.of(plain, DOMAIN) if list(n.input) == alike]
+            before = g.before(same[0], operands[more:]) if len(same) == 1 else None
+            given, own = attributes(drawn), attributes(same[0]) if same else {}
+            if before is None or {n: given[n] for n in own if n != "partial"} != {
+                n: v for n, v in own.items() if n != "partial"
+            }:
+                continue
+            attention = same[0]
+            attention.op_type = wide
+            attention.input.extend(operands[len(attention.input) :])
+            attention.output.extend([""] * (2 - len(attention.output)))
+            attention.output.append(drawn.output[2])
+            _set(attention, noise=given["noise"], seed=given["seed"])
+            g.b.nodes = [n for n in g.b.nodes if n is not drawn]
+            g.replace(before, attention, *before, attention)
 
 
 def _places(g: _Graph) -> None:
@@ -210,7 +252,7 @@ class _Cache:
 
 def _cache(g: _Graph, attention: onnx.NodeProto) -> _Cache | None:
     """Of an attention over a cache that the step writes."""
-    coded = attention.op_type == "AttentionInt8"
+    coded = attention.op_type.endswith("Int8")
     read = [*attention.input[1:3], *(attention.input[11:13] if coded else ())]
     writes = [n for n in (g.maker(i, "TensorScatter") for i in read) if n is not None]
     if len(writes) != len(read):

@@ -4,13 +4,18 @@
 abi::Op attention_op(bool coded);
 abi::Op attention_groups_op(bool all);
 abi::Op best_pages_op();
+abi::Op best_tokens_op();
 abi::Op decode_op();
 abi::Op decode_groups_op();
+abi::Op drawn_attention_op(bool coded);
 abi::Op encode_op();
+abi::Op head_votes_op();
+abi::Op key_products_op(bool coded);
 abi::Op linear_op();
 abi::Op page_bounds_op();
 abi::Op page_range_op(bool coded);
 abi::Op place_op(bool coded);
+abi::Op units_seen_op();
 
 extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps(
     abi::Options* options, const abi::Base* base) {
@@ -21,15 +26,22 @@ extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps
                                 attention_groups_op(false),
                                 attention_groups_op(true),
                                 best_pages_op(),
+                                best_tokens_op(),
                                 decode_op(),
                                 decode_groups_op(),
+                                drawn_attention_op(false),
+                                drawn_attention_op(true),
                                 encode_op(),
+                                head_votes_op(),
+                                key_products_op(false),
+                                key_products_op(true),
                                 linear_op(),
                                 page_bounds_op(),
                                 page_range_op(false),
                                 page_range_op(true),
                                 place_op(false),
-                                place_op(true)};
+                                place_op(true),
+                                units_seen_op()};
   static abi::Domain* domain = nullptr;
   abi::Api api{table};
   if (!domain) {

@@ -65,23 +65,34 @@ inline Slots sorted(const int64_t* positions, int64_t C) {
   return s;
 }
 
-// The slots of a call. Layers ask one after another, mostly for the same; what was kept, each for its own,
-// which does not change for long. So an answer is held by where the question lies, while that says the same.
-inline std::shared_ptr<const std::vector<Slots>> of(const int64_t* positions, int64_t B, int64_t C) {
+// Slots that belong together: of one batch row, or of one head of it.
+struct Span {
+  int64_t start, count;
+
+  bool operator==(const Span& other) const { return start == other.start && count == other.count; }
+};
+
+// The slots of a call, those of each span, out of `total`. Layers ask one after another, mostly for the same; what was
+// kept, each for its own, which does not change for long. So an answer is held by where the question lies, while that
+// says the same.
+inline std::shared_ptr<const std::vector<Slots>> of(const int64_t* positions, int64_t total,
+                                                    const std::vector<Span>& spans) {
   struct Known {
     std::vector<int64_t> asked;
+    std::vector<Span> spans;
     std::shared_ptr<const std::vector<Slots>> found;
   };
   constexpr size_t kMost = 256;
   thread_local std::unordered_map<const int64_t*, Known> all;
   if (all.size() > kMost && !all.count(positions)) all.clear();
   Known& known = all[positions];
-  bool same = known.found && int64_t(known.found->size()) == B && int64_t(known.asked.size()) == B * C &&
+  bool same = known.found && known.spans == spans && int64_t(known.asked.size()) == total &&
               std::equal(known.asked.begin(), known.asked.end(), positions);
   if (!same) {
     auto made = std::make_shared<std::vector<Slots>>();
-    for (int64_t b = 0; b < B; ++b) made->push_back(sorted(positions + b * C, C));
-    known.asked.assign(positions, positions + B * C);
+    for (const Span& s : spans) made->push_back(sorted(positions + s.start, s.count));
+    known.asked.assign(positions, positions + total);
+    known.spans = spans;
     known.found = made;
   }
   return known.found;

@@ -95,3 +95,57 @@ def best_pages(
     best, listed = b.node("TopK", worth, some, outputs=2)
     listed = b.node("Where", b.node("Equal", best, lowest), b.constant(-1, torch.int64), listed)
     return b.node("Concat", b.node("Expand", own, b.ints(1, groups, 1, 1)), listed, axis=3)
+
+
+@lower(choice.key_products.default)
+def key_products(
+    b: Builder,
+    q: str,
+    keys: str,
+    at: str | None = None,
+    cos: str | None = None,
+    sin: str | None = None,
+    interleaved: bool = False,
+) -> Any:
+    """Keys are turned by hand: RotaryEmbedding takes no more slots than tables have rows."""
+    if at is not None and cos is not None and sin is not None:
+        keys = _turned(b, keys, at, cos, sin, interleaved)
+    return product(b, q, keys, torch.float32, rank=4)
+
+
+def _turned(b: Builder, keys: str, at: str, cos: str, sin: str, interleaved: bool) -> str:
+    half, wide = int(b.shape(cos)[1]), int(b.shape(keys)[3])
+    rows = b.node("Max", at, b.constant(0, torch.int64))
+    axes = b.ints(1, 4) if interleaved else b.ints(1)
+    c, s = (b.node("Unsqueeze", b.node("Gather", t, rows, axis=0), axes) for t in (cos, sin))
+    turned, rest = keys, []
+    if wide > 2 * half:
+        sizes = b.ints(2 * half, wide - 2 * half)
+        turned, last = b.node("Split", keys, sizes, axis=3, outputs=2)
+        rest = [last]
+    if interleaved:
+        turned = b.node("Reshape", turned, b.ints(0, 0, 0, half, 2))
+    first, second = b.node(
+        "Split", turned, b.ints(*((1, 1) if interleaved else (half, half))), axis=-1, outputs=2
+    )
+    both = (
+        b.node("Sub", b.node("Mul", first, c), b.node("Mul", second, s)),
+        b.node("Add", b.node("Mul", second, c), b.node("Mul", first, s)),
+    )
+    found = b.node("Concat", *both, axis=-1)
+    if interleaved:
+        found = b.node("Reshape", found, b.ints(0, 0, 0, 2 * half))
+    return str(b.node("Concat", found, *rest, axis=3) if rest else found)
+
+
+@lower(choice.head_votes.default)
+def head_votes(b: Builder, scores: str, seen: str, steps: float) -> Any:
+    wide = b.constant(steps, torch.float32)
+    scores = b.node("Div", b.node("Round", b.node("Mul", scores, wide)), wide)
+    lowest = b.constant(torch.finfo(torch.float32).min / 2, torch.float32)
+    shares = b.node("LogSoftmax", b.node("Where", seen, scores, lowest), axis=-1)
+    heads = b.ints(1)
+    top = b.node("ReduceMax", shares, heads)
+    total = b.node("ReduceSum", b.node("Exp", b.node("Sub", shares, top)), heads)
+    votes = b.node("Add", top, b.node("Log", total))
+    return b.node("Where", seen, votes, b.constant(-math.inf, torch.float32))

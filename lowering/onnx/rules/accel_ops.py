@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from accel.ir.ops import attention, kv, mass, norm, rope, rows
+from accel.ir.ops.noise import PRIME
 from accel.lowering.onnx.rules.accel_pages import gathered, page_mask
+from accel.lowering.onnx.rules.accel_ragged import in_slots, padded
 from accel.lowering.onnx.rules.aten_nn import product
 from accel.lowering.onnx.writer.branch import either
 from accel.lowering.onnx.writer.builder import DTYPES, Builder
@@ -91,15 +93,15 @@ def kv_append(b: Builder, buffer: str, new: str, slots: str) -> str:
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> str:
     """Over chosen pages: of one token only these are read, of several all slots, most of them hidden."""
-    return _over_pages(b, Operands(*operands, **more), lambda x: [_attend(b, x)], [b.out])[0]
+    x = padded(b, Operands(*operands, **more))
+    return _over_pages(b, x, lambda x: [_attend(b, x)], [b.out])[0]
 
 
 @lower(attention.partial_attention.default)
 def attend_partly(b: Builder, *operands: Any, **more: Any) -> Sequence[str]:
     """The same, and the logarithm of what the weights were divided by."""
-    return _over_pages(
-        b, Operands(*operands, **more), lambda x: [_attend(b, x), _log_sum(b, x)], b.out
-    )
+    x = padded(b, Operands(*operands, **more))
+    return _over_pages(b, x, lambda x: [_attend(b, x), _log_sum(b, x)], b.out)
 
 
 @lower(attention.merge_attention.default)
@@ -157,7 +159,7 @@ def attention_weights(b: Builder, *operands: Any, **more: Any) -> str:
     x = Operands(*operands, **more)
     heads = int(b.shape(x.q)[1])
     repeat = heads // int(b.shape(x.k)[1])
-    probs, _ = _weights(b, x)
+    probs = in_slots(b, x, _weights(b, padded(b, x))[0])
     places = b.node("Unsqueeze", x.q_pos, b.ints(1, 3))
     real = b.node("GreaterOrEqual", places, b.constant(0, torch.int64))
     real = b.node("Cast", real, to=DTYPES[torch.float32])  # [B,1,T,1]
@@ -166,6 +168,83 @@ def attention_weights(b: Builder, *operands: Any, **more: Any) -> str:
     real = b.node("Tile", real, b.ints(1, 1, repeat, 1))
     shape = b.concat_ints([0, heads, b.size(x.q_pos, 1), -1])
     return str(b.node("Reshape", b.node("Mul", probs, real), shape))
+
+
+@lower(mass.drawn_attention.default)
+def drawn_attention(b: Builder, *operands: Any, **more: Any) -> str:
+    """A product of the shares with the weights, or with those of a softmax with noise."""
+    x = mass.Drawn[str](*operands, **more)
+    groups = int(b.shape(x.k)[1])
+    real = b.node("GreaterOrEqual", x.q_pos, b.constant(0, torch.int64))
+    share = b.node("Mul", x.share, b.node("Cast", real, to=DTYPES[torch.float32]))
+    share = b.node("Tile", b.node("Unsqueeze", share, b.ints(1, 2)), b.ints(1, 1, 1, _repeat(b, x)))
+    flat, x = x, _padded(b, x)
+    probs = _weights(b, x)[0] if x.temperature is None else _noisy(b, x, x.temperature)
+    probs = in_slots(b, flat, probs)
+    drawn = b.node("MatMul", share, probs)  # [B,1,1,R·T] [B,G,R·T,S]
+    return str(b.node("Reshape", drawn, b.ints(0, groups, -1)))
+
+
+def _padded(b: Builder, x: mass.Drawn[str]) -> mass.Drawn[str]:
+    found = padded(b, x)
+    assert isinstance(found, mass.Drawn)
+    return found
+
+
+def _repeat(b: Builder, x: Operands) -> int:
+    return int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
+
+
+def _noisy(b: Builder, x: mass.Drawn[str], temperature: str) -> str:
+    """softmax((scores + noise g) / temperature) [B,G,R·T,S]."""
+    scores, _, more = _scores(b, x)
+    if more:
+        scores = str(b.node("Slice", scores, b.ints(0), b.ints(-more), b.ints(3)))
+    hidden = b.node("Less", scores, b.constant(_NOTHING / 2, torch.float32))
+    if x.noise:
+        noise = b.node("Mul", _gumbel(b, x), b.constant(x.noise, torch.float32))
+        scores = str(b.node("Add", scores, noise))
+    scores = b.node("Div", scores, b.node("Reshape", temperature, b.ints(-1, 1, 1, 1)))
+    scores = b.node("Where", hidden, b.constant(-1e30, torch.float32), scores)
+    seen = b.node("Cast", b.node("Not", hidden), to=DTYPES[torch.float32])
+    return str(b.node("Mul", b.node("Softmax", scores, axis=-1), seen))
+
+
+def _gumbel(b: Builder, x: mass.Drawn[str]) -> str:
+    """The noise of `ir/ops/noise.py` for each head, query and slot [B,G,R·T,S]."""
+    groups, repeat = int(b.shape(x.k)[1]), _repeat(b, x)
+    prime = b.constant(PRIME, torch.int64)
+
+    def number(n: int) -> str:
+        return str(b.constant(n, torch.int64))
+
+    def left(value: str) -> str:
+        return str(b.node("Mod", value, prime))
+
+    def squared(found: str, more: int) -> str:
+        return left(b.node("Add", b.node("Mul", found, found), number(more)))
+
+    def mixed(found: str, more: str) -> str:
+        more = b.node("Add", more, number(1))
+        return squared(left(b.node("Add", b.node("Mul", found, number(48271)), more)), 12345)
+
+    heads = b.constant(torch.arange(1, groups * repeat + 1).reshape(1, groups, repeat, 1))
+    found = mixed(mixed(number(x.seed % PRIME), str(x.layer)), str(heads))
+    found = mixed(found, str(b.node("Unsqueeze", x.q_pos, b.ints(1, 2))))  # [B,G,R,T]
+    found = str(b.node("Reshape", found, b.ints(0, groups, -1, 1)))
+    where = b.node("Unsqueeze", x.k_pos, b.ints(1))
+    if x.kept_pos is not None:
+        where = b.node("Expand", where, b.ints(1, groups, 1))
+        where = b.node("Concat", x.kept_pos, where, axis=2)
+    found = mixed(found, str(b.node("Unsqueeze", where, b.ints(2))))
+    for _ in range(2):
+        found = squared(left(b.node("Add", b.node("Mul", found, number(69621)), number(1))), 6789)
+    u = b.node(
+        "Add", b.node("Cast", found, to=DTYPES[torch.float32]), b.constant(0.5, torch.float32)
+    )
+    u = b.node("Div", u, b.constant(float(PRIME + 1), torch.float32))
+    u = b.node("Clip", u, b.constant(1e-9, torch.float32), b.constant(1 - 1e-7, torch.float32))
+    return str(b.node("Neg", b.node("Log", b.node("Neg", b.node("Log", u)))))
 
 
 def _weights(b: Builder, x: Operands) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel.ir.ops import units
-from accel.lowering.onnx.writer.builder import Builder
+from accel.lowering.onnx.writer.builder import DTYPES, Builder
 from accel.lowering.onnx.writer.table import lower
 
 
@@ -38,3 +38,20 @@ def best_tokens(b: Builder, worth: str, label: str, seen: str, count: int) -> An
     short = b.node("Reshape", b.node("Max", b.node("Sub", most, slots), zero), b.ints(1))
     pads = b.node("Concat", b.ints(0, 0, 0, 0, 0, 0, 0), short, axis=0)
     return b.node("Pad", listed, pads, none)
+
+
+@lower(units.units_seen.default)
+def units_seen(b: Builder, label: str, seen: str, count: Any) -> Any:
+    zero, one = (b.constant(n, torch.int64) for n in (0, 1))
+    groups, tokens, number = int(b.shape(label)[1]), b.size(seen, 2), b.operand(count, torch.int64)
+    label = b.node("Min", b.node("Max", label, zero), b.node("Sub", number, one))
+    label = b.node(
+        "Expand", b.node("Unsqueeze", label, b.ints(2)), b.concat_ints([1, 1, tokens, 1])
+    )
+    real = b.node("Cast", seen, to=DTYPES[torch.float32])
+    real = b.node("Expand", real, b.ints(1, groups, 1, 1))
+    shape = b.concat_ints([b.size(seen, 0), groups, tokens, number])
+    none = b.constant(0.0, torch.float32)
+    blank = b.node("Expand", none, shape)
+    found = b.node("ScatterElements", blank, label, real, axis=3, reduction="add")
+    return b.node("Greater", found, none)

@@ -7,10 +7,10 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, choice, codec, groups, pages, quantized
+from accel.ir.ops import attention, choice, codec, groups, mass, pages, quantized, units
 from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
-from accel.lowering.onnx.native.join import attributes, join
+from accel.lowering.onnx.native.join import DRAWN, attributes, join
 from accel.lowering.onnx.rules.accel_codec import decode_rows as decoded
 from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
 from accel.lowering.onnx.variants import NATIVE
@@ -23,8 +23,8 @@ _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
-    """Every form has one, small pages and a tree over blocks aside; `exact` keeps a row's bits the same however many
-    rows a call has. Codes are read as they lie.
+    """Every form has one, small pages beside a bias and a tree over blocks aside; `exact` keeps a row's bits the same
+    however many rows a call has. Codes are read as they lie.
     """
     return _attend(b, attention.Operands[str](*operands, **more), partial=False)
 
@@ -34,14 +34,26 @@ def attend_partly(b: Builder, *operands: Any, **more: Any) -> Any:
     return _attend(b, attention.Operands[str](*operands, **more), partial=True)
 
 
-def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
-    if x.pages is not None and (x.page % _PAGE or x.tree is not None):
+@lower(mass.drawn_attention.default)
+def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
+    """The attention again, which `join` makes one with that of the layer. The portable rule reads blocks of codes."""
+    x = mass.Drawn[str](*operands, **more)
+    if x.pages is not None or x.tree is not None:
         return NotImplemented
-    common: dict[str, Any] = dict(
-        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
-        window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
-        partial=int(partial), outputs=1 + partial,
-    )  # fmt: skip
+    blocks = (x.k, x.v, x.kept_k, x.kept_v)
+    if any(name and _made(b, name, "DecodeGroups") for name in blocks):
+        return NotImplemented
+    op, given, common = _plain(b, x, partial=False)
+    asked = [x.share, x.temperature, x.layer]
+    outputs = b.node(
+        DRAWN[op], *given, *asked, **common | {"outputs": 3}, noise=float(x.noise), seed=x.seed
+    )
+    return outputs[2]
+
+
+def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
+    if x.pages is not None and (x.tree is not None or _apart(x)):
+        return NotImplemented
     new, old = (
         [_made(b, name, "DecodeGroups") for name in names if name]
         for names in ((x.k, x.v), (x.kept_k, x.kept_v))
@@ -50,7 +62,24 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     if k_read and v_read and _alike(new, old):
         if x.tree is not None:
             return NotImplemented
-        return _over_blocks(b, x, k_read, v_read, new if all(new) else [], common)
+        return _over_blocks(b, x, k_read, v_read, new if all(new) else [], _common(b, x, partial))
+    op, given, common = _plain(b, x, partial)
+    return b.node(op, *given, **common)
+
+
+def _common(b: Builder, x: attention.Operands[str], partial: bool) -> dict[str, Any]:
+    """The settings of every form."""
+    return dict(
+        domain=DOMAIN, scale=float(x.scale), softcap=float(x.softcap), mask=_MASKS.index(x.mask),
+        window=x.window, exact=int(b.batch_invariant), packed=0, page=x.page,
+        partial=int(partial), outputs=1 + partial,
+    )  # fmt: skip
+
+
+def _plain(
+    b: Builder, x: attention.Operands[str], partial: bool
+) -> tuple[str, list[str | None], dict[str, Any]]:
+    """Operator, operands and settings of attention over floats, or over int8 codes where all are."""
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
@@ -58,9 +87,14 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
     none = [None] * (4 - len(scales) if coded else 0)
-    rest = [*none, x.tree, x.first, x.beside, x.beside_lse]
+    rest = [*none, x.tree, x.first, x.beside, x.beside_lse, x.kept_counts]
     op = "AttentionInt8" if coded else "Attention"
-    return b.node(op, *read, x.kept_pos, x.pages, *scales, *rest, **common)
+    return op, [*read, x.kept_pos, x.pages, *scales, *rest], _common(b, x, partial)
+
+
+def _apart(x: attention.Operands[str]) -> bool:
+    """Whether nothing reads pages of this size: small ones, slot by slot, without a bias; larger ones by kNear."""
+    return x.bias is not None if x.page < _PAGE else x.page % _PAGE != 0
 
 
 def _alike(new: list[onnx.NodeProto | None], old: list[onnx.NodeProto | None]) -> bool:
@@ -106,7 +140,8 @@ def _over_blocks(
         *scales,
     )
     return b.node(
-        "AttentionCodes" if last else "AttentionGroups", *given, None, None, x.beside, x.beside_lse, **common,
+        "AttentionCodes" if last else "AttentionGroups", *given, None, None, x.beside, x.beside_lse,
+        x.kept_counts, **common,
         k_bits=k["bits"], v_bits=v["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"],
         k_along=k["along"], v_along=v["along"], v_width=v["width"],
     )  # fmt: skip
@@ -121,7 +156,8 @@ def _of_all(b: Builder, positions: str | None) -> str | None:
 
 def _made(b: Builder, value: str, op: str) -> onnx.NodeProto | None:
     """accel's operator of that name that makes a value."""
-    made = next((n for n in reversed(b.nodes) if value in n.output), None)
+    around = b.above[0] if b.above else []  # the graph that a branch is in
+    made = next((n for n in reversed([*around, *b.nodes]) if value in n.output), None)
     return made if made is not None and (made.op_type, made.domain) == (op, DOMAIN) else None
 
 
@@ -164,6 +200,39 @@ def best_pages(
         "BestPages", worth, q_pos, k_pos, slots, domain=DOMAIN, count=count, page=page,
         mask=_MASKS.index(mask), window=window,
     )  # fmt: skip
+
+
+@lower(choice.key_products.default)
+def key_products(
+    b: Builder,
+    q: str,
+    keys: str,
+    at: str | None = None,
+    cos: str | None = None,
+    sin: str | None = None,
+    interleaved: bool = False,
+) -> Any:
+    """Keys are turned as they are read; codes are read as they lie."""
+    if any(b.dtype(x) != torch.float32 for x in (q, keys)):
+        return NotImplemented
+    read, *scales = _codes(b, keys) or [keys]
+    op = "KeyProductsInt8" if scales else "KeyProducts"
+    return b.node(op, q, read, at, cos, sin, *scales, domain=DOMAIN, interleaved=int(interleaved))
+
+
+@lower(choice.head_votes.default)
+def head_votes(b: Builder, scores: str, seen: str, steps: float) -> Any:
+    return b.node("HeadVotes", scores, seen, domain=DOMAIN, steps=float(steps))
+
+
+@lower(units.best_tokens.default)
+def best_tokens(b: Builder, worth: str, label: str, seen: str, count: int) -> Any:
+    return b.node("BestTokens", worth, label, seen, domain=DOMAIN, count=count)
+
+
+@lower(units.units_seen.default)
+def units_seen(b: Builder, label: str, seen: str, count: Any) -> Any:
+    return b.node("UnitsSeen", label, seen, b.operand(count, torch.int64), domain=DOMAIN)
 
 
 @lower(pages.kv_pages.default)

@@ -46,18 +46,19 @@ def _finish(acc, peak, total, sink, SINK: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, blocks, counts,
+    q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, ends, blocks, counts,
     out, lse, partial, sums,
     scale, cap, size, T, S, heads, groups, rows, width, distances, listed, offset, splits,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, pos_b, pos_g, lists_g, tiles,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr,
-    TREE: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TREE: tl.constexpr, RAGGED: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
+    LISTED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits of this part, B·G·PARTS): HEADS heads of a group in each of PARTS, TOKENS tokens a tile.
 
+    RAGGED: `ends` [B,G] are where the slots of each head end, which lie one head's after another's, S of a row in all.
     WHOLE: this is all there is, and `out` [B,T,H,DV] is written, with LSE `lse` [B,T,H], too; else split `offset` +
     number of `splits` goes to `partial` [B·T·H,splits,DV] and its peak and total to `sums` [2,B·T·H,splits].
     """
@@ -85,12 +86,22 @@ def attend(
     values = v + b * v_b + g.to(tl.int64) * v_g
     positions = k_pos + b * pos_b + g * pos_g
     scales = (b * groups + g) * S
+    slots = S
+    if RAGGED:
+        start = tl.load(ends + b * groups + g - 1, mask=g > 0, other=0)
+        slots = (tl.load(ends + b * groups + g) - start).to(tl.int32)
+        keys += start * k_s
+        values += start * v_s
+        positions += start
+        scales = b * S + start
     lists = (b * (lists_g * (groups - 1) + 1) + g * lists_g) * tiles + tile
 
     peak = tl.full([BLOCK_M], NONE, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     count = listed
+    if RAGGED:
+        count = tl.cdiv(slots, BLOCK_N)
     if LISTED:
         count = tl.load(counts + lists)
     for i in range(split, count, tl.num_programs(1)):
@@ -98,7 +109,7 @@ def attend(
         if LISTED:
             block = tl.load(blocks + lists * listed + i)
         slot = block * BLOCK_N + n
-        there = slot < S
+        there = slot < slots
         k_at = tl.load(positions + slot, mask=there, other=-1).to(tl.int32)[None, :]
         key = tl.load(
             keys + slot[:, None] * k_s + d[None, :],

@@ -70,13 +70,22 @@ def survey(
 
 @dataclass(frozen=True)
 class Part:
-    """Slots that attention reads. scales: of int8 keys and values [B,G,S]; lists: what `survey` found."""
+    """Slots that attention reads. scales: of int8 keys and values [B,G,S]; lists: what `survey` found. counts [B,G]:
+    heads have unequal numbers of slots, which lie one head's after another's: [B,1,S,…].
+    """
 
     k: Tensor
     v: Tensor
     pos: Tensor  # [B,S], or [B,G,S], or [B,1,S]
     scales: tuple[Tensor, Tensor] | None = None
     lists: tuple[Tensor, Tensor] | None = None
+    counts: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """Slots of a head; where these are unequal numbers, the mean."""
+        every: int = self.k.shape[2]
+        return every if self.counts is None else -(-every // self.counts.shape[1])
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ def attention_over(
     tiling = Tiling.of(heads // groups, tokens, width)
     tiles = -(-tokens // tiling.tokens)
     programs = tiles * batch * groups * tiling.parts
-    splits = [_splits(q.device, programs, -(-p.k.shape[2] // tiling.block)) for p in parts]
+    splits = [_splits(q.device, programs, -(-p.slots // tiling.block)) for p in parts]
     lines, every = batch * tokens * heads, sum(splits)
     whole = every == 1
     split = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
@@ -153,6 +162,10 @@ def _launch(
     batch, heads, tokens, width = q.shape
     q, k, v, pos = (rows(t) for t in (q, part.k, part.v, part.pos))
     groups, slots, wide = k.shape[1], k.shape[2], v.shape[3]
+    ends = None if part.counts is None else part.counts.cumsum(1)
+    head_strides = k.stride(1), v.stride(1)
+    if ends is not None:
+        groups, head_strides = ends.shape[1], (0, 0)
     tiles, per_head = -(-tokens // tiling.tokens), pos.dim() == 3 and pos.shape[1] > 1
     lists = part.lists or (out, out)
     k_scale, v_scale = part.scales or (out, out)
@@ -163,15 +176,16 @@ def _launch(
         q, k, v, k_scale.contiguous(), v_scale.contiguous(), q_pos.contiguous(), pos,
         _or(form.bias, out), _or(form.sink, out),
         form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
-        form.first if tree else out, *lists, out, lse, partial, sums,
+        form.first if tree else out, _or(ends, out), *lists, out, lse, partial, sums,
         form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
         batch * tokens * heads, 0 if form.bias is None else form.bias.shape[-1], middle,
         -(-slots // tiling.block), offset, every,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *q.stride()[:3], k.stride(0), head_strides[0], k.stride(2), v.stride(0), head_strides[1], v.stride(2),
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
-        LSE=lse.numel() > 0, SCALED=part.scales is not None, LISTED=part.lists is not None, WHOLE=every == 1,
-        D=width, DV=wide, HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
+        RAGGED=ends is not None, LSE=lse.numel() > 0, SCALED=part.scales is not None,
+        LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
+        HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
         PRECISION=_precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
     )  # fmt: skip
@@ -289,7 +303,7 @@ def _attention_rule(
     lists = b.once(survey, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
     parts = [(*_stored(x.k, x.v, x.k_pos), lists)]
     if x.kept_k is not None and x.kept_v is not None:
-        parts.insert(0, _stored(x.kept_k, x.kept_v, x.kept_pos))
+        parts.insert(0, (*_stored(x.kept_k, x.kept_v, x.kept_pos), None, x.kept_counts))
     return b.call(
         run,
         x.q,

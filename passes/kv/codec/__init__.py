@@ -26,6 +26,7 @@ from accel.passes.state.cache import Cache
 from accel.passes.trained import Parts
 
 Sizes = tuple[int, ...]
+_KEPT = 31  # example size while shapes are worked out
 STORED = (
     CacheRegion.RECENT,
     CacheRegion.KEPT,
@@ -36,8 +37,8 @@ BLOCKS_RELY = frozenset(
     {
         Invariant.APPEND_ONLY,
         Invariant.FIXED_LAYERS,
+        Invariant.HEADS_LEVEL,
         Invariant.ROW_PRIVATE,
-        Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,
     }
 )
@@ -55,6 +56,9 @@ class Base(Pass, Method, ABC):
 
     Per slot: a call also reads its own keys and values as they are stored, so a call of T tokens gives the logits of
     T single-token calls, and an overwritten slot leaves no trace.
+    Where a recipe evicts, blocks are of what is kept alone: encoded of what was gathered, and again of what is read of
+    them each time that more is; tokens since then stay exact.
+
     Per block: at least the newest R tokens stay exact, and the first `sinks`; the others go into `kept.<layer>`
     (_blocks.py).
     """
@@ -131,14 +135,23 @@ class Base(Pass, Method, ABC):
         """`bits_of(role, width, **constants)`: bits that a number takes, all told, where D = `width`."""
 
     def run(self, program: Program) -> Report:
+        stored: tuple[CacheRegion, ...] = STORED
         if self.block:
-            return hold(self, program)
+            if not any(s.region is CacheRegion.KEPT for s in program.state):
+                return hold(self, program)
+            stored = (CacheRegion.KEPT,)
         report, layout = Report(), {s.name: [s] for s in program.state}
-        seen = layers(self, program)
+        seen, editor = layers(self, program), Editor(program, program.step.graph)
+        symbols: dict[int | str, Any] = {}  # of blocks of a layer's slots
+        encodable = [s for s in program.state if s.stored and s.region in stored]
         for state in program.state:
-            if _encodable(state):
-                layout[state.name] = _layout(state, seen[_buffer(state)])
+            if state in encodable:
+                layout[state.name] = _layout(state, seen[_buffer(state)], self.block)
                 report.changed += 1
+                letter = layout[state.name][0].shape[2]
+                if self.block and letter not in symbols:
+                    example = -(-(_KEPT + (state.layer or 0)) // self.block) + 1
+                    symbols[letter] = editor.symbol(str(letter), example)
             elif state.stored and state.cross:
                 report.refused.append(
                     f"{state.name}: the encode entry writes it once, uncompressed"
@@ -150,18 +163,14 @@ class Base(Pass, Method, ABC):
             )
         for entry in program.entries.values():
             outputs = entry.output_nodes()
-            for state in program.state:
-                if _encodable(state) and state.name in entry.inputs:
-                    layer = seen[_buffer(state)]
-                    _Store(program, entry, state, layer, layout[state.name], outputs).change()
+            for state in encodable:
+                if state.name in entry.inputs:
+                    layer, parts = seen[_buffer(state)], layout[state.name]
+                    blocks = symbols.get(parts[0].shape[2])
+                    _Store(program, entry, state, layer, parts, outputs, blocks).change()
             entry.set_outputs(outputs)
         program.state[:] = [part for parts in layout.values() for part in parts]
         return report
-
-
-def _encodable(state: State) -> bool:
-    """Whether it is keys or values that a codec stores otherwise."""
-    return state.stored and state.region in STORED
 
 
 def _buffer(state: State) -> str:
@@ -169,9 +178,10 @@ def _buffer(state: State) -> str:
     return name_of(state.part, state.layer)
 
 
-def _layout(state: State, layer: Layer) -> list[State]:
+def _layout(state: State, layer: Layer, block: int) -> list[State]:
     """The state values that take the place of one."""
-    lead = (state.shape[0], layer.groups, state.shape[2])
+    slots = f"{state.shape[2]}/{block}" if block else state.shape[2]
+    lead = (state.shape[0], layer.groups, slots)
     return [
         replace(state, detail=part, dtype=dtype, shape=(*lead, *sizes))
         for part, (dtype, sizes) in layer.parts().items()
@@ -188,11 +198,12 @@ class _Store:
     layer: Layer
     layout: list[State]
     outputs: dict[str, fx.Node]
+    blocks: Any = None  # how many there are, where slots are encoded in blocks
 
     def __post_init__(self) -> None:
         self.graph, self.editor = self.entry.graph, Editor(self.program, self.entry.graph)
-        first = self.graph.find_nodes(op="placeholder")[-1].next
-        with self.graph.inserting_before(first):
+        self.first = self.graph.find_nodes(op="placeholder")[-1].next
+        with self.graph.inserting_before(self.first):
             self.constants = self.layer.operands(self.editor)
             self.tables = self.layer.tables(self.editor)
 
@@ -201,12 +212,12 @@ class _Store:
         state, graph, editor = self.state, self.graph, self.editor
         holder, written = self.entry.input(state.name), self.outputs.pop(state.output, None)
         rows, _, slots = holder.meta["val"].shape[:3]
-        lead = (rows, self.layer.groups, slots)
+        lead = (rows, self.layer.groups, slots if self.blocks is None else self.blocks)
         held = [
             editor.placeholder(part.name, (*lead, *part.shape[3:]), DTYPES[part.dtype])
             for part in self.layout
         ]
-        read, place = holder, graph.find_nodes(op="placeholder")[-1].next
+        read, place = holder, self.first
         new: list[fx.Node] = []
         if written is not None and written.target is kv_append.default:
             read = place = written
@@ -248,10 +259,12 @@ class _Store:
 
     def _written(self, x: fx.Node) -> list[fx.Node]:
         """The parts of a buffer that an entry writes whole."""
-        if not self.layer.turned:
-            return self._encoded(self.layer.encode, x)
+        layer, slots = self.layer, self.blocks is None
+        if not layer.turned:
+            return self._encoded(layer.encode if slots else layer.encode_slots, x)
         where = self.outputs[output_of(self._where)]
-        return self._encoded(self.layer.encode_turned, x, where, *self.tables)
+        encode = layer.encode_turned if slots else layer.encode_turned_slots
+        return self._encoded(encode, x, where, *self.tables)
 
     def _encoded(
         self, function: Callable[..., dict[str, Tensor]], *x: fx.Node, like: fx.Node | None = None
@@ -264,16 +277,21 @@ class _Store:
 
     def _decoded(self, parts: list[fx.Node], read: fx.Node) -> fx.Node:
         """What stands in the place of `read`."""
+        if self.blocks is not None:
+            where = self.entry.input(self._where)
+            return self._traced(self.layer.decode_slots, where, *parts, *self.tables, like=read)
         turned: list[fx.Node] = []
         if self.layer.turned:
             seen = self.entry is self.program.step or self.state.region is CacheRegion.POOL
             where = positions_of(read) if seen else self.entry.input(self._where)
             turned = [where, *self.tables]
-        operands = (*parts, *turned, *self.constants)
-        key = "decode", self.layer
-        found = trace(
-            self.editor, self.state.name, self.layer.decode, *operands, like=read, key=key
-        )
+        return self._traced(self.layer.decode, *parts, *turned, like=read)
+
+    def _traced(self, decode: Callable[..., Tensor], *operands: fx.Node, like: fx.Node) -> fx.Node:
+        """With the constants."""
+        key = decode.__name__, self.layer
+        operands = (*operands, *self.constants)
+        found = trace(self.editor, self.state.name, decode, *operands, like=like, key=key)
         assert isinstance(found, fx.Node)
         return found
 

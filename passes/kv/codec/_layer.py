@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from accel.ir.errors import PassError
@@ -104,6 +105,35 @@ class Layer:
         return self.encode(
             rotated(x, cos[at] / square, -sin[at] / square, self.interleaved), *operands
         )
+
+    def encode_slots(self, x: Tensor, *constants: Tensor) -> dict[str, Tensor]:
+        """x [B,G,N,D] -> the parts of its blocks [B,G,ceil(N/R),n]; the last is filled up with the last slot."""
+        return self.encode(
+            x.index_select(2, self._whole(x)).unflatten(2, [-1, self.codec.block]), *constants
+        )
+
+    def encode_turned_slots(
+        self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *constants: Tensor
+    ) -> dict[str, Tensor]:
+        """The same of keys after rope at the positions `where` [B,G,N]."""
+        rows, size = self._whole(x), [-1, self.codec.block]
+        x, where = (part.index_select(2, rows).unflatten(2, size) for part in (x, where))
+        return self.encode_turned(x, where, cos, sin, *constants)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """The slots of x [B,G,N,D], as many as whole blocks have."""
+        size, count = self.codec.block, x.shape[2]
+        slots = torch.arange((count + size - 1) // size * size, device=x.device)
+        return slots.clamp(max=count - 1)
+
+    def decode_slots(self, where: Tensor, *operands: Tensor) -> Tensor:
+        """Of blocks of slots at the positions `where` [B,G,P]: [B,G,P,D]. The operands of `decode`, but for these."""
+        names, count = list(self.parts()), where.shape[2]
+        parts, rest = operands[: len(names)], operands[len(names) :]
+        blocks = parts[0].shape[2] * self.codec.block
+        places = torch.nn.functional.pad(where, (0, blocks - count), value=-1)
+        turned = (places,) if self.turned else ()
+        return self.decode(*parts, *turned, *rest).narrow(2, 0, count)
 
     def decode(self, *operands: Tensor) -> Tensor:
         """Of the parts, the positions [B,C] or [B,G,C] with cos and sin (where turned), the constants: [B,G,C,D]."""

@@ -35,12 +35,18 @@ class Site:
     """One layer's cache, and the attention that reads it.
 
     `kept`: the step's placeholders of what `compress` rewrites, by name. `NAME` is the kept part [B,G,P,…] of a
-    value per token, `NAME.recent` the recent part [B,G,C,…].
+    value per token, `NAME.recent` the recent part [B,G,C,…]. Where there are `counts`, kept parts are [B,1,M,…]
+    (`ir.ops.ragged`).
     """
 
     layer: int
     node: fx.Node
     kept: dict[str, fx.Node] = field(default_factory=dict)
+
+    @property
+    def lists(self) -> int:
+        """How many lists of kept slots a row has: one of each KV head, or one of all."""
+        return int(self.kept["pos"].meta["val"].shape[1])
 
 
 @dataclass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
+from accel.ir.ops import ragged
 from accel.ir.ops.attention import operands_of
-from accel.ir.ops.mass import attention_weights
+from accel.ir.ops.mass import attention_weights, drawn_attention
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import CacheRegion, Part
@@ -19,6 +20,15 @@ from accel.passes.kv.inputs import Site, call, parameters
 from accel.passes.state.recurrent import buffer
 
 _STEPS = "steps"  # detail of the state value, and the parameter
+
+
+class Draw(Protocol):
+    """What slots draw of a call's queries, as attention computes it anyway."""
+
+    def __call__(self, share: Tensor | None = None, **noisy: Any) -> Tensor:
+        """[B,G,S], of all heads of a group; each query counts share [B,T] times, or once. `noisy`: the operands
+        `temperature` [B], `layer`, `noise` and `seed` of a softmax with noise (see `drawn_attention`).
+        """
 
 
 def accumulate(
@@ -35,7 +45,8 @@ def accumulate(
     | parameter | |
     |---|---|
     | `name` [B,G,S] | before the call; 0 for its own tokens |
-    | `weights` [B,G,R,T,S] | attention of the call's queries, R heads of each group; 0 for padding |
+    | `drawn`, see `Draw` | the sum of the attention of the call's queries; 0 for padding |
+    | `weights` [B,G,R,T,S] | the attention itself, R heads of each group: all of it in memory |
     | `query_positions` [B,T] | -1: padding |
     | `positions` [B,G,S] | position of each slot; -1: empty |
     | `steps` [B] | calls of one token since the last call of several, this one among them |
@@ -47,7 +58,7 @@ def accumulate(
     keys, where = cache_of(site.node, Part.KEYS), site.kept["pos"].meta["val"]
     groups, letter, wanted = int(sizes(keys)[1]), f"P{site.layer}", parameters(update)
     letters = {"B": where.shape[0], "C": keys.meta["val"].shape[2], letter: where.shape[2]}
-    shape = ("B", groups, letter)
+    shape, flat = ("B", site.lists, letter), "counts" in site.kept
     kept = State(Part.MASS, site.layer, "float32", shape, 0, CacheRegion.KEPT, detail)
     recent = State(Part.MASS, site.layer, "float32", ("B", groups, "C"), detail=detail)
     words = ".".join(word for word in (detail, _STEPS) if word)
@@ -70,24 +81,40 @@ def accumulate(
         old: Mapping[str, Tensor] = dict(zip(before, values, strict=False))
         x = dict(zip(read, values[len(before) :], strict=True))
         wide = old["kept"].shape[2]
-        drawn = attention_weights(**rest, **x).unflatten(1, (groups, -1))
-        # tokens that were demoted come before
-        first = drawn.shape[4] - wide - old["recent"].shape[2]
+        first = x["kept_pos"].shape[2] - wide  # tokens that were demoted come before
         slots = x["k_pos"][:, None].expand(-1, groups, -1)
+        held, places = old["kept"], x["kept_pos"][..., first:]
+        if flat:  # each head has all slots, but for those of others, which are empty
+            numbers = torch.ones_like(places[0, 0]).cumsum(0) - 1
+            mine = ragged.owned(x["kept_counts"], numbers)
+            held = torch.where(mine, held, 0.0)
+            places = torch.where(mine, places, -1)
+
+        def drawn(share: Tensor | None = None, **noisy: Any) -> Tensor:
+            share = torch.ones_like(x["q_pos"], dtype=torch.float32) if share is None else share
+            found: Tensor = drawn_attention(**rest, **x, share=share, **noisy)
+            return found[..., first:]
+
         named: dict[str, Any] = {
             **old,
-            name: torch.cat((old["kept"], old["recent"]), dim=2),
-            "weights": drawn[..., first:],
+            name: torch.cat((held, old["recent"]), dim=2),
+            "drawn": drawn,
             "query_positions": x["q_pos"],
-            "positions": torch.cat((x["kept_pos"][..., first:], slots), dim=2),
+            "positions": torch.cat((places, slots), dim=2),
         }
+        if "weights" in wanted:
+            found = attention_weights(**rest, **x).unflatten(1, (groups, -1))
+            named["weights"] = found[..., first:]
         more: tuple[Tensor, ...] = ()
         if _STEPS in old:
             tokens = (x["q_pos"] >= 0).sum(1)
             named[_STEPS] = (old[_STEPS] + tokens).masked_fill(tokens > 1, 0)
             more = (named[_STEPS],)
         new = call(update, named)
-        return new[..., :wide], new[..., wide:], *more
+        kept_part = new[..., :wide]
+        if flat:
+            kept_part = torch.where(mine, kept_part, 0.0).sum(1, keepdim=True)
+        return kept_part, new[..., wide:], *more
 
     with editor.graph.inserting_before(end):
         found = trace(
@@ -97,7 +124,7 @@ def accumulate(
             *before.values(),
             *read.values(),
             like=site.node,
-            key=(name, key, *rest.items(), *read),
+            key=(name, key, flat, *rest.items(), *read),
         )
     states = (kept, recent, count)
     outputs |= {state.output: new for state, new in zip(states, found, strict=False)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.passes.kv.inputs import Input, Site
-from accel.passes.kv.inputs._accumulated import accumulate
+from accel.passes.kv.inputs._accumulated import Draw, accumulate
 
 
 class DecodeMass(Input):
@@ -26,6 +26,6 @@ class DecodeMass(Input):
             accumulate(program, site, "decode_mass", generated, "decode_mass", "decode")
 
 
-def generated(decode_mass: Tensor, weights: Tensor, steps: Tensor) -> Tensor:
+def generated(decode_mass: Tensor, drawn: Draw, steps: Tensor) -> Tensor:
     """Operands as `accumulate` gives them: `decode_mass` [B,G,S] after a call."""
-    return decode_mass + weights.sum((2, 3)) * (steps > 0)[:, None, None]
+    return decode_mass + drawn() * (steps > 0)[:, None, None]

@@ -48,7 +48,7 @@ class Notes(Input):
             letter = f"P{layer}"
             letters = {"B": batch, "C": slots, letter: site.kept["pos"].meta["val"].shape[2]}
             recent = State(Part.NOTE, layer, "float32", ("B", int(sizes(old)[1]), "C"))
-            kept = replace(recent, shape=("B", int(sizes(old)[1]), letter), region=CacheRegion.KEPT)
+            kept = replace(recent, shape=("B", site.lists, letter), region=CacheRegion.KEPT)
             site.kept["notes"] = buffer(program, editor, kept, letters)
             site.kept["notes.recent"] = buffer(program, editor, recent, letters)
             x = operands_of(site.node)

@@ -14,7 +14,7 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 from accel.passes.kv.keep import Base
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.noise import gumbel, uniform
 from accel.ir.ops.centres import farthest_first
+from accel.ir.ops.noise import gumbel, uniform
 from accel.passes.kv.keep import Absorbed, Base
 
 _LEAST = torch.finfo(torch.float32).min

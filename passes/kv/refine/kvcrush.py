@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel.ir.errors import RecipeError, shown
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 from accel.passes.kv._shared.slots import ranks_of, same_token
 from accel.passes.kv.refine import Base
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.ir.invariants import Invariant, Method
 from accel.passes.kv.inputs import relied
+from accel.passes.kv.inputs._accumulated import Draw
 
 __all__ = ["Base"]
 
@@ -78,11 +79,11 @@ class Base(Method):
         }
         return relied(self.reads)[1] | found
 
-    def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:
+    def accumulate(self, mass: Tensor, drawn: Draw) -> Tensor:
         """`mass` [B,G,S] after a call, for scores that name it; the parameters name what it reads
-        (`passes/kv/inputs/_accumulated.py`). By default the attention weights [B,G,R,T,S] are added up.
+        (`passes/kv/inputs/_accumulated.py`). By default the attention weights are added up.
         """
-        return mass + weights.sum((2, 3))
+        return mass + drawn()
 
     def note(self, hidden: Tensor, **trained: Tensor) -> Tensor:
         """What is noted of each token when it is cached, for scores that name `notes`: hidden

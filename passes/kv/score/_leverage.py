@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 
 _ROOT, _POLISH = 22, 6  # iterations
 _FLOOR = 1e-6  # of the largest eigenvalue

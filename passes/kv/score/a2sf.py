@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
+from accel.passes.kv.inputs._accumulated import Draw
 from accel.passes.kv.score import Base
 
 
@@ -31,13 +32,12 @@ class A2SF(Base):
         if self.recent < 0:
             raise RecipeError(f"kv.score.a2sf: recent is {self.recent}; give at least 0")
 
-    def accumulate(self, mass: Tensor, weights: Tensor, query_positions: Tensor) -> Tensor:  # type: ignore[override]
+    def accumulate(self, mass: Tensor, drawn: Draw, query_positions: Tensor) -> Tensor:  # type: ignore[override]
         """See Base."""
         real = query_positions >= 0
         after = (real.sum(1, keepdim=True) - real.cumsum(1)).float()  # real queries behind each
-        factor = (self.decay**after)[:, None, None, :, None]
         before: Tensor = self.decay ** real.sum(1).float()
-        return mass * before[:, None, None] + (weights * factor).sum((2, 3))
+        return mass * before[:, None, None] + drawn(self.decay**after)
 
     def __call__(self, mass: Tensor) -> Tensor:
         return mass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.noise import gumbel
+from accel.passes.kv.inputs._accumulated import Draw
 from accel.passes.kv.score import Base
 
 
@@ -48,29 +48,12 @@ class Keyformer(Base):
             )
 
     def accumulate(  # type: ignore[override]
-        self,
-        mass: Tensor,
-        weights: Tensor,
-        query_positions: Tensor,
-        positions: Tensor,
-        steps: Tensor,
-        layer: Tensor,
+        self, mass: Tensor, drawn: Draw, steps: Tensor, layer: Tensor
     ) -> Tensor:
-        """See Base. A softmax does not change where all its inputs rise by the same, so log(weights) is as good as
-        q k^T.
-        """
-        hidden = weights <= 0
-        logits = weights.clamp(min=1e-38).log()
-        if self.noise:
-            groups, repeat = weights.shape[1:3]
-            heads = mass.new_ones(groups * repeat).long().cumsum(0).view(groups, repeat, 1, 1)
-            query = query_positions[:, None, None, :, None]
-            key = positions[:, :, None, None]
-            logits = logits + self.noise * gumbel(self.seed, layer, heads, query, key)
+        """See Base."""
         progress = (steps / self.rise).clamp(max=1)
         temperature = self.start + (self.end - self.start) * progress
-        logits = (logits / temperature[:, None, None, None, None]).masked_fill(hidden, -1e30)
-        return mass + logits.softmax(-1).masked_fill(hidden, 0).sum((2, 3))
+        return mass + drawn(temperature=temperature, layer=layer, noise=self.noise, seed=self.seed)
 
     def __call__(self, mass: Tensor) -> Tensor:
         return mass

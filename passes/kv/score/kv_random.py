@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from accel.ir.errors import RecipeError
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 from accel.passes.kv.score import Base
 
 

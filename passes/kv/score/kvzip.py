@@ -23,7 +23,7 @@ class KVzip(Base):
     sinks: int = 4
     repeats: ClassVar[bool] = True  # type: ignore[misc]
 
-    def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:
+    def accumulate(self, mass: Tensor, weights: Tensor) -> Tensor:  # type: ignore[override]
         """See Base. The maximum over queries and the heads of a group."""
         return torch.maximum(mass, weights.amax((2, 3)))
 

@@ -16,7 +16,7 @@ from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
-from accel.ir.ops.units import best_tokens
+from accel.ir.ops.units import best_tokens, units_seen
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, sizes
 from accel.ir.sizes import FEW
@@ -183,12 +183,8 @@ class Units(_Grouped, Tokens):
         seen = mask.visible(x["positions"][..., None], k_pos[:, None])  # [B,T,C]
         seen = seen & (places >= self.sinks) & (places < self.grouped(at, x["origin"])[..., None])
         seen = seen[:, None]
-        shape = (batch, groups, tokens, scores.shape[3])
-        index = label[:, :, None].clamp(0, scores.shape[3] - 1).expand(-1, -1, tokens, -1)
-        some = scores.new_zeros(shape).scatter_add(
-            3, index, seen.to(scores.dtype).expand(-1, groups, -1, -1)
-        )
-        worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), some[:, :, None] > 0)
+        some = units_seen(label, seen, scores.shape[3])
+        worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), some[:, :, None])
         chosen = best_tokens(worth, label, seen, self.tokens_read - self.sinks)
         own = _own(x)
         first = torch.arange(self.sinks, device=at.device).expand(batch, tokens, -1)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
+from accel.ir.ops.choice import key_products
 from accel.passes.kv.select import Base
 
 
@@ -51,7 +52,8 @@ class TidalDecode(Base):
         return super().reads_all(layer)
 
     def score(self, queries: Tensor, keys: Tensor) -> Tensor:
-        return queries.float() @ keys.float().transpose(-1, -2)
+        products: Tensor = key_products(queries, keys)
+        return products
 
     def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
         return scores.sum(2)

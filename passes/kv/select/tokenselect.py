@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask, operands_of
-from accel.ir.ops.choice import best_pages
+from accel.ir.ops.choice import best_pages, head_votes, key_products
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
@@ -91,7 +91,7 @@ class Tokenselect(Tokens):
         self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         keys, positions, k_pos, slots = x["keys"], x["positions"], x["k_pos"], x["slots"]
-        queries, keys = self.turned(x)
+        queries, turned = self.turned(x)
         (batch, tokens, heads, width), groups = queries.shape, keys.shape[1]
         at, new = positions, {}
         if self.reuse <= 1:
@@ -108,32 +108,22 @@ class Tokenselect(Tokens):
         between = between & mask.visible(positions[..., None], where)
         between = between & (places >= self.sinks) & (places <= (own - self.window)[..., None])
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
-        logits = (rows.float() @ keys.float().transpose(-1, -2)).reshape(batch, heads, tokens, -1)
+        logits = key_products(rows, keys, *turned).reshape(batch, heads, tokens, -1)
         # keys at position 0 may be equal (of equal tokens in the first layer): then the earlier one is chosen
-        logits = (logits * _STEPS).round() / _STEPS
-        worth = self.vote(logits, between[:, None])
+        worth = head_votes(logits, between[:, None], _STEPS)
         listed = best_pages(
-            worth.expand(-1, groups, -1, -1), positions, k_pos, slots, self.tokens_read + 1, 1,
-            mask.kind, mask.size,
-        )  # fmt: skip
+            worth, positions, k_pos, slots, self.tokens_read + 1, 1, mask.kind, mask.size
+        )
         first = torch.arange(self.sinks, device=slots.device).expand(batch, tokens, -1)
         first = torch.where(first < own[..., None], first, -1)
         near = own[..., None] - 1 - torch.arange(self.window - 1, device=slots.device)
         near = torch.where(near >= self.sinks, near, -1)
-        always = torch.cat((first, near), dim=2)[:, None].expand(-1, groups, -1, -1)
-        return torch.cat((listed, always), dim=3), new
+        read = torch.cat((listed, torch.cat((first, near), dim=2)[:, None]), dim=3)
+        return read.expand(-1, groups, -1, -1).contiguous(), new
 
-    def vote(self, scores: Tensor, seen: Tensor) -> Tensor:
-        """Scores of heads [B,H,T,C], what tokens may choose (bool [B,1,T,C]) -> votes [B,1,T,C], -inf elsewhere.
-        The logarithm of their sum, which does not vanish where a head is sure.
-        """
-        lowest = torch.finfo(scores.dtype).min / 2
-        shares = scores.masked_fill(~seen, lowest).log_softmax(-1)
-        return shares.logsumexp(1, keepdim=True).masked_fill(~seen, -torch.inf)
-
-    def turned(self, x: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Queries [B,T,H,D] as at position `window`, keys [B,G,C,D] as at 0."""
-        queries, keys = x["queries"], x["keys"]
+    def turned(self, x: Mapping[str, Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
+        """Queries [B,T,H,D] as at position `window`, and what turns keys to 0: see `key_products`."""
+        queries = x["queries"]
         for kind in ("interleaved", "halves"):
             if f"cos.{kind}" not in x:
                 continue
@@ -142,9 +132,9 @@ class Tokenselect(Tokens):
             at = most - x["k_pos"].clamp(min=0)
             to = most + (self.window - x["positions"]).clamp(max=most)
             # not the operator: kernels of it take no more slots than tables have rows
-            keys = rope.reference(keys, at, *both, form)
             queries = rope.reference(queries.transpose(1, 2), to, *both, form).transpose(1, 2)
-        return queries, keys
+            return queries, (at, *both, form)
+        return queries, ()
 
 
 def _plain(keys: fx.Node) -> bool:

@@ -26,7 +26,7 @@ from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import default_threads
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact
-from accel.runtime.backends.buffers import forgettable, moved, recent_slots, trimmed
+from accel.runtime.backends.buffers import forgettable, kept_slots, moved, recent_slots, trimmed
 from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.open import (
@@ -295,8 +295,7 @@ class OrtSession:
         """See protocol.BackendSession."""
         assert self._other_entry is not None
         recent = recent_slots(self._state, self._buffers)
-        kept = {v.layer or 0: v.name for v in self._state if v.kept_positions}
-        slots = {layer: self._buffers[name].shape[2] for layer, name in kept.items()}
+        slots = kept_slots(self._state, self._buffers)
         given = {**self._buffers, **eviction.compress_inputs(seen, recent, slots)}
         session = self._other_entry(COMPRESS.name)
         names = [o.name for o in session.get_outputs()]

@@ -28,12 +28,15 @@ class Base(Method, ABC):
         False  # whether scores alone say how many stay; `tokens` is then the least
     )
     even: ClassVar[bool] = True  # whether each head of a layer keeps what `tokens` says
+    level: ClassVar[bool] = (
+        True  # whether the heads of a layer keep equally many; if not, each takes only what it keeps
+    )
     across: Callable[..., Any] | None = None
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        heads = frozenset() if self.even else frozenset({Invariant.HEADS_ALIKE})
-        return frozenset({Invariant.TOKENS_CONTIGUOUS}) | heads
+        apart = frozenset({Invariant.HEADS_ALIKE, Invariant.HEADS_LEVEL})
+        return frozenset({Invariant.TOKENS_CONTIGUOUS}) | (frozenset() if self.level else apart)
 
     @abstractmethod
     def tokens(self, seen: int, layer: int, layers: int) -> int:
@@ -42,6 +45,12 @@ class Base(Method, ABC):
     def most(self, tokens: int, heads: int) -> int:
         """The most that one of the layer's KV heads may keep where they keep so many on average."""
         return tokens
+
+    def room(self, tokens: int, heads: int, slots: int) -> int:
+        """The most that the layer's KV heads keep together, of so many slots of each. A budget with tables takes
+        them as `most` does.
+        """
+        return heads * min(self.most(tokens, heads), slots)
 
     def heads(self, scores: Any, keep: Any) -> Any:
         """What each head keeps [B,G], out of scores [B,G,S] and the average `keep` [B] (tensors). Its parameters

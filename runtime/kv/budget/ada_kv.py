@@ -21,6 +21,7 @@ class AdaKV(Share, Base):
 
     safeguard: float = 0.2
     even: ClassVar[bool] = False
+    level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
 
     def __post_init__(self) -> None:
@@ -35,6 +36,10 @@ class AdaKV(Share, Base):
 
     def most(self, tokens: int, heads: int) -> int:
         return heads * tokens - (heads - 1) * self._safe(tokens)
+
+    def room(self, tokens: int, heads: int, slots: int) -> int:
+        """See Base."""
+        return heads * min(tokens, slots)
 
     def heads(self, scores: Any, keep: Any, positions: Any) -> Any:  # type: ignore[override]
         safe = (keep * self.safeguard).long().clamp(min=int(self.safeguard > 0))

@@ -15,7 +15,7 @@ from accel.runtime.kv.budget._observed import probabilities, right_places
 @dataclass(frozen=True)
 class DuoHeads(Tables, Base):
     """The `share` of the KV heads of all layers that lose least by it are streaming heads: they keep `sinks` + `recent`
-    tokens. The score says which: `streaming-llm` with as many sinks. A layer's memory is that of its largest head.
+    tokens. The score says which: `streaming-llm` with as many sinks.
 
     The paper trains a gate per head by the model's last hidden state, at the answers of pass-key prompts. Here a head's
     loss is measured: how far its output moves, relative to its size, when its queries see the first and the newest
@@ -28,6 +28,7 @@ class DuoHeads(Tables, Base):
     recent: int = 256
     adaptive: ClassVar[bool] = True
     even: ClassVar[bool] = False
+    level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"sinks": 2, "recent": 6}
 
     def __post_init__(self) -> None:
@@ -52,6 +53,11 @@ class DuoHeads(Tables, Base):
     def most(self, tokens: int, heads: int, place: Any = None) -> int:
         """See Base."""
         return tokens if place is not None and bool((place < self.share).all()) else 1 << 40
+
+    def room(self, tokens: int, heads: int, slots: int, place: Any = None) -> int:
+        """See Base."""
+        streaming = int((place < self.share).sum()) if place is not None else 0
+        return streaming * min(tokens, slots) + (heads - streaming) * slots
 
     def heads(self, keep: Any, positions: Any, place: Any) -> Any:  # type: ignore[override]
         """See Base."""

@@ -33,6 +33,7 @@ class HeadKVR2(Tables, Share, Base):
     beta: float = 1.2
     window: int = 32
     even: ClassVar[bool] = False
+    level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17, "window": 4}
 
     def __post_init__(self) -> None:
@@ -75,6 +76,12 @@ class HeadKVR2(Tables, Share, Base):
         return self.window + int(
             np.ceil((tokens - self.window) * weights.max() / weights.mean() - 1e-6)
         )
+
+    def room(
+        self, tokens: int, heads: int, slots: int, share: Any = None, shares: Any = None
+    ) -> int:
+        """See Base."""
+        return heads * min(tokens, slots)
 
     def heads(  # type: ignore[override]
         self, keep: Any, positions: Any, ranks: Any, share: Any

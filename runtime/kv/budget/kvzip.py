@@ -18,6 +18,7 @@ class KVzip(Share, Base):
     """
 
     even: ClassVar[bool] = False
+    level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"tokens_kept": 17}
 
     def tokens(self, seen: int, layer: int, layers: int) -> int:

@@ -22,6 +22,7 @@ class Threshold(Base):
     threshold: float = -3.0
     adaptive: ClassVar[bool] = True
     even: ClassVar[bool] = False
+    level: ClassVar[bool] = False
     small: ClassVar[Mapping[str, Any]] = {"threshold": 0.0}
 
     def __post_init__(self) -> None:

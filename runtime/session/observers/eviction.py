@@ -13,10 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import host_method
-from accel.ir.entries.compress import keep_of, queries_of, query_positions_of, ranks_of
+from accel.ir.entries.compress import (
+    held_of,
+    keep_of,
+    queries_of,
+    query_positions_of,
+    ranks_of,
+    room_of,
+)
 from accel.ir.errors import InputError
 from accel.ir.state import Part
-from accel.runtime.backends.buffers import stages_of
+from accel.runtime.backends.buffers import kept_heads, stages_of
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
@@ -41,7 +48,7 @@ class KvPlan:
     those before all blocks (`runtime/session/observers/block_codec.py`).
     lookahead, repeats: see `KvFacts`. mass: names of the state that
     scores add up. tables: the budget's constants, by name, of each layer. marks, moves: see `KvFacts`.
-    stages: how many stages of prompt pruning are before each layer.
+    stages: how many stages of prompt pruning are before each layer. ragged: layers whose heads keep unequal numbers.
     """
 
     budget: Budget
@@ -58,6 +65,7 @@ class KvPlan:
     marks: Sequence[str] = ()
     moves: bool = False
     sinks: int = 0
+    ragged: frozenset[int] = frozenset()
 
     def tokens(self, seen: int, layer: int, prompt: int) -> int:
         """Tokens that a head of the layer, one of `heads` in their order, keeps on average, where `prompt` of those
@@ -71,6 +79,10 @@ class KvPlan:
     def most(self, tokens: int, layer: int, heads: int) -> int:
         """The most that one of its heads keeps."""
         return self.budget.most(tokens, heads, **self._table(layer))
+
+    def room(self, tokens: int, layer: int, heads: int, slots: int) -> int:
+        """The most that its heads keep together, of so many slots of each."""
+        return self.budget.room(tokens, heads, slots, **self._table(layer))
 
     def _table(self, layer: int) -> Mapping[str, npt.NDArray[Any]]:
         return self.tables[layer] if self.tables else {}
@@ -88,7 +100,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
     return KvPlan(
         host_method(tables, "kv.budget", "uniform"),
         host_method(tables, "kv.when", "prompt"),
-        {s.layer: s.shape[1] for s in state if s.kept_positions and s.layer is not None},
+        kept_heads(state),
         kv.observe,
         any(s.part is Part.MASS for s in state),
         kv.flush,
@@ -100,6 +112,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         kv.marks,
         kv.moves,
         kv.sinks,
+        frozenset(s.layer for s in state if s.ragged),
     )
 
 
@@ -285,9 +298,14 @@ class EvictionState(SessionObserver):
         for i, ((layer, heads), keep) in enumerate(
             zip(self.plan.heads.items(), tokens, strict=True)
         ):
-            most = self.plan.most(int(keep.max()), i, heads)
+            average, slots = int(keep.max()), recent[layer] + kept[layer]
             inputs[keep_of(layer)] = keep
-            inputs[ranks_of(layer)] = np.arange(max(1, min(most, recent[layer] + kept[layer])))
+            most = self.plan.most(average, i, heads)
+            inputs[ranks_of(layer)] = np.arange(max(1, min(most, slots)))
+            if layer in self.plan.ragged:
+                inputs[held_of(layer)] = np.arange(kept[layer])
+                room = self.plan.room(average, i, heads, slots)
+                inputs[room_of(layer)] = np.arange(max(1, room))
         inputs |= self._marks.inputs(self.plan.marks, lengths)
         if self.plan.observe:
             width = max(where.shape[1] for where in self._query_positions.values())

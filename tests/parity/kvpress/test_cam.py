@@ -6,7 +6,7 @@ The press draws from a generator; here it draws what the method does.
 import pytest
 import torch
 
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 from accel.passes.kv.keep.cam import CaM
 from accel.passes.kv.score import Base
 

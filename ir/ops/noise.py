@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_PRIME = 2**31 - 1  # squares of what is smaller fit into int64
+PRIME = 2**31 - 1  # squares of what is smaller fit into int64
 
 
 def uniform(seed: int, *numbers: Tensor) -> Tensor:
     """A hash of integers, which broadcast, as numbers that look uniform on (0, 1): float32."""
-    found = torch.full((), seed % _PRIME, dtype=torch.int64)
+    found = torch.full((), seed % PRIME, dtype=torch.int64)
     for number in numbers:
-        found = (found.to(number.device) * 48271 + number + 1) % _PRIME
-        found = (found * found + 12345) % _PRIME
+        found = (found.to(number.device) * 48271 + number + 1) % PRIME
+        found = (found * found + 12345) % PRIME
     for _ in range(2):
-        found = (found * 69621 + 1) % _PRIME
-        found = (found * found + 6789) % _PRIME
-    return (found.float() + 0.5) / (_PRIME + 1)
+        found = (found * 69621 + 1) % PRIME
+        found = (found * found + 6789) % PRIME
+    return (found.float() + 0.5) / (PRIME + 1)
 
 
 def gumbel(seed: int, *numbers: Tensor) -> Tensor:
