@@ -42,6 +42,7 @@ BLOCKS_RELY = frozenset(
         Invariant.UNIFORM_SLOTS,
     }
 )
+QUERIES_RELY = frozenset({Invariant.ALL_LAYERS_RUN, Invariant.ALL_TOKENS_HELD})
 BLOCKS_BREAK = frozenset({Invariant.CALL_INDEPENDENT, Invariant.BATCH_INVARIANCE})
 
 
@@ -91,7 +92,7 @@ class Base(Pass, Method, ABC):
     @property
     def relies(self) -> frozenset[Invariant]:
         heads = frozenset({Invariant.HEADS_ALIKE} if self.together else ())
-        asks = frozenset({Invariant.ALL_LAYERS_RUN} if self.queries else ())
+        asks = QUERIES_RELY if self.queries else frozenset()
         return heads | asks | (BLOCKS_RELY if self.block else frozenset())
 
     @property

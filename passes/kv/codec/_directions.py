@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accel.ir.noise import uniform
+from accel.ir.ops.noise import uniform
 
 _LEAST = 1e-5  # of a column's length: what is left of less is rounding
 _SEED = 2403
