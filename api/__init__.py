@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         LoweringError,
         PassError,
         RecipeError,
+        SavedSessionError,
     )
     from accel.ir.recipe import Recipe
     from accel.ir.version import VERSION as __version__
@@ -51,7 +52,7 @@ _WHERE = {
     "smoke": "accel.compiler.smoke.smoke",
     **dict.fromkeys(
         ("AccelError", "ArtifactError", "CaptureError", "ExtraError", "InputError", "LoweringError", "PassError",
-         "RecipeError"),
+         "RecipeError", "SavedSessionError"),
         "accel.ir.errors",
     ),
 }  # fmt: skip
@@ -59,7 +60,7 @@ _WHERE = {
 __all__ = [
     "AccelError", "ArtifactError", "CaptureError", "Chat", "CompiledModel", "ExtraError", "InputError",
     "Logprob", "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams",
-    "Session", "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
+    "SavedSessionError", "Session", "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip
 
 

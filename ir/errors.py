@@ -43,6 +43,10 @@ class ArtifactError(AccelError):
     """An artifact is missing, damaged, newer than this version, or unsafe."""
 
 
+class SavedSessionError(AccelError):
+    """A saved session is missing, cut, damaged, of another version, model or recipe, or too large for the model."""
+
+
 class InputError(AccelError, ValueError):
     """A prompt, token or option is out of range."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import accel
-from accel.ir.errors import ArtifactError, InputError, PassError
+from accel.ir.errors import ArtifactError, InputError, PassError, SavedSessionError
 from accel.ir.peft import read_adapter
 from accel.passes.depth.shortgpt import ShortGPT
 from accel.passes.numerics.batch_invariant import BatchInvariant
@@ -360,3 +360,21 @@ def test_adapters_are_laid_side_by_side_for_rows(trained, built):
     ]
     a = used.arrays["lora.model.layers.0.self_attn.v_proj.a"]
     assert a.shape == (48, 8) and not a[:, :5].any() and a[:, 5:].all()
+
+
+def test_a_saved_session_keeps_its_rows_adapters(trained, built, tmp_path):
+    """Also in another order; of another adapter that took the name, it is refused."""
+    path = tmp_path / "one.session"
+    with built.session(3, adapter=ROWS) as session:
+        session.run(TOKENS[:, :20])
+        session.select([1, 2, 0])
+        session.save(path)
+        want = session.run(TOKENS[:, 20:23])
+    with built.open_session(path) as opened:
+        assert np.array_equal(opened.run(TOKENS[:, 20:23]), want)
+    with accel.load(built.artifact.path) as other:
+        other.load_adapter("one", trained.folders["two"])
+        with pytest.raises(
+            SavedSessionError, match="is of another adapter 'one' than this model has"
+        ):
+            other.open_session(path)

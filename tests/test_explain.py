@@ -24,6 +24,8 @@ from accel.compiler.explain.subject import subject
 from accel.compiler.facts_json import model_facts
 from accel.ir.errors import CaptureError, RecipeError
 from accel.ir.recipe import Recipe, bundled
+from accel.ir.tables import Tables
+from accel.passes.trained import Trained
 
 from .session_case import session_of
 
@@ -65,12 +67,19 @@ def told(captured, recipe, **options):
     return explain(recipe, None, max_context=CONTEXT, captured=captured, speed=False, **options)
 
 
+def measured(methods):
+    return any(isinstance(one, Tables | Trained) for one in methods.values())
+
+
 def kinds():
-    """One recipe of each set of axes, and those that are refused here."""
+    """One recipe of each set of axes, without constants of another model where there is one, and those that are
+    refused here.
+    """
+    methods = {name: assemble(Recipe.load(name)).methods for name in bundled()}
     found = {
         tuple(Recipe.load(name).tables): name
-        for name in bundled()
-        if not getattr(assemble(Recipe.load(name)).methods.get("loop"), "masked_diffusion", False)
+        for name in sorted(methods, key=lambda n: not measured(methods[n]))
+        if not getattr(methods[name].get("loop"), "masked_diffusion", False)
     }
     return sorted({*found.values(), *REFUSED})
 

@@ -24,6 +24,8 @@ Examples:
   echo "import os" | accel-compile run ./artifact --temperature 0.8 --top-p 0.95 --seed 7
   accel-compile run ./my-model --prompt-file prompt.txt --max-new-tokens 200 --stop "\\n\\n"
   accel-compile run ./artifact --adapter poet --prompt "Once upon a time"
+  accel-compile run ./artifact --prompt-file system.txt --save-session system.session
+  accel-compile run ./artifact --session system.session --prompt "And now?"
   accel-compile run ./artifact --tokens 1,5,9 --json
   accel-compile run ./my-t5 --input "translate English to German: Good morning."
   accel-compile run ./my-whisper --input features.npy
@@ -61,6 +63,21 @@ def run(
             metavar="TEXT|FILE.npy",
             help="Encoder input of an encoder-decoder model: text, or a .npy file with features or token "
             "ids. The prompt is then the start of the decoder's output.",
+        ),
+    ] = None,
+    session: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Go on from a session that --save-session wrote: the prompt follows its tokens.",
+        ),
+    ] = None,
+    save_session: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Compute the prompt, save the session to FILE, and stop."
         ),
     ] = None,
     adapter: options.Adapter = None,
@@ -172,7 +189,17 @@ def run(
         path, context, threads=threads, kernels=kernels, public_key=public_key, **build
     )
     with opened as model:
-        if as_json:
+        if save_session is not None:
+            if session is not None:
+                raise typer.BadParameter("--session and --save-session: use one of them")
+            with model.prompt_session(given, adapter=adapter) as held:
+                held.save(save_session)
+        elif session is not None:
+            if samples > 1:
+                raise typer.BadParameter("--session gives one sample; leave -n out")
+            with model.open_session(session) as held:
+                _stream(model, given, {**settings, "session": held}, as_json)
+        elif as_json:
             out = model.generate(given, **settings)
             found = [_found(out, i) for i in range(samples)]
             shown = found[0] if samples == 1 else {"samples": found}
@@ -262,9 +289,25 @@ def _ids(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _stream(model: CompiledModel, prompt: str | list[int] | None, settings: dict[str, Any]) -> None:
-    """Text as it comes; token ids, with commas, for a prompt of token ids."""
+def _stream(
+    model: CompiledModel,
+    prompt: str | list[int] | None,
+    settings: dict[str, Any],
+    as_json: bool = False,
+) -> None:
+    """Text as it comes; token ids, with commas, for a prompt of token ids. `as_json`: all of it at the end."""
     with model.stream(prompt, **settings) as stream:
+        if as_json:
+            pieces = list(stream)
+            text = "".join(pieces) if isinstance(prompt, str) else None
+            told = {
+                "tokens": stream.tokens,
+                "text": text,
+                "finish_reason": stream.finish_reason,
+                "stop_reason": stream.stop_reason,
+            }
+            print_json({**told, "stats": stream.stats})
+            return
         between = ""
         for piece in stream:
             text = piece if isinstance(piece, str) else f"{between}{piece}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import shutil
 import tempfile
@@ -407,10 +408,21 @@ def _in_process(
         report=_report(job, program, {}),
         program=program,
         adapters=job.adapters,
+        weights=lambda: _weights_digest(program),
         draft_model=None
         if job.build_draft is None
         else job.build_draft(model_facts(program), tokenizer, None),
     )
+
+
+def _weights_digest(program: Program) -> str:
+    """sha256 of a program's parameters."""
+    found = hashlib.sha256()
+    for name in sorted(program.params):
+        value = program.params[name].detach().cpu().contiguous()
+        found.update(f"{name} {value.dtype} {list(value.shape)} ".encode())
+        found.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def _artifact(

@@ -4,6 +4,8 @@ names the field.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -103,6 +105,19 @@ class Manifest:
     def trees(self) -> bool:
         """Whether a call may be a tree of guesses (`passes.state.trees`)."""
         return COMMIT.name in self.entries
+
+    @property
+    def weights_digest(self) -> str:
+        """sha256 of what the parameters are in: all files but graphs and texts. Builds of one model in the same numbers
+        have the same.
+        """
+        kept = {
+            name: file.sha256
+            for name, file in self.files.items()
+            if not name.endswith((".onnx", ".html", ".json"))
+        }
+        told = json.dumps([self.facts.name, self.numerics, kept], sort_keys=True)
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def keeps_trees(self, kernels: str) -> bool:
         """Whether it may with a variant of the step: one that sums a token's keys as if no other guess lay there,

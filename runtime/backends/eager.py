@@ -155,11 +155,12 @@ class EagerSession:
 
     def buffers(self) -> dict[str, npt.NDArray[Any]]:
         """See protocol.BackendSession."""
-        return {name: tensor.numpy() for name, tensor in self._state.items()}
+        return {name: tensor.cpu().numpy() for name, tensor in self._state.items()}
 
     def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         """See protocol.BackendSession."""
-        self._state = {**self._state, **{n: torch.from_numpy(a) for n, a in arrays.items()}}
+        given = {n: torch.from_numpy(a).to(self._device) for n, a in arrays.items()}
+        self._state = {**self._state, **given}
 
     def copy(self, rows: Ints | None = None) -> EagerSession:
         """See protocol.BackendSession."""
@@ -200,20 +201,26 @@ class EagerSession:
         """Whether any state value is one."""
         return any(value.part is Part.RECURRENT for value in self._program.state)
 
-    def snapshot(self) -> dict[str, Tensor]:
+    def snapshot(self) -> dict[str, Any]:
         """The recurrent state values, which a step replaces and never writes."""
         return {
             v.name: self._state[v.name] for v in self._program.state if v.part is Part.RECURRENT
         }
 
-    def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
+    def restore(self, snapshot: Mapping[str, Any] | None, rows: Any) -> None:
         """See protocol.BackendSession."""
         for value in self._program.state:
             if value.part is Part.RECURRENT:
                 now = self._state[value.name].clone()
                 mask = self._tensor(rows)
-                now[mask] = value.fill if snapshot is None else snapshot[value.name][mask]
+                now[mask] = (
+                    value.fill if snapshot is None else self._held(snapshot, value.name)[mask]
+                )
                 self._state[value.name] = now
+
+    def _held(self, snapshot: Mapping[str, Any], name: str) -> Tensor:
+        """A value of a snapshot on the device; those that were saved are arrays."""
+        return torch.as_tensor(snapshot[name], device=self._device)
 
     @property
     def kv_bytes(self) -> int:

@@ -102,12 +102,12 @@ class TritonSession(EagerSession):
         super().forget(rows)
         self._bind()
 
-    def restore(self, snapshot: dict[str, Tensor] | None, rows: Any) -> None:
+    def restore(self, snapshot: Mapping[str, Any] | None, rows: Any) -> None:
         """See protocol.BackendSession. In place: the buffers stay where they are."""
         mask = self._tensor(rows)
         for value in self._program.state:
             if value.part is Part.RECURRENT:
-                old = value.fill if snapshot is None else snapshot[value.name][mask]
+                old = value.fill if snapshot is None else self._held(snapshot, value.name)[mask]
                 self._state[value.name][mask] = old
 
     def snapshot(self) -> dict[str, Tensor]:

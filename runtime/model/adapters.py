@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,14 @@ class Adapters:
                 found[key] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis)
         numbers = tuple(0 if name is None else found_of[name].number for name in names)
         return Chosen(numbers, found, rows)
+
+    def digest(self, name: str) -> str:
+        """sha256 of an adapter's arrays. Raises InputError for a name that does not exist."""
+        found = hashlib.sha256()
+        for key, array in sorted(self._get(name).arrays.items()):
+            found.update(f"{key} {array.shape} ".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write each that was added into an artifact's folder."""

@@ -50,6 +50,7 @@ from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
 from accel.runtime.session.observers.prompt_filter import unseen
+from accel.runtime.session.saved import Origin, SavedSession, saved_session, saving
 from accel.runtime.session.session import Session
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
@@ -81,10 +82,11 @@ class CompiledModel:
         draft_model: CompiledModel | None = None,
         on_close: Callable[[], None] | None = None,
         adapters: Adapters | None = None,
+        weights: Callable[[], str] | None = None,
     ):
         """`recipe`: its JSON form, for the loop it names; `artifact`: what `save` copies;
         `draft_model`: the model that drafts, closed with this one; `on_close`: clean up after;
-        `adapters`: those that sessions choose.
+        `adapters`: those that sessions choose; `weights`: a digest of the parameters, where there is no artifact.
         """
         self.facts = facts
         self.tokenizer = tokenizer
@@ -96,6 +98,7 @@ class CompiledModel:
         self._backend: Backend | None = backend
         self._on_close = on_close
         self._adapters = adapters
+        self._weights = weights
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
         self._observers = observer_factories(
@@ -208,11 +211,16 @@ class CompiledModel:
         logit_bias: Mapping[int, float] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
+        session: Session | None = None,
     ) -> Stream:
         """Like `generate`, for one prompt: iterate over pieces of text (text prompt, or messages) or token ids.
 
         The session is freed when the iteration ends or by `close()`. `stats` holds the statistics so
         far. Raises InputError.
+
+        `session`: one that `prompt_session` or `open_session` gave. The prompt then follows its tokens, which are not
+        run again, and its adapter is used. It holds the new tokens afterwards and stays open: give a `fork()` to keep
+        it as it is.
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
@@ -227,7 +235,10 @@ class CompiledModel:
         text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
         prompt = without_messages(prompt, self.tokenizer, chat_template_kwargs)
         sources, prompt = self._sources(encoder_input, prompt)
-        return self._stream(prompt, params, text, sources, self._named(adapter, 1))
+        names = self._named(adapter, 1)
+        if session is not None:
+            prompt = self._behind(session, prompt, adapter)
+        return self._stream(prompt, params, text, sources, names, session)
 
     def chat(
         self,
@@ -306,20 +317,95 @@ class CompiledModel:
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
-        used = self._chosen(self._named(adapter, int(batch)))
-        backend = self._backend.open_session(int(batch))
-        observers = [factory.open(int(batch)) for factory in self._observers]
+        return self._session(self._named(adapter, int(batch)))
+
+    def prompt_session(
+        self,
+        prompt: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> Session:
+        """A session of one row that holds a prompt (text, token ids [n] or messages): to be saved, forked, or given to
+        `stream`. Close it or use it in a `with` statement. Raises InputError.
+        """
+        (ids,) = as_prompts(
+            [without_messages(prompt, self.tokenizer, chat_template_kwargs)],
+            self.facts,
+            self.tokenizer,
+        )
+        session = self.session(adapter=adapter)
+        try:
+            session.prompt(ids[None])
+        except BaseException:
+            session.close()
+            raise
+        session.tokens = [ids]
+        return session
+
+    def open_session(self, path: str | os.PathLike[str]) -> Session:
+        """A session that goes on from a file that `session.save` wrote: the same rows, tokens and adapters, and the
+        logits that the saved one would have given. Its stats start at 0.
+
+        The file is mapped and checked, which takes milliseconds where a long prompt takes seconds. Open only files that
+        you or someone you trust wrote.
+
+        Raises SavedSessionError: the file is missing, cut, damaged, of another version, model, recipe or adapter, or
+        has more rows than `max_batch` or more tokens than `max_context`.
+        """
+        if self._backend is None:
+            raise InputError("this model is closed; load or optimize it again")
+        saved = saved_session(path)
+        saved.check_rows(self._origin)
+        names = self._named(saved.adapters, saved.batch)
+        saved.check(self._origin)
+        return self._session(names, saved)
+
+    @cached_property
+    def _origin(self) -> Origin:
+        """What saved sessions are held to."""
+        return Origin(
+            self.facts.name,
+            lambda: self._weights_digest,
+            self.recipe,
+            () if self._backend is None else self._backend.state,
+            self.facts.max_batch,
+            self.facts.max_context,
+            lambda name: "" if self._adapters is None else self._adapters.digest(name),
+            saving(self.recipe.get("tables", {})),
+        )
+
+    @cached_property
+    def _weights_digest(self) -> str | None:
+        """What tells this model's parameters from another's; None: unknown."""
+        if self.artifact is not None:
+            return self.artifact.manifest.weights_digest
+        return None if self._weights is None else self._weights()
+
+    def _session(self, names: list[str | None], saved: SavedSession | None = None) -> Session:
+        """A session whose rows use these adapters."""
+        assert self._backend is not None
+        batch, used = len(names), self._chosen(names)
+        backend = self._backend.open_session(batch)
+        observers = [factory.open(batch) for factory in self._observers]
         if used is not None:
             backend.adapt(used.arrays, used.rows)
             for one in observers:
                 one.adapted(used.numbers)
-        return Session(
-            backend,
-            int(batch),
-            observers,
-            vocab_size=self.facts.vocab_size,
-            max_context=self.facts.max_context,
-        )
+        try:
+            return Session(
+                backend,
+                batch,
+                observers,
+                vocab_size=self.facts.vocab_size,
+                max_context=self.facts.max_context,
+                origin=self._origin,
+                adapters=names,
+                saved=saved,
+            )
+        except BaseException:
+            backend.close()
+            raise
 
     def _named(self, adapter: Any, rows: int) -> list[str | None]:
         """The name of each row's adapter, all of which exist."""
@@ -458,6 +544,22 @@ class CompiledModel:
 
     def _repr_html_(self) -> str:
         return model_table(self.facts, self.recipe, self.report)
+
+    def _behind(self, session: Session, prompt: Any, adapter: Any) -> Ints:
+        """The tokens [n] that a session holds, and those of a prompt that follows them. Raises InputError."""
+        held = session.tokens
+        if held is None or len(held) != 1 or held[0].size != session.length:
+            raise InputError(
+                "the tokens of this session are not known, or it has run others since, or a recipe has dropped some; "
+                "give one row that model.prompt_session or model.open_session gave, or a fork of it"
+            )
+        if adapter is not None:
+            raise InputError("a session keeps its adapter; leave adapter out")
+        if is_text(prompt):
+            (ids,) = as_prompts(prompt, self.facts, self.tokenizer, held[0].tolist())
+            return ids
+        (new,) = as_prompts([prompt], self.facts, self.tokenizer)
+        return np.concatenate([held[0], new])
 
     def _samples(self, prompts: Any, params: SamplingParams) -> list[Sample]:
         """Everything checked, before any work: `n` rows per prompt, each prompt with its own generator from the

@@ -34,7 +34,11 @@ class SessionCore:
         observers: Sequence[SessionObserver],
         vocab_size: int,
         max_context: int,
+        origin: Any = None,
     ):
+        """`origin`: of which model it is (`session.saved.Origin`)."""
+        self.origin = origin
+        self.adapters: list[str | None] = [None] * batch  # the name of each row's
         self.batch = batch
         self.vocab_size = vocab_size
         self.max_context = max_context
@@ -48,7 +52,7 @@ class SessionCore:
         self.seconds = 0.0
         self._backend: BackendSession | None = backend
         self._tile = backend.tile
-        self._room: list[int] = []  # slots of the buffers; none where they are new
+        self.room: list[int] = []  # slots of the buffers; none where they are new
         self._most = 0  # bytes of state that there were before rows were let go
         self._gone: Ints = np.zeros(
             batch, np.int64
@@ -97,9 +101,11 @@ class SessionCore:
         """An independent one that holds the same tokens; its figures start at 0."""
         copies = tuple(one.copy() for one in self.observers)
         other = SessionCore(
-            self.backend.copy(), self.batch, copies, self.vocab_size, self.max_context
+            *(self.backend.copy(), self.batch, copies, self.vocab_size, self.max_context),
+            self.origin,
         )
-        other.lengths, other.kin, other._room = self.lengths.copy(), self.kin, list(self._room)
+        other.adapters = self.adapters
+        other.lengths, other.kin, other.room = self.lengths.copy(), self.kin, list(self.room)
         return other
 
     def run(
@@ -126,7 +132,7 @@ class SessionCore:
                 for one in self.observers:
                     if (left := one.admit(backend, ids, counts, before)) is not None:
                         ids, counts, found = left
-                        self.lengths, self._room = before + found, []
+                        self.lengths, self.room = before + found, []
             logits = self._ran(ids, counts, last_only, prompt)
             after = self._settle("call", after - self._gone, self.observers)
         except BaseException as error:
@@ -150,7 +156,7 @@ class SessionCore:
             one.check(wanted, self.lengths)
         for one in self.observers:
             if one.rewind(backend, wanted, self.lengths):
-                self._room = []
+                self.room = []
         self.lengths, self.kin = wanted, self.kin.rewound(wanted)
 
     def select(self, rows: Any) -> None:
@@ -170,6 +176,7 @@ class SessionCore:
         for one in self.observers:
             one.select(chosen)
         self.batch, self.lengths = chosen.size, self.lengths[chosen]
+        self.adapters = [self.adapters[row] for row in chosen]
         if slots is None:
             self.kin = Kin.copies(chosen, self.lengths)
 
@@ -182,7 +189,7 @@ class SessionCore:
     def put(self, arrays: Arrays) -> None:
         """See `Calls`."""
         self.backend.put(arrays)
-        self._room = []  # buffers are bound when room is made
+        self.room = []  # buffers are bound when room is made
 
     def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
         """See `Calls`."""
@@ -262,11 +269,11 @@ class SessionCore:
 
     def need(self, slots: list[int]) -> None:
         """Make room for so many slots, and in layers that see prompts pruned."""
-        if not self._room or any(n > have for n, have in zip(slots, self._room, strict=True)):
-            had = self._room or [0] * len(slots)
+        if not self.room or any(n > have for n, have in zip(slots, self.room, strict=True)):
+            had = self.room or [0] * len(slots)
             room = [max(have, -(-n // STEP) * STEP) for n, have in zip(slots, had, strict=True)]
             self.backend.resize(*room)
-            self._room = room
+            self.room = room
 
     def count(self, calls: int, tokens: int, start: float) -> None:
         """Add graph calls and real tokens to the figures, and the seconds since `start`."""
@@ -285,7 +292,7 @@ class SessionCore:
         backend = self.backend
         for one in self.observers:
             if one.undo(backend, before):
-                self._room = []
+                self.room = []
 
     def _ran(self, ids: Ints, counts: Ints | None, last_only: bool, prompt: bool) -> Logits:
         """The graph calls of a call."""
@@ -355,7 +362,7 @@ class SessionCore:
             calls = one.settle(backend, moment, lengths)
             if calls is None:
                 continue
-            self._room = []
+            self.room = []
             for other in self.observers:
                 other.pin(backend)
             if calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Self, TypeVar
 
@@ -14,6 +15,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.core import CHUNK, SessionCore
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
+from accel.runtime.session.saved import Origin, SavedSession, restore, save
 
 Observer = TypeVar("Observer", bound=SessionObserver)
 
@@ -37,9 +39,24 @@ class Session:
         *,
         vocab_size: int,
         max_context: int,
+        origin: Origin | None = None,
+        adapters: Sequence[str | None] | None = None,
+        saved: SavedSession | None = None,
     ):
-        """`observers`: in the order in which they are asked (`observer_factories`)."""
-        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context))
+        """`observers`: in the order in which they are asked (`observer_factories`). `origin`: the model, for `save`.
+        `adapters`: the name of each row's. `saved`: what it goes on from.
+        """
+        self._parts(SessionCore(backend, batch, observers, vocab_size, max_context, origin))
+        if adapters is not None:
+            self._core.adapters = list(adapters)
+        if saved is not None:
+            restore(self._core, saved)
+            self.tokens = saved.tokens
+
+    tokens: list[Ints] | None = None
+    """The token ids [n] of each row when `model.prompt_session` or `model.open_session` gave the session, as far as
+    they are known; else None. None after calls that change the tokens.
+    """
 
     def _parts(self, core: SessionCore) -> None:
         self._core = core
@@ -198,7 +215,7 @@ class Session:
 
         If it fails, the session is unchanged.
         """
-        self._open().end_prompt()
+        self._open(same=True).end_prompt()
 
     def mark(self, units: Any = None, question: Any = None, lengths: Any = None) -> None:
         """Say what the tokens of the next call (`prompt` or `run`) are, for recipes that evict or select by it.
@@ -210,7 +227,7 @@ class Session:
 
         Raises InputError, also from the call if it has other tokens than were marked; nothing ran then.
         """
-        if not any([one.mark(units, question, lengths) for one in self._open().observers]):
+        if not any([one.mark(units, question, lengths) for one in self._open(same=True).observers]):
             raise InputError(
                 "this model goes by no such marks; build it with a recipe that does, such as 'shotkv' or 'sentencekv' "
                 "(units), or 'finch' (question)"
@@ -245,6 +262,7 @@ class Session:
 
         Raises InputError; then the session is unchanged.
         """
+        self.tokens = None
         self._guesses.keep(paths)
 
     def edit(self, start: int, stop: int, tokens: Any, row: int = 0) -> Logits:
@@ -299,8 +317,24 @@ class Session:
     def fork(self) -> Self:
         """Return an independent session with the same tokens; its stats start at 0."""
         other = type(self).__new__(type(self))
-        other._parts(self._open().fork())
+        other._parts(self._open(same=True).fork())
+        other.tokens = self.tokens
         return other
+
+    def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
+        """Write the session into a file, from which `model.open_session(path)` goes on: the cache up to the tokens that
+        it holds, and what the recipe's methods know of them. The session goes on unchanged.
+
+        `tokens`: the token ids [n] of each row, for `session.tokens` of the opened one (default: `session.tokens`).
+        The file appears when it is whole; a saved session of that name is replaced then.
+
+        Raises SavedSessionError: it cannot be written, or a method of the recipe cannot be saved yet.
+        """
+        core = self._open(same=True)
+        if tokens is None and self.tokens is not None:
+            same = [row.size for row in self.tokens] == core.lengths.tolist()
+            tokens = self.tokens if same else None
+        save(core, path, tokens)
 
     def close(self) -> None:
         """Free the cache. Closing again has no effect."""
@@ -312,8 +346,12 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> SessionCore:
-        """The core of a session that is open, without guesses of which nothing was kept. Raises InputError."""
+    def _open(self, same: bool = False) -> SessionCore:
+        """The core of a session that is open, without guesses of which nothing was kept. `same`: its tokens stay as
+        they are. Raises InputError.
+        """
         _ = self._core.backend
         self._guesses.drop()
+        if not same:
+            self.tokens = None
         return self._core

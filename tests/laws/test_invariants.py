@@ -220,6 +220,9 @@ TRIALS: dict[Invariant, Callable] = {
 }
 
 
+BY_CHANCE = {Invariant.HEADS_ALIKE}  # heads of a small model may choose the same tokens
+
+
 def holds(trial, model, near=NEAR):
     try:
         trial(model, near)
@@ -238,6 +241,10 @@ def scaled_in_half(methods):
     )
 
 
+def test_heads_that_hold_other_tokens_are_seen():
+    assert not holds(heads_alike, built("llama", tables=tables("kv.score=knorm")))
+
+
 @pytest.mark.parametrize(("axis", "use"), METHODS)
 def test_what_is_broken_fails_and_all_else_holds(axis, use):
     asked = tables(f"{axis}={use}")
@@ -251,7 +258,7 @@ def test_what_is_broken_fails_and_all_else_holds(axis, use):
     wrong = [
         f"{what.name}: {'holds' if ok else 'fails'}"
         for what, ok in found.items()
-        if want[what] != ok
+        if want[what] != ok and not (ok and what in BY_CHANCE)
     ]
     assert not wrong, wrong
 

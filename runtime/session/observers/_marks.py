@@ -115,6 +115,30 @@ class Marks:
         }
         return {name: every[name] for name in names}
 
+    def numbers(self) -> Arrays:
+        """All of it, for a file: `of` reads it back."""
+        found: Arrays = {
+            "prompt": self.prompt,
+            "running": self.running,
+            "units": self.units,
+            "question": self.question,
+        }
+        if self.next is not None:
+            told = {"units": self.next.units, "counts": self.next.counts}
+            found["next.question"] = self.next.question
+            found |= {f"next.{name}": array for name, array in told.items() if array is not None}
+        return {f"marks.{name}": array for name, array in found.items()}
+
+    @classmethod
+    def of(cls, numbers: Arrays) -> Marks:
+        """Those of which `numbers` were given."""
+        known = {n.removeprefix("marks."): a for n, a in numbers.items() if n.startswith("marks.")}
+        question, following = known.get("next.question"), None
+        if question is not None:
+            following = Coming(known.get("next.units"), question, known.get("next.counts"))
+        prompt, running = known["prompt"], known["running"]
+        return cls(prompt, running, known["units"], known["question"], following)
+
     def select(self, rows: Ints) -> Marks:
         """Row i is what row rows[i] was."""
         return Marks(self.prompt[rows], self.running[rows], self.units[rows], self.question[rows])

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
+from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import Calls
 
@@ -32,6 +33,17 @@ class PromptLog:
             np.concatenate([self.tokens, tokens], axis=1),
             np.concatenate([self.positions, positions], axis=1),
         )
+
+    def numbers(self) -> Arrays:
+        """All of it, for a file: `of` reads it back."""
+        if self.tokens is None or self.positions is None:
+            return {}
+        return {"log.tokens": self.tokens, "log.positions": self.positions}
+
+    @classmethod
+    def of(cls, batch: int, numbers: Arrays) -> PromptLog:
+        """The one of which `numbers` were given."""
+        return cls(batch, numbers.get("log.tokens"), numbers.get("log.positions"))
 
     def select(self, rows: Ints) -> PromptLog:
         """Row i is what row rows[i] was."""

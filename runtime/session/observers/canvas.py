@@ -8,7 +8,7 @@ import numpy as np
 
 from accel.ir.diffusion import Diffusion
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Logits
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.session.observers.observer import (
@@ -87,6 +87,14 @@ class CanvasState(SessionObserver):
         other = type(self)(self.diffusion, 0)
         other.filled = self.filled
         return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        return {"filled": self.filled}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self.filled = numbers["filled"]
 
     def _written(
         self, calls: Calls, ids: Ints, first: Ints, counts: Ints, after: Ints, rows: Any

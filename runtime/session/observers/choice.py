@@ -9,7 +9,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Capabilities,
@@ -66,3 +66,11 @@ class ChoiceMemory(SessionObserver):
         other = type(self)(self._history, len(self._wide))
         other._wide = self._wide
         return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        return {"wide": self._wide}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self._wide = numbers["wide"]

@@ -48,6 +48,14 @@ class Edits(SessionObserver):
         other.log = self.log.copy()
         return other
 
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        return {"ids": self.log.ids}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self.log.ids = numbers["ids"]
+
     def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits:
         """See `Session.edit`."""
         backend, lengths = calls.backend, calls.lengths.copy()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any, Self
 
+import numpy as np
+
 from accel.ir.errors import InputError
 from accel.ir.facts import EncoderFacts
-from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.encoder_inputs import entry_inputs
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
@@ -54,3 +56,11 @@ class EncoderInput(SessionObserver):
         other = type(self)(self.encoder)
         other.encoded = self.encoded
         return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        return {"encoded": np.array(self.encoded)}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self.encoded = bool(numbers["encoded"])

@@ -159,6 +159,27 @@ class EvictionState(SessionObserver):
         self._queries, self._query_positions, self._last = numbers[4:7]
         self._prompt, self._marks = numbers[7:]
 
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        found: Arrays = {
+            "base": self.base,
+            "kept": self._kept,
+            "calm": self._calm,
+            "first": np.array(self._first),
+            "last": self._last,
+        }
+        found |= {f"queries/{name}": queries for name, queries in self._queries.items()}
+        found |= {f"positions/{stage}": where for stage, where in self._query_positions.items()}
+        return found | self._prompt.numbers() | self._marks.numbers()
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self.base, self._kept, self._calm = numbers["base"], numbers["kept"], numbers["calm"]
+        self._first, self._last = bool(numbers["first"]), numbers["last"]
+        self._queries = {n: numbers[f"queries/{n}"] for n in _under("queries/", numbers)}
+        self._query_positions = {s: numbers[f"positions/{s}"] for s in self._query_positions}
+        self._prompt, self._marks = PromptLog.of(len(lengths), numbers), Marks.of(numbers)
+
     @property
     def capabilities(self) -> Capabilities:
         """Where it may be due after a token, no call of several is the same, and none can be taken back."""
@@ -400,3 +421,8 @@ class EvictionState(SessionObserver):
             [self.plan.tokens(seen, i, prompt) for seen, prompt in both] for i in range(layers)
         ]
         return np.array(found, np.int64)
+
+
+def _under(start: str, numbers: Arrays) -> list[str]:
+    """The names that begin so, without it."""
+    return [name.removeprefix(start) for name in numbers if name.startswith(start)]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from accel.ir.depth import NESTED, Depth
 from accel.ir.errors import InputError, shown
 from accel.runtime.backends.layer_inputs import NEVER, Controls
-from accel.runtime.backends.protocol import BackendSession
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Capabilities,
@@ -123,6 +123,14 @@ class LayerSchedule(SessionObserver):
         other = type(self)(self.depth, self._lacks.shape[1])
         other._lacks = self._lacks.copy()
         return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        return {"lacks": self._lacks}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self._lacks = numbers["lacks"]
 
     def _complete(self, before: Ints, after: Ints) -> npt.NDArray[np.bool_]:
         """Layers [L] that lack no token which the call's rows look back at."""

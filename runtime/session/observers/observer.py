@@ -283,5 +283,16 @@ class SessionObserver:
         """One for a fork, independent of this; its figures start at 0."""
         return self
 
+    # In a file
+
+    def numbers(self, backend: BackendSession) -> Arrays | None:
+        """All that it knows, arrays by name, for a file (`runtime/session/saved.py`); None: it cannot be saved yet."""
+        return None
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """Know again what `numbers` gave, in a new session whose buffers are the saved ones and whose rows hold
+        `lengths` [B] tokens. It may keep the arrays. Raises InputError.
+        """
+
     def close(self, backend: BackendSession, lengths: Ints) -> None:
         """The session ends; the backend session is still open."""

@@ -116,6 +116,32 @@ class PrefixCache(SessionObserver):
         """See SessionObserver."""
         return self._cut(backend, wanted)
 
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver. Blocks that several rows use are there once."""
+        used = sorted({block for row in self._rows for block in row})
+        table = _table([np.searchsorted(used, row).tolist() for row in self._rows])
+        held = {f"block/{name}": array[used] for name, array in self.pool.arrays.items()}
+        return {"ids": self.log.ids, "table": table, **held}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver. Blocks that the pool knows are used as they are."""
+        self.log.ids, size = numbers["ids"], self.pool.block
+        for row, blocks in enumerate(self._rows):
+            for place, which in enumerate(index for index in numbers["table"][row] if index >= 0):
+                ids = self.log.ids[row, place * size : (place + 1) * size]
+                parts = {name: numbers[f"block/{name}"][which] for name in self.pool.arrays}
+                found = self.pool.add(blocks[-1] if blocks else self._roots[row], ids, parts)
+                if found is None:
+                    _release(self.pool, self._rows)
+                    raise InputError(
+                        f"the pool of {self.pool.total} blocks has no room for the saved ones; close sessions, or "
+                        "build with more blocks"
+                    )
+                blocks.append(found)
+        self.base = np.array([len(row) * size for row in self._rows], np.int64)
+        if self.base.any():
+            backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
+
     def _filed(self, backend: BackendSession, lengths: Ints) -> list[list[int]]:
         """The blocks of each row, with those that were filled now; all are in use."""
         size, buffers = self.pool.block, backend.buffers()
@@ -162,13 +188,18 @@ class PrefixCache(SessionObserver):
                 assert old is not None
                 mine = _slots(pool, self._rows[row], old[row], int(base[row]), int(lengths[row]))
                 new[self.pool.own[name]][row, :, : own[row]] = mine
-        table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
-        for row, ids in enumerate(blocks):
-            table[row, : len(ids)] = ids
-        backend.put({**self.pool.arrays, **new, name_of(Part.TABLE): table})
+        backend.put({**self.pool.arrays, **new, name_of(Part.TABLE): _table(blocks)})
         for mine, ids in zip(self._rows, blocks, strict=True):
             mine[:] = ids
         self.base = base
+
+
+def _table(blocks: Sequence[Sequence[int]]) -> Ints:
+    """The blocks of each row [B,M]; -1: none."""
+    table = np.full((len(blocks), max(map(len, blocks))), -1, np.int64)
+    for row, ids in enumerate(blocks):
+        table[row, : len(ids)] = ids
+    return table
 
 
 def _slots(pool: Any, blocks: Sequence[int], own: Any, start: int, end: int) -> Any:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError
 from accel.ir.prefill import Pick
-from accel.runtime.backends.protocol import BackendSession, Logits
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._prompt_parts import Part, Scores, picks, taken
 from accel.runtime.session.observers.observer import (
@@ -50,6 +50,14 @@ class PromptPruning(SessionObserver):
         other = type(self)(self.plan, self.ends.size)
         other.dropped, other.ends = self.dropped.copy(), self.ends.copy()
         return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        return {"dropped": self.dropped, "ends": self.ends}
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self.dropped, self.ends = numbers["dropped"], numbers["ends"]
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""

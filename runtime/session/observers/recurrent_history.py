@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
@@ -137,3 +138,32 @@ class RecurrentHistory(SessionObserver):
         other._saved = [_Saved(s.lengths.copy(), s.state, s.pinned, s.rows) for s in self._saved]
         other._single, other._wide = self._single, self._wide
         return other
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver. With the copies of the state, so that a rewind costs what it did."""
+        found: Arrays = {
+            "ids": self._log.ids,
+            "taken": self._taken,
+            "single": np.array(self._single),
+            "wide": np.array(self._wide),
+            "pinned": np.array([saved.pinned for saved in self._saved], np.bool_),
+        }
+        for i, saved in enumerate(self._saved):
+            found[f"{i}/lengths"] = saved.lengths
+            found |= {f"{i}/state/{name}": _array(value) for name, value in saved.now.items()}
+        return found
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self._log.ids, self._taken = numbers["ids"], numbers["taken"]
+        self._single, self._wide = int(numbers["single"]), bool(numbers["wide"])
+        self._saved = []
+        for i, pinned in enumerate(numbers["pinned"].tolist()):
+            start = f"{i}/state/"
+            state = {n[len(start) :]: a for n, a in numbers.items() if n.startswith(start)}
+            self._saved.append(_Saved(numbers[f"{i}/lengths"], state, pinned))
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    """A value of a snapshot, which may lie on a device."""
+    return np.asarray(value.cpu() if hasattr(value, "cpu") else value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accel.ir.selection import Selection
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -27,3 +28,7 @@ class Selected(SessionObserver):
     def capabilities(self) -> Capabilities:
         """See SessionObserver."""
         return Capabilities(width=self.selection.width, trees=False)
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver. What it goes by is the model's."""
+        return {}

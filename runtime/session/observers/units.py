@@ -141,6 +141,35 @@ class UnitGroups(SessionObserver):
         other._few, other._marks, other._ends = self._few, self._marks, self._ends
         return other
 
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver."""
+        prompts = [
+            (row, one.end, one.grouped, one.origin)
+            for row, held in enumerate(self._prompts)
+            for one in held
+        ]
+        return {
+            "lengths": self._lengths,
+            "grouped": self._grouped,
+            "origin": self._origin,
+            "known": self._known,
+            "few": np.array(self._few),
+            "prompts": np.array(prompts, np.int64).reshape(-1, 4),
+            "ends": self._ends,
+            **self._marks.numbers(),
+        }
+
+    def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
+        """See SessionObserver."""
+        self._lengths, self._grouped = numbers["lengths"], numbers["grouped"]
+        self._origin, self._known = numbers["origin"], numbers["known"]
+        self._few, self._ends = bool(numbers["few"]), numbers["ends"]
+        rows, prompts = len(lengths), numbers["prompts"].tolist()
+        self._prompts = tuple(
+            tuple(_Prompt(*one) for row, *one in prompts if row == i) for i in range(rows)
+        )
+        self._marks = Marks.of(numbers)
+
     def _segments(self, backend: BackendSession) -> None:
         """Group the segments that are whole."""
         every = self.plan.every

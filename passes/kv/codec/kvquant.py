@@ -1,0 +1,267 @@
+"""KVQuant (arXiv:2401.18079): codes that mean points learnt from a text, keys by channel before RoPE, and the few
+numbers that fit none as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.tables import Rows, Tables
+from accel.ir.tables import Sizes as TableSizes
+from accel.passes.kv.codec import Base, Sizes
+
+_BITS = {2: (2,), 3: (2, 1), 4: (4,)}  # of a code -> bits of it that lie together in bytes
+_SHARE = 0.01  # of a text's numbers that its ranges leave out
+_TOKENS = 4096  # of a text that ranges and points go by, of each layer
+_STEPS = 50  # of k-means
+_LEAST = 2.0**-24  # half a range at least: of float16 the smallest number
+
+
+@dataclass(frozen=True)
+class Kvquant(Tables, Base):
+    """`bits`: 2, 3 or 4. `outliers`: this share of a token's G D numbers, half of them the largest and half the
+    smallest (of keys: beside their channels' ranges), is float16, with its places. `first`: so many tokens stay exact.
+    `recent`: at least so many of the newest do, too, and so many are encoded together.
+
+    Keys are taken before RoPE, in the range that 99 % of the numbers of their channel have in a text; values in that
+    of their token, less its outliers. 2^bits points between -1 and 1, of each layer's keys and of its values, are the
+    means that k-means finds in the text. The paper weights that by the squared gradients of the loss; here all numbers
+    count alike, since a compiled program has no gradients. Its Q-Norm is left out.
+    """
+
+    bits: int = 3
+    outliers: float = _SHARE
+    first: int = count(1, most=64)
+    recent: int = count(32, most=1024)
+    key: ClassVar[str] = "kvquant"
+    together: ClassVar[bool] = True
+    unrotated: ClassVar[bool] = True
+    error = 8.0  # of random weights, where errors grow from layer to layer
+    small: ClassVar[Mapping[str, Any]] = {"recent": 8}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"bits": 4, "outliers": 0.1, "recent": 8},
+        {"bits": 2, "outliers": 1.0, "first": 0, "recent": 8},
+    )
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS:
+            raise RecipeError(f"kv.codec.kvquant: bits is {self.bits}; give 2, 3 or 4")
+        if not 0 < self.outliers <= 1:
+            raise RecipeError(
+                f"kv.codec.kvquant: outliers is {self.outliers}; give more than 0 and at most 1"
+            )
+        if self.first < 0:
+            raise RecipeError(f"kv.codec.kvquant: first is {self.first}; give 0 or more")
+        if self.recent < 1:
+            raise RecipeError(f"kv.codec.kvquant: recent is {self.recent}; give 1 or more")
+
+    @property
+    def block(self) -> int:
+        return self.recent
+
+    @property
+    def sinks(self) -> int:
+        return self.first
+
+    # What a text says
+
+    def sizes(self, width: int, heads: int) -> TableSizes:
+        """The middle and half the range of each channel of keys; the points of 2, 3 and 4 bits, one after another."""
+        points = sum(2**bits for bits in _BITS)
+        ranges = {"key_middle": (heads, width), "key_half": (heads, width)}
+        return {**ranges, "key_points": (points,), "value_points": (points,)}
+
+    def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
+        seen: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for row in rows:
+            for layer, x in row.layers.items():
+                held = seen.setdefault(layer, [])
+                room = _TOKENS - sum(len(keys) for keys, _ in held)
+                keys = x.keys if x.unrotated is None else x.unrotated
+                flat = [one.transpose(1, 2).flatten(0, 1)[:room] for one in (keys, x.values)]
+                held.append((flat[0].half(), flat[1].half()))  # [T,G,D]
+        return {
+            layer: _measured(*(torch.cat(one).float() for one in zip(*held, strict=True)))
+            for layer, held in seen.items()
+        }
+
+    # What is stored
+
+    def _each_side(self, width: int) -> int:
+        """Outliers of a token on either side of its range."""
+        return math.ceil(self.outliers * width / 2 - 1e-9)
+
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
+        codes = sum(-(-width * bits // 8) for bits in _BITS[self.bits])
+        count = 2 * self._each_side(width)
+        found: dict[str, tuple[str, Sizes]] = {
+            "": ("uint8", (self.recent * codes,)),
+            "outliers": ("float16", (self.recent * count,)),
+            "places": ("uint8", (self.recent * count * _place_bytes(width),)),
+        }
+        if role == "v":
+            found |= {name: ("float16", (self.recent,)) for name in ("middle", "half")}
+        return found
+
+    def encode(self, role: str, x: Tensor, **constants: Tensor) -> dict[str, Tensor]:
+        broken = (x.half().float() * 0).sum(
+            -1, keepdim=True
+        )  # NaN, where float16 has no such number
+        x = torch.where(broken.isnan(), 0.0, x)
+        if role == "k":
+            middle, half = (constants[f"key_{n}"].flatten() for n in ("middle", "half"))
+            size = (x - middle) / half
+        else:
+            size = x
+        side = self._each_side(int(x.shape[-1]))
+        above, below = size.topk(side, -1), size.topk(side, -1, largest=False)
+        places = torch.cat((above.indices, below.indices), -1)
+        found = {}
+        if role == "v":
+            middle, half = self._range(x)
+            size = (x - middle) / half.float().clamp(min=_LEAST)
+            found = {"middle": middle.half().squeeze(-1), "half": half.squeeze(-1)}
+        points = self._points(role, constants)
+        edges = (points[1:] + points[:-1]) / 2
+        codes = (size[..., None] > edges).sum(-1)
+        lower = [places % 256, places // 256][: _place_bytes(int(x.shape[-1]))]
+        return {
+            "": _packed(codes, self.bits).flatten(-2),
+            "outliers": (x.gather(-1, places) + broken).half().flatten(-2),
+            "places": torch.cat(lower, -1).to(torch.uint8).flatten(-2),
+            **found,
+        }
+
+    def decode(
+        self, role: str, parts: dict[str, Tensor], width: int, **constants: Tensor
+    ) -> Tensor:
+        rows = {name: x.unflatten(-1, (self.recent, -1)).flatten(2, 3) for name, x in parts.items()}
+        if role == "k":
+            middle, half = (constants[f"key_{n}"].flatten() for n in ("middle", "half"))
+        else:
+            middle, half = rows["middle"].float(), rows["half"].float().clamp(min=_LEAST)
+        codes = _unpacked(rows[""], self.bits, width)
+        x = self._points(role, constants)[codes] * half + middle
+        outliers = rows["outliers"].float()
+        places, *high = rows["places"].long().chunk(_place_bytes(width), -1)
+        for more in high:
+            places = places + 256 * more
+        broken = (outliers * 0).sum(-1, keepdim=True)
+        back: Tensor = x.scatter(-1, places, outliers) + broken
+        return back
+
+    def _range(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The middle, and half of the range, of what is no outlier of a token: [...,1], as they are stored."""
+        width = int(x.shape[-1])
+        at = min(self._each_side(width), (width - 1) // 2)
+        most = x.topk(at + 1, -1).values[..., -1:]
+        least = x.topk(at + 1, -1, largest=False).values[..., -1:]
+        middle = (most / 2 + least / 2).half().float()
+        return middle, torch.maximum(most - middle, middle - least).half()
+
+    def _points(self, role: str, constants: Mapping[str, Tensor]) -> Tensor:
+        """[2^bits]."""
+        points = constants["key_points" if role == "k" else "value_points"]
+        return points[2**self.bits - 4 : 2 ** (self.bits + 1) - 4]
+
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
+        bits = {"uint8": 8, "float16": 16}
+        found = self.parts(role, width).values()
+        return sum(bits[dtype] * size for dtype, (size,) in found) / (self.recent * width)
+
+    def within(self, role: str, x: Tensor, back: Tensor, **constants: Tensor) -> Tensor:
+        """A number is float16, or no point is nearer than the one that it is read as; and of each token so many are the
+        former as there are outliers.
+        """
+        if role == "k":
+            middle, half = (constants[f"key_{n}"].flatten() for n in ("middle", "half"))
+        else:
+            middle, half = self._range(x)
+            half = half.float().clamp(min=_LEAST)
+        off = (back - x).abs()
+        rounded = off <= x.abs() * 2**-10 + 1e-7
+        nearest = torch.full_like(x, torch.inf)
+        for point in self._points(role, constants):
+            nearest = torch.minimum(nearest, (middle + half * point - x).abs())
+        slack = (x.abs() + half) * 1e-5 + 1e-7
+        many = rounded.sum(-1, keepdim=True) >= min(2 * self._each_side(x.shape[-1]), x.shape[-1])
+        return (rounded | (off <= nearest + slack)) & many
+
+
+def _place_bytes(width: int) -> int:
+    """Of the place of an outlier."""
+    return 1 if width <= 256 else 2
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes [...,W] -> bytes [...,n], uint8."""
+    found = []
+    for own in _BITS[bits]:
+        per = 8 // own
+        apart = pad(codes % 2**own, (0, -int(codes.shape[-1]) % per)).unflatten(-1, (per, -1))
+        powers = 2 ** (own * torch.arange(per, device=codes.device))
+        found.append((apart * powers[:, None]).sum(-2))
+        codes = codes // 2**own
+    return torch.cat(found, -1).to(torch.uint8)
+
+
+def _unpacked(packed: Tensor, bits: int, width: int) -> Tensor:
+    """What `_packed` made of codes [...,W], int32."""
+    own = _BITS[bits]
+    parts = packed.int().split([-(-width * n // 8) for n in own], -1)
+    codes, above = torch.zeros_like(packed[..., :1], dtype=torch.int32), 1
+    for part, n in zip(parts, own, strict=True):
+        powers = 2 ** (n * torch.arange(8 // n, dtype=torch.int32, device=packed.device))
+        apart = part.unsqueeze(-2) // powers[:, None] % 2**n
+        codes = codes + apart.flatten(-2)[..., :width] * above
+        above *= 2**n
+    return codes
+
+
+def _measured(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
+    """Of the keys and values of a layer, [T,G,D]."""
+    most, least = (_quantile(keys, q) for q in (1 - _SHARE / 2, _SHARE / 2))
+    middle, half = (most + least) / 2, ((most - least) / 2).clamp(min=_LEAST)
+    sizes = (keys - middle) / half
+    tokens = values.flatten(1).T  # quantiles of each token
+    top, bottom = (_quantile(tokens, q) for q in (1 - _SHARE / 2, _SHARE / 2))
+    of_values = (tokens - (top + bottom) / 2) / ((top - bottom) / 2).clamp(min=_LEAST)
+    return {
+        "key_middle": middle,
+        "key_half": half,
+        "key_points": _all_points(sizes[sizes.abs() <= 1]),
+        "value_points": _all_points(of_values[of_values.abs() <= 1]),
+    }
+
+
+def _quantile(x: Tensor, share: float) -> Tensor:
+    """Along axis 0."""
+    return x.sort(0).values[round(share * (len(x) - 1))]
+
+
+def _all_points(x: Tensor) -> Tensor:
+    """Those of 2, 3 and 4 bits [28]."""
+    ordered = x.flatten().double().sort().values
+    return torch.cat([_means(ordered, 2**bits) for bits in _BITS]).float()
+
+
+def _means(x: Tensor, count: int) -> Tensor:
+    """The points [count] of k-means over sorted numbers x."""
+    sums = pad(x.cumsum(0), (1, 0))
+    at = (2 * torch.arange(count) + 1) * len(x) // (2 * count)
+    points = x[at.clamp(max=len(x) - 1)] if len(x) else torch.linspace(-1, 1, count).double()
+    for _ in range(_STEPS):
+        inner = torch.searchsorted(x, (points[1:] + points[:-1]) / 2, right=True)
+        ends = torch.cat((inner.new_zeros(1), inner, inner.new_full((1,), len(x))))
+        many = ends.diff()
+        points = torch.where(many > 0, sums[ends].diff() / many.clamp(min=1), points)
+    return points

@@ -1,0 +1,158 @@
+"""RotateKV (arXiv:2501.16383): keys and values in 2 bits, after rotations that spread outliers over channels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, near
+from accel.ir.tables import Rows, Tables
+from accel.ir.tables import Sizes as TableSizes
+from accel.passes.kv.codec import Base, Sizes
+
+_HEADS = 4  # that keys are rotated over together
+
+
+@dataclass(frozen=True)
+class Rotatekv(Tables, Base):
+    """`bits`: 2, 4 or 8. `group`: channels of a token with a common scale and minimum (float16), of all heads in a row.
+    `first`: so many tokens stay exact, the attention sinks. `recent`: at least so many of the newest do, too, and so
+    many are encoded together.
+
+    Values are rotated by a Hadamard matrix over each head. Keys, before RoPE, by one over 4 heads (2 or 1 where the
+    heads are no multiple), and their channels then stand in the order of their sums over a text, so that those of a
+    group are near one another. Where a size is no power of two, the rotation is over the largest that divides it.
+    Rotating here gives the numbers of weights that are rotated beforehand, as in the paper. There the exact tokens are
+    those with the 20 largest entries of a layer's input; every layer must hold the same ones here, so that they are the
+    first.
+    """
+
+    bits: int = 2
+    group: int = count(128, most=4096)
+    first: int = count(4, most=64)
+    recent: int = count(32, most=1024)
+    key: ClassVar[str] = "rotatekv"
+    together: ClassVar[bool] = True
+    unrotated: ClassVar[bool] = True
+    small: ClassVar[Mapping[str, Any]] = {"group": 4, "first": 2, "recent": 8}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"bits": 4, "group": 16},
+        {"bits": 8, "first": 0, "recent": 8},
+    )
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise RecipeError(f"kv.codec.rotatekv: bits is {self.bits}; give 2, 4 or 8")
+        if self.group < 1 or self.recent < 1:
+            name = "group" if self.group < 1 else "recent"
+            raise RecipeError(f"kv.codec.rotatekv: {name} is {getattr(self, name)}; give 1 or more")
+        if self.first < 0:
+            raise RecipeError(f"kv.codec.rotatekv: first is {self.first}; give 0 or more")
+
+    @property
+    def error(self) -> float:  # type: ignore[override]
+        """Of random weights, where errors grow from layer to layer; in 2 bits it says no more than finite."""
+        return {8: 0.5, 4: 2.0, 2: 8.0}[self.bits]
+
+    @property
+    def block(self) -> int:
+        return self.recent
+
+    @property
+    def sinks(self) -> int:
+        return self.first
+
+    def sizes(self, width: int, heads: int) -> TableSizes:
+        return {"order": (heads, width)}
+
+    def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
+        """The channels of rotated keys, smallest sum over all tokens first [G,D]."""
+        sums: dict[int, Tensor] = {}
+        for row in rows:
+            for layer, x in row.layers.items():
+                keys = x.keys if x.unrotated is None else x.unrotated
+                sums[layer] = sums.get(layer, 0) + keys.double().sum((0, 2))  # [G,D]
+        return {
+            i: {"order": _rotated(x.flatten(), *_rotation("k", x)).argsort().view(x.shape)}
+            for i, x in sums.items()
+        }
+
+    def _sizes(self, width: int) -> tuple[int, int]:
+        return block_sizes(self.recent, width, self.bits, self.group, "channels")
+
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
+        codes, groups = self._sizes(width)
+        half = ("float16", (groups,))
+        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+
+    def encode(self, role: str, x: Tensor, order: Tensor) -> dict[str, Tensor]:
+        turned = self.turned(role, x, order)
+        codes, scale, least = group_quantize(turned, self.bits, self.group, "channels")
+        return {"": codes, "scale": scale, "least": least}
+
+    def decode(self, role: str, parts: dict[str, Tensor], width: int, order: Tensor) -> Tensor:
+        turned = group_dequantize(
+            *parts.values(), self.bits, self.group, "channels", self.recent, width
+        )
+        return self.turned_back(role, turned, order)
+
+    def turned(self, role: str, x: Tensor, order: Tensor) -> Tensor:
+        """x [...,G D] -> what is quantised of it: rotated, in order, and no larger than x, for float16."""
+        size, root = _rotation(role, order)
+        x = _rotated(x, size, root) / root
+        return x[..., order.flatten()] if role == "k" else x
+
+    def turned_back(self, role: str, x: Tensor, order: Tensor) -> Tensor:
+        """What `turned` did, undone."""
+        size, root = _rotation(role, order)
+        x = x[..., order.flatten().argsort()] if role == "k" else x
+        return _rotated(x, size, root) * root
+
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
+        codes, groups = self._sizes(width)
+        return (8 * codes + 32 * groups) / (self.recent * width)
+
+    def within(self, role: str, x: Tensor, back: Tensor, order: Tensor) -> Tensor:
+        """Of what is quantised no number is off by more than half a step of its group, but for the ends, which are
+        float16, and rounding of the rotations.
+        """
+        want, got = (self.turned(role, one, order) for one in (x, back))
+        off = 1e-6 * x.norm(dim=-1, keepdim=True)
+        got = got + (want - got).clamp(-off, off)
+        return near(want, got, self.bits, self.group, "channels")
+
+
+def _rotation(role: str, order: Tensor) -> tuple[int, float]:
+    """Numbers that are rotated together, and the root of that; order: [G,D]."""
+    heads, width = map(int, order.shape)
+    count = (math.gcd(heads, _HEADS) if role == "k" else 1) * width
+    size = count & -count  # the largest power of two that divides it
+    return size, math.sqrt(size)
+
+
+def _rotated(x: Tensor, size: int, root: float) -> Tensor:
+    """Each `size` numbers of x [...,n size] times a Hadamard matrix over its root, which is its own inverse; as two
+    products, since the matrix is the Kronecker product of two smaller ones.
+    """
+    power = size.bit_length() - 1
+    one, two = (_hadamard(1 << n, x) for n in (power // 2, power - power // 2))
+    parts = x.unflatten(-1, [-1, one.shape[0], two.shape[0]])
+    # Matrices on the right and flat on the left: ONNX Runtime multiplies others by nothing where there are no blocks.
+    aside = (parts @ two).mT.flatten(-3, -2)  # [...,n two,one]
+    back: Tensor = (aside @ one).unflatten(-2, [-1, two.shape[0]]).mT.flatten(-3)
+    return back / root
+
+
+def _hadamard(size: int, like: Tensor) -> Tensor:
+    """Sylvester's matrix [size,size]: -1 where the numbers of a row and a column share an odd number of bits."""
+    at = torch.arange(size, device=like.device)
+    bits = 2 ** torch.arange(size.bit_length(), device=like.device)
+    both = ((at[:, None] & at)[..., None] // bits % 2).sum(-1)
+    return (1 - 2 * (both % 2)).to(like.dtype)

@@ -1,0 +1,106 @@
+"""CacheGen (arXiv:2310.07240): keys and values in few steps of a grid by token, the codes of each channel in as many
+bits as their frequencies allow.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.runtime.kv.file import Arrays, Base, Numbers, Place
+
+_RAW = -15  # zlib's streams without header or checksum; the file has one
+
+
+@dataclass(frozen=True)
+class CacheGen(Base):
+    """A token's numbers in a layer, of all heads, are steps of max|x| / M, where M = bins / 2 - 1: at most
+    max|x| / (2 M) is lost of each. Deeper layers lose less by coarse steps, so the first `key_share` of the layers (of
+    keys; `value_share` of values) have `bins`, the others `deep_bins`.
+
+    The codes of a channel over all tokens are a stream of its own, coded by their frequencies without loss (Huffman
+    codes of zlib, which every Python has). The paper's deltas to the first of ten tokens are left out, as in its code.
+    """
+
+    bins: int = count(32, most=256)
+    deep_bins: int = count(16, most=256)
+    key_share: float = 0.3125
+    value_share: float = 0.0625
+
+    grade = "approximate"
+
+    def __post_init__(self) -> None:
+        for name in ("bins", "deep_bins"):
+            if getattr(self, name) < 4 or getattr(self, name) % 2:
+                raise RecipeError(
+                    f"kv.file.cachegen: {name} = {getattr(self, name)}; give an even number of 4 to 256"
+                )
+        for name in ("key_share", "value_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RecipeError(f"kv.file.cachegen: {name} = {getattr(self, name)}; give 0 to 1")
+
+    def steps(self, place: Place) -> int:
+        """M: steps of the grid on each side of 0."""
+        share = self.key_share if place.keys else self.value_share
+        fine = place.layer < math.ceil(share * place.layers)
+        return (self.bins if fine else self.deep_bins) // 2 - 1
+
+    def encode(self, place: Place, x: Numbers) -> Arrays:
+        steps, rows = self.steps(place), x.transpose(0, 2, 1, 3)  # [B,S,G,D]
+        most = np.abs(x).max(axis=(1, 3))  # [B,S]
+        scale = np.where(most > 0, most, 1).astype(np.float64)[:, :, None, None]
+        codes = (np.rint(rows * (steps / scale)) + steps).astype(np.uint8)
+        channels = codes.reshape(-1, codes.shape[2] * codes.shape[3]).T  # [G D,B S]
+        streams = [_packed(channel.tobytes(), zlib.Z_HUFFMAN_ONLY) for channel in channels]
+        # bytes of the same weight lie together: those of exponents are few
+        planes = np.ascontiguousarray(most.astype("<f4").reshape(-1, 1).view(np.uint8).T)
+        return {
+            "codes": np.frombuffer(b"".join(streams), np.uint8),
+            "ends": np.cumsum([len(stream) for stream in streams], dtype=np.int64),
+            "most": np.frombuffer(_packed(planes.tobytes(), zlib.Z_DEFAULT_STRATEGY), np.uint8),
+        }
+
+    def decode(
+        self, place: Place, parts: Mapping[str, npt.NDArray[Any]], shape: tuple[int, ...]
+    ) -> Numbers:
+        batch, heads, slots, width = shape
+        count = batch * slots
+        ends, data = parts["ends"].tolist(), parts["codes"].tobytes()
+        codes = np.empty((heads * width, count), np.uint8)
+        for channel, start, end in zip(codes, [0, *ends[:-1]], ends, strict=True):
+            channel[:] = _unpacked(data[start:end], count)
+        planes = _unpacked(parts["most"].tobytes(), 4 * count).reshape(4, count)
+        most = np.ascontiguousarray(planes.T).view("<f4").reshape(batch, slots, 1, 1)
+        steps = self.steps(place)
+        rows = codes.T.astype(np.float32).reshape(batch, slots, heads, width) - steps
+        found: Numbers = np.ascontiguousarray((rows * (most / steps)).transpose(0, 2, 1, 3))
+        return found
+
+    def bound(self, place: Place, x: Numbers) -> Numbers:
+        """Half a step, and what float32 rounds."""
+        most = np.abs(x).max(axis=(1, 3), keepdims=True)
+        return np.broadcast_to(most * (0.5 / self.steps(place) + 1e-6), x.shape)
+
+
+def _packed(data: bytes, strategy: int) -> bytes:
+    coder = zlib.compressobj(9, zlib.DEFLATED, _RAW, 9, strategy)
+    return coder.compress(data) + coder.flush()
+
+
+def _unpacked(data: bytes, size: int) -> npt.NDArray[np.uint8]:
+    """Raises ValueError where it is of another size, or damaged."""
+    try:
+        found = zlib.decompress(data, _RAW, size)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(found) != size:
+        raise ValueError(f"{len(found)} codes instead of {size}")
+    return np.frombuffer(found, np.uint8)

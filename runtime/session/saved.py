@@ -1,0 +1,282 @@
+"""What a session leaves in a file, and a session that goes on from one: its state up to the slots that are used, and
+what each observer knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.axis import host_method
+from accel.ir.errors import InputError, SavedSessionError
+from accel.ir.sizes import grows, in_numbers
+from accel.ir.state import Part, StateValue
+from accel.runtime.inputs.ints import Ints, as_ints
+from accel.runtime.kv.file import Base as Codec
+from accel.runtime.kv.file import Place
+from accel.runtime.session.core import SessionCore
+from accel.runtime.session.file import Arrays, read, write
+from accel.runtime.session.rows import Kin
+
+_STATE, _TOKENS = "state/", "tokens"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a session is of. weights: digest of its parameters, None: unknown. adapter: digest of one, by its
+    name. codec: how keys and values are saved, None: as they are.
+    """
+
+    name: str
+    weights: Callable[[], str | None]
+    recipe: Mapping[str, Any]
+    state: Sequence[StateValue]
+    max_batch: int
+    max_context: int
+    adapter: Callable[[str], str]
+    codec: Codec | None = None
+
+    def told(self, adapters: Sequence[str | None]) -> dict[str, Any]:
+        """What a file says of it; `adapters`: of each row."""
+        layout = [value.to_json() for value in self.state]
+        used = sorted({name for name in adapters if name is not None})
+        return {
+            "model": self.name,
+            "weights": self.weights(),
+            "recipe": self.recipe.get("name"),
+            "tables": _digest(self.recipe.get("tables", {})),
+            "layout": _digest(layout),
+            "adapters": {name: self.adapter(name) for name in used},
+        }
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """A file that was read and checked."""
+
+    path: str
+    told: dict[str, Any]
+    arrays: Arrays
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return len(self.told["lengths"])
+
+    @property
+    def adapters(self) -> list[str | None]:
+        """The name of each row's adapter."""
+        found: list[str | None] = self.told["rows"]
+        return found
+
+    @property
+    def tokens(self) -> list[Ints] | None:
+        """Of each row, where the caller gave them when it was saved."""
+        if _TOKENS not in self.arrays:
+            return None
+        rows = zip(self.arrays[_TOKENS], self.told["counts"], strict=True)
+        return [row[:count] for row, count in rows]
+
+    def check_rows(self, origin: Origin) -> None:
+        """Raise SavedSessionError where a model has no room for its rows."""
+        longest = max(self.told["lengths"])
+        if self.batch > origin.max_batch:
+            raise SavedSessionError(
+                f"{self.path} has {self.batch} rows, and max_batch is {origin.max_batch}; build with a larger max_batch"
+            )
+        if longest > origin.max_context:
+            raise SavedSessionError(
+                f"{self.path} has a row of {longest} tokens, and max_context is {origin.max_context}; build with a "
+                "larger max_context"
+            )
+
+    def check(self, origin: Origin) -> None:
+        """Raise SavedSessionError where it is of another model or recipe."""
+        here = origin.told(self.adapters)
+        for key, what in (
+            (
+                "tables",
+                f"recipe {self.told['recipe']!r}, and this model was built with {here['recipe']!r}",
+            ),
+            ("layout", f"a cache of another layout than {origin.name} has"),
+            ("weights", f"another model than {origin.name} ({self.told['model']}, other weights)"),
+        ):
+            if self.told[key] != here[key]:
+                raise SavedSessionError(
+                    f"{self.path} is of {what}; open it with the model that saved it, or run its prompt again"
+                )
+        for name, digest in self.told["adapters"].items():
+            if here["adapters"][name] != digest:
+                raise SavedSessionError(
+                    f"{self.path} is of another adapter {name!r} than this model has; load the one that it was saved "
+                    "with, or run its prompt again"
+                )
+
+
+def save(core: SessionCore, path: str | os.PathLike[str], tokens: Any) -> None:
+    """See `Session.save`."""
+    backend, origin = core.backend, core.origin
+    if origin is None:
+        raise InputError(
+            "this session is of no model, so no file can say which; open one with model.session()"
+        )
+    arrays: Arrays = {}
+    if tokens is not None:
+        arrays[_TOKENS], counts = _tokens(tokens, core.batch)
+    for one in core.observers:
+        known = one.numbers(backend)
+        if known is None:
+            raise SavedSessionError(
+                f"a session with {type(one).__name__} cannot be saved yet: {_first_line(one)} Use a recipe without it"
+            )
+        arrays |= {f"{type(one).__name__}/{name}": array for name, array in known.items()}
+    letters, coded, buffers = _used(core), {}, backend.buffers()
+    layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
+    for value in origin.state:
+        if value.shared or value.name not in buffers:
+            continue
+        array = _cut(buffers[value.name], value, letters)
+        if origin.codec is not None and _plain(value, array):
+            parts = origin.codec.encode(_place(value, layers), array.astype(np.float32))
+            coded[value.name] = list(array.shape)
+            arrays |= {f"{_STATE}{value.name}/{part}": a for part, a in parts.items()}
+        else:
+            arrays[_STATE + value.name] = array
+    told = {
+        **origin.told(core.adapters),
+        "rows": list(core.adapters),
+        "lengths": core.lengths.tolist(),
+        "room": list(core.room),
+        "coded": coded,
+    }
+    if tokens is not None:
+        told |= {"counts": counts, "text": _digest([arrays[_TOKENS].tolist(), counts])}
+    write(path, told, arrays)
+
+
+def saving(tables: Mapping[str, Any]) -> Codec | None:
+    """How a recipe saves keys and values; None: as they are. Raises RecipeError."""
+    return host_method(tables, "kv.file", "") if "kv.file" in tables else None
+
+
+def saved_session(path: str | os.PathLike[str]) -> SavedSession:
+    """What a file holds. Raises SavedSessionError."""
+    told, arrays = read(path)
+    return SavedSession(os.fspath(path), told, arrays)
+
+
+def restore(core: SessionCore, saved: SavedSession) -> None:
+    """Let a new session, of as many rows and the same adapters, hold what a file does. Raises SavedSessionError,
+    InputError.
+    """
+    backend, origin, told = core.backend, core.origin, saved.told
+    assert origin is not None
+    lengths = np.array(told["lengths"], np.int64)
+    given: Arrays = {}
+    layers = 1 + max((v.layer for v in origin.state if v.layer is not None), default=0)
+    for value in origin.state:
+        start = _STATE + value.name
+        if value.name in told["coded"] and origin.codec is not None:
+            parts = {
+                n[len(start) + 1 :]: a for n, a in saved.arrays.items() if n.startswith(start + "/")
+            }
+            shape = tuple(told["coded"][value.name])
+            decoded = origin.codec.decode(_place(value, layers), parts, shape)
+            given[value.name] = decoded.astype(value.dtype)
+        elif start in saved.arrays:
+            given[value.name] = saved.arrays[start]
+        if value.name in given:
+            _check_shape(saved, value, given[value.name])
+    backend.put(given)
+    for one in core.observers:
+        start = f"{type(one).__name__}/"
+        known = {n.removeprefix(start): a for n, a in saved.arrays.items() if n.startswith(start)}
+        try:
+            one.restore(backend, known, lengths)
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise SavedSessionError(
+                f"{saved.path}: {type(one).__name__} cannot go on from it ({type(error).__name__}: {error}); save the "
+                "session again"
+            ) from error
+    core.lengths, core.kin = lengths, Kin.copies(np.arange(core.batch), lengths)
+    if told["room"]:
+        core.need(told["room"])
+
+
+def _used(core: SessionCore) -> dict[str, int]:
+    """How many slots of each size hold tokens of rows: C, C1, …"""
+    ends = core.lengths - core.base
+    found = {"C": int(ends.max(initial=0))}
+    for one in core.observers:
+        found |= {f"C{i}": max(0, n) for i, n in enumerate(one.slots(ends), start=len(found))}
+    return found
+
+
+def _cut(
+    array: npt.NDArray[Any], value: StateValue, letters: Mapping[str, int]
+) -> npt.NDArray[Any]:
+    """A state buffer without the slots that no token uses."""
+    if not grows(value.shape):
+        return array
+    sizes = in_numbers(value.shape, letters)
+    return array[
+        tuple(
+            slice(size if isinstance(letter, str) and letter.startswith("C") else None)
+            for letter, size in zip(value.shape, sizes, strict=True)
+        )
+    ]
+
+
+def _plain(value: StateValue, array: npt.NDArray[Any]) -> bool:
+    """Whether it is keys or values as attention reads them, that a codec can code."""
+    numbers = value.stored and value.dtype in ("float32", "float16") and array.ndim == 4
+    return numbers and array.size > 0 and bool(np.isfinite(array).all())
+
+
+def _place(value: StateValue, layers: int) -> Place:
+    return Place(value.layer or 0, layers, value.part is Part.KEYS)
+
+
+def _check_shape(saved: SavedSession, value: StateValue, array: npt.NDArray[Any]) -> None:
+    """It is of the type, the rows and the sizes that the layout says."""
+    sizes = [saved.batch if size == "B" else size for size in value.shape]
+    same = len(sizes) == array.ndim and all(
+        isinstance(size, str) or size == there
+        for size, there in zip(sizes, array.shape, strict=True)
+    )
+    if not same or array.dtype.name != value.dtype:
+        raise SavedSessionError(
+            f"{saved.path}: {value.name} is {array.dtype} {list(array.shape)}, not {value.dtype} {list(value.shape)}; "
+            "save the session again"
+        )
+
+
+def _tokens(tokens: Any, batch: int) -> tuple[Ints, list[int]]:
+    """Token ids [B,n] and how many are of each row, out of what a caller gives."""
+    flat = batch == 1 and np.ndim(tokens) == 1
+    rows = [as_ints(row, "tokens") for row in ([tokens] if flat else tokens)]
+    if len(rows) != batch or any(row.ndim != 1 for row in rows):
+        raise InputError(
+            f"tokens are of {len(rows)} rows; give the token ids of each of the {batch} rows"
+        )
+    found = np.zeros((batch, max(row.size for row in rows)), np.int64)
+    for row, ids in zip(found, rows, strict=True):
+        row[: ids.size] = ids
+    return found, [row.size for row in rows]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _first_line(one: Any) -> str:
+    return (type(one).__doc__ or "").strip().partition("\n")[0]

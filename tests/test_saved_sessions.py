@@ -1,0 +1,392 @@
+"""Sessions that are saved and opened: whatever a recipe keeps, they give the bits of the session that went on. Files
+that are not whole, or are another model's, are refused.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+import accel
+from accel import cli
+from accel.compiler.smoke.tiny_models import small_model
+from accel.ir.errors import InputError, SavedSessionError
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.session import file as session_file
+from accel.runtime.session.observers import observer_classes
+from accel.runtime.session.observers._marks import Marks
+from accel.runtime.session.observers.eviction import EvictionState
+from accel.runtime.session.observers.observer import SessionObserver
+
+from .diffusion_case import LONGEST, MASK, Filler
+from .kv_case import evicting
+from .laws.test_invariants import METHODS, tables
+from .prefill_case import built
+from .test_encoder_decoder import make
+from .test_session_capabilities import CASES
+
+MORE = {  # recipes whose sessions know what those of CASES do not
+    "clusterkv": tables("kv.select=clusterkv"),
+    "sentencekv": tables("kv.select=sentencekv"),
+    "tidaldecode": tables("kv.select=tidaldecode"),
+    "laq": tables("kv.score=laq"),
+}
+OTHERS = ["mamba", "falcon_h1", "filler", "t5"]  # kinds of models
+RECIPES = {**{name: case for name, (case, _) in CASES.items() if name not in OTHERS}, **MORE}
+NAMES = [*RECIPES, *OTHERS]
+LIKE_OTHERS = {  # whose sessions know the same as those of other names
+    *("snapkv", "snapkv-chunk", "snapkv-every", "kv-int8", "unified-skip", "sentencekv"),
+    "falcon_h1",
+}
+TOKENS = np.random.default_rng(7).integers(3, MASK, (2, 70))
+
+
+@pytest.fixture(scope="module")
+def model(stateful):
+    """model(name) -> a model of a recipe or of a kind, on the eager target; made once."""
+    made = {}
+
+    def get(name):
+        if name in made:
+            return made[name]
+        if name == "filler":
+            loop = {"loop": {"use": "dllm-blockcache", "block": 8, "threshold": 0.5}}
+            found = accel.optimize(
+                Filler(True).eval(), loop, target="eager", max_context=LONGEST, max_batch=2
+            )
+        elif name == "t5":
+            found = accel.optimize(make("t5"), target="eager", max_context=64, max_batch=2)
+        elif name in OTHERS:
+            case = evicting(stateful(name), CASES[name][0]) if CASES[name][0] else None
+            program = stateful(name) if case is None else case.program
+            recipe = {"name": name, "tables": {} if case is None else case.tables}
+            program.facts.max_batch = 2
+            found = CompiledModel(
+                EagerBackend(program), program.facts, recipe=recipe, weights=lambda: ""
+            )
+        else:
+            found = built("llama", tables=RECIPES[name])
+        return made.setdefault(name, found)
+
+    return get
+
+
+def begun(model, lengths=(40, 33)):
+    """A session of two rows that holds prompts, was decoded from, and taken back where it can be."""
+    session = model.session(2)
+    if model.facts.encoder is not None:
+        session.encode(TOKENS[:, :9])
+    session.prompt(TOKENS[:, :40], lengths)
+    for i in range(40, 45):
+        session.run(TOKENS[:, [i]])
+    try:
+        session.rewind(session.lengths - 2)
+    except InputError:
+        assert session.capabilities.back == 0
+    return session
+
+
+def went_on(session):
+    """Logits of more tokens: single ones, several, another prompt, other rows; and what is kept after a rewind."""
+    out = [session.run(TOKENS[:, [i]]) for i in range(45, 48)]
+    out.append(session.run(TOKENS[:, 48:52]))
+    out.append(session.prompt(TOKENS[:, 52:60], [8, 5]))
+    session.select([1, 0])
+    out.append(session.run(TOKENS[:, [60]]))
+    low = np.maximum(session.held_from, session.lengths - 2)
+    if session.capabilities.back != 0:
+        session.rewind(low)
+        out.append(session.run(TOKENS[:, [61]]))
+    return out
+
+
+def law(model, path):
+    """Bit for bit; and that a file was written changes nothing."""
+    with begun(model) as session, session.fork() as untouched:
+        session.save(path)
+        with model.open_session(path) as opened:
+            assert opened.lengths.tolist() == session.lengths.tolist()
+            assert opened.capabilities == session.capabilities
+            assert opened.held_from.tolist() == session.held_from.tolist()
+            runs = [went_on(one) for one in (untouched, session, opened)]
+    for want, same, got in zip(*runs, strict=True):
+        assert np.array_equal(want, same), "a session that was saved goes on otherwise"
+        assert np.array_equal(want, got), "the opened session differs"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in LIKE_OTHERS else ()) for n in NAMES]
+)
+def test_an_opened_session_goes_on_as_the_saved_one(model, name, tmp_path):
+    law(model(name), tmp_path / "one.session")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("axis", "use"), [one for one in METHODS if one[0] != "kv.file"])
+def test_sessions_of_every_method(axis, use, tmp_path):
+    law(built("llama", tables=tables(f"{axis}={use}")), tmp_path / "one.session")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["snapkv", "kivi-4", "quest", "promptdistill", "paged-prefix", "calm"]
+)
+def test_sessions_on_onnx(name, tmp_path):
+    law(built("llama", "onnx", RECIPES[name]), tmp_path / "one.session")
+
+
+def test_recurrent_state_on_onnx(tmp_path):
+    """Its buffers change places from call to call, and are written."""
+    with accel.optimize(small_model("mamba"), max_context=128, max_batch=2, verify=False) as mamba:
+        law(mamba, tmp_path / "one.session")
+
+
+def test_every_observer_is_saved(model):
+    """Those of no case have nothing to know."""
+    names = [name for name in NAMES if name not in LIKE_OTHERS]
+    seen = {type(one) for name in names for one in model(name).session(2)._core.observers}
+    assert all(kind.restore is SessionObserver.restore for kind in set(observer_classes()) - seen)
+    assert all(kind.numbers is not SessionObserver.numbers for kind in observer_classes())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("h2o", "EvictionState"), ("kivi-4", "BlockCodecState"), ("mamba", "RecurrentHistory"),
+                       ("paged-prefix", "PrefixCache"), ("promptdistill", "PromptPruning"),
+                       ("clusterkv", "UnitGroups")],
+)  # fmt: skip
+def test_the_law_catches_an_observer_that_forgets(model, name, kind, tmp_path, monkeypatch):
+    (cls,) = (cls for cls in observer_classes() if cls.__name__ == kind)
+    monkeypatch.setattr(cls, "restore", lambda self, backend, numbers, lengths: None)
+    with pytest.raises((AssertionError, IndexError, ValueError, RuntimeError, InputError)):
+        law(model(name), tmp_path / "one.session")
+
+
+def test_an_observer_that_cannot_be_saved_is_named(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(EvictionState, "numbers", SessionObserver.numbers)
+    with begun(model("snapkv")) as session:
+        with pytest.raises(
+            SavedSessionError, match="a session with EvictionState cannot be saved yet"
+        ):
+            session.save(tmp_path / "one.session")
+        session.run(TOKENS[:, [40]])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "one.session"
+    with begun(model("base")) as session:
+        session.save(path, tokens=[TOKENS[0, :43], TOKENS[1, :36]])
+    return path
+
+
+def test_the_file_is_as_long_as_its_tokens(model, saved):
+    """Slots that no token uses are not in it; tokens are."""
+    with model("base").open_session(saved) as opened:
+        assert [row.tolist() for row in opened.tokens] == [
+            TOKENS[0, :43].tolist(),
+            TOKENS[1, :36].tolist(),
+        ]
+        held = opened.stats["kv_bytes"] * int(opened.lengths.max()) // 256
+    assert held < saved.stat().st_size < held + 8000
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_changed_byte_anywhere_is_refused(model, saved, tmp_path):
+    data, copy = saved.read_bytes(), tmp_path / "copy"
+    size = int.from_bytes(data[:8], "little")
+    places = [
+        0,
+        8,
+        40,
+        size // 2,
+        8 + size - 1,
+        8 + size,
+        (8 + size + len(data)) // 2,
+        len(data) - 1,
+    ]
+    for place in places:
+        copy.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(SavedSessionError, match="copy"):
+            model("base").open_session(copy)
+
+
+def test_a_cut_or_foreign_file_is_refused(model, saved, tmp_path):
+    data, copy = saved.read_bytes(), tmp_path / "copy"
+    for part in (b"", data[:4], data[:500], data[:-1], data + b"0", b"a text of mine"):
+        copy.write_bytes(part)
+        with pytest.raises(SavedSessionError, match="is no saved session, or was cut or damaged"):
+            model("base").open_session(copy)
+    with pytest.raises(SavedSessionError, match="does not exist"):
+        model("base").open_session(tmp_path / "none")
+    with pytest.raises(SavedSessionError, match="is a folder"):
+        model("base").open_session(tmp_path)
+
+
+def rewritten(path, out, change=lambda told: None, drop=()):
+    """A file whose header says something else, with the right digest."""
+    with safe_open(path, framework="np") as file:
+        told = json.loads(file.metadata()["accel.session"])
+        arrays = {name: file.get_tensor(name) for name in file.keys() if name not in drop}
+    change(told)
+    told["digest"] = session_file.digest(told)
+    save_file(arrays, out, {"accel.session": json.dumps(told)})
+    return out
+
+
+def test_a_missing_buffer_is_refused(model, saved, tmp_path):
+    copy = rewritten(saved, tmp_path / "copy", drop=["state/kv.1.k"])
+    with pytest.raises(SavedSessionError, match="state/kv.1.k is missing"):
+        model("base").open_session(copy)
+    assert model("base").open_session(rewritten(saved, copy)).length == [43, 36]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 2}, "format 2 is not 1"),
+        ({"tables": "0"}, "is of recipe .*open it with the model that saved it"),
+        ({"layout": "0"}, "a cache of another layout"),
+        ({"weights": "0"}, "is of another model than"),
+        ({"lengths": [43] * 9}, "has 9 rows, and max_batch is 3"),
+        ({"lengths": [43, 999]}, "has a row of 999 tokens, and max_context is 128"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model, saved, tmp_path, change, words):
+    copy = rewritten(saved, tmp_path / "copy", lambda told: told.update(change))
+    with pytest.raises(SavedSessionError, match=words):
+        model("base").open_session(copy)
+
+
+def test_another_model_is_refused(model, saved):
+    with pytest.raises(SavedSessionError, match="is of recipe"):
+        model("snapkv").open_session(saved)
+    other = built("qwen2")
+    with pytest.raises(SavedSessionError, match="another layout|another model"):
+        other.open_session(saved)
+
+
+def test_a_full_disk_leaves_the_file_and_the_session(model, saved, tmp_path):
+    copy = tmp_path / "one.session"
+    copy.write_bytes(saved.read_bytes())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with begun(model("base")) as session, session.fork() as untouched:
+        session.run(TOKENS[:, 30:34])
+        untouched.run(TOKENS[:, 30:34])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        try:
+            with pytest.raises(SavedSessionError, match="cannot be written .* free some space"):
+                session.save(copy)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert os.listdir(tmp_path) == [copy.name] and copy.read_bytes() == saved.read_bytes()
+        assert np.array_equal(session.run(TOKENS[:, [40]]), untouched.run(TOKENS[:, [40]]))
+        session.save(copy)
+        with model("base").open_session(copy) as opened:
+            assert opened.lengths.tolist() == session.lengths.tolist()
+
+
+def test_a_file_of_others_is_not_replaced(model, tmp_path):
+    mine = tmp_path / "notes.txt"
+    mine.write_text("mine")
+    with (
+        begun(model("base")) as session,
+        pytest.raises(SavedSessionError, match="is no saved session"),
+    ):
+        session.save(mine)
+    assert mine.read_text() == "mine"
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    """The bundled model on ONNX Runtime."""
+    folder = tmp_path_factory.mktemp("bundled")
+    reference = Path(accel.__file__).parent / "reference"
+    accel.optimize(
+        str(reference), max_context=256, max_batch=2, out=folder / "artifact", verify=False
+    ).close()
+    return folder / "artifact"
+
+
+def test_a_prompt_is_computed_once(artifact, tmp_path):
+    """In another process' model: the tokens of the whole prompt, of which only the question runs."""
+    system, question = "def add(a, b):\n    return a + b\n" * 4, "def sub("
+    path = tmp_path / "system.session"
+    with accel.load(artifact) as model, model.prompt_session(system) as session:
+        session.save(path)
+    with accel.load(artifact) as model, model.open_session(path) as session:
+        whole = [*session.tokens[0].tolist(), *model.tokenizer.encode(question, special=False)]
+        want = model.generate(whole, 12, eos=[])
+        for _ in range(2):  # a fork leaves the opened one as it was
+            with session.fork() as fork:
+                stream = model.stream(question, 12, eos=[], session=fork)
+                text = "".join(stream)
+                assert stream.tokens == want.tokens[0] and text == want.text[0]
+                assert fork.stats["tokens"] < session.length
+        law(model, tmp_path / "law.session")
+        session.run([[5]])
+        with pytest.raises(InputError, match="has run others since"):
+            model.stream(question, session=session)
+
+
+def test_the_command_line_saves_and_goes_on(artifact, tmp_path):
+    path = tmp_path / "one.session"
+    system, rest = "import os\nimport", " sys\n"
+
+    def run(*words):
+        done = CliRunner().invoke(cli.app, ["run", str(artifact), *words])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert run("--prompt", system, "--save-session", str(path)) == ""
+    got = json.loads(run("--prompt", rest, "--session", str(path), "--max-tokens", "6", "--json"))
+    with accel.load(artifact) as model:
+        ids = [*model.tokenizer.encode(system), *model.tokenizer.encode(rest, special=False)]
+        assert got["tokens"] == model.generate(ids, 6).tokens[0]
+    assert run("--prompt", rest, "--session", str(path), "--max-tokens", "6") == got["text"] + "\n"
+
+
+KILLED = """
+import os, sys
+import numpy as np
+from accel.runtime.session import file
+save_file = file.save_file
+
+def dies(arrays, path, metadata):
+    save_file(arrays, path, metadata)
+    os.truncate(path, os.path.getsize(path) // 2)
+    os._exit(9)
+
+file.save_file = dies
+file.write(sys.argv[1], {}, {"x": np.ones(1000)})
+"""
+
+
+def test_a_process_that_dies_leaves_the_old_file(model, saved, tmp_path):
+    """The next one that saves there removes what it left."""
+    copy = tmp_path / "one.session"
+    copy.write_bytes(saved.read_bytes())
+    died = subprocess.run([sys.executable, "-c", KILLED, str(copy)])
+    assert died.returncode == 9 and copy.read_bytes() == saved.read_bytes()
+    assert len(os.listdir(tmp_path)) == 2
+    with model("base").open_session(copy) as opened:
+        opened.save(copy)
+    assert os.listdir(tmp_path) == [copy.name]
+
+
+def test_marks_of_the_next_call_are_saved():
+    marks = Marks.new(2).coming([[0, 1, 1], [2, -1, -1]], [2, -1], [3, 1])
+    again = Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([7, 5]))
+    assert again.units[:, 4:].tolist() == [[0, 1, 1], [2, -1, -1]]
+    assert again.question.tolist() == [6, -1] and Marks.of(again.numbers()).next is None
+    with pytest.raises(InputError, match="3 tokens of row 0 are marked, but the call has 1"):
+        Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]))
