@@ -79,8 +79,8 @@ class Trained(ABC):
 
 @dataclass(frozen=True)
 class Fitted(Trained):
-    """A part that foretells what attention does. It learns from rows of a text that the model reads as it is
-    (`ir/tables.py`), so no gradient goes through the model.
+    """A part that foretells what attention does, or changes it. It learns from rows of a text that the model reads as
+    it is (`ir/tables.py`), so no gradient goes through the model.
     """
 
     @abstractmethod
@@ -88,8 +88,8 @@ class Fitted(Trained):
         """Tensors that have learnt nothing, for a model that reads such rows. inner: the width of hidden layers."""
 
     @abstractmethod
-    def loss(self, parts: Parts, rows: Rows) -> Tensor:
-        """How wrong the parts are about rows []."""
+    def loss(self, parts: Parts, rows: Rows, progress: float) -> Tensor:
+        """How wrong the parts are about rows []. progress: the share of the training that is over, from 0 to 1."""
 
 
 def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> Parts:

@@ -284,7 +284,7 @@ def test_training_comes_nearer_to_what_comes_next():
     optimiser = torch.optim.Adam([t.requires_grad_() for t in parts[ALL].values()], lr=1e-2)
     losses = []
     for _ in range(40):
-        loss = one.loss(parts, Text)
+        loss = one.loss(parts, Text, 0.0)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

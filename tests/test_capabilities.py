@@ -15,7 +15,7 @@ AXES = find_axes()
 EVERY = [(axis, use) for axis in AXES for use in AXES[axis].names()]
 REFUSED = {  # a recipe of each invariant that one side relies on: who relies, who breaks it, what works
     Invariant.UNIFORM_SLOTS: ("kv.codec=kivi", "prefill.prune=promptdistill", "gemfilter for"),
-    Invariant.HEADS_ALIKE: ("kv.codec=mha2gqa-svd", "kv.score=knorm", "for mha2gqa-svd"),
+    Invariant.HEADS_ALIKE: ("kv.codec=mha2gqa-svd", "kv.score=knorm", "streaming-llm for knorm"),
     Invariant.HEADS_LEVEL: ("kv.codec=kivi", "kv.budget=ada-kv", "without"),
     Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", "unified-skip for shortgpt"),
     Invariant.ALL_LAYERS_RUN: ("kv.reuse=paged-prefix", "depth=calm", "shortgpt for calm"),

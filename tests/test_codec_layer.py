@@ -66,7 +66,8 @@ class Plain(Tables, Base):
         shape[1], shape[-1] = scale.shape
         return scale.view(shape)
 
-    def parts(self, role, width):
+    def parts(self, role, width, scale):
+        assert width == (scale.numel() if self.together else scale.shape[1])
         return {"": ("float32", (max(1, self.block) * width,))}
 
     def encode(self, role, x, scale):
@@ -82,7 +83,7 @@ class Plain(Tables, Base):
             x = 1.01 * x
         return x.flatten(2, 3) if self.block else x
 
-    def bits_of(self, role, width):
+    def bits_of(self, role, width, scale):
         return 32
 
     def within(self, role, x, back, scale):

@@ -369,12 +369,12 @@ def test_memory_is_its_formula(program):
 
 
 def test_what_does_not_go_with_it_is_refused():
-    evict = {"kv": {"codec": {"use": "kivi"}, "score": {"use": "knorm"}}}
+    score = {"score": {"use": "knorm"}, "budget": {"use": "ada-kv"}}
     with pytest.raises(
         RecipeError,
-        match="kv.codec = kivi cannot be combined with kv.score = knorm: .*without gaps",
+        match="kv.codec = kivi cannot be combined with kv.budget = ada-kv: .*equally many tokens",
     ):
-        accel.optimize(models.ARCHITECTURES["llama"](), evict)
+        accel.optimize(models.ARCHITECTURES["llama"](), {"kv": {"codec": {"use": "kivi"}, **score}})
 
 
 def test_models_that_it_cannot_serve_are_refused(stateful):

@@ -198,7 +198,7 @@ def test_training_comes_nearer_to_the_logits(program):
     ids = torch.randint(3, program.facts.vocab_size, (2, 25), generator=r)
     rows = fit.rows(ids, torch.ones(2, 24))
     for _ in range(80):
-        loss = fit.method.loss(parts, rows)
+        loss = fit.method.loss(parts, rows, 0.0)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -223,7 +223,7 @@ def test_the_loss_is_of_logits_that_the_mask_shows(program):
         (q[b, t, h] @ k[b, h // 2, s] - told.scale * told.queries[b, h, t] @ told.keys[b, h // 2, s]) ** 2
         for b, h, t, s in np.ndindex(2, 4, 6, 6) if s <= t
     ]  # fmt: skip
-    close(fit.method.loss(parts, rows), torch.stack(wrong).mean())
+    close(fit.method.loss(parts, rows, 0.0), torch.stack(wrong).mean())
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""What papers claim of methods that evict or select, on the bundled model beside the controls: tables in Markdown.
+"""What papers claim of methods that evict, select or encode, on the bundled model beside the controls: Markdown tables.
 
     python tools/pages/claims.py                    every claim
     python tools/pages/claims.py scope headkv-r2    some
@@ -162,9 +162,44 @@ def _louiskv() -> Iterator[Row]:
     yield Row("`streaming-llm`, 128", evict("streaming-llm", 128))
 
 
+def _codec(use: str, **options: Any) -> Tables:
+    return {"kv.codec": {"use": use, **options}}
+
+
+def _gear() -> Iterator[Row]:
+    shape = {"group": 64, "residual": 64}
+    yield Row("`kivi`, 2 bits, groups of 64: 2.5 bits", _codec("kivi", **shape))
+    for told, rank, outliers in (
+        ("rank 2 (GEAR-L): 3.5", 2, 0.0),
+        ("2 % outliers: 3.3", 0, 0.02),
+        ("both: 4.3", 2, 0.02),
+    ):
+        yield Row(f"… {told}", _codec("gear", **shape, low_rank=rank, outliers=outliers))
+    yield Row("`kivi`, 2 bits, groups of 16: 4.0", _codec("kivi", group=16, residual=64))
+    yield Row("`kivi`, 4 bits, groups of 64: 4.5", _codec("kivi", bits=4, **shape))
+
+
+def _leank() -> Iterator[Row]:
+    for ratio in (0.7, 0.5, 0.3):
+        yield Row(
+            f"`leank`, {ratio:.0%} of the channels of keys dropped", _codec("leank", ratio=ratio)
+        )
+    yield Row("`leank`, 70 %, what stays in 4 bits", _codec("leank", bits=4))
+    for bits in (4, 2):
+        yield Row(f"`kivi`, {bits} bits", _codec("kivi", bits=bits, group=64))
+
+
+def _squat() -> Iterator[Row]:
+    for bits in (2, 4):
+        yield Row(f"`kivi`, {bits} bits, groups of 32", _codec("kivi", bits=bits))
+        for weight in (0.001, 0.01):
+            told = f"… `squat`, lambda {weight:g}"
+            yield Row(told, _codec("squat", bits=bits, weight=weight))
+
+
 CLAIMS: dict[str, Callable[[], Iterator[Row]]] = {
     "scope": _scope, "shotkv": _shotkv, "finch": _finch, "headkv-r2": _headkv, "duo-heads": _duo,
-    "prefixkv": _prefixkv, "louiskv": _louiskv,
+    "prefixkv": _prefixkv, "louiskv": _louiskv, "gear": _gear, "leank": _leank, "squat": _squat,
 }  # fmt: skip
 
 

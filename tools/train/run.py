@@ -143,6 +143,11 @@ class Run(Kind):
         return [t for part in self.parts.values() for t in part.values()]
 
     @property
+    def progress(self) -> float:
+        """The share of the minutes that is over."""
+        return self.seconds / 60 / self.options.minutes
+
+    @property
     def file(self) -> Path:
         return state_of(self.options.out)
 
@@ -161,10 +166,9 @@ class Run(Kind):
 
     def descend(self, loss: Tensor) -> None:
         """One step."""
-        progress = self.seconds / 60 / self.options.minutes
         for group in self.optimiser.param_groups:
             group["lr"] = self.options.rate * min(
-                1.0, (self.step + 1) / WARMUP, max(0.05, (1 - progress) / 0.3)
+                1.0, (self.step + 1) / WARMUP, max(0.05, (1 - self.progress) / 0.3)
             )
         self.optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -7,8 +7,8 @@
 Then a recipe names the file: `trained = "gates.safetensors"`. What is trained for the graph makes the model, run
 softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
 `--budget`; what has an aim of its own (`threshold-evict`) comes near to it; what absorbs evicted tokens, as `less`,
-makes up for them in each layer; what foretells attention (`tokenbutler`) learns from what the model reads of the
-text; `specdec-pp` tells which tokens of a draft model stand. Each kind is a file in `runs/`.
+makes up for them in each layer; what foretells attention (`tokenbutler`) or changes it (`leank`) learns from what
+the model reads of the text; `specdec-pp` tells which tokens of a draft model stand. Each kind is a file in `runs/`.
 `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:

@@ -24,6 +24,7 @@ from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
 from accel.passes.kv.codec._layer import Layer, before_rope, layers, positions_of
 from accel.passes.state.cache import Cache
+from accel.passes.trained import Parts
 
 Sizes = tuple[int, ...]
 _KEPT = 31  # example size while shapes are worked out
@@ -42,6 +43,7 @@ BLOCKS_RELY = frozenset(
         Invariant.UNIFORM_SLOTS,
     }
 )
+QUERIES_RELY = frozenset({Invariant.ALL_LAYERS_RUN, Invariant.ALL_TOKENS_HELD})
 BLOCKS_BREAK = frozenset({Invariant.CALL_INDEPENDENT, Invariant.BATCH_INVARIANCE})
 
 
@@ -51,8 +53,8 @@ class Base(Pass, Method, ABC):
     replaced by the parts of the codec, per slot, or per block of R = `block` tokens. `role` is "k" or "v".
 
     `together`: the functions get all heads of a layer as one, x [B,1,T,G D]. `unrotated`: they get keys before RoPE,
-    which then stands behind `decode`, with the stored positions. A codec that is also a `Tables` has constants of each
-    layer: further parameters of its functions, by their names.
+    which then stands behind `decode`, with the stored positions. A codec that is also a `Tables`, or `Trained`, has
+    constants of each layer: further parameters of its functions, by their names.
 
     Per slot: a call also reads its own keys and values as they are stored, so a call of T tokens gives the logits of
     T single-token calls, and an overwritten slot leaves no trace.
@@ -73,6 +75,11 @@ class Base(Pass, Method, ABC):
     together: ClassVar[bool] = False
     unrotated: ClassVar[bool] = False
 
+    queries: ClassVar[bool] = False
+    """Of a block codec: `encode` of keys also gets `queries` [B,G,D,D], the sum of the outer products of all queries
+    so far that read them, after RoPE.
+    """
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
@@ -88,16 +95,23 @@ class Base(Pass, Method, ABC):
         heads = frozenset({Invariant.HEADS_ALIKE} if self.together else ())
         if isinstance(self, Tables):  # constants of a head say nothing of one list of all
             heads |= {Invariant.HEADS_LEVEL}
-        return heads | (BLOCKS_RELY if self.block else frozenset())
+        asks = QUERIES_RELY if self.queries else frozenset()
+        return heads | asks | (BLOCKS_RELY if self.block else frozenset())
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        return frozenset({Invariant.PLAIN_KEYS}) | (BLOCKS_BREAK if self.block else frozenset())
+        asks = frozenset({Invariant.REWIND} if self.queries else ())  # a draft's stay in the sum
+        plain = frozenset({Invariant.PLAIN_KEYS})
+        return plain | asks | (BLOCKS_BREAK if self.block else frozenset())
+
+    def constants(self, parts: Parts) -> Parts:
+        """What its functions get of each layer, made of the tensors of its file, of all layers."""
+        return parts
 
     @abstractmethod
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of D = `width` numbers, or of a block: name -> (dtype, sizes after [B,G,C] or, of
-        blocks, [B,G,P]). The first is named "".
+    def parts(self, *args: Any, **constants: Any) -> dict[str, tuple[str, Sizes]]:
+        """`parts(role, width, **constants)`: what is kept of D = `width` numbers, or of a block: name -> (dtype, sizes
+        after [B,G,C] or, of blocks, [B,G,P]). The first is named "".
         """
 
     @abstractmethod
@@ -121,8 +135,8 @@ class Base(Pass, Method, ABC):
         """
 
     @abstractmethod
-    def bits_of(self, role: str, width: int) -> float:
-        """Bits that a number takes, all told, where D = `width`."""
+    def bits_of(self, *args: Any, **constants: Any) -> float:
+        """`bits_of(role, width, **constants)`: bits that a number takes, all told, where D = `width`."""
 
     def run(self, program: Program) -> Report:
         stored: tuple[CacheRegion, ...] = STORED
@@ -171,7 +185,9 @@ def _buffer(state: State) -> str:
 def _layout(state: State, layer: Layer, block: int) -> list[State]:
     """The state values that take the place of one."""
     slots = f"{state.shape[2]}/{block}" if block else state.shape[2]
-    groups = layer.groups if layer.codec.together else state.shape[1]  # 1: one head's after another's
+    groups = (
+        layer.groups if layer.codec.together else state.shape[1]
+    )  # 1: one head's after another's
     lead = (state.shape[0], groups, slots)
     return [
         replace(state, detail=part, dtype=dtype, shape=(*lead, *sizes))

@@ -36,6 +36,7 @@ class _Cache:
     recent: fx.Node
     parts: list[State]
     stored: list[fx.Node]
+    products: fx.Node | None = None  # of the queries, where the codec asks
 
 
 def hold(codec: Codec, program: Program) -> Report:
@@ -67,6 +68,7 @@ def hold(codec: Codec, program: Program) -> Report:
                 caches[name] = _declare(seen[name], program, editor, recent, letters)
     for node in sites:
         _read(editor, node, caches, positions)
+    _note_queries(program, editor, sites, caches, letters)
     program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks)
     program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
@@ -143,6 +145,42 @@ def _read(
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
 
 
+def _note_queries(
+    program: Program,
+    editor: Editor,
+    sites: list[fx.Node],
+    caches: dict[str, _Cache],
+    letters: dict[str, Any],
+) -> None:
+    """State `mass.<layer>.query.recent` [B,G,D,D] of each layer of keys whose codec asks: the sum of the outer products
+    of all queries, to which each call adds its own. Of layers over one cache those of the first count.
+    """
+    outputs, end = program.step.output_nodes(), editor.graph.find_nodes(op="output")[0]
+    for node in sites:
+        cache = caches[str(cache_of(node, Part.KEYS).target)]
+        if not cache.layer.asks or cache.products is not None:
+            continue
+        heads, width = cache.layer.heads, cache.layer.width
+        shape = ("B", heads, width, width)
+        state = State(Part.MASS, cache.state.layer, "float32", shape, detail="query")
+        cache.products = buffer(program, editor, state, letters)
+        x = operands_of(node)
+        with editor.graph.inserting_before(end):
+            outputs[state.output] = trace(
+                editor, state.name, partial(_products, heads), x.q, x.q_pos, cache.products,
+                like=node, key=("query products", heads),
+            )  # fmt: skip
+    program.step.set_outputs(outputs)
+
+
+def _products(heads: int, queries: Tensor, positions: Tensor, old: Tensor) -> Tensor:
+    """The sum [B,G,D,D] with the queries [B,H,T,D] at `positions` [B,T] (-1: padding)."""
+    real = queries.float().masked_fill((positions < 0)[:, None, :, None], 0)
+    flat = real.unflatten(1, (heads, -1)).flatten(2, 3)
+    found: Tensor = old + flat.mT @ flat
+    return found
+
+
 def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.Node) -> Entry:
     """The graph that moves blocks."""
     graph, source = fx.Graph(), Editor(program, program.step.graph)
@@ -176,6 +214,7 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
             if groups not in rows:
                 rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
         turned = [held, *layer.tables(editor)] if layer.turned else []
+        asked = [holder(str(n.target), n.meta["val"]) for n in (cache.products,) if n is not None]
         *kept, left = trace(
             editor,
             f"compress.{cache.state.name}",
@@ -185,6 +224,7 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
             rows[layer.heads][1],
             *nodes,
             *turned,
+            *asked,
             *layer.operands(editor),
             key=("move", layer),
         )
@@ -198,7 +238,8 @@ def _move(
     layer: Layer, fresh: Tensor, places: Tensor, tail: Tensor, recent: Tensor, *operands: Tensor
 ) -> tuple[Tensor, ...]:
     """What is stored of a buffer after whole blocks of it moved there, by part, and what is left of it. operands:
-    what is stored of it, the positions [B,C] with cos and sin where keys are turned, constants.
+    what is stored of it, the positions [B,C] with cos and sin where keys are turned, the queries' products where
+    the codec asks, constants.
     """
     names = list(layer.parts())
     stored, rest = operands[: len(names)], list(operands[len(names) :])

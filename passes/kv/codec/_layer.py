@@ -19,7 +19,7 @@ from accel.ir.tables import Tables
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.rotation import Rotation, rotated, rotation_of
 from accel.passes.kv._shared.tables import appended
-from accel.passes.trained import Parts, constants
+from accel.passes.trained import Parts, Trained, constants
 
 Sizes = tuple[int, ...]
 INSTEAD = "use kv.codec = 'kv-int8' for this model"
@@ -33,10 +33,13 @@ class Codec(Protocol):
     @property
     def unrotated(self) -> bool: ...
     @property
+    def queries(self) -> bool: ...
+    @property
     def block(self) -> int: ...
     @property
     def sinks(self) -> int: ...
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]: ...
+    def constants(self, parts: Parts) -> Parts: ...
+    def parts(self, *args: Any, **constants: Any) -> dict[str, tuple[str, Sizes]]: ...
     def encode(self, *args: Any, **constants: Any) -> dict[str, Tensor]: ...
     def decode(self, *args: Any, **constants: Any) -> Tensor: ...
 
@@ -67,7 +70,7 @@ class Layer:
     def parts(self) -> dict[str, tuple[str, Sizes]]:
         """See Base."""
         wide = self.heads * self.width if self.codec.together else self.width
-        return self.codec.parts(self.role, wide)
+        return self.codec.parts(self.role, wide, **dict(zip(self.names, self.tensors, strict=True)))
 
     def operands(self, editor: Editor) -> list[fx.Node]:
         """The constants, in the editor's graph."""
@@ -80,19 +83,27 @@ class Layer:
         """cos and sin, where keys are turned."""
         return list(self.rotation.tables(editor)) if self.turned and self.rotation else []
 
-    def encode(self, x: Tensor, *constants: Tensor) -> dict[str, Tensor]:
-        """x [B,G,T,D], or blocks [B,G,P,R,D], as the codec gets it -> its parts."""
+    @property
+    def asks(self) -> bool:
+        """Whether `encode` gets the queries' products."""
+        return self.codec.queries and self.role == "k"
+
+    def encode(self, x: Tensor, *operands: Tensor) -> dict[str, Tensor]:
+        """x [B,G,T,D], or blocks [B,G,P,R,D], as the codec gets it -> its parts. operands: the queries' products
+        [B,G,D,D], where it asks, and constants.
+        """
         if self.codec.together:
             x = x.movedim(1, -2).flatten(-2)[:, None]
-        return self.codec.encode(self.role, x, **dict(zip(self.names, constants, strict=True)))
+        names = (*(("queries",) if self.asks else ()), *self.names)
+        return self.codec.encode(self.role, x, **dict(zip(names, operands, strict=True)))
 
     def encode_turned(
-        self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *constants: Tensor
+        self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *operands: Tensor
     ) -> dict[str, Tensor]:
         """Of keys after rope at the positions `where`, in the shape of x without D; axis 1 may be 1."""
         at, square = where.clamp(min=0), self.factor**2
         return self.encode(
-            rotated(x, cos[at] / square, -sin[at] / square, self.interleaved), *constants
+            rotated(x, cos[at] / square, -sin[at] / square, self.interleaved), *operands
         )
 
     def encode_slots(self, x: Tensor, *constants: Tensor) -> dict[str, Tensor]:
@@ -186,7 +197,7 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
 
 
 def _check_latent(codec: Codec, node: fx.Node) -> None:
-    if codec.unrotated or codec.together or isinstance(codec, Tables):
+    if codec.unrotated or codec.together or isinstance(codec, Tables | Trained):
         raise PassError(
             f"layer {node.meta.get('layer')}: its values are also its keys (a latent, MLA), which have no heads and "
             f"are rotated in part; {INSTEAD}"
@@ -200,14 +211,19 @@ def _constants(
     owners: dict[str, int | None],
 ) -> Parts:
     """Of each layer that owns a buffer; empty where the codec has none."""
-    if not isinstance(codec, Tables):
+    if not isinstance(codec, Tables | Trained):
         return {}
     keys = {
         layer: appended(node)
         for name, (node, part) in sites.items()
         if part is Part.KEYS and (layer := owners[name]) is not None
     }
-    return constants(codec, program, keys)
+    known = (
+        codec.tensors(program, keys)
+        if isinstance(codec, Trained)
+        else constants(codec, program, keys)
+    )
+    return codec.constants(known)
 
 
 def positions_of(read: fx.Node) -> fx.Node:

@@ -82,7 +82,7 @@ class Cskv(Tables, Base):
         """Features with one scale: of a feature those of a window's tokens, or all of a token."""
         return (self.window, "rows") if role == "k" else (count, "channels")
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
         count = self._features(width)
         if self.bits == 32:
             return {"": ("float32", (self.window * count,))}
@@ -123,7 +123,7 @@ class Cskv(Tables, Base):
         basis = key_basis if role == "k" else value_basis
         return basis[:, : self._features(int(basis.shape[0]))]
 
-    def bits_of(self, role: str, width: int) -> float:
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
         found = self.parts(role, width).values()
         taken = sum(_BITS[dtype] * size for dtype, (size,) in found)
         return taken / (self.window * width)

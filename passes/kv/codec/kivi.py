@@ -26,6 +26,7 @@ class Kivi(Base):
     bits: int = 2
     group: int = count(32, most=1024)
     residual: int = 128
+    key: ClassVar[str] = "kivi"
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4},
@@ -34,10 +35,10 @@ class Kivi(Base):
 
     def __post_init__(self) -> None:
         if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kv.codec.kivi: bits is {self.bits}; give 2, 4 or 8")
+            raise RecipeError(f"kv.codec.{self.key}: bits is {self.bits}; give 2, 4 or 8")
         if self.group < 1 or self.residual < 1 or self.residual % self.group:
             raise RecipeError(
-                f"kv.codec.kivi: residual is {self.residual} and group {self.group}; give a residual that is a "
+                f"kv.codec.{self.key}: residual is {self.residual} and group {self.group}; give a residual that is a "
                 "multiple of the group, both at least 1"
             )
 

@@ -100,7 +100,7 @@ class Kvquant(Tables, Base):
         """Outliers of a token on either side of its range."""
         return math.ceil(self.outliers * width / 2 - 1e-9)
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
         codes = sum(-(-width * bits // 8) for bits in _BITS[self.bits])
         count = 2 * self._each_side(width)
         found: dict[str, tuple[str, Sizes]] = {
@@ -173,7 +173,7 @@ class Kvquant(Tables, Base):
         points = constants["key_points" if role == "k" else "value_points"]
         return points[2**self.bits - 4 : 2 ** (self.bits + 1) - 4]
 
-    def bits_of(self, role: str, width: int) -> float:
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
         bits = {"uint8": 8, "float16": 16}
         found = self.parts(role, width).values()
         return sum(bits[dtype] * size for dtype, (size,) in found) / (self.recent * width)

@@ -64,7 +64,7 @@ class Mha2gqaSvd(Tables, Base):
             for i, x in squares.items()
         }
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
         return {"": ("float32", (width // self.heads,))}
 
     def encode(
@@ -84,7 +84,7 @@ class Mha2gqaSvd(Tables, Base):
         basis = key_basis if role == "k" else value_basis
         return _times(parts[""], basis.mT)
 
-    def bits_of(self, role: str, width: int) -> float:
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
         return 32 / self.heads
 
     def within(

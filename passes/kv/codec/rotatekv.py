@@ -87,7 +87,7 @@ class Rotatekv(Tables, Base):
     def _sizes(self, width: int) -> tuple[int, int]:
         return block_sizes(self.recent, width, self.bits, self.group, "channels")
 
-    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
         codes, groups = self._sizes(width)
         half = ("float16", (groups,))
         return {"": ("uint8", (codes,)), "scale": half, "least": half}
@@ -115,7 +115,7 @@ class Rotatekv(Tables, Base):
         x = x[..., order.flatten().argsort()] if role == "k" else x
         return _rotated(x, size, root) * root
 
-    def bits_of(self, role: str, width: int) -> float:
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
         codes, groups = self._sizes(width)
         return (8 * codes + 32 * groups) / (self.recent * width)
 

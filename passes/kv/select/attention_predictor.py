@@ -68,7 +68,7 @@ class AttentionPredictor(Histories):
             )
         return {ALL: made}
 
-    def loss(self, parts: Parts, rows: Rows) -> Tensor:
+    def loss(self, parts: Parts, rows: Rows, progress: float) -> Tensor:
         """The mean squared error for some tokens of each row, of blocks between their sinks and window."""
         wrong = []
         drawn = int(rows.tokens.sum())  # which token of a layer: others in each row of a text

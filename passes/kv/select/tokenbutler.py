@@ -144,7 +144,7 @@ class TokenButler(Features):
             parts[layer] |= {f"{n}_bias": torch.zeros(out) for n, out in outs.items()}
         return parts
 
-    def loss(self, parts: Parts, rows: Rows) -> Tensor:
+    def loss(self, parts: Parts, rows: Rows, progress: float) -> Tensor:
         """The mean squared error of logits that a causal mask shows, a mean over the layers but the first."""
         hidden, shared = rows.hidden.float(), parts[ALL]
         batch, tokens, _ = hidden.shape

@@ -51,6 +51,6 @@ class FitRun(Run):
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1]."""
-        lost = self.soft.method.loss(self.parts, self.soft.rows(ids, known))
+        lost = self.soft.method.loss(self.parts, self.soft.rows(ids, known), self.progress)
         self.descend(lost)
         return {"loss": lost.item()}

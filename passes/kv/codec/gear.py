@@ -1,0 +1,204 @@
+"""GEAR (arXiv:2403.05527): quantised blocks of tokens, the outliers beside them, and what rounding lost in low rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
+from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec._directions import any_columns, orthonormal
+
+_BITS = {"float16": 16, "int64": 64, "uint8": 8}
+_LOOPS = 3  # of the power iteration, as in the paper's release
+
+
+@dataclass(frozen=True)
+class Gear(Base):
+    """A block of R = `residual` tokens of a head, x [R,D], is D̂ + A Bᵀ, and at its outliers what it was.
+
+    `bits`, `group`, `residual`: D̂, as in `kivi`: keys in groups of tokens of a channel, values in groups of channels of
+    a token. `outliers`: the share of each channel of keys, and of each token's values, that is kept in float16 with its
+    place, half of it the largest and half the smallest numbers; D̂ has the mean of the others there. `low_rank`: r of
+    A [R,r] and B [D,r], float16, of what D̂ lost, by three steps of a power iteration; 0: none.
+
+    The paper's values have their outliers among all heads, here each head has as many; and its prompt is one block of
+    rank 4, here a prompt is blocks of `residual` tokens, each with its own A and B. `outliers = 0` is GEAR-L.
+    """
+
+    bits: int = 2
+    group: int = count(64, most=1024)
+    residual: int = count(64, most=8192)
+    low_rank: int = count(2, most=16)
+    outliers: float = 0.02
+    small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"bits": 4, "outliers": 0.0},
+        {"bits": 8, "group": 8, "residual": 24, "low_rank": 4, "outliers": 0.25},
+    )
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise RecipeError(f"kv.codec.gear: bits is {self.bits}; give 2, 4 or 8")
+        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+            raise RecipeError(
+                f"kv.codec.gear: residual is {self.residual} and group {self.group}; give a residual that is a "
+                "multiple of the group, both at least 1"
+            )
+        if self.low_rank < 0:
+            raise RecipeError(f"kv.codec.gear: low_rank is {self.low_rank}; give 0 or more")
+        if not 0 <= self.outliers <= 1:
+            raise RecipeError(
+                f"kv.codec.gear: outliers is {self.outliers}; give a share from 0 to 1"
+            )
+
+    @property
+    def error(self) -> float:  # type: ignore[override]
+        """Of random weights, where errors grow from layer to layer; in 2 bits it says no more than finite."""
+        return {8: 0.1, 4: 1.0, 2: 4.0}[self.bits]
+
+    @property
+    def block(self) -> int:
+        return self.residual
+
+    def _along(self, role: str) -> str:
+        return "rows" if role == "k" else "channels"
+
+    def _rank(self, width: int) -> int:
+        return min(self.low_rank, self.residual, width)
+
+    def _ends(self, role: str, width: int) -> tuple[int, int]:
+        """Lines that have outliers (channels of keys, tokens of values), and how many at either end of one."""
+        lines, size = (width, self.residual) if role == "k" else (self.residual, width)
+        return lines, min(round(self.outliers * size / 2), size // 2)
+
+    def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
+        codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
+        half = ("float16", (groups,))
+        found: dict[str, tuple[str, Sizes]] = {"": ("uint8", (codes,)), "scale": half}
+        found["least"] = half
+        lines, ends = self._ends(role, width)
+        if ends:
+            line = self.residual if role == "k" else width
+            found["outlier"] = ("float16", (2 * ends * lines,))
+            found["place"] = ("uint8" if line <= 256 else "int64", (2 * ends * lines,))
+        if rank := self._rank(width):
+            found["a"] = ("float16", (self.residual * rank,))
+            found["b"] = ("float16", (width * rank,))
+        return found
+
+    def encode(self, role: str, x: Tensor) -> dict[str, Tensor]:
+        width = int(x.shape[-1])
+        parts, rest, stays = dict[str, Tensor](), x, None
+        ends, rank = self._ends(role, width)[1], self._rank(width)
+        if ends or rank:
+            x = x + (x.half().float() * 0).sum(
+                (-2, -1), keepdim=True
+            )  # no number: none of its block
+            rest = x
+        if ends:
+            lines = x.mT if role == "k" else x
+            stays, place = _ends(lines.nan_to_num(nan=0.0), ends)
+            parts["outlier"] = lines.gather(-1, place).half().flatten(-2)
+            parts["place"] = place.to(_place(lines)).flatten(-2)
+            others = torch.where(stays, 0, lines).sum(-1, keepdim=True)
+            mean = others / max(1, int(lines.shape[-1]) - 2 * ends)
+            rest = torch.where(stays, mean, lines)
+            rest, stays = (rest.mT, stays.mT) if role == "k" else (rest, stays)
+        codes, scale, least = group_quantize(rest, self.bits, self.group, self._along(role))
+        found = {"": codes, "scale": scale, "least": least, **parts}
+        if rank:
+            lost = x - self._backbone(role, found, width).unflatten(2, (-1, self.residual))
+            lost = lost if stays is None else torch.where(stays, 0, lost)
+            heads = lost.shape[:2]
+            for name, y in zip("ab", _low_rank(lost.flatten(0, 1), rank), strict=True):
+                found[name] = y.half().flatten(2).unflatten(0, heads)
+        return found
+
+    def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+        back = self._backbone(role, parts, width).unflatten(2, (-1, self.residual))
+        if rank := self._rank(width):
+            a = parts["a"].float().unflatten(-1, (self.residual, rank))
+            b = parts["b"].float().unflatten(-1, (width, rank))
+            back = back + a @ b.mT
+        lines, ends = self._ends(role, width)
+        if ends:
+            value = parts["outlier"].float().unflatten(-1, (lines, 2 * ends))
+            place = parts["place"].long().unflatten(-1, (lines, 2 * ends))
+            across = back.mT if role == "k" else back
+            back = across.scatter(-1, place, value)
+            back = back.mT if role == "k" else back
+        found: Tensor = back.flatten(2, 3)
+        return found
+
+    def _backbone(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
+        """D̂ [B,G,P R,D]."""
+        three = (parts[name] for name in ("", "scale", "least"))
+        found: Tensor = group_dequantize(
+            *three, self.bits, self.group, self._along(role), self.residual, width
+        )
+        return found
+
+    def bits_of(self, role: str, width: int) -> float:
+        found = self.parts(role, width).values()
+        taken = sum(_BITS[dtype] * size for dtype, (size,) in found)
+        return taken / (self.residual * width)
+
+    def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
+        """No block is further off (root of squares) than rounding alone leaves it, and outliers are as they were, but
+        for what is float16. bool, one for each block.
+        """
+        width, ends = int(x.shape[-1]), self._ends(role, int(x.shape[-1]))[1]
+        size = x.abs() * 2**-10 + 1e-7
+        off, right = (back - x).abs(), torch.ones(x.shape[:-2], dtype=torch.bool)
+        plain = {n: p for n, p in self.encode(role, x).items() if n in ("", "scale", "least")}
+        lost = (self._backbone(role, plain, width).unflatten(2, (-1, self.residual)) - x).abs()
+        if ends:
+            stays = _ends(x.mT, ends)[0].mT if role == "k" else _ends(x, ends)[0]
+            right = ((off <= size) | ~stays).flatten(-2).all(-1)
+            lost = torch.where(stays, 0, lost)
+        near: Tensor = off.flatten(-2).norm(dim=-1) <= (lost + 2 * size).flatten(-2).norm(dim=-1)
+        return right & near
+
+
+def _place(lines: Tensor) -> torch.dtype:
+    return torch.uint8 if lines.shape[-1] <= 256 else torch.int64
+
+
+def _ends(lines: Tensor, ends: int) -> tuple[Tensor, Tensor]:
+    """Which of the last axis are its `ends` largest and as many smallest numbers, of equal ones the first, and their
+    places [...,2 ends].
+    """
+    size = lines.shape[-1]
+    stays = torch.zeros_like(lines, dtype=torch.bool)
+    for side in (lines, -lines):
+        free = side.masked_fill(stays, -math.inf)
+        least = free.topk(ends, dim=-1).values[..., -1:]
+        more, same = free > least, free == least
+        room = ends - more.sum(-1, keepdim=True)
+        stays = stays | more | (same & (same.cumsum(-1) <= room))
+    back = size - torch.arange(size, device=lines.device)
+    return stays, size - torch.where(stays, back, 0).topk(2 * ends, dim=-1).values
+
+
+def _low_rank(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """x [N,P,R,D] as A [N,P,R,r] times the transpose of B [N,P,D,r], A orthogonal, its columns of length R^½.
+
+    Columns are made one after another, so those of a smaller rank are the first of a larger one.
+    """
+    rows, width = x.shape[-2:]
+    most = x.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+    x = x / most  # squares of what is small are not 0
+    right = any_columns(x, rank)
+    for step in range(_LOOPS):
+        left = orthonormal(x @ right, again=step == _LOOPS - 1)
+        right = x.mT @ left
+    long = rows**0.5  # so that no number of B is larger than those of x, for float16
+    return left * long, right * most / long

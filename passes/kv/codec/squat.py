@@ -1,0 +1,112 @@
+"""SQuat (arXiv:2503.24358): keys are rounded so that what is lost lies across the directions that queries take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.ops.groups import group_dequantize, group_quantize
+from accel.passes.kv.codec._directions import any_columns, orthonormal
+from accel.passes.kv.codec.kivi import Kivi
+
+_LOOPS = 4  # of the iteration, by squares of what it iterates
+
+
+@dataclass(frozen=True)
+class SQuat(Kivi):
+    """`kivi`, but channels of keys are rounded `channels` at a time, and the error of each is taken off those to come,
+    so that the sum of the squares of the error and, `weight` (lambda) times, of its products with the queries is least.
+    Of the queries only the `directions` count that they are largest in, after RoPE. 0 of `weight`: `kivi`.
+
+    The queries are all those that the row has had when a block is encoded; the paper takes the prompt's, once.
+    """
+
+    weight: float = 0.001
+    directions: int = count(5, most=16)
+    channels: int = count(32, most=1024)
+    queries: ClassVar[bool] = True
+    key: ClassVar[str] = "squat"
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"bits": 4, "channels": 8},
+        {"weight": 0.0, "group": 8, "residual": 24},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.weight >= 0:
+            raise RecipeError(f"kv.codec.squat: weight is {self.weight}; give 0 or more")
+        for name in ("directions", "channels"):
+            if getattr(self, name) < 1:
+                raise RecipeError(
+                    f"kv.codec.squat: {name} is {getattr(self, name)}; give 1 or more"
+                )
+
+    def encode(self, role: str, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
+        """queries: [B,G,D,D], of keys."""
+        if role == "k" and queries is not None:
+            x = self._shifted(x, queries, None)
+        return super().encode(role, x)
+
+    def within(self, role: str, x: Tensor, back: Tensor, queries: Tensor | None = None) -> Tensor:
+        """No number is off by more than half a step of its group from what it became by the errors before it."""
+        if role == "k" and queries is not None:
+            x = self._shifted(x, queries, back)
+        return super().within(role, x, back)
+
+    def _shifted(self, x: Tensor, queries: Tensor, back: Tensor | None) -> Tensor:
+        """Keys [B,G,P,R,D] as they are rounded: less what the errors of channels before them push into them. back:
+        what was read of them; None: what rounding gives.
+        """
+        width = int(x.shape[-1])
+        cuts = [*range(0, width, self.channels), width]
+        found = list(x.split(self.channels, -1))
+        if len(found) == 1:
+            return x
+        basis = _subspace(queries, min(self.directions, width)) * self.weight**0.5
+        for i, (first, last) in enumerate(pairwise(cuts[:-1])):
+            known = None if back is None else back[..., first:last]
+            lost = (self._read(found[i]) if known is None else known) - found[i]
+            pushed = lost @ _passed(basis, first, last)[:, :, None]
+            after = pushed.split(self.channels, -1)
+            found[i + 1 :] = [a - b for a, b in zip(found[i + 1 :], after, strict=True)]
+        return torch.cat(found, -1)
+
+    def _read(self, x: Tensor) -> Tensor:
+        """Channels of keys as they are read back."""
+        rows, width = int(x.shape[-2]), int(x.shape[-1])
+        how = (self.bits, self.group, "rows")
+        back: Tensor = group_dequantize(*group_quantize(x, *how), *how, rows, width)
+        found: Tensor = back.unflatten(2, (-1, rows))
+        return found
+
+
+def _subspace(products: Tensor, count: int) -> Tensor:
+    """W [B,G,D,r]: W Wᵀ is the part of the queries' products [B,G,D,D] in the r directions that it is largest in."""
+    most = products.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+    unit = products / most
+    square = unit @ unit
+    columns = any_columns(unit, count)
+    for step in range(_LOOPS):
+        columns = orthonormal(square @ columns, again=step == _LOOPS - 1)
+    size = (columns * (products @ columns)).sum(-2, keepdim=True)  # of each direction
+    return columns * size.clamp(min=0).sqrt()
+
+
+def _passed(basis: Tensor, first: int, last: int) -> Tensor:
+    """[B,G,c,D-last]: how an error of the channels first..last moves those behind them, with A = I + W Wᵀ: the
+    transpose of A_RR⁻¹ A_Ri. basis: W [B,G,D,r]. The inverse is made column by column (Sherman and Morrison).
+    """
+    behind, own = basis[..., last:, :], basis[..., first:last, :]
+    inverse = torch.eye(basis.shape[-2] - last, device=basis.device)
+    for column in behind.split(1, -1):
+        turned = inverse @ column
+        inverse = inverse - turned @ turned.mT / (1 + column.mT @ turned)
+    found: Tensor = own @ (behind.mT @ inverse)
+    return found
