@@ -192,7 +192,7 @@ def _leank() -> Iterator[Row]:
 def _squat() -> Iterator[Row]:
     for bits in (2, 4):
         yield Row(f"`kivi`, {bits} bits, groups of 32", _codec("kivi", bits=bits))
-        for weight in (0.001, 0.01):
+        for weight in (0.0001, 0.001):
             told = f"… `squat`, lambda {weight:g}"
             yield Row(told, _codec("squat", bits=bits, weight=weight))
 
