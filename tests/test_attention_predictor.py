@@ -373,5 +373,5 @@ def test_options_that_make_no_sense(options, why):
 
 def test_drafts_are_refused():
     tables = {"kv.select": {"use": "attention-predictor"}, "draft": {"use": "prompt-lookup"}}
-    with pytest.raises(RecipeError, match="a call of a few tokens gives the same logits"):
+    with pytest.raises(RecipeError, match="gives the same logits as one call per token"):
         assemble(Recipe(tables=tables))

@@ -211,7 +211,6 @@ def test_batch_invariant_tokens_are_those_without():
 REFUSED = {
     "h2o",
     "trim-kv",
-    "kivi-4",
     "calm",
     "edge",
     "quest",

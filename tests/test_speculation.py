@@ -140,7 +140,6 @@ REFUSED = {
     "trim-kv": "kv.when = every",
     "streaming-llm": "kv.when = every",
     "mikv": "kv.score = h2o",
-    "kivi-4": "kv.codec = kivi",
     "calm": "depth = calm",
     "unified-skip": "depth = unified-skip",
 }
@@ -166,7 +165,7 @@ def test_what_assembles_is_what_sessions_can_do():
             assemble(Recipe.load([name, "prompt-lookup"]))
         except RecipeError as error:
             refused |= {name} if "loop = speculative" in str(error) else set()
-    assert refused == declared and refused > {*REFUSED, "kivi-2", "edge"}
+    assert refused == declared and refused > {*REFUSED, "edge"}
 
 
 @pytest.mark.parametrize(

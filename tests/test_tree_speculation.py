@@ -160,7 +160,7 @@ def test_recipes_of_trees_name_what_goes_with_them():
             {"tree": {"use": "static"}},
             "tree sets the shape of drafts, but the recipe has no .draft.",
         ),
-        (RECYCLING | {"kv.codec": {"use": "kivi"}}, "cannot be combined with"),
+        (RECYCLING | {"kv.select": {"use": "quest"}}, "cannot be combined with"),
     ]:
         with pytest.raises(RecipeError, match=words):
             assemble(Recipe(tables=tables))
