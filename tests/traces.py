@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
 import pytest
+import torch
 
 from accel.ir.program import Program
 
@@ -25,20 +27,33 @@ class Traces(dict[Any, Any]):
     def __init__(self, context: int):
         super().__init__()
         self.context = context
+        self._alone: dict[Any, Any] = {}  # traces of this program that others cannot use
 
     def __contains__(self, form: object) -> bool:
-        return super().__contains__(form) if patched() else (self.context, form) in _made
+        if patched():
+            return super().__contains__(form)
+        return form in self._alone or (self.context, form) in _made
 
     def __getitem__(self, form: Any) -> Any:
-        return super().__getitem__(form) if patched() else _made[self.context, form]
+        if patched():
+            return super().__getitem__(form)
+        return self._alone[form] if form in self._alone else _made[self.context, form]
 
     def __setitem__(self, form: Any, made: Any) -> None:
         if patched():
             super().__setitem__(form, made)
-            return
-        _made[self.context, form] = made
-        while len(_made) > KEPT:
-            _made.popitem(last=False)
+        elif _sums(made[1]):
+            self._alone[form] = made
+        else:
+            _made[self.context, form] = made
+            while len(_made) > KEPT:
+                _made.popitem(last=False)
+
+
+def _sums(operands: Sequence[torch.Tensor]) -> bool:
+    """Whether a size is made of several symbols, which no other program has by the same names."""
+    sizes = (size for x in operands for size in x.shape if isinstance(size, torch.SymInt))
+    return any(not size.node.expr.is_Symbol for size in sizes)
 
 
 def shared(program: Program) -> Program:
