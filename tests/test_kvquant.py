@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from reference_data import REFERENCE
 
-import accel
 from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.tables import Observed, Rows
 
-from .select_case import Selecting, close
+from .select_case import Selecting
 
 AXIS = find_axes()["kv.codec"]
 HEADS, WIDTH, R = 4, 16, 32
@@ -159,23 +157,6 @@ def test_the_first_and_the_newest_tokens_are_exact(stateful):
     (want, _), (coarse, held), (halves, _) = (logits(case, 38) for case in (whole, few, all_))
     assert held == [3 + 24]
     assert np.abs(halves - want).max() < 2e-2 < 0.1 < np.abs(coarse - want).max()
-
-
-@pytest.mark.long
-def test_onnx_runtime_reads_what_torch_reads():
-    """Of the bundled model, which has constants: a row without blocks, and one with some. The control: float32."""
-    tokens, found = np.random.default_rng(0).integers(3, 4000, (1, 120)), {}
-    for recipe, target in (("kvquant", "onnx"), ("kvquant", "eager"), ("base", "eager")):
-        with (
-            accel.optimize(REFERENCE, recipe, max_context=128, target=target) as model,
-            model.session() as session,
-        ):
-            few = session.run(tokens[:, :20])
-            session.run(tokens[:, 20:118])
-            found[recipe, target] = few, session.run(tokens[:, 118:])
-    (few, many), (same, near), (_, exact) = found.values()
-    close(few, same)
-    assert 5 * np.abs(many - near).max() < np.abs(many - exact).max()
 
 
 @pytest.mark.parametrize(

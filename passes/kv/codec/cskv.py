@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from accel.ir.axis import count
@@ -15,6 +14,7 @@ from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize, n
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
 from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec._principal import principal
 
 _BITS = {"float32": 32, "float16": 16, "uint8": 8}
 
@@ -62,18 +62,7 @@ class Cskv(Tables, Base):
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
         """The principal directions [G D,G D] of all tokens' keys, and of their values, the largest first."""
-        squares: dict[int, dict[str, Tensor]] = {}
-        for row in rows:
-            for layer, x in row.layers.items():
-                found = squares.setdefault(layer, {})
-                keys = x.keys if x.unrotated is None else x.unrotated
-                for name, one in (("key_basis", keys), ("value_basis", x.values)):
-                    flat = one.transpose(1, 2).flatten(2).flatten(0, 1).double()
-                    found[name] = found.get(name, 0) + flat.T @ flat
-        return {
-            i: {n: torch.linalg.eigh(s).eigenvectors.flip(-1).float() for n, s in x.items()}
-            for i, x in squares.items()
-        }
+        return {i: {n: x[0] for n, x in found.items()} for i, found in principal(rows).items()}
 
     def _features(self, width: int) -> int:
         return max(1, round(self.density * width))

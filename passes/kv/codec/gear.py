@@ -12,16 +12,16 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
-from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec import Sizes
 from accel.passes.kv.codec._directions import any_columns, orthonormal
+from accel.passes.kv.codec.kivi import Kivi
 
 _BITS = {"float16": 16, "int64": 64, "uint8": 8}
 _LOOPS = 3  # of the power iteration, as in the paper's release
 
 
 @dataclass(frozen=True)
-class Gear(Base):
+class Gear(Kivi):
     """A block of R = `residual` tokens of a head, x [R,D], is D̂ + A Bᵀ, and at its outliers what it was.
 
     `bits`, `group`, `residual`: D̂, as in `kivi`: keys in groups of tokens of a channel, values in groups of channels of
@@ -33,11 +33,11 @@ class Gear(Base):
     rank 4, here a prompt is blocks of `residual` tokens, each with its own A and B. `outliers = 0` is GEAR-L.
     """
 
-    bits: int = 2
     group: int = count(64, most=1024)
     residual: int = count(64, most=8192)
     low_rank: int = count(2, most=16)
     outliers: float = 0.02
+    key: ClassVar[str] = "gear"
     small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8}
     others: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {"bits": 4, "outliers": 0.0},
@@ -45,31 +45,13 @@ class Gear(Base):
     )
 
     def __post_init__(self) -> None:
-        if self.bits not in (2, 4, 8):
-            raise RecipeError(f"kv.codec.gear: bits is {self.bits}; give 2, 4 or 8")
-        if self.group < 1 or self.residual < 1 or self.residual % self.group:
-            raise RecipeError(
-                f"kv.codec.gear: residual is {self.residual} and group {self.group}; give a residual that is a "
-                "multiple of the group, both at least 1"
-            )
+        super().__post_init__()
         if self.low_rank < 0:
             raise RecipeError(f"kv.codec.gear: low_rank is {self.low_rank}; give 0 or more")
         if not 0 <= self.outliers <= 1:
             raise RecipeError(
                 f"kv.codec.gear: outliers is {self.outliers}; give a share from 0 to 1"
             )
-
-    @property
-    def error(self) -> float:  # type: ignore[override]
-        """Of random weights, where errors grow from layer to layer; in 2 bits it says no more than finite."""
-        return {8: 0.1, 4: 1.0, 2: 4.0}[self.bits]
-
-    @property
-    def block(self) -> int:
-        return self.residual
-
-    def _along(self, role: str) -> str:
-        return "rows" if role == "k" else "channels"
 
     def _rank(self, width: int) -> int:
         return min(self.low_rank, self.residual, width)
@@ -80,10 +62,7 @@ class Gear(Base):
         return lines, min(round(self.outliers * size / 2), size // 2)
 
     def parts(self, role: str, width: int) -> dict[str, tuple[str, Sizes]]:
-        codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
-        half = ("float16", (groups,))
-        found: dict[str, tuple[str, Sizes]] = {"": ("uint8", (codes,)), "scale": half}
-        found["least"] = half
+        found = super().parts(role, width)
         lines, ends = self._ends(role, width)
         if ends:
             line = self.residual if role == "k" else width
@@ -112,8 +91,7 @@ class Gear(Base):
             mean = others / max(1, int(lines.shape[-1]) - 2 * ends)
             rest = torch.where(stays, mean, lines)
             rest, stays = (rest.mT, stays.mT) if role == "k" else (rest, stays)
-        codes, scale, least = group_quantize(rest, self.bits, self.group, self._along(role))
-        found = {"": codes, "scale": scale, "least": least, **parts}
+        found = {**super().encode(role, rest), **parts}
         if rank:
             lost = x - self._backbone(role, found, width).unflatten(2, (-1, self.residual))
             lost = lost if stays is None else torch.where(stays, 0, lost)
@@ -140,11 +118,7 @@ class Gear(Base):
 
     def _backbone(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         """D̂ [B,G,P R,D]."""
-        three = (parts[name] for name in ("", "scale", "least"))
-        found: Tensor = group_dequantize(
-            *three, self.bits, self.group, self._along(role), self.residual, width
-        )
-        return found
+        return super().decode(role, {name: parts[name] for name in ("", "scale", "least")}, width)
 
     def bits_of(self, role: str, width: int) -> float:
         found = self.parts(role, width).values()

@@ -4,11 +4,10 @@ their keys and values take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from accel.ir.axis import count
@@ -16,6 +15,7 @@ from accel.ir.errors import PassError
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
 from accel.passes.kv.codec import Base, Sizes
+from accel.passes.kv.codec._principal import principal
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,17 @@ class Mha2gqaSvd(Tables, Base):
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
         """The right singular vectors [G/t,t D,D] of all tokens' keys, and of their values."""
-        squares: dict[int, dict[str, Tensor]] = {}
-        for row in rows:
-            for layer, x in row.layers.items():
-                self.sizes(x.values.shape[3], x.values.shape[1])
-                found = squares.setdefault(layer, {})
-                keys = x.keys if x.unrotated is None else x.unrotated
-                for name, one in (("key_basis", keys), ("value_basis", x.values)):
-                    flat = one.transpose(1, 2).unflatten(2, (-1, self.heads)).flatten(3).double()
-                    flat = flat.flatten(0, 1).transpose(0, 1)  # [G/t,tokens,t D]
-                    found[name] = found.get(name, 0) + flat.mT @ flat
-        width = {i: int(x["key_basis"].shape[-1]) // self.heads for i, x in squares.items()}
+
+        def checked() -> Iterator[Rows]:
+            for row in rows:
+                for x in row.layers.values():
+                    self.sizes(x.values.shape[3], x.values.shape[1])
+                yield row
+
+        found = principal(checked(), self.heads)
         return {
-            i: {
-                n: torch.linalg.eigh(s).eigenvectors.flip(-1)[..., : width[i]].float()
-                for n, s in x.items()
-            }
-            for i, x in squares.items()
+            i: {n: x[..., : x.shape[-1] // self.heads].contiguous() for n, x in of.items()}
+            for i, of in found.items()
         }
 
     def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
