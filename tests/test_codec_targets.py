@@ -7,8 +7,6 @@ from reference_data import REFERENCE
 import accel
 from accel.ir.recipe import Recipe, bundled
 
-from .select_case import close
-
 CODECS = [name for name in bundled() if set(Recipe.load(name).tables) == {"kv.codec"}]
 TOKENS = np.random.default_rng(0).integers(3, 4000, (1, 600))
 
@@ -35,9 +33,8 @@ def logits():
 @pytest.mark.long
 @pytest.mark.parametrize("name", CODECS)
 def test_onnx_runtime_reads_what_torch_reads(logits, name):
-    """The control: both are nearer to each other than to the model without a codec."""
-    (few, many), (same, near), (_, exact) = (
-        logits(*of) for of in ((name, "onnx"), (name, "eager"), ("base", "eager"))
-    )
-    close(few, same)
-    assert 5 * np.abs(many - near).max() < np.abs(many - exact).max()
+    """The control: both are nearer to each other than to the model without a codec, where it lost anything."""
+    runs = (logits(*of) for of in ((name, "onnx"), (name, "eager"), ("base", "eager")))
+    for got, want, exact in zip(*runs, strict=True):
+        assert 5 * np.abs(got - want).max() < max(1e-3, np.abs(got - exact).max())
+    assert np.abs(got - exact).max() > 1e-3

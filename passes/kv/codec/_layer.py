@@ -22,6 +22,9 @@ from accel.passes.kv._shared.tables import appended
 from accel.passes.trained import Parts, Trained, constants
 
 Sizes = tuple[int, ...]
+_SPARE = (
+    1024  # slots of a buffer beyond the model's positions, at most: a call's, and up to a whole 256
+)
 INSTEAD = "use kv.codec = 'kv-int8' for this model"
 
 
@@ -80,8 +83,19 @@ class Layer:
         ]
 
     def tables(self, editor: Editor) -> list[fx.Node]:
-        """cos and sin, where keys are turned."""
-        return list(self.rotation.tables(editor)) if self.turned and self.rotation else []
+        """cos and sin, where keys are turned, with rows for as many slots as a buffer may have: ONNX Runtime rotates
+        no more in a row than there are rows, though no position is behind the model's own.
+        """
+        if self.rotation is None:
+            return []
+        found = []
+        for node, table in zip(
+            self.rotation.nodes, (self.rotation.cos, self.rotation.sin), strict=True
+        ):
+            name = str(node.target) if node.op == "get_attr" else node.name
+            longer = torch.cat((table, table[-1:].expand(_SPARE, -1)))
+            found.append(editor.param(f"{name}.spare", longer))
+        return found
 
     @property
     def asks(self) -> bool:
