@@ -1,5 +1,5 @@
-"""Every pair of methods across axes, and every triple of kinds (`kinds.py`), one method of each, on tiny models:
-refused with a reason, or equal to the oracle.
+"""Every pair of methods across axes, and a cover of the triples, on tiny models: refused with a reason, or equal to the
+oracle. `cases` says which.
 
     python tools/matrix/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--having METHOD] [--part K/N] [--results FILE]
     python tools/matrix/matrix.py --page docs/figures [--results FILE]
@@ -22,7 +22,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,21 +101,46 @@ def cases(
     kind: Callable[[str, str], Hashable] = kinds.declared,
     having: Collection[str] = (),
 ) -> list[Case]:
-    """All of them, in a fixed order: methods are found by folder. Pairs are of all methods; of more methods, each kind
-    has one member, of those of `having` if it can.
+    """What is run, in a fixed order: methods are found by folder.
+
+    Pairs: all of them on the first architecture; on each other one, each method with one of each other axis. Of more
+    methods a cover: of every combination of axes, a member of each kind (`kinds.py`) once, of those of `having` if it
+    can, on one architecture after another. So a new method adds pairs, and a method of a new kind a few triples.
     """
     axes = {n: a.names() for n, a in find_axes().items() if n.partition(".")[0] in AXES}
     methods = [(axis, use) for axis in axes for use in axes[axis]]
     few = kinds.members(sorted(methods, key=lambda m: m[1] not in having), kind)
     one = {axis: [use for a, use in few if a == axis] for axis in axes}
     found = []
-    for architecture in ARCHITECTURES:
-        for size in sizes:
-            uses = axes if size < 3 else one
-            for chosen in itertools.combinations(sorted(axes), size):
-                for each in itertools.product(*(uses[a] for a in chosen)):
-                    found.append(Case(architecture, tuple(zip(chosen, each, strict=True))))
+    for size in sizes:
+        for at, chosen in enumerate(itertools.combinations(sorted(axes), size)):
+            if size == 2:
+                every = itertools.product(*(axes[axis] for axis in chosen))
+                found += [
+                    Case(ARCHITECTURES[0], tuple(zip(chosen, each, strict=True))) for each in every
+                ]
+                found += [
+                    Case(architecture, tables)
+                    for turn, architecture in enumerate(ARCHITECTURES[1:], at)
+                    for tables in covered(chosen, axes, turn)
+                ]
+            else:
+                found += [
+                    Case(ARCHITECTURES[(at + i) % len(ARCHITECTURES)], tables)
+                    for i, tables in enumerate(covered(chosen, one, at))
+                ]
     return found
+
+
+def covered(
+    chosen: Collection[str], uses: Mapping[str, list[str]], turn: int
+) -> list[tuple[tuple[str, str], ...]]:
+    """Each method of the chosen axes at least once, with one method of each other; which one differs by turn."""
+    count = max(len(uses[axis]) for axis in chosen)
+    return [
+        tuple((a, uses[a][(i + turn * place) % len(uses[a])]) for place, a in enumerate(chosen))
+        for i in range(count)
+    ]
 
 
 def sample(chosen: list[Case], count: int, seed: int) -> list[Case]:

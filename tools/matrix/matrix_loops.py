@@ -9,6 +9,7 @@ A loop that searches has other tokens than plain decoding: those of the eager ta
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 import matrix
 import models
 import numpy as np
-from matrix import ARCHITECTURES, AXES, EXACT, ROUNDED, VOCABULARY, Case, Matrix
+from matrix import ARCHITECTURES, AXES, EXACT, ROUNDED, VOCABULARY, Case, Matrix, covered
 
 import accel
 from accel.compiler import draft_build
@@ -51,22 +52,26 @@ CLOSE = 1e-3  # between the best two logits, of the largest: a token that roundi
 
 
 def cases() -> list[Case]:
-    """Each method between calls, with each method of the graph and with none; the rest of a recipe by default."""
-    axes = find_axes()
-    hosts = [(axis, name) for axis in HOST if axis in axes for name in axes[axis].names()]
-    hosts = [
-        one for one in hosts if one not in (("loop", "autoregressive"), ("loop", "speculative"))
-    ]
-    graph = [
-        (axis, name)
-        for axis in sorted(axes)
-        if axis.partition(".")[0] in AXES
-        for name in axes[axis].names()
-    ]
-    return [
-        Case(a, tuple(other for other in (host, method) if other is not None))
-        for a in ARCHITECTURES for host in hosts for method in (None, *graph)
-    ]  # fmt: skip
+    """Each method between calls, the rest of a recipe by default: with none of the graph, on every architecture; with
+    each of the graph on the first; on each other one with one of each axis of the graph.
+    """
+    axes = {name: axis.names() for name, axis in find_axes().items()}
+    left = {"loop": {"autoregressive", "speculative"}}
+    hosts = {a: [m for m in axes[a] if m not in left.get(a, ())] for a in HOST if a in axes}
+    graph = {a: names for a, names in sorted(axes.items()) if a.partition(".")[0] in AXES}
+    found = []
+    for turn, architecture in enumerate(ARCHITECTURES):
+        for host, names in hosts.items():
+            found += [Case(architecture, ((host, name),)) for name in names]
+            for axis, uses in graph.items():
+                pairs = {axis: uses, host: names}
+                some = (
+                    covered((host, axis), pairs, turn)
+                    if turn
+                    else itertools.product(*([(a, use) for use in pairs[a]] for a in (host, axis)))
+                )
+                found += [Case(architecture, tuple(tables)) for tables in some]
+    return found
 
 
 @dataclasses.dataclass
