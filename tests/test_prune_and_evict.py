@@ -166,3 +166,15 @@ def test_eviction_at_every_call_goes_on_in_deeper_layers():
                     assert sorted(set(held)) == held and held[-1] == end - 1
                     assert end < 34 or len(held) <= 5 + 3
     assert looked > 4
+
+
+def test_a_choice_by_a_few_queries_counts_what_was_absorbed():
+    """The sketch's share of attention is of each query: those that choose have theirs, of all."""
+    tables = {
+        "kv.score": {"use": "knorm", **AXES["kv.score"].small("knorm")},
+        "kv.budget": {"use": "uniform", "tokens_kept": KEPT},
+        "kv.keep": {"use": "subgen", **AXES["kv.keep"].small("subgen")},
+    }
+    found = {"use": "lazyllm", **AXES["prefill.prune"].small("lazyllm")}
+    first, second = (prompted(built("llama", t, tables, **found)) for t in ("eager", "onnx"))
+    assert np.isfinite(first).all() and far(first, second) < 1e-4

@@ -28,6 +28,7 @@ from accel.passes.prefill.prune._heads import (
 
 _SCORED = 29  # example number of tokens that were scored before
 _BY_QUERY = ("tree", "first", "pages")  # what attention reads of the call's own tokens
+_OF_QUERY = ("q", "beside", "beside_lse")
 
 
 def scoring(
@@ -132,8 +133,10 @@ def _scores(
         rows, so_far, kept = (x.pop(name, None) for name in ("rows", "before", "heads"))
         if method.observe:
             real = rows.clamp(min=0)
-            index = real[:, None, :, None].expand(-1, x["q"].shape[1], -1, x["q"].shape[3])
-            x["q"] = x["q"].gather(2, index)
+            for name in [n for n in _OF_QUERY if x.get(n) is not None]:
+                size = x[name].shape  # [B,H,T,..]
+                index = real[:, None, :, *[None] * (len(size) - 3)]
+                x[name] = x[name].gather(2, index.expand(-1, size[1], -1, *size[3:]))
             x["q_pos"] = x["q_pos"].gather(1, real).masked_fill(rows < 0, -1)
         named = {
             "queries": x["q"],
