@@ -36,6 +36,7 @@ class Base(Method):
     | `prompt` [B] | tokens of each row that are the prompt's; all of them while it runs |
     | `units` [B,G,S] | the unit of the slot's token, as `Session.mark` says; -1: none |
     | `question` [B] | the position where the question begins, as `Session.mark` says; -1: nobody said |
+    | `ahead` [B,G,S] | the position of a slot's token that ran behind `seen`, as the last `queries` may; else -1 |
     | `scale` | attention scale of q k^T |
 
     It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first
