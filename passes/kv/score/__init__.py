@@ -32,6 +32,7 @@ class Base(Method):
     | `output` [H,D,E] | the layer's output projection |
     | `query_mean` [B,H,D] | of the queries so far, rotated to the next `future` positions; not of the first `sinks` |
     | `query_covariance` [B,H,D,D] | likewise |
+    | `mean_rotation` [B,D,D] | x @ it: a query before RoPE, rotated to the next `future` positions, their mean |
     | `unrotated_keys` [B,G,S,D] | keys before RoPE |
     | `prompt` [B] | tokens of each row that are the prompt's; all of them while it runs |
     | `units` [B,G,S] | the unit of the slot's token, as `Session.mark` says; -1: none |
