@@ -17,7 +17,8 @@ Sizes = Mapping[str, tuple[int, ...]]  # name -> size
 class Observed:
     """What one layer's attention reads of a text (tensors), keys and queries after RoPE.
 
-    queries: [B,H,T,D]. keys, values: [B,G,T,D]. unrotated: the keys before RoPE, where they have one.
+    queries: [B,H,T,D]. keys, values: [B,G,T,D]. unrotated, unrotated_queries: keys and queries before RoPE, where they
+    have one.
     """
 
     queries: Any
@@ -25,6 +26,7 @@ class Observed:
     values: Any
     scale: float
     unrotated: Any = None
+    unrotated_queries: Any = None
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ def slots(
         "layer": torch.tensor(1),
         "query_mean": randn(B, G * R, D),
         "query_covariance": (wide := randn(B, G * R, D, D)) @ wide.transpose(2, 3) / D,
+        "mean_rotation": torch.linalg.qr(randn(B, D, D)).Q,
         "back_halves_cos": angles.cos(),
         "back_halves_sin": -angles.sin(),
         "prompt": seen.clone(),  # all of it

@@ -36,7 +36,10 @@ REFUSED = {  # no rope; no gates or table for this model; no masks to fill
         ("trim-kv", "tokenbutler", "attention-predictor"), "trained for another model"
     ),
     **dict.fromkeys(
-        ("q-filter", "double-sparsity", "headkv-r2", "duo-heads", "prefixkv"),
+        (
+            *("q-filter", "expected-attention-stats", "double-sparsity"),
+            *("headkv-r2", "duo-heads", "prefixkv"),
+        ),
         "measured for another model",
     ),
     "dllm-lowconf": "decodes masked-diffusion models",

@@ -7,9 +7,10 @@ import torch
 import accel
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Mask
+from accel.passes.kv.select._tokens import RING
 from accel.passes.kv.select.louiskv import Louiskv
 
-from .select_case import built, law_every_target, llama
+from .select_case import Selecting, built, law_every_target, llama
 
 B, T, H, G, C, D = 2, 12, 4, 2, 64, 6
 
@@ -151,13 +152,68 @@ def test_lists_between_boundaries_are_those_of_the_search(boundary):
     assert torch.equal(memory["last"], x["queries"])
 
 
-def test_generated_tokens_are_in_runs():
-    keys = torch.randn(2, G, 8, D, generator=torch.Generator().manual_seed(0))
-    real, units = torch.ones(2, 8, dtype=torch.bool), torch.ones(2, 2, dtype=torch.bool)
-    generated = torch.tensor([[True], [False]])
-    labels, parts = built("louiskv").group(keys, real, units, generated)
-    assert labels[0].tolist() == [[0] * 4 + [1] * 4] * G != labels[1].tolist()
-    torch.testing.assert_close(parts["mean"][0], keys[0].view(G, 2, 4, D).mean(2))
+def test_generated_tokens_are_cut_at_boundaries():
+    keys = torch.randn(5, G, 8, D, generator=torch.Generator().manual_seed(0))
+    real, units = torch.ones(5, 8, dtype=torch.bool), torch.ones(5, 2, dtype=torch.bool)
+    generated = torch.tensor([[True]] * 4 + [[False]])
+    begins = [
+        [1, 0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+        [-1] * 8,
+        [0, 1, 0, 1, 1, 0, 0, 0],  # four segments, of which two and two lie together
+        [0] * 8,
+    ]
+    found = built("louiskv").group(keys, real, units, generated, torch.tensor(begins).float())
+    labels, parts = found
+    want = [[0] * 6 + [1] * 2, [0] * 8, [0] * 4 + [1] * 4, [0] * 3 + [1] * 5]
+    for row, label in enumerate(want):
+        assert labels[row].tolist() == [label] * G
+        first = torch.tensor(label) == 0
+        torch.testing.assert_close(parts["mean"][row, :, 0], keys[row, :, first].mean(1))
+    assert labels[4].tolist() not in [[label] * G for label in want], "a prompt has clusters"
+    half = torch.tensor([[1, 0, -1, -1, -1, -1, -1, 0.0]])
+    assert built("louiskv").segments(half).tolist() == [[0, 0, 1, 1, 2, 2, 2, 2]]
+
+
+def law_segments(case):
+    """Units of generated text begin where a query is unlike the one before, and nowhere else."""
+    boundary, plan = case.method.boundary, case.method.plan
+    tokens, most, first, queries = case.tokens(1, 72), plan.every // plan.size, 40, []
+    with case.session() as session:
+        session.prompt(tokens[:, :first])  # more than choose
+        for i in range(first, 72):
+            session.run(tokens[:, [i]])
+            state = session._core.backend._state
+            queries.append(state["choice.1.last"][0, i % RING].clone())
+        both = torch.stack(queries)
+        like = torch.cosine_similarity(both[1:], both[:-1], dim=2).mean(1)
+        own = [True, *(like < boundary).tolist()]
+        assert state["pages.1.begins"][0, 0, first:72].tolist() == own
+        assert (state["pages.1.begins"][0, 0, :first] == -1).all()
+        cuts = 0
+        for start in range(first, 72, plan.every):
+            begins = own[start - first : start - first + plan.every]
+            number = np.cumsum(begins) - int(begins[0])
+            if number[-1] >= most:
+                number = number * most // (number[-1] + 1)
+            for label in state["units.1.label"][0, :, start : start + plan.every].tolist():
+                assert [one - label[0] for one in label] == number.tolist()
+            cuts += len({*number.tolist()}) - 1
+        assert 0 < cuts and not all(own)
+
+
+def test_a_session_cuts_generated_text_at_boundaries(stateful):
+    law_segments(Selecting(stateful("llama"), built("louiskv", boundary=-0.05, size=2)))
+
+
+def test_runs_of_one_length_are_caught(stateful):
+    class Broken(Louiskv):
+        def group(self, keys, real, units, generated, begins):
+            return super().group(keys, real, units, generated, torch.full_like(begins, -1))
+
+    options = {**Louiskv.small, "boundary": -0.05, "size": 2}
+    with pytest.raises(AssertionError):
+        law_segments(Selecting(stateful("llama"), Broken(**options)))
 
 
 @pytest.mark.long

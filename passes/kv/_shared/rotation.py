@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,12 @@ class Rotation:
         angle = torch.atan2(s[1], c[1]) * torch.arange(1, count + 1)[:, None]
         return angle.cos().mean(0)[None].float(), angle.sin().mean(0)[None].float()
 
+    def to_come(self, editor: Editor, layer: int, count: int) -> list[fx.Node]:
+        """What `to_come` takes, as parameters: cos and sin by position, and those of the mean of `count` rotations."""
+        names = (f"future.{layer}.{count}.{n}" for n in ("cos", "sin"))
+        mean = (editor.param(n, t) for n, t in zip(names, self.mean(count), strict=True))
+        return [*self.tables(editor), *mean]
+
 
 def rotation_of(
     program: Program,
@@ -89,6 +96,18 @@ def rotation_of(
         ) from None
     factor = float((cos.double() ** 2 + sin.double() ** 2).mean().sqrt())
     return Rotation(operand_of(node, "x"), cos, sin, operand_of(node, "interleaved"), factor, nodes)
+
+
+def to_come(x: Tensor, seen: Tensor, tables: Sequence[Tensor], interleaved: bool) -> Tensor:
+    """x [B,H,N,D] under the mean rotation after `seen` [B] tokens. tables: cos and sin [M,R/2] by position; those
+    [1,R/2] of the mean of rotations further. None: no rotation.
+    """
+    if not tables:
+        return x
+    last = (seen - 1).clamp(min=0)
+    cos, sin = (table[last][:, None, None] for table in tables[:2])  # [B,1,1,R/2]
+    c, s = tables[2:]
+    return rotated(x, cos * c - sin * s, sin * c + cos * s, interleaved)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

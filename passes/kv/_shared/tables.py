@@ -43,27 +43,37 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
     """What attention reads of rows of a text, of a program over state that no method has changed."""
     nodes = attentions(program)
     first = product(appended(nodes[min(nodes)])) if nodes else None
-    turns = {n: i for i, site in nodes.items() if (n := appended(site)).target is rope.default}
+    turned = {
+        "unrotated": {i: appended(site) for i, site in nodes.items()},
+        "unrotated_queries": {i: operands_of(site).q for i, site in nodes.items()},
+    }
+    turns = {
+        n: (i, name)
+        for name, some in turned.items()
+        for i, n in some.items()
+        if n.target is rope.default
+    }
     for tokens, known in text:
         found: dict[int, Observed] = {}
         hidden: list[Tensor] = []
-        before: dict[int, Tensor] = {}
+        before: dict[int, dict[str, Tensor]] = {i: {} for i in nodes}
 
         def visit(
             node: fx.Node,
             *operands: Tensor,
             found: dict[int, Observed] = found,
             hidden: list[Tensor] = hidden,
-            before: dict[int, Tensor] = before,
+            before: dict[int, dict[str, Tensor]] = before,
         ) -> None:
             if node is first:
                 hidden.append(operands[0])
             elif node in turns:
-                before[turns[node]] = operands[0]
+                layer, name = turns[node]
+                before[layer][name] = operands[0]
             else:
                 layer, scale = node.meta["layer"], float(operands_of(node).scale)
                 queries, keys, values = operands[:3]
-                found[layer] = Observed(queries, keys, values, scale, before.get(layer))
+                found[layer] = Observed(queries, keys, values, scale, **before[layer])
 
         wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)

@@ -14,7 +14,7 @@ from accel.ir.ops.attention import operands_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.state import Part, name_of
 from accel.ir.trace import trace
-from accel.passes.kv._shared.rotation import rotated, rotation_of
+from accel.passes.kv._shared.rotation import rotation_of, to_come
 from accel.passes.kv.inputs import EntryInputs, Input, Site, parameters
 from accel.passes.state.recurrent import buffer
 
@@ -77,20 +77,15 @@ class QueryMoments(Input):
         interleaved = False
         if rotation is not None:
             interleaved = rotation.interleaved
-            mean = rotation.mean(method.future)
-            names = (f"future.{site.layer}.{n}" for n in ("cos", "sin"))
-            tables = [
-                *rotation.tables(editor),
-                *(editor.param(n, t) for n, t in zip(names, mean, strict=True)),
-            ]
+            tables = rotation.to_come(editor, site.layer, method.future)
 
-        def to_come(seen: Tensor, state: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
+        def turned(seen: Tensor, state: Tensor, *tables: Tensor) -> tuple[Tensor, ...]:
             return future(state, seen, tables, interleaved)
 
         found = trace(
             editor,
             f"to_come.{site.layer}",
-            to_come,
+            turned,
             *(entry.placeholders["seen"], state, *tables),
             key=("queries to come", interleaved, len(tables)),
         )
@@ -129,17 +124,12 @@ def moments(queries: Tensor, real: Tensor, state: Tensor) -> Tensor:
 def future(
     state: Tensor, seen: Tensor, tables: Sequence[Tensor], interleaved: bool
 ) -> tuple[Tensor, ...]:
-    """Mean [B,H,D] and covariance [B,H,D,D] (if the state has it) under the mean rotation after `seen` [B] tokens.
-    tables: cos and sin [M,R/2] by position; those [1,R/2] of the mean of rotations further. None: no rotation.
+    """Mean [B,H,D] and covariance [B,H,D,D] (if the state has it) under the mean rotation after `seen` [B] tokens, of
+    which `tables` are (see `to_come`).
     """
 
     def turned(x: Tensor) -> Tensor:
-        if not tables:
-            return x
-        last = (seen - 1).clamp(min=0)
-        cos, sin = (table[last][:, None, None] for table in tables[:2])  # [B,1,1,R/2]
-        c, s = tables[2:]
-        return rotated(x, cos * c - sin * s, sin * c + cos * s, interleaved)
+        return to_come(x, seen, tables, interleaved)
 
     mean = turned(state[:, :, :1])[:, :, 0]
     if state.shape[2] == 2:

@@ -32,10 +32,12 @@ class Base(Method):
     | `output` [H,D,E] | the layer's output projection |
     | `query_mean` [B,H,D] | of the queries so far, rotated to the next `future` positions; not of the first `sinks` |
     | `query_covariance` [B,H,D,D] | likewise |
+    | `mean_rotation` [B,D,D] | x @ it: a query before RoPE, rotated to the next `future` positions, their mean |
     | `unrotated_keys` [B,G,S,D] | keys before RoPE |
     | `prompt` [B] | tokens of each row that are the prompt's; all of them while it runs |
     | `units` [B,G,S] | the unit of the slot's token, as `Session.mark` says; -1: none |
     | `question` [B] | the position where the question begins, as `Session.mark` says; -1: nobody said |
+    | `ahead` [B,G,S] | the position of a slot's token that ran behind `seen`, as the last `queries` may; else -1 |
     | `scale` | attention scale of q k^T |
 
     It returns scores [B,G,S]; the highest are kept, of equal ones the newest; empty slots are ignored. The first

@@ -26,8 +26,12 @@ class Finch(Base):
     `chunk` (0: the whole prompt): of every so many tokens the same share stays, with the question in its own, as in
     kvpress. A budget then counts tokens before they are dropped, once, at the end of a prompt.
 
-    kvpress' number of keys is one lower. The paper also repeats the question behind each chunk of a long prompt, so
-    that later chunks read what is left of earlier ones; here the prompt is whole before it is compressed.
+    With `kv.when = chunk` a long prompt is compressed chunk by chunk, as in the paper: later chunks read what is left
+    of earlier ones. The session runs a marked question behind each chunk that it does not end, so what stays of the
+    chunk is what would stay of the chunk and the question alone. A question that is marked in a later call is not
+    known yet: then the last `window` tokens of the chunk vote.
+
+    kvpress' number of keys is one lower.
     """
 
     window: int = count(64, most=1024)
@@ -53,15 +57,16 @@ class Finch(Base):
         positions: Tensor,
         seen: Tensor,
         question: Tensor,
+        ahead: Tensor,
         scale: float,
     ) -> Tensor:
-        there = (question >= 0) & (question < seen)
-        first = torch.where(there, question, (seen - self.window).clamp(min=0))
+        asked = (query_positions >= seen[:, None]).any(1)  # the question ran behind
+        there = (question >= 0) & ((question < seen) | asked)
+        first = torch.where(there, torch.minimum(question, seen), (seen - self.window).clamp(min=0))
         voting = query_positions.masked_fill(query_positions < first[:, None], -1)
-        probs = observed(queries, voting, keys, positions, scale)  # [B,G,R,W,S]
-        seen_by = (positions[:, :, None] >= 0) & (
-            positions[:, :, None] <= voting[..., None, :, None]
-        )
+        every = torch.maximum(positions, ahead)
+        probs = observed(queries, voting, keys, every, scale)  # [B,G,R,W,S]
+        seen_by = (every[:, :, None] >= 0) & (every[:, :, None] <= voting[..., None, :, None])
         weighted = probs * self.normalizer(seen_by.sum(3))[:, :, None, :, None]
         number = (voting >= 0).sum(1).clamp(min=1)[:, None, None]
         worth = weighted.sum(3).mean(2) / number

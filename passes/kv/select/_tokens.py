@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.kv import kv_append
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
@@ -36,12 +37,16 @@ class Tokens(Base):
     the position that `choice.<layer>.pos [B,RING]` says, so the last FEW tokens can be rewound. A call that reads
     everything (a prompt) leaves no entries. The session's observer is `runtime/session/observers/choice.py`.
 
+    What a choice says of each token for as long as the token is there are its `lasting` numbers, appended as keys are:
+    `pages.<layer>.<name> [B,1,C/1]`, -1 of tokens that read everything. `choose` gives them with the memory.
+
     Where `sees_all` is set, the memory of a call also has `whole` (bool [B,T]): tokens that read everything. A call
     with such a token lists all slots for it, and reads them from the same list as others.
     """
 
     page: int = field(default=1, init=False)  # lists are of tokens
     sees_all: ClassVar[bool] = False  # whether some tokens of a call may read everything
+    lasting: ClassVar[tuple[str, ...]] = ()  # numbers of each token, [B,T] of a call
 
     breaks = SPARSE  # nothing is made of keys
 
@@ -104,6 +109,11 @@ class Tokens(Base):
         if states:
             states.append(State(Part.CHOICE, layer, "int64", ("B", RING), -1, detail=PLACES))
         held = [buffer(program, editor, state, build.letters) for state in states]
+        longer = [
+            State(Part.PAGES, layer, "float32", ("B", 1, "C/1"), -1, detail=name)
+            for name in self.lasting
+        ]
+        noted = [buffer(program, editor, state, build.letters) for state in longer]
         with editor.graph.inserting_before(node):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
             slots = program.step.input("slots")
@@ -111,7 +121,7 @@ class Tokens(Base):
             mask = Mask(x.mask, x.window)
             choose = partial(method._chosen, list(read), list(declared), mask)
             key = "choose", method, mask, *read
-            nothing = partial(_everything, groups, self.sees_all, len(held))
+            nothing = partial(_everything, groups, self.sees_all, len(held), len(noted))
             region = Conditional(
                 f"choose.{layer}",
                 _graph(program, layer, choose, given, key),
@@ -128,6 +138,9 @@ class Tokens(Base):
                     _graph(program, layer, _as_chosen, given, "as chosen"),
                 )
                 (pages,) = _called(editor, region, given, node)
+            for i, old in enumerate(noted, len(states)):
+                after[i] = editor.call(kv_append.default, old, after[i], slots, like=node)
+        states += longer
         build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
         return pages
 
@@ -141,7 +154,8 @@ class Tokens(Base):
         positions = x["positions"]
         if not kept:
             listed, new = self.choose(x, mask, {}, positions[:, 0] < 0)
-            return (listed, *([new["whole"]] if self.sees_all else []))
+            whole = [new["whole"]] if self.sees_all else []
+            return (listed, *whole, *(new[name].float()[:, None] for name in self.lasting))
         *values, places = held
         last = positions[:, :1] - 1  # [B,1]
         at = last.clamp(min=0).remainder(RING)
@@ -164,6 +178,7 @@ class Tokens(Base):
             *([new["whole"]] if self.sees_all else []),
             *written,
             torch.where(here, place, places),
+            *(new[name].float()[:, None] for name in self.lasting),
         )
 
 
@@ -205,15 +220,22 @@ def _entry(values: Tensor, at: Tensor) -> Tensor:
 
 
 def _everything(
-    groups: int, sees_all: bool, held: int, queries: Tensor, q_pos: Tensor, *rest: Tensor
+    groups: int,
+    sees_all: bool,
+    held: int,
+    lasting: int,
+    queries: Tensor,
+    q_pos: Tensor,
+    *rest: Tensor,
 ) -> Any:
     """No list of tokens [B,G,0,1], since everything is read; and no memory of the call, or of others."""
     none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
     first = (none, *([q_pos < -1] if sees_all else []))  # whoever has no list needs none of all
+    last = [torch.full_like(q_pos[:, None], -1, dtype=torch.float32) for _ in range(lasting)]
     if not held:
-        return first
+        return (*first, *last)
     *values, places = rest[len(rest) - held :]
-    return (*first, *(torch.zeros_like(v) for v in values), torch.full_like(places, -1))
+    return (*first, *(torch.zeros_like(v) for v in values), torch.full_like(places, -1), *last)
 
 
 def searches(queries: Tensor, before: Tensor, known: Tensor, least: float) -> Tensor:

@@ -57,6 +57,7 @@ class Units(_Grouped, Tokens):
     | `units` bool [B,U] | which units a row may have, the first ones |
     | `generated` bool [B,1] | tokens behind the row's last prompt, not of one |
     | a constant of a method that is a `Tables` | of the layer |
+    | a `lasting` number [B,N] | of each token, as its choice said; -1: it read everything |
     | `marks` [B,N] | which tokens the session says lie together: equal numbers, from 0 on |
 
     tokens_read: tokens that are read of units and sinks. size: tokens of a unit, on average. every: generated
@@ -239,6 +240,8 @@ class Units(_Grouped, Tokens):
                 for s in program.state
                 if s.part is Part.UNITS and s.layer == node.meta["layer"]
             ]
+            layer = node.meta["layer"]
+            own += [name_of(Part.PAGES, layer, detail=name) for name in self.lasting]
             for name in (*caches, *own):
                 if name not in held:
                     held[name] = holder(name, step.input(name).meta["val"])
@@ -253,7 +256,8 @@ class Units(_Grouped, Tokens):
             table: list[str] = []
             if isinstance(self, Tables):
                 table = list(self.sizes(int(sizes(keys)[3]), int(sizes(keys)[1])))
-            numbers = (editor.param(constant(layer, name)) for name in table)
+            numbers = [editor.param(constant(layer, name)) for name in table]
+            numbers += [held[name_of(Part.PAGES, layer, detail=name)] for name in self.lasting]
             found = trace(
                 editor, f"units.{layer}", partial(self._grouped, declared, table), keys, *given,
                 *numbers, *(held[name] for name in own), key=("group", self),
@@ -277,18 +281,20 @@ class Units(_Grouped, Tokens):
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         """Labels and parts as they are after the tokens in slots start..stop-1 [B] of keys [B,G,C,D] were grouped.
-        `rest`: the marks, where there are any, constants, labels and parts as they were.
+        `rest`: the marks, where there are any, constants, lasting numbers, labels and parts as they were.
         """
         *marks, label = rest[: len(rest) - len(names)]
         parts = rest[len(rest) - len(names) :]
-        first_constant = len(marks) - len(table)
-        constants = dict(zip(table, marks[first_constant:], strict=True))
+        first_constant = len(marks) - len(table) - len(self.lasting)
+        constants = dict(zip([*table, *self.lasting], marks[first_constant:], strict=True))
         marks = marks[:first_constant]
         start, stop, first, units = (x[:, None] for x in (start, stop, first, units))
         groups, width = keys.shape[1], keys.shape[3]
         slots = (start + ranks).clamp(min=0, max=keys.shape[2] - 1)  # [B,N]
         taken = keys.gather(2, slots[:, None, :, None].expand(-1, groups, -1, width))
         known = {"keys": taken.float(), "real": ranks < stop - start, "units": numbers < units}
+        for name in self.lasting:
+            constants[name] = constants[name][:, 0].gather(1, slots)
         known |= {"generated": start >= origin[:, None], **constants}
         known |= {"marks": marks[0]} if marks else {}
         labels, found = named_call(self.group, known)

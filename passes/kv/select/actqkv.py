@@ -27,8 +27,8 @@ class Actqkv(Tables, Units):
 
     The probe query of a token is the mean of the queries of its chunk so far, the `chunk` generated tokens that it is
     among, weighted by how unusual each is: the mean over all numbers of (x - mean)² / (variance + mean variance / 100).
-    With `chunk = 1` it is the token's own query, as where the paper decodes. Prompts read everything, where the paper
-    takes a chunk of 256 tokens of them.
+    With `chunk = 1` it is the token's own query, as where the paper decodes. Prompts read everything;
+    `prefill.sparse = actqkv-prompt` chooses for chunks of them.
 
     Layers share L (`tokens_read` - `sinks`) tokens by their density: the mean entropy of softmax(cosines), as a share
     of the largest. A layer gets `floor` to 2 (`tokens_read` - `sinks`) tokens of these, in whole blocks. The release's
@@ -36,8 +36,7 @@ class Actqkv(Tables, Units):
 
     The table has the mean and the variance of queries and the density of each layer, which the paper takes of the
     tokens before. The `best` keys are those with the largest product with the mean query; the paper takes those that
-    draw most attention of the tokens behind them, keeps keys without positions and adds the question to a prompt's
-    probe.
+    draw most attention of the tokens behind them, and keeps keys without positions.
     """
 
     size: int = 32

@@ -13,7 +13,7 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.passes.kv.select import Sizes
-from accel.passes.kv.select._units import Units, _own, consecutive, k_means, means_of
+from accel.passes.kv.select._units import Units, _own, k_means, marked, means_of
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class Louiskv(Units):
     the others choose by the query of the last search.
 
     A unit is worth the mean over a group's query heads of softmax(q · mean / √D) over the units. Units of a prompt
-    are clusters of keys (k-means by cosine, `rounds` of it), those of generated text runs of `size` tokens: the paper
-    cuts these at boundaries, which would need a mark of each token in each layer. `boundary` is 0.7 in the paper,
-    for Qwen3-8B. The `every` tokens of a segment are the paper's local buffer; when they become units, these
-    compete by the query of the last search. So a budget of all tokens reads all of them.
+    are clusters of keys (k-means by cosine, `rounds` of it), those of generated text end at boundaries: each token
+    that searches begins one. The `every` tokens of a segment, the paper's local buffer, become at most `every` / `size`
+    units, neighbouring ones together where there are more. Tokens that read everything, since there were no more than
+    `tokens_read`, searched nothing: they are in runs of `size`. `boundary` is 0.7 in the paper, for Qwen3-8B. New units
+    compete by the query of the last search, so a budget of all tokens reads all of them.
     """
 
     tokens_read: int = 1024
@@ -33,6 +34,8 @@ class Louiskv(Units):
     every: int = 64
     boundary: float = 0.7
     rounds: int = count(10, most=100)
+
+    lasting: ClassVar[tuple[str, ...]] = ("begins",)  # whether a token searched
 
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2, "dense_layers": 0,
@@ -54,12 +57,23 @@ class Louiskv(Units):
         return {"last": ("float32", (heads, width)), "query": ("float32", (heads, width))}
 
     def group(
-        self, keys: Tensor, real: Tensor, units: Tensor, generated: Tensor
+        self, keys: Tensor, real: Tensor, units: Tensor, generated: Tensor, begins: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         clusters, means = k_means(keys, real, units, self.rounds)
-        labels = torch.where(generated[:, None], consecutive(real, units)[:, None], clusters)
+        own = marked(self.segments(begins), real, units)
+        labels = torch.where(generated[:, None], own[:, None], clusters)
         runs = means_of(keys, real, labels, units)
         return labels, {"mean": torch.where(generated[..., None, None], runs, means)}
+
+    def segments(self, begins: Tensor) -> Tensor:
+        """Numbers from 0 on of the segments of tokens in a row [B,N], of which `begins` [B,N] says where one begins
+        (-1: nobody knows).
+        """
+        unknown, numbers = begins < 0, torch.arange(begins.shape[1], device=begins.device)
+        before = torch.cat((unknown[:, :1], unknown[:, :-1]), dim=1)
+        runs = unknown & ((numbers % self.size == 0) | ~before)
+        found = ((begins > 0) | runs).long().cumsum(1)
+        return found - found[:, :1]
 
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
         worth: Tensor = super().score(queries, parts) / math.sqrt(queries.shape[3])
@@ -78,13 +92,15 @@ class Louiskv(Units):
         self, x: Mapping[str, Tensor], before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         queries = x["queries"].float()
+        own = _own(x)
         if self.boundary > 1:
-            return queries, _own(x), {}
+            return queries, own, {"begins": own >= 0}
         which = self.searched(queries, before["last"], known)
         both = torch.cat((before["query"][:, None], queries), dim=1)
         index = which[..., None, None].expand(queries.shape)
         chosen = both.gather(1, index)
-        return chosen, _own(x), {"last": queries, "query": chosen}
+        begins = which == torch.arange(queries.shape[1], device=which.device) + 1
+        return chosen, own, {"last": queries, "query": chosen, "begins": begins}
 
     def searched(self, queries: Tensor, last: Tensor, known: Tensor) -> Tensor:
         """Which query each token of a call [B,T,H,D] chooses by [B,T]: i + 1, the i-th of the call; 0, that of the

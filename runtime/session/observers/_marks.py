@@ -152,9 +152,12 @@ class Marks:
         return Marks(prompt, self.running | (lengths == 0), units, question, self.next)
 
     def moved(self, before: Ints, after: Ints) -> Marks:
-        """Of rows of `before` [B] tokens so many stayed, at positions from 0 on: only a question to come is known."""
+        """Of rows of `before` [B] tokens so many stayed, at positions from 0 on: only of a question is known where it
+        is, since its tokens so far are the newest, and stay.
+        """
         same = before == after
-        question = np.where(self.question >= before, self.question - before + after, -1)
+        shifted = np.maximum(self.question - before + after, 0)
+        question = np.where(self.question >= 0, shifted, -1)
         units = np.where(same[:, None], self.units, -1)
         prompt = np.minimum(self.prompt, after)
         return replace(

@@ -1,17 +1,18 @@
-"""Tokens that a session runs at the end of a prompt for their attention alone."""
+"""Tokens that a session runs behind a prompt, or a part of one, for their attention alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
-from accel.runtime.backends.protocol import Arrays
+from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.observer import Calls
+from accel.runtime.session.observers.observer import Calls, SessionObserver
 
 _ROOM = 16  # positions that a repeat needs at least: fewer would take too many calls
 
@@ -73,6 +74,45 @@ class PromptLog:
         order = np.argsort(np.where(there, self.positions, 1 << 60), axis=1, kind="stable")
         tokens = np.take_along_axis(self.tokens, order, axis=1)[:, : int(counts.max(initial=0))]
         return tokens, counts
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question of a call: of its `tokens` [B,T] those from column `begins` [B] on (-1: none), up to `counts` [B].
+    end [B]: what rows hold after the call.
+    """
+
+    tokens: Ints
+    begins: Ints
+    counts: Ints
+    end: Ints
+
+    def moved(self, by: Ints) -> Self:
+        """Rows hold so many more tokens [B] than before."""
+        return replace(self, end=self.end + by)
+
+    def to_come(self, lengths: Ints) -> tuple[Ints, Ints]:
+        """What of it rows of `lengths` [B] tokens lack [B,N], and how many tokens that is [B]."""
+        asked = np.where(self.begins < 0, 0, self.counts - self.begins)
+        counts = np.minimum(asked, self.end - lengths)
+        columns = (self.counts - counts)[:, None] + np.arange(int(counts.max(initial=0)))
+        columns = np.minimum(columns, self.tokens.shape[1] - 1)
+        return np.take_along_axis(self.tokens, columns, axis=1), counts
+
+
+class Listener(SessionObserver):
+    """The queries of what runs aside, `queries` [B,T,H,D] by name at `positions` [B,T], call after call."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Arrays, Ints]] = []
+
+    def before(self, backend: BackendSession, width: int) -> bool:
+        """See SessionObserver."""
+        return True
+
+    def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
+        """See SessionObserver."""
+        self.heard.append((queries, positions))
 
 
 def last_tokens(before: Ints, tokens: Ints, positions: Ints) -> Ints:

@@ -24,12 +24,19 @@ from accel.ir.entries.compress import (
 from accel.ir.errors import InputError
 from accel.ir.state import Part
 from accel.runtime.backends.buffers import kept_heads, stages_of
-from accel.runtime.backends.protocol import Arrays, BackendSession
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
 from accel.runtime.session.observers._marks import Marks
-from accel.runtime.session.observers._rehearsal import PromptLog, blank, last_tokens, repeat
+from accel.runtime.session.observers._rehearsal import (
+    Listener,
+    PromptLog,
+    Question,
+    blank,
+    last_tokens,
+    repeat,
+)
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -138,6 +145,7 @@ class EvictionState(SessionObserver):
         self._prompt = PromptLog(batch)
         self._marks = Marks.new(batch)
         self._guesses = False  # in a fork that makes them
+        self._question: Question | None = None  # of the call that runs
         self._before = self._numbers  # the call
 
     @classmethod
@@ -211,7 +219,7 @@ class EvictionState(SessionObserver):
     ) -> None:
         """See SessionObserver."""
         marks = self._marks.begun(before, after)
-        self._before = self._numbers
+        self._before, self._question = self._numbers, None
         begins = marks.running & ~self._marks.running
         self._calm = np.where(begins, 0, self._calm)  # a prompt may have a budget of its own
         self._marks = marks
@@ -222,6 +230,17 @@ class EvictionState(SessionObserver):
             return False
         self._marks = self._marks.coming(units, question, lengths)
         return True
+
+    def run(
+        self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
+    ) -> Logits | None:
+        """See SessionObserver. It runs nothing, and notes the question."""
+        begins = self._marks.question - calls.lengths
+        if "question" in self.plan.marks and (begins >= 0).any():
+            full = np.full(len(begins), tokens.shape[1]) if counts is None else counts
+            begins = np.maximum(begins, -1)
+            self._question = Question(tokens, begins, full, calls.lengths + full)
+        return None
 
     def lost(self) -> bool:
         """See SessionObserver."""
@@ -245,15 +264,29 @@ class EvictionState(SessionObserver):
         if queries and self.observes(tokens.shape[1]):
             self.observe(queries, positions)
 
-    def rehearse(self, calls: Calls) -> None:
+    def rehearse(self, calls: Calls, moment: str, lengths: Ints) -> None:
         """See SessionObserver."""
-        if self._guesses or not self.due("prompt", calls.lengths):
+        if self._guesses or not self.due(moment, lengths):
+            return
+        if moment == "part":
+            self._ask(calls, lengths)
             return
         if self.plan.repeats:
             blank(calls, self.plan.mass)
             repeat(calls, self._prompt)
         if self.plan.lookahead:
             self._guess(calls)
+
+    def _ask(self, calls: Calls, lengths: Ints) -> None:
+        """Take the queries of the question that ends the call, run behind what rows hold of it so far."""
+        if self._question is None:
+            return
+        tokens, counts = self._question.to_come(lengths)
+        if counts.any():
+            listener = Listener()
+            calls.aside(tokens, counts, lengths, (listener,))
+            for queries, positions in listener.heard:
+                self.observe(queries, positions)
 
     def _guess(self, calls: Calls) -> None:
         """Take the queries of tokens that a fork, compressed by the prompt's own queries, decodes greedily."""
@@ -277,8 +310,7 @@ class EvictionState(SessionObserver):
         if due:
             backend.compress(self, lengths)
             self.compressed(lengths)
-            if self.plan.lookahead:
-                self.rewound(lengths)  # the queries of guesses have done their part
+            self._unheard(lengths)  # the queries of what ran behind have done their part
         if moment == "prompt":
             self.end_prompt(lengths)
         return 1 if due else None
@@ -352,6 +384,8 @@ class EvictionState(SessionObserver):
                 n: np.where(gone, -1, where) for n, where in self._query_positions.items()
             }
             self._marks = self._marks.moved(lengths, self.base)
+            if self._question is not None:
+                self._question = self._question.moved(self.base - lengths)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """Rows start anew."""
@@ -387,6 +421,11 @@ class EvictionState(SessionObserver):
         return False
 
     def rewound(self, lengths: Ints) -> None:
+        """Rows go back to `lengths` [B] tokens."""
+        self._unheard(lengths)
+        self._prompt, self._marks = self._prompt.rewound(lengths), self._marks.rewound(lengths)
+
+    def _unheard(self, lengths: Ints) -> None:
         """Queries of tokens from `lengths` [B] on are forgotten. Those that they had pushed out do not come
         back: until as many new ones came, scores look with fewer.
         """
@@ -394,7 +433,6 @@ class EvictionState(SessionObserver):
             n: np.where(where >= lengths[:, None], -1, where)
             for n, where in self._query_positions.items()
         }
-        self._prompt, self._marks = self._prompt.rewound(lengths), self._marks.rewound(lengths)
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Take the queries [B,T,H,D] of a call at these positions [B,T] (-1: padding), of all layers or some."""

@@ -98,9 +98,15 @@ class Calls(Protocol):
     def put(self, arrays: Arrays) -> None:
         """Let state values be these arrays."""
 
-    def aside(self, tokens: Ints, counts: Ints, first: Ints) -> Logits:
-        """Graph calls of tokens [B,T], `counts` [B] of them real, from position `first` [B] on, of which no observer
-        hears and which rows do not hold afterwards: the logits [B,1,V] of the last.
+    def aside(
+        self,
+        tokens: Ints,
+        counts: Ints,
+        first: Ints,
+        listeners: tuple[SessionObserver, ...] = (),
+    ) -> Logits:
+        """Graph calls of tokens [B,T], `counts` [B] of them real, from position `first` [B] on, of which only
+        `listeners` hear and which rows do not hold afterwards: the logits [B,1,V] of the last.
         """
 
     def fork(self) -> Any:
@@ -263,8 +269,10 @@ class SessionObserver:
         """What rows of `lengths` tokens hold after `settle` did something, at positions from 0 on."""
         return lengths
 
-    def rehearse(self, calls: Calls) -> None:
-        """A prompt is whole, and `settle` comes: run tokens that rows do not hold afterwards."""
+    def rehearse(self, calls: Calls, moment: str, lengths: Ints) -> None:
+        """`settle` comes between the parts of a long call ("part"), or as a prompt is whole ("prompt"), where rows hold
+        `lengths` tokens: run tokens that rows do not hold afterwards.
+        """
 
     def pin(self, backend: BackendSession) -> None:
         """Another observer changed what the cache holds, so that no token before can be run again."""
