@@ -54,5 +54,5 @@ class MeanRotation(Input):
 
 def mean_rotation(seen: Tensor, tables: Sequence[Tensor], interleaved: bool, width: int) -> Tensor:
     """[B,D,D] after `seen` [B] tokens; tables: see `to_come`."""
-    whole = torch.eye(width).expand(seen.shape[0], 1, width, width)
+    whole = torch.eye(width, device=seen.device).expand(seen.shape[0], 1, width, width)
     return to_come(whole, seen, tables, interleaved)[:, 0].clone()
