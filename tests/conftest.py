@@ -23,7 +23,7 @@ from accel.ir.program import Program
 from accel.lowering.onnx import native
 from accel.lowering.onnx.native.cache import private_folder
 
-from . import captures, traces
+from . import captures, sampled, traces
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of models too, and of processes that tests start
 torch.set_num_threads(1)
@@ -56,6 +56,11 @@ def pytest_configure(config):
     if library:
         for file in library.parent.glob(f"{library.stem}.*"):
             shutil.copy(file, private_folder())
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is long is left out
+def pytest_collection_modifyitems(items):
+    sampled.mark(items)
 
 
 @pytest.fixture(autouse=True, scope="module")

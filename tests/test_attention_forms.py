@@ -166,6 +166,7 @@ def recognised(mix, max_context=300):
     return found[0], program
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "groups"),
     [
@@ -188,6 +189,7 @@ def test_a_layout_is_read(name, groups):
         torch.testing.assert_close(bias, want, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SCORES)
 def test_what_is_done_to_scores_is_read(name):
     node, program = recognised(SCORES[name], 40)

@@ -325,6 +325,7 @@ def compiled(tmp_path_factory):
         yield made
 
 
+@pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
     tokens = np.random.default_rng(3).integers(0, 50, (2, 70))
 

@@ -188,6 +188,7 @@ def test_what_is_older_than_its_sources_is_made_again(tmp_path):
 # All of it
 
 
+@pytest.mark.long
 def test_accel_against_transformers(checkpoint, tmp_path):
     record = tmp_path / "rounds.json"
     words = [checkpoint, "--cache", tmp_path / "cache", "--rounds", 2, "--new", 3, "--threads", 1]

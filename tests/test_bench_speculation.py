@@ -31,6 +31,7 @@ def test_prompts_of_a_kind_are_the_same_again_and_differ_by_seed(kind):
     assert all(200 < len(p) < 4000 for p in found)
 
 
+@pytest.mark.long
 def test_every_kind_is_measured(drafting, tmp_path):
     words = [
         "bench",

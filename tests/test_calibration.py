@@ -143,6 +143,7 @@ def test_folded_scales_leave_the_logits(name, passed):
     assert worst < 2e-5
 
 
+@pytest.mark.long
 def test_an_encoder_decoder():
     """Both of its graphs are run; keys and values of the cross state stay as the step reads them."""
     from transformers import AutoModelForSeq2SeqLM
@@ -281,6 +282,7 @@ def test_a_build_reports_bits_and_loss(verify, build):
     assert any(name.startswith("rounding weights: ") for name, _ in told)
 
 
+@pytest.mark.long
 def test_the_commands_show_bits_and_loss(tmp_path, monkeypatch):
     """A directory without a tokenizer: `build` on random tokens, and what `inspect` says of it."""
     monkeypatch.setattr(models, "LAYERS", 2)
@@ -355,6 +357,7 @@ def lost(bundled, method, text=None):
     return loss(bundled, program, bundled.calibration)
 
 
+@pytest.mark.long
 def test_calibrated_methods_lose_less_than_rounding(bundled):
     """And on tokens without meaning feedback gains less: it goes by the text."""
     plain = lost(bundled, Int4())

@@ -28,6 +28,7 @@ def filler():
         each.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", models.FILLERS)
 def test_models_of_published_shapes(name):
     module = models.FILLERS[name]()

@@ -269,6 +269,7 @@ def test_tied_weights_stay_one():
 # Traps of torch.export
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("heads", "size"), [(5, 7), (7, 5), (11, 13)])
 def test_sizes_of_the_model_do_not_fix_the_length(heads, size):
     """The lengths tried first while tracing are sizes of this model."""

@@ -61,6 +61,7 @@ def own(module):
     module.forward = lambda *args: plain(*args)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("change", [heavier, hooked, halved, other, own])
 def test_a_module_that_differs_is_captured(counted, change):
     capture(models.tiny(), max_context=64)

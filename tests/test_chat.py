@@ -402,6 +402,7 @@ def built(tmp_path_factory):
         yield model
 
 
+@pytest.mark.long
 def test_messages_are_a_prompt(built):
     messages = CONVERSATIONS[2]
     ids = theirs(LLAMA).apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

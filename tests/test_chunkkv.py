@@ -110,6 +110,7 @@ def law_reuse(case, count):
     return found
 
 
+@pytest.mark.long
 def test_layers_that_share_keep_the_same(stateful):
     shared, alone = reusing(stateful, 2), reusing(stateful, 1)
     found, own = law_reuse(shared, 2), conversed(alone)[0]
@@ -144,12 +145,14 @@ def test_layers_that_share_are_scored_once(stateful):
     assert products(reusing(stateful, 2)) < products(reusing(stateful, 1))
 
 
+@pytest.mark.long
 def test_a_budget_beyond_the_text_loses_nothing_where_layers_share(stateful):
     changed = {"kv.budget": {"use": "uniform", "tokens_kept": 1 << 20}}
     whole = evicting(stateful("llama"), recipe("knorm", 1 << 20))
     close(conversed(reusing(stateful, 2, changed))[1], conversed(whole)[1])
 
 
+@pytest.mark.long
 def test_layers_that_cannot_share_are_refused(stateful):
     for changed, why in (
         (

@@ -178,6 +178,7 @@ def test_an_option_of_an_artifact_cannot_apply_to_a_model(model):
     one_error(result, "--adapter", "is a model directory; merge one for this run (--merge-adapter")
 
 
+@pytest.mark.long
 def test_adapters_are_built_in_and_chosen_by_name(model, tmp_path):
     from transformers import LlamaForCausalLM
 

@@ -112,6 +112,7 @@ def drive(case):
     return np.concatenate([one.reshape(3, -1) for one in found], 1)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_a_codec_that_loses_nothing_changes_nothing(stateful, codec):
     """And one that reads keys a hundredth too large does."""

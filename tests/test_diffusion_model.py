@@ -50,6 +50,7 @@ def decoded(model, loop, prompt):
         return row.tokens, int(session.stats["calls"])
 
 
+@pytest.mark.long
 def test_what_it_is(model):
     assert dataclasses.asdict(model.facts.diffusion) == {"mask": reference_data.PAD, "shift": True}
     assert model.tokenizer is not None and (FOLDER / "model.safetensors").stat().st_size < 13e6
@@ -75,6 +76,7 @@ def test_it_answers_in_few_calls(model):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_freedave_is_one_token_per_call(model, cache):
     saved = others = 0
@@ -97,6 +99,7 @@ def test_nothing_comes_after_a_stop_string(model):
     )
 
 
+@pytest.mark.long
 def test_the_command_line(model):
     prompt, answer = asked(0)
     call = ["run", str(model.artifact.path), "--prompt", prompt, "--max-new-tokens", str(NEW)]

@@ -91,6 +91,7 @@ def no_guard(monkeypatch):
     monkeypatch.setattr("accel.runtime.speculation.guard.Guard.limit", 5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [("model",), ("layerskip",), ("layerskip", "int4")], ids="+".join)
 def test_tokens_are_those_of_plain_decoding(built, case):
     """Greedy and sampled, of rows that accept different numbers."""
@@ -154,6 +155,7 @@ def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
         )
 
 
+@pytest.mark.long
 def test_an_artifact_whose_sessions_cannot_draft_is_refused_when_built(modules, folder, tmp_path):
     dropping = {
         "kv.score": {"use": "knorm"},
@@ -170,6 +172,7 @@ def test_an_artifact_whose_sessions_cannot_draft_is_refused_when_built(modules, 
         assert not (tmp_path / "out").exists(), "nothing half-written"
 
 
+@pytest.mark.long
 def test_a_directory_is_stored_as_its_weights_say(modules, folder, tmp_path):
     """In 8 bits, where a recipe says nothing; what an artifact has stays."""
     draft, sizes = {"use": "model", "path": str(folder)}, {}

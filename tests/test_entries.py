@@ -62,6 +62,7 @@ def files(model, name):
     return [model.artifact.path / f for f in model.artifact.entries[name].graphs.values()]
 
 
+@pytest.mark.long
 def test_every_kind_is_built_here(build):
     found = {kind.name for name in BUILDS for kind in entries_of(build(name)).values()}
     assert found == set(kinds())

@@ -87,6 +87,7 @@ def kinds():
     return sorted({*found.values(), *REFUSED})
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", kinds())
 def test_every_kind_of_recipe_is_told(captured, name, tmp_path):
     e = told(captured, name)

@@ -77,6 +77,7 @@ def test_clusters_are_covered_by_as_many_tokens():
     assert len(set((torch.randperm(200, generator=generator)[:10] % 10).tolist())) < 10
 
 
+@pytest.mark.long
 def test_onnx_equals_the_oracle():
     outcome = matrix.Matrix().run(matrix.Case("llama", (("kv.score", "k-centre"),)))
     assert outcome.kind == "equal", outcome.why

@@ -125,6 +125,7 @@ def test_a_session_goes_on_at_the_slots_that_it_holds(case):
     close(again, other.run(tokens[:, :30]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen3"])
 def test_logits_are_those_of_the_kept_keys_at_their_places(monkeypatch, name):
     """Of one layer, keys hold nothing of other tokens: the same as a short prompt whose tokens these are."""

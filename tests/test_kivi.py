@@ -316,6 +316,7 @@ def operators(compiled):
     return {node.op_type for node in graph.node}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "plain_latent"])
 def test_every_graph_gives_what_the_oracle_does(name):
     layers, models.LAYERS = models.LAYERS, 2
@@ -377,6 +378,7 @@ def test_what_does_not_go_with_it_is_refused():
         accel.optimize(models.ARCHITECTURES["llama"](), {"kv": {"codec": {"use": "kivi"}, **score}})
 
 
+@pytest.mark.long
 def test_models_that_it_cannot_serve_are_refused(stateful):
     with pytest.raises(PassError, match="bias by position"):
         Kivi().run(stateful("bloom"))

@@ -112,6 +112,7 @@ def drive(session, batch=2):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -218,6 +219,7 @@ def test_a_plain_cache_is_what_onnxruntime_genai_needs(made):
     assert concat["refused"] == ["onnxruntime-genai supports a dense cache only"]
 
 
+@pytest.mark.long
 def test_cross_attention_stays_as_it_is():
     from transformers import AutoModelForSeq2SeqLM
 

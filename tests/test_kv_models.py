@@ -67,6 +67,7 @@ def bart():
     del models.ARCHITECTURES["bart"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_tokens_that_stay_are_seen(made, kind):
     """Against a full cache in which the rest is hidden."""
@@ -89,6 +90,7 @@ def test_only_the_tokens_that_stay_are_seen(made, kind):
     assert not np.allclose(dense.run(tokens[:, 24:]), some, atol=1e-3), "the rest does count"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("score, axes", [("streaming-llm", {}), ("snapkv", {"budget": "ada-kv"})])
 def test_a_row_of_a_batch_is_that_row_alone(made, kind, score, axes):
@@ -169,6 +171,7 @@ def test_a_second_reader_of_the_cache_is_refused(stateful):
 # ONNX
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "score, axes",
     [("snapkv", {"budget": "ada-kv", "keep": "value-merge"}), ("h2o", {"when": "every"})],

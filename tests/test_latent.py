@@ -57,6 +57,7 @@ def built(request, build):
         yield model, compiled
 
 
+@pytest.mark.few(1)
 def test_a_token_costs_its_latent_and_what_heads_share(built):
     _, compiled = built
     layers = compiled.facts.layers

@@ -44,6 +44,7 @@ def run(model, rows, shape=(2, 4, 3), costs=None):
         return [row.tokens for row in rows], session.stats["calls"]
 
 
+@pytest.mark.long
 def test_tokens_are_those_of_plain_decoding():
     model, stood = built("llama", tables=LOOP), 0
     for seed, sampler in enumerate((Standard(), WARM)):

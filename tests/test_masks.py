@@ -227,6 +227,7 @@ def test_a_mask_that_depends_on_tokens_is_refused():
 # The whole way
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("mask", "form"),
     [

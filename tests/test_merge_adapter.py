@@ -36,6 +36,7 @@ def values(model, folder, stored=None):
     return {n: found[t].read() if t in found else t for n, t in model.named_parameters()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, ends", [("llama", ["q_proj", "down_proj"]), ("gpt2", ["c_attn"])])
 def test_a_merged_build_is_the_model_of_the_formula(tmp_path, name, ends):
     model = models.ARCHITECTURES[name]()
@@ -84,6 +85,7 @@ def test_weights_of_a_folder_stay_mapped_until_they_are_read(tmp_path, llama):
         torch.testing.assert_close(found[tensor].read(), there.detach())
 
 
+@pytest.mark.long
 def test_quantised_weights_are_of_the_merged_model(tmp_path, llama):
     folder = case.write(tmp_path, llama, ["q_proj", "up_proj"])
     options = {"max_context": 32, "max_batch": 2}

@@ -106,6 +106,7 @@ def cases(stateful):
     return get
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("score", ["knorm", "h2o"])
 def test_each_row_is_as_it_is_alone(cases, score):
     ragged_is_alone(cases(score=score), tolerance=2e-3)
@@ -164,6 +165,7 @@ def test_memory_is_its_formula(cases):
     assert taken == 2 * 2 * 28 * (2 * (width + 2 * 2 * 2) + 8)  # layers, heads, tokens
 
 
+@pytest.mark.long
 def test_graphs_give_what_the_oracle_does():
     layers, models.LAYERS = models.LAYERS, 2
     model = models.ARCHITECTURES["llama"]()

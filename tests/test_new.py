@@ -49,6 +49,7 @@ def matrices():
     return {"matrix": matrix.Matrix(), "matrix_loops": matrix_loops.Loops()}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("axis", AXES)
 def test_a_started_method_builds_and_computes_the_same(axis, started, matrices):
     made = started(axis)
@@ -65,6 +66,7 @@ def test_a_started_method_builds_and_computes_the_same(axis, started, matrices):
                 assert outcome.kind == "equal", outcome.why
 
 
+@pytest.mark.long
 def test_a_method_of_a_known_kind_adds_pairs_and_no_triples(started):
     before = Counter(len(case.tables) for case in matrix.cases())
     started("kv.score")
@@ -125,7 +127,7 @@ def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path)
     assert all(path.read_bytes() == text for path, text in before.items())
     types = run("-m", "mypy")
     assert types.returncode == 0, types.stdout
-    laws = run("-m", "pytest", "-q", "tests/laws", "-k", "new-", "-n", "2")
+    laws = run("-m", "pytest", "-q", "tests/laws", "-k", "new-", "-n", "2", "-m", "")
     assert laws.returncode == 0, laws.stdout[-4000:]
     assert " passed" in laws.stdout
     own = run("-m", "pytest", "-q", "-rf", *(f"tests/test_{stem}.py" for stem in stems))

@@ -221,6 +221,7 @@ def built(build):
     made.close()
 
 
+@pytest.mark.long
 def test_an_artifact_gives_the_models_tokens(build, built):
     plain = build("llama").compiled
     tokens = np.random.default_rng(0).integers(3, plain.facts.vocab_size, (3, 70))

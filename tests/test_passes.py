@@ -36,6 +36,7 @@ def test_the_whole_pipeline_as_text(captured, golden):
     golden.check("llama", program.text())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "plain_softmax"])
 def test_what_each_pass_replaces(captured, golden, name):
     """One line a pass: how many calls of which operator went and came."""
@@ -238,6 +239,7 @@ def regions(program):
     return [n.target.graph for n in program.step.graph.nodes if isinstance(n.target, Region)]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
 def test_layers_are_found(build, name):
     built = build(name)

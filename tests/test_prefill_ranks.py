@@ -31,6 +31,7 @@ def killed_within(pid):
     threading.Timer(0.2, os.kill, (pid, signal.SIGKILL)).start()
 
 
+@pytest.mark.long
 def test_processes_give_what_the_step_gives(artifact):
     """Two processes: logits, bytes, greedy tokens; one that is killed in a prompt."""
     base = built("llama", "onnx")

@@ -73,6 +73,7 @@ def prompted(model, tokens, length, after):
     return np.concatenate(out, axis=1)[0]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "arch", "form"), CASES)
 def test_layers_read_what_the_brute_force_form_keeps(name, arch, form):
     model = built(arch, use=name, **AXIS.small(name))
@@ -106,6 +107,7 @@ def largest(share=0.5, layers=3, heads=4):
     return choose
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_heads_of_spatten(target):
     options = {**AXIS.small("spatten"), "heads": 0.5}
@@ -150,6 +152,7 @@ def sums(entry_scores, heads, rows, layers):
     assert np.allclose(entry_scores.sum(1), heads * rows * layers, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_scores_of_spatten_are_all_attention_that_was_given():
     model = built("llama:4", use="spatten", dense=2, share=0.4, sinks=1, recent=4)
     entry, seen = model.program.entries["prompt.0"], {}
@@ -217,6 +220,7 @@ def test_short_prompts(name):
     assert np.isfinite(prompted(model, TOKENS[0], 2, 4)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["promptdistill", pytest.param("lazyllm", marks=pytest.mark.long)])
 def test_pages_of_layers_with_slots_of_their_own(name):
     """An artifact says of the pages of a stage C1/4, as its graph does; it was refused on load."""

@@ -52,6 +52,7 @@ def state(session):
     return {n: v.numpy() for n, v in session._core.backend._state.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("prune", "score"), PAIRS)
 def test_a_budget_of_all_tokens_evicts_nothing(prune, score):
     assert far(prompted(pruned(prune, score, tokens=64)), prompted(pruned(prune))) < 1e-5
@@ -59,6 +60,7 @@ def test_a_budget_of_all_tokens_evicts_nothing(prune, score):
     assert far(cut, prompted(pruned(prune))) > 1e-3  # the control: a small budget
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "score", ["snapkv", *(pytest.param(s, marks=pytest.mark.long) for s in ("knorm", "h2o"))]
 )
@@ -86,6 +88,7 @@ def smallest_norms(keys, positions, count):
     return [sorted(positions[there][head].tolist()) for head in order]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prune", STAGED)
 def test_each_layer_chooses_of_what_reached_it(prune):
     with pruned(prune).session(3) as before, pruned(prune, "knorm").session(3) as after:
@@ -107,6 +110,7 @@ def test_each_layer_chooses_of_what_reached_it(prune):
     assert differs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prune", "score"),
     [("lazyllm", "snapkv"), pytest.param("promptdistill", "h2o", marks=pytest.mark.long)],

@@ -73,6 +73,7 @@ def test_weights_are_those_of_the_formula(llama, tmp_path, name):
 FEW = ("gptq-order", "packed-zeros", "packed-8", "packed-24", "nvfp4", "fp8")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in FORMATS]
 )
@@ -387,6 +388,7 @@ def test_transformers_reads_the_same_fp8(llama, tmp_path):
     assert torch.allclose(got, want, atol=1e-5 * float(want.abs().max()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gptq-order", "fp8"])
 def test_adapters_go_with_codes(llama, tmp_path, name):
     """Chosen per session they leave the codes as they are (QLoRA); merged they make floats of what they change."""

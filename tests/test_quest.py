@@ -126,6 +126,7 @@ def drive(session, tokens):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "recipes", "options"),
     [("llama", (), {}), ("llama", (), WIDE), ("mistral", ("kv-int8",), {})],

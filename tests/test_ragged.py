@@ -65,6 +65,7 @@ def same(a, b, tolerance=0.0):
     return all(np.abs(x - y).max() <= tolerance for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_sessions_are_as_with_padded_heads(stateful, monkeypatch, tmp_path, name):
     tables = recipe_of(stateful, tmp_path, name)
@@ -88,6 +89,7 @@ def test_sessions_are_as_with_padded_heads(stateful, monkeypatch, tmp_path, name
     assert not same(wrong, decoded(two, tokens[:, 40:41]), 1e-2), "the control"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_what_goes_is_kept_as_with_padded_heads(stateful, monkeypatch, keep):
     """What demotes keeps every token of every head, so its heads stay padded; what moves tokens, and what is trained
@@ -172,6 +174,7 @@ def test_a_budget_that_is_not_level_is_caught():
         law_level(Level(safeguard=0.0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "codec", ["", *(pytest.param(n, marks=pytest.mark.long) for n in ("kv-int8", "kv-adaquant"))]
 )

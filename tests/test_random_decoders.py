@@ -41,6 +41,7 @@ def drawn() -> list[Spec]:
     return specs
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_random_decoder_is_right_or_refused(part):
     for spec in drawn()[part::PARTS]:
@@ -50,6 +51,7 @@ def test_a_random_decoder_is_right_or_refused(part):
         assert result.verdict in ("right", "refused"), about
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [0, 10])
 def test_a_random_decoder_is_right_in_onnx(case):
     result = random_decoders.attempt(random_spec(case, seed=1), "onnx")

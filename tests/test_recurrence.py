@@ -222,6 +222,7 @@ def converse(live: Session, ids: np.ndarray, want: np.ndarray) -> None:
     assert live.lengths.tolist() == starts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_session_gives_transformers_logits(built, name):
     ids, want, compiled = built(name)

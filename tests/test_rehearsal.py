@@ -64,6 +64,7 @@ def test_guesses_are_the_greedy_tokens_of_a_copy(case, monkeypatch):
     assert all(int(p.max()) < 30 and (p[1] < 21).all() for p in kept(session).values())
 
 
+@pytest.mark.long
 def test_without_guesses_laq_is_snapkv(case):
     found = {}
     options = {"window": 4, "recent": 4, "kernel": 3}

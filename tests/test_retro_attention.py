@@ -160,6 +160,7 @@ def far(case, whole, tokens, window):
         return (keys(a) - keys(b))[:, :, ran].square().mean().item()
 
 
+@pytest.mark.long
 def test_keys_of_tokens_that_run_again_are_nearer_to_those_of_whole_attention(made):
     case, whole = made("retro-attention"), made()
     tokens = case.tokens(1, 124)
@@ -239,6 +240,7 @@ def by_hand(compiled, prompt, count, window):
         return out
 
 
+@pytest.mark.long
 def test_rows_get_what_they_would_alone(looped):
     """As by hand, where one ends before the others, too."""
     want = [by_hand(looped, prompt, 20, 3) for prompt in PROMPTS]

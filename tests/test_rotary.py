@@ -85,6 +85,7 @@ def rewritten(model, longest=LONGEST):
     return program
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_scaled_rotation_below_and_beyond_the_original_length(kind):
     model = llama(rope_type=kind, **SCALED[kind])
@@ -250,6 +251,7 @@ def turning(turn):
     return randomise(Turning(turn), "turning")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("turn", WRITTEN, ids=lambda f: f.__name__)
 def test_a_rotation_written_by_hand(turn):
     model = turning(turn)

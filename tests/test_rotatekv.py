@@ -102,6 +102,7 @@ def drive(case, count):
         return found, state["kept.pos"].flatten().tolist() if "kept.pos" in state else []
 
 
+@pytest.mark.long
 def test_sinks_and_new_tokens_are_exact_and_eight_bits_near(stateful):
     """A block of 8 goes into codes at 2 + 16 tokens."""
     whole, two, eight = (

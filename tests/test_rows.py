@@ -80,6 +80,7 @@ EAGER = ["kivi-4", "h2o", "quest", "paged-prefix", "promptdistill", "unified-ski
 ONNX = ["base", "snapkv", "mamba"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", [*EAGER, *(f"{name}:onnx" for name in ONNX)])
 def test_rows_go_on_as_others(opened, name):
     law(opened(name))

@@ -123,6 +123,7 @@ def law(model, path):
         assert np.array_equal(want, got), "the opened session differs"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n in LIKE_OTHERS else ()) for n in NAMES]
 )
@@ -175,6 +176,7 @@ def test_the_law_catches_an_observer_that_forgets(model, name, kind, tmp_path, m
         law(model(name), tmp_path / "one.session")
 
 
+@pytest.mark.long
 def test_an_observer_that_cannot_be_saved_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setattr(EvictionState, "numbers", SessionObserver.numbers)
     with begun(model("snapkv")) as session:
@@ -322,6 +324,7 @@ def artifact(tmp_path_factory):
     return folder / "artifact"
 
 
+@pytest.mark.long
 def test_a_prompt_is_computed_once(artifact, tmp_path):
     """In another process' model: the tokens of the whole prompt, of which only the question runs."""
     system, question = "def add(a, b):\n    return a + b\n" * 4, "def sub("

@@ -112,6 +112,7 @@ def test_pages_that_are_given_back_are_read_again(saved, monkeypatch):
 # Capture and build
 
 
+@pytest.mark.long
 def test_the_program_of_a_half_checkpoint_is_that_of_its_float32_copy(saved, tmp_path):
     half = saved("llama", torch.bfloat16, sharded=True)
     reference(half).save_pretrained(tmp_path)
@@ -146,6 +147,7 @@ class Live:
         monkeypatch.setattr(Stored, "read", read)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["base", "float16"])
 def test_a_build_holds_few_weights_at_a_time(saved, monkeypatch, recipe):
     """Beside those that checks keep, up to HELD bytes."""

@@ -66,6 +66,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_each_prompt_finds_what_it_finds_alone_whatever_the_cache(name):
     model = built("llama", tables=CASES[name])

@@ -248,6 +248,7 @@ def test_every_target_is_that_of_the_oracle():
         )
 
 
+@pytest.mark.long
 def test_ends_are_the_tokens_that_read_so(stateful):
     """Spaces around a text do not count; other text does."""
     program = stateful("llama")

@@ -54,6 +54,7 @@ def drive(session):
     return found
 
 
+@pytest.mark.few(1)
 def test_every_variant_and_every_way_gives_the_models_logits(built):
     with torch.no_grad():
         want = built.module(torch.from_numpy(TOKENS)).numpy()
@@ -96,6 +97,7 @@ def through(model, last=Residual):
     return program
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("layers", "factor"), [(3, 1), (3, 2), (4, 3)])
 def test_memory_is_its_formula(layers, factor):
     program = through(models.cla(factor, layers), Cache)

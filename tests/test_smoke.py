@@ -137,6 +137,7 @@ def test_fields_are_found_by_what_they_count():
 # What it says
 
 
+@pytest.mark.long
 def test_a_directory_without_weights_through_the_command(directory):
     result = call(directory, "--recipe", "base", "--target", "onnx", "--json")
     assert result.exit_code == 0, result.output
@@ -150,6 +151,7 @@ def test_a_directory_without_weights_through_the_command(directory):
 SOME = ["base", "float16", "snapkv", "kivi-2", "quest", "calm", "gemfilter", "token-recycling"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipes", [SOME, pytest.param(None, marks=pytest.mark.long)])
 def test_every_recipe_in_its_own_sizes(recipes):
     """A plain module, taken as it is."""
@@ -167,6 +169,7 @@ def test_every_target():
     assert by["float16", "eager"].status == "approximate"
 
 
+@pytest.mark.long
 def test_a_model_that_fills_masks_is_written_over(monkeypatch):
     """And where a session leaves in sight what was forgotten, that is seen."""
     found = accel.smoke(models.FILLERS["dream"](), ["base", "dllm-threshold"], ["eager"])
@@ -181,6 +184,7 @@ def test_a_model_that_fills_masks_is_written_over(monkeypatch):
     assert cell.status == "wrong" and "shorter" in cell.reason
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_an_encoder_decoder_is_compared_with_its_encoders_input(name):
     source = small_model(name)

@@ -119,6 +119,7 @@ def test_the_chance_is_that_of_all_tokens_so_far():
         assert set(lengths(threshold, 1, head=head)) == {drafted}
 
 
+@pytest.mark.long
 def test_training_learns_and_can_be_left(pair, tmp_path):
     options = {"rate": 1e-2, "minutes": 1.0, "seed": 0, "length": 16}
     ids = reference_export.windows(reference_export.load_tokenizer())[2:4, :33]

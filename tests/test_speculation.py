@@ -55,6 +55,7 @@ def exactly():
         each.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}], ids=["greedy", "sampled"]
@@ -107,6 +108,7 @@ def test_streams_too(exactly):
         assert stream.stats["speculation"]["rounds"] > 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", CASES)
 def test_it_goes_with_what_keeps_calls_alike(name):
     """On the eager target, to rounding: greedy tokens of tiny models, none of them near a tie."""
@@ -222,6 +224,7 @@ def test_what_a_recipe_leaves_out_is_said():
     assert assemble(Recipe.load("prompt-lookup")).grade == "lossless"
 
 
+@pytest.mark.long
 def test_an_artifact_drafts_by_itself(exactly, tmp_path):
     exactly("prompt-lookup").save(tmp_path / "artifact")
     prompt = texts(exactly().facts.vocab_size, 1)

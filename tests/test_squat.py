@@ -94,6 +94,7 @@ def small(name, **options):
     return AXIS.build(name, **{"bits": 4, "group": 4, "residual": 8, **options})
 
 
+@pytest.mark.long
 def test_a_session_sums_the_products_of_its_queries(stateful):
     """Of each row, padding left out, whatever the calls."""
     program = stateful("llama")
@@ -117,6 +118,7 @@ def drive(program, method=None):
         return np.concatenate([session.run(x) for x in (tokens[:, :40], tokens[:, 40:])], 1)
 
 
+@pytest.mark.long
 def test_a_session_without_weight_is_that_of_kivi(stateful):
     kivi, none, some = (
         drive(stateful("llama"), m)

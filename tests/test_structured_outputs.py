@@ -141,11 +141,13 @@ def regex_cases(count, seed=0):
             yield StructuredOutputsParams(regex=one), re.compile(one, re.S).fullmatch
 
 
+@pytest.mark.long
 def test_sampled_json_follows_its_schema(model):
     whole, cut = check(model, json_cases(8))
     assert whole > 15, (whole, cut)
 
 
+@pytest.mark.long
 def test_sampled_text_matches_its_expression(model):
     whole, cut = check(model, regex_cases(12))
     assert whole > 20, (whole, cut)

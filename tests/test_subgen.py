@@ -78,6 +78,7 @@ class Alike(SubGen):
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", [Stays, Alike])
 def test_a_biased_sketch_is_caught(broken):
     with pytest.raises(AssertionError):
@@ -118,6 +119,7 @@ def tables(kept=12):
     return {**recipe("streaming-llm", kept), "kv.keep": small}
 
 
+@pytest.mark.long
 def test_a_session_reads_the_sketch_and_takes_it_back(stateful):
     case = evicting(stateful("llama"), tables())
     tokens, ours = case.tokens(2, 50), case.session(2)
@@ -148,6 +150,7 @@ def test_a_session_reads_the_sketch_and_takes_it_back(stateful):
     assert (a == b).all(), "nothing evicted"
 
 
+@pytest.mark.long
 def test_layers_with_a_window_leave_nothing_and_a_soft_cap_is_kept(stateful):
     """Every second layer of this model has a window, and all cap their scores."""
     program = stateful("gemma2")

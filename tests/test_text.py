@@ -70,6 +70,7 @@ def test_a_golden_program_reads_back(name):
     assert parse(text).text() == text
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
 def test_a_captured_program_reads_back_and_so_does_what_passes_make_of_it(captured, name):
     program = captured(name)
@@ -86,6 +87,7 @@ def test_a_captured_program_reads_back_and_so_does_what_passes_make_of_it(captur
         assert torch.equal(got, want)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("step", [ByCall(), Quest(dense_layers=0)], ids=lambda s: type(s).__name__)
 def test_regions_that_may_be_left_out_read_back(captured, step):
     program = captured("llama")
@@ -97,6 +99,7 @@ def test_regions_that_may_be_left_out_read_back(captured, step):
         assert torch.equal(again.step.defaults[name], value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", ["mikv", "kivi-2", "promptdistill", "paged-prefix"])
 def test_programs_of_several_entries_read_back(captured, recipe):
     """Shapes that are written are those that the operators give: of mikv's second layer they were the first's."""
@@ -116,6 +119,7 @@ def test_inputs_that_a_pass_adds_to_a_copy_have_no_default_in_the_other(captured
     assert not program.step.defaults
 
 
+@pytest.mark.long
 def test_a_program_that_passes_ran_over_after_it_was_read(captured):
     """Symbols of a program that was read are as good as those of a capture."""
     program = captured("llama")
@@ -225,6 +229,7 @@ PARTS = st.one_of(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(PARTS, min_size=1, max_size=3).map(".".join).filter(lambda name: name != "embed"),
@@ -503,6 +508,7 @@ def test_what_cannot_be_read_is_told_with_its_place(name):
     assert said in str(caught.value)
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from([SMALL, LAYERS]),

@@ -114,6 +114,7 @@ def below(session, layer):
     return notes < 0
 
 
+@pytest.mark.long
 def test_a_session_evicts_what_leaves_the_newest(stateful, part):
     """Token after token; the first layer's hidden states are those of a session that drops nothing."""
     case = evicting(stateful("llama"), tables(part))
@@ -256,6 +257,7 @@ def test_onnx_equals_the_oracle():
     assert outcome.kind == "equal", outcome.why
 
 
+@pytest.mark.long
 def test_what_comes_with_accel_is_for_the_bundled_model():
     with accel.optimize(REFERENCE, "threshold-evict", target="eager") as model:
         with model.session(1) as session:

@@ -57,6 +57,7 @@ def chosen_by(program):
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "want"),
     [

@@ -48,6 +48,7 @@ def test_the_first_of_equal_values_is_taken_and_others_as_torch_does():
     assert (seen.tied, seen.choices) == (2, 23)
 
 
+@pytest.mark.long
 def test_a_router_of_zeros_is_compared_past_its_ties():
     model = mixture(8, 0.0)
     with accel.optimize(model, max_context=32) as compiled:
@@ -70,6 +71,7 @@ def test_where_rounding_decides_the_error_names_the_tie(monkeypatch):
     assert not isinstance(error.value, Miscompiled), "no fault of accel's"
 
 
+@pytest.mark.long
 def test_a_trained_router_has_no_note():
     model = mixture(4, 0.0)
     with torch.no_grad():

@@ -31,6 +31,7 @@ def logits(case):
     return decoded(session, tokens[:, 36:])
 
 
+@pytest.mark.long
 def test_a_program_is_the_same_over_traces_of_another(monkeypatch):
     evicts(monkeypatch, 3)
     before = len(traces._made)

@@ -66,6 +66,7 @@ def test_gates_of_one_rate_are_a_window(stateful, gates):
     assert any(len(set(map(tuple, pos[0]))) > 1 for pos in kept(other).values()), "heads differ"
 
 
+@pytest.mark.long
 def test_a_budget_beyond_the_text_loses_nothing(stateful, gates):
     tokens = np.random.default_rng(0).integers(3, 60, (1, 30))
     whole = evicting(stateful("llama"), recipe("knorm", 1 << 20)).session(1)
@@ -154,6 +155,7 @@ def test_training_learns_and_can_be_left(stateful, tmp_path):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.long
 def test_the_tool_trains_the_bundled_model_and_says_what_is_wrong(tmp_path, monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr("sys.argv", ["train.py", *map(str, arguments)])
@@ -220,6 +222,7 @@ def test_a_model_is_known_in_any_type():
     assert not same_model(told, str([float(x) for x in numbers.flip(0)]))
 
 
+@pytest.mark.long
 def test_onnx_equals_the_oracle():
     outcome = matrix.Matrix().run(
         matrix.Case("llama", (("kv.score", "trim-kv"), ("weights", "int8")))
@@ -227,6 +230,7 @@ def test_onnx_equals_the_oracle():
     assert outcome.kind == "equal", outcome.why
 
 
+@pytest.mark.long
 def test_what_comes_with_accel_is_for_the_bundled_model():
     with accel.optimize(REFERENCE, "trim-kv", target="eager") as model:
         with model.session(1) as session:

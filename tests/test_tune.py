@@ -262,6 +262,7 @@ def test_a_model_that_cannot_be_measured_still_runs(artifact, monkeypatch):
         assert model.tuning.kernels == "grouped" and "out of data bounds" in model.tuning.why
 
 
+@pytest.mark.long
 @pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 def test_products_of_few_bits_are_measured_too(monkeypatch, tmp_path, opened):
     """Without attention's probes beside them, and where one of them is refused."""

@@ -32,6 +32,7 @@ def written(case, folder, **options) -> set[str]:
     return set(export(program_of(case), folder, **options)["step"].get("variants", {}))
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("variant", NAMES)
 @pytest.mark.parametrize("name", CASES)
 def test_a_variant_equals_the_reference(name, variant, tmp_path):
@@ -66,6 +67,7 @@ def test_a_wrong_variant_is_caught(monkeypatch, tmp_path):
         test_a_variant_equals_the_reference(PLAIN, "fused", tmp_path)
 
 
+@pytest.mark.long
 def test_a_build_refuses_a_wrong_variant(monkeypatch):
     right = fused().rules[attention.default]
     doubled = lambda b, q, k, v, *rest: right(b, q, k, b.node("Add", v, v), *rest)  # noqa: E731

@@ -63,6 +63,7 @@ def test_a_perfect_draft_stands_and_an_impossible_one_falls(name):
         assert accepted(rule, World(sampler, "disjoint"), (-1, 0, 1)) == 0
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_block_stands_no_less_than_its_tokens(seed):
     block, chain = AXIS.build("block-verify"), AXIS.build("spec-chain")

@@ -37,6 +37,7 @@ def test_also_in_a_directory_and_in_half_precision(tmp_path, dtype):
         accel.optimize(tmp_path / "m", max_context=32)
 
 
+@pytest.mark.long
 def test_large_weights_are_numbers():
     """Their sum is none in half precision, and does not stand for them."""
     model = llama(60000.0).half()

@@ -146,6 +146,7 @@ def test_minference_s_search_is_built_and_read():
                 assert far(prompted(model), want) < 2e-3
 
 
+@pytest.mark.long
 def test_what_a_prompt_keeps_is_chosen_when_it_is_whole():
     tables = {
         "kv.score": {"use": "snapkv", "window": 4},
@@ -231,6 +232,7 @@ def test_a_context_without_such_segments_is_left_as_it_is():
     assert "prompts of at most 128 tokens read all keys" in step["refused"][0]
 
 
+@pytest.mark.long
 def test_a_choice_among_many_blocks_is_built():
     """More of them than the slots that shapes are worked out with."""
     model = sparse("critiprefill", "llama", "eager", segment=2, block=1, budget=38, threshold=38)

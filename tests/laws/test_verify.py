@@ -44,6 +44,7 @@ def law_exact(rule, parents, pairs):
         assert gap(rule, World(sampler, draft), parents) < 1e-12, (sampler, draft)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     "name, parents",
     [(n, p) for n in EXACT for p in CHAINS + TREES if takes(n, p)],

@@ -28,6 +28,7 @@ def error(compiled, base) -> float:
     return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_stays_within_what_is_declared(name, build):
     base = build("llama")
@@ -71,6 +72,7 @@ def test_weights_that_are_float16_already_lose_nothing(build):
         assert steps["Float16"]["error"] == steps["Layers"]["error"]
 
 
+@pytest.mark.long
 def test_values_beyond_float16_stay_as_they_are():
     import torch
 

@@ -240,6 +240,7 @@ class Routed(nn.Module):
         return both.view(x.shape) + x.std(-1, keepdim=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("module", [Rotary, Biased, Routed])
 def test_exported(module: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -341,6 +341,7 @@ def test_positions_in_any_order_and_holes_do_not_matter():
     assert compare(operands)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.long), 90])
 def test_kernels_compile_for_gpus_that_are_not_here(capability, tmp_path):
     script = [sys.executable, str(Path(__file__).parent / "triton_ahead.py"), str(capability)]

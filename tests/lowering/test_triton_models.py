@@ -74,6 +74,7 @@ def driven(model: CompiledModel) -> list[np.ndarray]:
     return found
 
 
+@pytest.mark.few(2)
 def test_every_call_of_a_session_is_as_on_the_eager_target(both):
     for got, want in zip(driven(both[1]), driven(both[2]), strict=True):
         close(got, want)
@@ -167,6 +168,7 @@ def test_a_tree_in_one_call_is_as_on_the_eager_target():
     close(logits(lowered.run, on_device), logits(program.run, lambda x: x))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("score", "keep"), [("snapkv", "drop"), ("h2o", "drop"), ("k-centre", "subgen")]
 )
@@ -225,6 +227,7 @@ def test_a_cache_in_8_bits_is_as_on_the_eager_target(recipes):
 DEPTH = [{"use": "unified-skip"}, {"use": "calm", "threshold": 0.03}]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("table", DEPTH, ids=str)
 def test_layers_under_conditions_are_as_on_the_eager_target(table):
     recipe = {"about": "", "papers": [], "depth": table}

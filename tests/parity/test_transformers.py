@@ -25,6 +25,7 @@ def assert_close(got, want, tolerance=1e-4):
     assert np.abs(got - want).max() <= tolerance
 
 
+@pytest.mark.few(4)
 def test_logits_are_the_modules(built):
     row = parity.Row(built.name)
     parity.logit_error(row, built.model, built.compiled)

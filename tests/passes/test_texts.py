@@ -53,6 +53,7 @@ def test_every_pass_has_three_programs():
     assert sorted(p.name for p in TEXTS.iterdir()) == [f"{n}.{k}.txt" for n in NAMES for k in kinds]
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["before", "other"])
 def test_a_program_by_hand_says_what_it_is_and_is_written_as_programs_are(name, kind):
@@ -62,6 +63,7 @@ def test_a_program_by_hand_says_what_it_is_and_is_written_as_programs_are(name, 
     assert read(name, kind).text() == "".join(x for x in lines if not x.startswith("#"))
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", NAMES)
 def test_before_and_after(name, golden):
     step, program = step_of(name), read(name, "before")

@@ -191,6 +191,7 @@ def test_a_text_may_be_longer_than_the_draft_model_reads(toy, size):
     assert rows[0].tokens == want[0] and rows[0].drafting["drafted"] > 8
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
 def test_sampled_tokens_have_the_odds_of_the_target(toy, rule):
     assert surprise(toy, rule, lambda law: Model(), 300, model=Beside(toy, 1.0).target) < 4

@@ -355,6 +355,7 @@ def odds(toy, rule, honest=True):
     return surprise(toy, rule, drafter)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
 def test_sampled_tokens_have_the_odds_of_the_target(toy, rule):
     assert odds(toy, rule) < 4

@@ -148,6 +148,7 @@ def test_a_run_that_is_left_goes_on_as_if_nothing_had_been(folder, tmp_path_fact
     assert not torch.equal(fresh.model.embed_tokens.weight, whole.model.embed_tokens.weight)
 
 
+@pytest.mark.long
 def test_a_signal_ends_and_saves(folder):
     child = training(folder)
     child.send_signal(signal.SIGTERM)
@@ -157,6 +158,7 @@ def test_a_signal_ends_and_saves(folder):
     assert steps(folder)[-1] == int(last[1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("harm", ["cut", "changed", "no digest", "gone"])
 def test_a_torn_checkpoint_is_passed_over_and_told_of(folder, harm, capsys):
     after(folder, 3 * 64)
@@ -193,6 +195,7 @@ def test_the_two_newest_are_kept_and_nothing_else(folder):
     assert not (folder / ".new").exists()
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_it_and_leaves_the_checkpoint_before(folder):
     after(folder, 2 * 64)
     child = started(ON_A_FULL_DISK, folder)
@@ -278,6 +281,7 @@ def test_a_release_decays_a_copy_and_is_gone_on_from(folder, tmp_path_factory, m
     )
 
 
+@pytest.mark.long
 def test_a_carried_run_goes_on_in_another_folder(folder, tmp_path_factory, monkeypatch):
     """With its weights to 8 bits, its count and its log; a folder with checkpoints goes on from those."""
     monkeypatch.setattr(carried, "FOLDER", tmp_path_factory.mktemp("carried"))

@@ -130,6 +130,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("axis", "use", "option", "value"), CASES)
 def test_the_largest_count_ends(axis, use, option, value, memory, request):
@@ -231,6 +232,7 @@ def test_a_session_refuses_any_size(value, build):
         assert session.lengths.tolist() == [5, 5]
 
 
+@pytest.mark.long
 def test_stop_strings_are_few_and_short():
     with accel.optimize(
         models.llama(), tokenizer=text_tokenizer(), target="eager", verify=False

@@ -108,6 +108,7 @@ def damaged(folder, name, seed):
     return f"{name} {seed} {change.__name__}", before
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["evicts", "draft"])
 def test_a_file_that_differs_from_its_checksum(artifact, tmp_path, recipe):
     folder = shutil.copytree(artifact(recipe), tmp_path / "copy")
@@ -148,6 +149,7 @@ def files(folder):
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["evicts", "draft"])
 def test_a_file_changed_with_its_checksum(artifact, tmp_path, worker, recipe):
     folder = shutil.copytree(artifact(recipe), tmp_path / "copy")

@@ -226,6 +226,7 @@ CASES = [pytest.param(name, FEW // len(FUZZ), id=name) for name in FUZZ] + [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("name", "cases"), CASES)
 def test_calls(model, right, name, cases):

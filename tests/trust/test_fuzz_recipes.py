@@ -182,6 +182,7 @@ def model():
         yield made
 
 
+@pytest.mark.long
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     "seeds",

@@ -101,6 +101,7 @@ def digest(path):
     return open_artifact(path).manifest.raw["digest"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "exchanges, after",
     [
@@ -288,6 +289,7 @@ def killed(artifact, out, rng, count):
     return found
 
 
+@pytest.mark.long
 def test_kill_9_at_random_moments(artifact, tmp_path):
     killed(artifact, tmp_path / "in" / "out", random.Random(7), 8)
 

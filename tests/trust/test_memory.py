@@ -30,6 +30,7 @@ def growth(act, count):
     return resident() - before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loads, _", MANY)
 def test_loads(artifact, loads, _):
     path = artifact("draft")

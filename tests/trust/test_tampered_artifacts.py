@@ -54,6 +54,7 @@ def wrong(found):
     return [each for each in found.values() if each not in ("refused", "same")]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_changed_manifest(artifact, tmp_path, recipe):
     found = attacked(artifact(recipe), tmp_path / "copy", range(60))
@@ -66,6 +67,7 @@ def test_a_changed_manifest_of_a_draft_model(artifact, tmp_path):
     assert wrong(found) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["kv-int8", "diffusion"])
 def test_a_manifest_that_graphs_were_changed_to_go_with(artifact, tmp_path, recipe):
     """It is then another model, which may have other tokens: it runs, or is refused with an accel error."""
