@@ -132,6 +132,20 @@ def test_the_parts_are_as_declared_and_take_the_bits_declared(method, role):
         assert taken == pytest.approx(method.bits_of(role, x.shape[-1], **told(method, x)))
 
 
+@pytest.mark.parametrize(("method", "role"), [one for one in ROLES if one.values[0].coarse])
+def test_a_coarse_reading_takes_fewer_bytes_and_says_less(method, role):
+    """It gets the parts that are declared, and does not keep the promise of the whole."""
+    for width in WIDTHS[1:]:  # a channel by itself is exact
+        x = data(method, width)
+        parts = encode(method, role, x)
+        few = {name: parts[name] for name in parts if name in method.coarse}
+        assert list(few) == list(method.coarse) and few.keys() < parts.keys()
+        back = method.decode(role, few, width, **told(method, x)).unflatten(2, (-1, method.block))
+        assert back.shape == x.shape and back.isfinite().all()
+        assert not within(method, role, x, back)
+        assert (back - x).abs().mean() > (read(method, role, x) - x).abs().mean()
+
+
 @pytest.mark.parametrize(("method", "role"), ROLES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_is_no_number_spoils_its_row_or_block_only(method, role, value):

@@ -80,6 +80,11 @@ class Base(Pass, Method, ABC):
     so far that read them, after RoPE.
     """
 
+    coarse: ClassVar[tuple[str, ...]] = ()
+    """Of a block codec: the parts that a call reads that asks for less (`session.run(coarse=True)`): `decode` then gets
+    these alone, and no other is read. None: every call reads all.
+    """
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
@@ -96,6 +101,8 @@ class Base(Pass, Method, ABC):
         if isinstance(self, Tables):  # constants of a head say nothing of one list of all
             heads |= {Invariant.HEADS_LEVEL}
         asks = QUERIES_RELY if self.queries else frozenset()
+        if self.coarse:  # what eviction keeps is read in one way
+            asks |= {Invariant.ALL_TOKENS_HELD}
         return heads | asks | (BLOCKS_RELY if self.block else frozenset())
 
     @property
@@ -103,6 +110,10 @@ class Base(Pass, Method, ABC):
         asks = frozenset({Invariant.REWIND} if self.queries else ())  # a draft's stay in the sum
         plain = frozenset({Invariant.PLAIN_KEYS})
         return plain | asks | (BLOCKS_BREAK if self.block else frozenset())
+
+    @property
+    def provides(self) -> frozenset[Invariant]:
+        return frozenset({Invariant.COARSE_READS} if self.coarse else ())
 
     def constants(self, parts: Parts) -> Parts:
         """What its functions get of each layer, made of the tensors of its file, of all layers."""

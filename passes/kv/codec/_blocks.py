@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +12,11 @@ from torch import Tensor, fx
 
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.errors import PassError
-from accel.ir.facts import KvFacts
+from accel.ir.facts import COARSE, KvFacts
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
-from accel.ir.region import Entry, sizes
+from accel.ir.region import Conditional, Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
@@ -66,10 +67,14 @@ def hold(codec: Codec, program: Program) -> Report:
             name = str(recent.target)
             if name not in caches:
                 caches[name] = _declare(seen[name], program, editor, recent, letters)
+    coarse = None
+    if codec.coarse:
+        coarse = editor.placeholder(COARSE, (), torch.bool)
+        program.step.defaults[COARSE] = torch.tensor(False)
     for node in sites:
-        _read(editor, node, caches, positions)
+        _read(editor, node, caches, positions, coarse)
     _note_queries(program, editor, sites, caches, letters)
-    program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks)
+    program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks, coarse=bool(codec.coarse))
     program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
 
@@ -113,8 +118,9 @@ def _read(
     node: fx.Node,
     caches: dict[str, _Cache],
     positions: fx.Node,
+    coarse: fx.Node | None,
 ) -> None:
-    """Attention reads what is stored before what is new."""
+    """Attention reads what is stored before what is new; of all parts or, where the call says so, `coarse` ones."""
     found: dict[str, fx.Node] = {}
     with editor.graph.inserting_before(node):
         for part in (Part.KEYS, Part.VALUES):
@@ -122,27 +128,63 @@ def _read(
             if part is Part.VALUES and cache is caches[str(cache_of(node, Part.KEYS).target)]:
                 found["v"] = found["k"]
                 continue
-            layer, turned = cache.layer, list[fx.Node]()
-            if layer.turned:
-                where = trace(
-                    editor, STORED, lambda x: x.flatten(1), positions, like=node, key=("where",)
+            given = list(cache.stored)
+            if cache.layer.turned:
+                given.append(
+                    trace(
+                        editor, STORED, lambda x: x.flatten(1), positions, like=node, key=("where",)
+                    )
                 )
-                turned = [where, *layer.tables(editor)]
-            found[part] = trace(
-                editor,
-                f"{cache.state.name}.stored",
-                layer.decode,
-                *cache.stored,
-                *turned,
-                *layer.operands(editor),
-                like=node,
-                key=("decode", layer),
-            )
+            if coarse is None:
+                found[part] = _decoded(editor, cache, given, node)
+            else:
+                found[part] = _chosen(editor, cache, coarse, given, node)
         heads = int(sizes(found["k"])[1])
         flat = trace(
             editor, STORED, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
         )
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
+
+
+def _decoded(
+    editor: Editor, cache: _Cache, given: list[fx.Node], like: fx.Node, coarse: bool = False
+) -> fx.Node:
+    """What is stored of a buffer [B,G,P R,D]. given: its parts, and the positions where keys are turned."""
+    layer = cache.layer
+    turned = layer.tables(editor) if layer.turned else []
+    decode = layer.decode_coarse if coarse else layer.decode
+    found: fx.Node = trace(
+        editor,
+        f"{cache.state.name}.stored",
+        decode,
+        *given,
+        *turned,
+        *layer.operands(editor),
+        like=like,
+        key=(decode.__name__, layer),
+    )
+    return found
+
+
+def _chosen(
+    editor: Editor, cache: _Cache, coarse: fx.Node, given: list[fx.Node], like: fx.Node
+) -> fx.Node:
+    """The same, coarsely where the bool `coarse` [] holds: then the other parts are not read."""
+    graphs = []
+    for part in (True, False):
+        graph = fx.Graph()
+        holders = [graph.placeholder(str(node.target)) for node in (coarse, *given)]
+        for holder, node in zip(holders, (coarse, *given), strict=True):
+            holder.meta["val"] = node.meta["val"]
+        inner = Editor(editor.program, graph)
+        graph.output((_decoded(inner, cache, holders[1:], like, part),))
+        graphs.append(graph)
+    call = editor.graph.call_function(
+        Conditional(f"read.{cache.state.name}", *graphs), (coarse, *given)
+    )
+    (value,) = next(iter(graphs[0].find_nodes(op="output"))).args[0]
+    call.meta |= {"val": (value.meta["val"],), "layer": like.meta["layer"]}
+    return editor.call(operator.getitem, call, 0, like=like)
 
 
 def _note_queries(

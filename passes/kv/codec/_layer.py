@@ -38,6 +38,8 @@ class Codec(Protocol):
     @property
     def queries(self) -> bool: ...
     @property
+    def coarse(self) -> tuple[str, ...]: ...
+    @property
     def block(self) -> int: ...
     @property
     def sinks(self) -> int: ...
@@ -149,10 +151,17 @@ class Layer:
         turned = (places,) if self.turned else ()
         return self.decode(*parts, *turned, *rest).narrow(2, 0, count)
 
-    def decode(self, *operands: Tensor) -> Tensor:
-        """Of the parts, the positions [B,C] or [B,G,C] with cos and sin (where turned), the constants: [B,G,C,D]."""
+    def decode_coarse(self, *operands: Tensor) -> Tensor:
+        """The same of the parts that a coarse reading takes."""
+        return self.decode(*operands, read=self.codec.coarse)
+
+    def decode(self, *operands: Tensor, read: tuple[str, ...] = ()) -> Tensor:
+        """Of the parts, the positions [B,C] or [B,G,C] with cos and sin (where turned), the constants: [B,G,C,D].
+        `read`: of the parts those that count; none: all.
+        """
         names = list(self.parts())
         parts, rest = dict(zip(names, operands, strict=False)), operands[len(names) :]
+        parts = {name: part for name, part in parts.items() if not read or name in read}
         where, cos, sin = rest[:3] if self.turned else (None, None, None)
         constants = dict(zip(self.names, rest[3 if self.turned else 0 :], strict=True))
         wide = self.heads * self.width if self.codec.together else self.width
