@@ -3,7 +3,9 @@ bytes declared.
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,33 @@ AXIS = find_axes()["kv.codec"]
 WIDTHS = (1, 7, 10, 64, 129)
 HEADS = 4
 CODECS = [AXIS.build(n, **o) for n in AXIS.names() for o in ({}, *AXIS.method(n).others)]
-ROLES = [pytest.param(c, role, id=f"{c}-{role}") for c in CODECS for role in "kv"]
+LAYERS = 4  # of codecs that span layers
+
+
+@dataclass(frozen=True)
+class InLayer:
+    """A codec that spans layers, in one of them. Another layer's numbers are made of its own, token by token."""
+
+    codec: Any
+    layer: int
+
+    def __getattr__(self, name):
+        return getattr(self.codec, name)
+
+    def __str__(self):
+        return f"{self.codec}@{self.layer}"
+
+
+def in_layers(codec):
+    """In a layer of each kind, if it makes a difference."""
+    if not codec.spans:
+        return [codec]
+    kinds = {codec.place(layer, LAYERS): layer for layer in range(LAYERS)}
+    return [InLayer(codec, layer) for layer in kinds.values()]
+
+
+METHODS = [method for codec in CODECS for method in in_layers(codec)]
+ROLES = [pytest.param(m, role, id=f"{m}-{role}") for m in METHODS for role in "kv"]
 
 
 def data(method, width, count=11, seed=0):
@@ -77,17 +105,42 @@ def asked(method, role, x):
     return {"queries": queries.mT @ queries}
 
 
-def encode(method, role, x):
-    return method.encode(role, x, **asked(method, role, x), **told(method, x))
+def beside(method, role, x, written, **known):
+    """What the functions of a codec that spans layers get beside x. known: numbers of other layers."""
+    if not isinstance(method, InLayer):
+        return {}
+    found = {"place": method.place(method.layer, LAYERS)}
+    other = 0.7 * x + 0.3 * x.roll(1, -1)
+    for name in method.near(role, found["place"], written):
+        if name in known:
+            found[name] = known[name]
+        elif name == "keys":
+            found[name] = read(method, "k", other)
+        elif name == "read":
+            found[name] = read(InLayer(method.codec, method.layer - 1), role, other, above=x)
+        else:
+            found[name] = other
+    return found
+
+
+def encode(method, role, x, **known):
+    more = beside(method, role, x, True, **known)
+    return method.encode(role, x, **more, **asked(method, role, x), **told(method, x))
 
 
 def declared_of(method, role, x):
-    return method.parts(role, x.shape[-1], **told(method, x))
+    return method.parts(role, x.shape[-1], **placed(method), **told(method, x))
 
 
-def read(method, role, x):
+def placed(method):
+    spans = isinstance(method, InLayer)
+    return {"place": method.place(method.layer, LAYERS)} if spans else {}
+
+
+def read(method, role, x, **known):
     """What comes back, in the shape of x."""
-    back = method.decode(role, encode(method, role, x), x.shape[-1], **told(method, x))
+    parts, more = encode(method, role, x, **known), beside(method, role, x, False, **known)
+    back = method.decode(role, parts, x.shape[-1], **more, **told(method, x))
     assert back.dtype == torch.float32
     if method.block:
         assert back.shape == (*x.shape[:2], x.shape[2] * method.block, x.shape[-1])
@@ -97,7 +150,8 @@ def read(method, role, x):
 
 
 def within(method, role, x, back):
-    return method.within(role, x, back, **asked(method, role, x), **told(method, x)).all()
+    more = asked(method, role, x) | beside(method, role, x, True)
+    return method.within(role, x, back, **more, **told(method, x)).all()
 
 
 @pytest.mark.parametrize(("method", "role"), ROLES)
@@ -129,7 +183,9 @@ def test_the_parts_are_as_declared_and_take_the_bits_declared(method, role):
             assert parts[part].dtype == DTYPES[dtype]
             assert parts[part].shape == (*x.shape[:3], *sizes)
         taken = sum(8 * p.nbytes for p in parts.values()) / x.numel()
-        assert taken == pytest.approx(method.bits_of(role, x.shape[-1], **told(method, x)))
+        assert taken == pytest.approx(
+            method.bits_of(role, x.shape[-1], **placed(method), **told(method, x))
+        )
 
 
 @pytest.mark.parametrize(("method", "role"), [one for one in ROLES if one.values[0].coarse])
