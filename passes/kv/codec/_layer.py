@@ -205,7 +205,9 @@ class Layer:
         """The latter alone, of the parts, what it gets of other layers, and constants: blocks [B,G,P,R,D]."""
         names = list(self.parts())
         parts = dict(zip(names, operands, strict=False))
-        return self._decoded(parts, *operands[len(names) :]).unflatten(2, [-1, self.codec.block])
+        x = self._decoded(parts, *operands[len(names) :])
+        found: Tensor = x.unflatten(2, [-1, self.codec.block])
+        return found
 
     def _decoded(self, parts: dict[str, Tensor], *operands: Tensor) -> Tensor:
         """As the codec gives them."""

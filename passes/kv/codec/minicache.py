@@ -84,15 +84,16 @@ class Minicache(Base):
         return "rows" if role == "k" else "channels"
 
     def parts(self, role: str, width: int, place: str) -> dict[str, tuple[str, Sizes]]:
+        found = dict[str, tuple[str, Sizes]]()
         if self.bits in _FLOATS:
-            found = {"": (_FLOATS[self.bits], (self.residual * width,))}
+            found[""] = (_FLOATS[self.bits], (self.residual * width,))
         else:
             codes, groups = block_sizes(self.block, width, self.bits, self.group, self._along(role))
             half = ("float16", (groups,))
             found = {"": ("uint8", (codes,)), "scale": half, "least": half}
         if place == "alone":
             return found
-        size = ("float32", (self.residual,))
+        size: tuple[str, Sizes] = ("float32", (self.residual,))
         found = {**found, "size": size} if place == "lower" else {"": size}
         if self._most:
             found["own"] = ("float32" if self.bits == 32 else "float16", (self._most * width,))
@@ -109,8 +110,7 @@ class Minicache(Base):
     ) -> dict[str, Tensor]:
         if place == "alone":
             return self._stored(role, x)
-        pair = (x, above) if above is not None else (beneath, x)
-        assert pair[0] is not None and pair[1] is not None
+        pair = _pair(x, above, beneath)
         spoilt = sum((y.half().float() * 0).sum((-2, -1), keepdim=True) for y in pair)
         shared, angle = self._merged(*pair)
         x = x + spoilt  # no number: none of its block
@@ -160,7 +160,8 @@ class Minicache(Base):
 
     def _retained(self, angle: Tensor) -> Tensor:
         """The tokens [..,n] whose angles [..,R] are largest."""
-        return angle.topk(self._most, dim=-1).indices
+        found: Tensor = angle.topk(self._most, dim=-1).indices
+        return found
 
     def _stored(self, role: str, x: Tensor) -> dict[str, Tensor]:
         if self.bits in _FLOATS:
@@ -170,7 +171,8 @@ class Minicache(Base):
 
     def _read(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         if self.bits in _FLOATS:
-            return parts[""].float().unflatten(-1, [self.residual, width]).flatten(2, 3)
+            back: Tensor = parts[""].float().unflatten(-1, [self.residual, width]).flatten(2, 3)
+            return back
         codes, scale, least = (parts[name] for name in ("", "scale", "least"))
         found: Tensor = group_dequantize(
             codes, scale, least, self.bits, self.group, self._along(role), self.block, width
@@ -198,8 +200,7 @@ class Minicache(Base):
             if self.bits in _FLOATS:
                 return (back - x).abs() <= half
             return near(x, back, self.bits, self.group, self._along(role))
-        pair = (x, above) if above is not None else (beneath, x)
-        assert pair[0] is not None and pair[1] is not None
+        pair = _pair(x, above, beneath)
         shared, angle = self._merged(*pair)
         size = _size(x)
         rounding = torch.full_like(size, 2**-10 * x.shape[-1] ** 0.5)
@@ -220,6 +221,14 @@ class Minicache(Base):
         exact = ((back - x).abs() <= half).all(-1)
         found: Tensor = torch.where(stays, exact, right)
         return found
+
+
+def _pair(x: Tensor, above: Tensor | None, beneath: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The lower layer's numbers and the upper one's, of which x are one."""
+    if above is not None:
+        return x, above
+    assert beneath is not None
+    return beneath, x
 
 
 def _size(x: Tensor) -> Tensor:
