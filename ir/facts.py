@@ -78,6 +78,9 @@ class EncoderFacts:
         )
 
 
+COARSE = "coarse"  # the step's input [] bool: whether attention reads what lies in blocks coarsely
+
+
 @dataclass(frozen=True)
 class KvFacts:
     """What a recipe does with the KV cache beyond appending to it.
@@ -87,7 +90,7 @@ class KvFacts:
     flush: it drops nothing, and moves blocks of so many tokens (`kv.codec`), but for the first `sinks`.
     tables: the budget's constants, by name, of each layer that evicts; none: it has none. marks: inputs of `compress`
     about a row's tokens that a session gives.
-    moves: tokens that stay take positions from 0 on.
+    moves: tokens that stay take positions from 0 on. coarse: a call may read what lies in blocks coarsely.
     """
 
     observe: int = 0
@@ -98,6 +101,12 @@ class KvFacts:
     marks: tuple[str, ...] = ()
     moves: bool = False
     sinks: int = 0
+    coarse: bool = False
+
+    @property
+    def inputs(self) -> dict[str, tuple[int, ...]]:
+        """The step's inputs by which a call chooses, with their shapes."""
+        return {COARSE: ()} if self.coarse else {}
 
     @classmethod
     def from_json(cls, f: Fields) -> KvFacts:
@@ -112,6 +121,7 @@ class KvFacts:
             f.texts("marks") if "marks" in f.value else (),
             f.boolean("moves") if "moves" in f.value else False,
             f.integer("sinks") if "sinks" in f.value else 0,
+            f.boolean("coarse") if "coarse" in f.value else False,
         )
 
 

@@ -66,6 +66,15 @@ class Entry:
         self.outputs = list(values)
 
 
+LAYER = "layer."  # what regions that are layers are called, before their number
+
+
+def layer_calls(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of a graph's layers, in order; of other regions, one value is computed in one way or another."""
+    calls = (n for n in graph.nodes if isinstance(n.target, Region))
+    return [n for n in calls if n.target.name.startswith(LAYER)]
+
+
 def graphs_of(region: Region) -> list[fx.Graph]:
     """The graphs of which a call of the region runs one."""
     return [region.graph, *([region.otherwise] if isinstance(region, Conditional) else [])]

@@ -24,7 +24,7 @@ def _grouped(x: Tensor, group: int, along: str) -> tuple[Tensor, int]:
 
 
 def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tensor, Tensor, Tensor]:
-    most, per, (rows, width) = 2**bits - 1, 8 // bits, x.shape[-2:]
+    most, (rows, width) = 2**bits - 1, x.shape[-2:]
     cut, axis = _grouped(x, group, along)
     low, high = cut.amin(axis, keepdim=True), cut.amax(axis, keepdim=True)
     broken = (cut * 0).sum(axis, keepdim=True)  # NaN, where a number is none
@@ -34,23 +34,47 @@ def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tenso
     )  # so that no number is further off than half of it
     scale = (step * WIDER + LEAST + broken).half()
     steps = ((cut - least) / scale.float()).round().clamp(0, most)
-    whole = (
-        torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width].long()
-    )
-    place = torch.tensor([[1 << bits * i] for i in range(per)], device=x.device)
-    codes = (pad(whole, (0, -width % per)).unflatten(-1, (per, -1)) * place).sum(-2)
-    return codes.to(torch.uint8).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
+    whole = torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width]
+    return packed(whole, bits), scale.flatten(-3), least.half().flatten(-3)
 
 
 def near(x: Tensor, back: Tensor, bits: int, group: int, along: str) -> Tensor:
     """Whether each number of blocks `back` [..,R,D] is within half a step of x: of its group, 2^bits - 1 steps between
     its ends; these are rounded to float16.
     """
+    return near_by(x, back, 0.5 / (2**bits - 1), group, along)
+
+
+def near_by(x: Tensor, back: Tensor, share: float, group: int, along: str) -> Tensor:
+    """The same, where a number may be off by a share of what lies between the ends of its group."""
     cut, axis = _grouped(x, group, along)
     span = cut.amax(axis, keepdim=True) - cut.amin(axis, keepdim=True)
     ends = cut.abs().amax(axis, keepdim=True) * 2**-10 + 1e-7
     off = (_grouped(back, group, along)[0] - cut).abs()
-    found: Tensor = off <= span / (2**bits - 1) / 2 * 1.01 + ends
+    found: Tensor = off <= span * share * 1.01 + ends
+    return found
+
+
+def spread(of: Tensor, rows: int, width: int, group: int, along: str) -> Tensor:
+    """One number of each group of a block, [..,n] -> [..,R,D]."""
+    if along == "rows":
+        cut = of.unflatten(-1, [-1, 1, width])
+        wide = cut.expand(*cut.shape[:-2], group, width)
+        rows_of: Tensor = wide.flatten(-3, -2)
+        return rows_of
+    cut = of.unflatten(-1, [rows, -1, 1])
+    found: Tensor = cut.expand(*cut.shape[:-1], group).flatten(-2)[..., :width]
+    return found
+
+
+def packed(steps: Tensor, bits: int) -> Tensor:
+    """Numbers of `bits` bits [..,R,D] as `group_quantize` packs codes: uint8 [..,R ceil(D bits / 8)]."""
+    per = 8 // bits
+    cut = pad(steps.long(), (0, -steps.shape[-1] % per)).unflatten(-1, [per, -1])
+    codes = cut.select(-2, 0)
+    for i in range(1, per):
+        codes = codes + cut.select(-2, i) * (1 << bits * i)
+    found: Tensor = codes.to(torch.uint8).flatten(-2)
     return found
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from accel.ir.depth import PROPAGATE
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
-from accel.ir.region import Conditional, Region, sizes
+from accel.ir.region import Conditional, Region, layer_calls, sizes
 from accel.ir.state import Part, state_of
 from accel.passes.clean.clean import remove_dead
 from accel.passes.depth._narrow import narrow
@@ -22,7 +22,7 @@ PLAN = "run_layers"
 
 def layers(program: Program) -> list[fx.Node]:
     """The calls of all layers, in order. Raises PassError where a layer cannot be left out."""
-    calls = [n for n in program.step.graph.nodes if isinstance(n.target, Region)]
+    calls = layer_calls(program.step.graph)
     if len(calls) != len(program.facts.layers) or not calls:
         raise PassError(
             f"depth: {len(calls)} of {len(program.facts.layers)} layers were found in the graph, "

@@ -11,6 +11,7 @@ from accel.ir.entries.compress import queries_of
 from accel.ir.errors import PassError
 from accel.ir.program import Editor, Program
 from accel.ir.region import Conditional, Entry, Region
+from accel.ir.region import layer_calls as layers_of
 from accel.ir.state import writes_state
 from accel.passes.clean.clean import remove_dead
 
@@ -20,7 +21,7 @@ _INPUTS = ("positions", "slots", "rows")  # of every entry, read or not
 
 def layer_calls(program: Program, entry: Entry) -> list[fx.Node]:
     """The calls of all layers of an entry, in order. Raises PassError where they were not found."""
-    calls = [n for n in entry.graph.nodes if isinstance(n.target, Region)]
+    calls = layers_of(entry.graph)
     count = len(program.facts.layers)
     if not calls or len(calls) != count:
         raise PassError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from accel.ir.program import Program, ancestors
-from accel.ir.region import Region, sizes
+from accel.ir.region import LAYER, Region, sizes
 from accel.passes import Pass, Report
 from accel.passes.recognise.cuts import cut_points, layer_groups
 from accel.passes.recognise.region import numbering
@@ -40,7 +40,7 @@ class Layers(Pass):
             return Report(refused=[bounds])
         start = bounds[0]
         for index, end in enumerate(bounds[1:]):
-            start = _outline(program, start, end, f"layer.{index}")
+            start = _outline(program, start, end, f"{LAYER}{index}")
         return Report(changed=len(bounds) - 1)
 
 

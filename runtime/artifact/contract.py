@@ -116,6 +116,8 @@ def _check_signature(
         controls: dict[str, tuple[int | str, ...]] = {}
         if facts.depth is not None:
             controls |= facts.depth.inputs
+        if facts.kv is not None:
+            controls |= facts.kv.inputs
         if facts.adapters is not None:
             controls |= {n: tuple(shape) for n, shape in facts.adapters.shapes().items()}
         wrong |= (_CALL - takes) | ({LOGITS} - gives) | (state.keys() - read) | (held ^ written)

@@ -67,7 +67,7 @@ class EagerSession:
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
         """See protocol.BackendSession."""
-        self._controls = {n: self._tensor(a) for n, a in values.items()}
+        self._controls = self._controls | {n: self._tensor(a) for n, a in values.items()}
 
     def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
         """See protocol.BackendSession."""

@@ -1,4 +1,4 @@
-"""The graph's inputs that say which layers run."""
+"""The graph's inputs that say which layers run, and how precisely the cache is read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.depth import Depth
+from accel.ir.facts import COARSE, Facts
 
 NEVER = 2.0  # a confidence that no token reaches
 
@@ -28,6 +29,13 @@ class Controls:
         return found
 
 
-def everything(depth: Depth | None) -> dict[str, npt.NDArray[Any]]:
-    """The inputs with which all layers run; empty for a graph without conditions."""
-    return {} if depth is None else Controls(np.ones(len(depth.plan), bool)).arrays(depth)
+def reading(coarse: bool) -> dict[str, npt.NDArray[Any]]:
+    """The input that says how precisely the cache is read."""
+    return {COARSE: np.array(coarse)}
+
+
+def everything(facts: Facts) -> dict[str, npt.NDArray[Any]]:
+    """The inputs with which all layers run and read all bits; empty for a graph without conditions."""
+    depth, kv = facts.depth, facts.kv
+    layers = {} if depth is None else Controls(np.ones(len(depth.plan), bool)).arrays(depth)
+    return layers | (reading(False) if kv is not None and kv.coarse else {})

@@ -54,7 +54,7 @@ class BackendSession(Protocol):
         """One call of another entry over the state: its inputs by name -> what it gives beside the state."""
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
-        """What every later step is told beside its tokens (`depth.Controls`)."""
+        """What every later step is told beside its tokens (`layer_inputs`): these inputs, of all."""
 
     def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
         """What every later call reads as inputs of adapters (`ir.adapters`): a and b by name, and `rows` [B,1,R]."""

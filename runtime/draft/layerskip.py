@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters
-from accel.runtime.draft._by_logits import ByLogits
+from accel.runtime.draft._by_self import BySelf
 from accel.runtime.session.session import Session
 
 Layers = npt.NDArray[np.bool_]
@@ -42,7 +41,9 @@ class LayerSkip(Base):
             )
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:
-        return _Early(self.layers(context), session, rows, context)
+        layers = self.layers(context)
+        share = float(layers.mean())  # and the head
+        return BySelf(session, rows, context, share, run_layers=layers)
 
     def layers(self, context: DecodeContext) -> Layers:
         """Which layers draft [L]."""
@@ -59,29 +60,3 @@ class LayerSkip(Base):
                 "drafting costs less than verification"
             )
         return np.arange(count) < last
-
-
-class _Early(ByLogits):
-    def __init__(
-        self, layers: Layers, session: Session, rows: Sequence[Row], context: DecodeContext
-    ):
-        super().__init__(rows, context, session.vocab_size, float(layers.mean()))  # and the head
-        self._layers, self._session = layers, session
-        self._held = session.lengths
-
-    def first(self, rows: list[int]) -> Logits:
-        self._held = self._session.lengths
-        return self.further({i: int(self.rows[i].seen[-1]) for i in rows})
-
-    def further(self, tokens: dict[int, int]) -> Logits:
-        batch = self._session.batch
-        column = np.zeros((batch, 1), np.int64)
-        column[list(tokens), 0] = list(tokens.values())
-        mask = None
-        if len(tokens) < batch:
-            mask = np.zeros(batch, np.int64)
-            mask[list(tokens)] = 1
-        return self._session.run(column, mask, run_layers=self._layers)
-
-    def done(self) -> None:
-        self._session.rewind(self._held)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,12 @@ class SessionCore:
         run_layers: Any = None,
         threshold: float | None = None,
         prompt: bool = False,
+        coarse: bool = False,
     ) -> Logits:
         """See `Session.run`; `prompt`: these are whole prompts of an empty session."""
+        if coarse:
+            with self._coarse():
+                return self.run(tokens, lengths, last_only, run_layers, threshold, prompt)
         backend, before = self.backend, self.lengths
         ids, counts = call_tokens(tokens, lengths, before, self.vocab_size, self.max_context)
         after = before + (ids.shape[1] if counts is None else counts)
@@ -309,6 +314,21 @@ class SessionCore:
             return self._whole(ids, last_only)
         full = np.full(self.batch, ids.shape[1], np.int64) if counts is None else counts
         return self._chunks(ids, full, self.lengths, last_only, self.observers)
+
+    @contextmanager
+    def _coarse(self) -> Iterator[None]:
+        """Graph calls read the cache coarsely meanwhile. Raises InputError where they cannot."""
+        backend = self.backend
+        if not any([one.reads(backend, True) for one in self.observers]):
+            raise InputError(
+                "coarse: this model reads its cache in one way; build it with a kv.codec that has two, such as "
+                "quantspec-kv"
+            )
+        try:
+            yield
+        finally:
+            for one in self.observers:
+                one.reads(backend, False)
 
     def _whole(self, ids: Ints, last_only: bool) -> Logits:
         """One graph call without padding."""

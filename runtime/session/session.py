@@ -163,6 +163,7 @@ class Session:
         last_only: bool = False,
         run_layers: Any = None,
         threshold: float | None = None,
+        coarse: bool = False,
     ) -> Logits:
         """Append tokens [B,T] and return the logits after each, float32 [B,T,V].
 
@@ -177,12 +178,13 @@ class Session:
                 for a prompt, the recipe's for single tokens after it.
             threshold: confidence for early exit; for a model with exits. Default: no exit in a prompt,
                 then the recipe's.
+            coarse: read the cache in fewer bits than it is stored in, as a draft does; for a model whose kv.codec can.
 
         Raises:
             InputError: the call is invalid. The session is unchanged, or closed if tokens of a failed
                 call were already evicted or counted.
         """
-        return self._open().run(tokens, lengths, last_only, run_layers, threshold)
+        return self._open().run(tokens, lengths, last_only, run_layers, threshold, coarse=coarse)
 
     def prompt(self, tokens: Any, lengths: Any = None) -> Logits:
         """Append whole prompts [B,T] and return the logits after each row's last token, float32 [B,1,V].

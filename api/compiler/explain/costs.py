@@ -18,7 +18,7 @@ from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import PRODUCTS, quantized_expert_linear
 from accel.ir.program import Program, State
-from accel.ir.region import Conditional, Region, graphs_of
+from accel.ir.region import Conditional, Region, graphs_of, layer_calls
 from accel.ir.sizes import grows, per_slot
 from accel.ir.state import CacheRegion
 from accel.runtime.backends.buffers import STEP, kept_heads
@@ -184,8 +184,9 @@ def _read(program: Program) -> Reading:
     outer: dict[str, float] = {}
     depth = program.facts.depth
     plan = iter(depth.plan if depth is not None else ())
+    layers = set(layer_calls(program.step.graph))
     for node in program.step.graph.nodes:
-        if not isinstance(node.target, Region):
+        if node not in layers:
             _add(outer, node, program)
             continue
         if isinstance(node.target, Conditional):

@@ -15,7 +15,7 @@ from torch import fx
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.program import Program
-from accel.ir.region import Conditional, Region
+from accel.ir.region import Conditional, Region, layer_calls
 from accel.ir.state import writes_state
 from accel.ir.text import type_text
 
@@ -59,7 +59,8 @@ class Layer:
 
 def layers(program: Program) -> list[Layer]:
     """Every layer of the step; the whole step as one, where no layers were found."""
-    regions = [n.target for n in program.step.graph.nodes if isinstance(n.target, Region)]
+    calls = layer_calls(program.step.graph)
+    regions = [n.target for n in calls if isinstance(n.target, Region)]
     if not regions:
         return [_drawn("step", program.step.graph, program)]
     found = []

@@ -24,6 +24,7 @@ UNARY = {  # computed in the output's dtype
     aten.sigmoid.default: "Sigmoid",
     aten.erf.default: "Erf",
     aten.sin.default: "Sin",
+    aten.acos.default: "Acos",
     aten.cos.default: "Cos",
     aten.sign.default: "Sign",
 }

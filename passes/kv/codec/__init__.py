@@ -80,6 +80,27 @@ class Base(Pass, Method, ABC):
     so far that read them, after RoPE.
     """
 
+    coarse: ClassVar[tuple[str, ...]] = ()
+    """Of a block codec: the parts that a call reads that asks for less (`session.run(coarse=True)`): `decode` then gets
+    these alone, and no other is read. None: every call reads all.
+    """
+
+    spans: ClassVar[bool] = False
+    """Of a block codec: its functions know of other layers. All get `place`, which of the layers it is (`place`);
+    `encode` and `within`, and with `written` false `decode`, get numbers of others (`near`).
+    """
+
+    def place(self, layer: int, layers: int) -> str:
+        """Where a layer stands among so many, as far as the codec makes a difference."""
+        return ""
+
+    def near(self, role: str, place: str, written: bool) -> tuple[str, ...]:
+        """Further parameters, blocks [B,G,P,R,D] of the same tokens: `read`, what the same role of the layer beneath is
+        read as; `keys`, of values what this layer's keys are read as; while blocks are `written` also `above` and
+        `beneath`, what the layers above and beneath hold.
+        """
+        return ()
+
     @property
     def block(self) -> int:
         """Tokens that are encoded together; 0: each by itself."""
@@ -96,6 +117,10 @@ class Base(Pass, Method, ABC):
         if isinstance(self, Tables):  # constants of a head say nothing of one list of all
             heads |= {Invariant.HEADS_LEVEL}
         asks = QUERIES_RELY if self.queries else frozenset()
+        if self.coarse or self.spans:  # what eviction keeps is read in one way, and by layer
+            asks |= {Invariant.ALL_TOKENS_HELD}
+        if self.spans:
+            asks |= {Invariant.ALL_LAYERS_RUN}
         return heads | asks | (BLOCKS_RELY if self.block else frozenset())
 
     @property
@@ -103,6 +128,10 @@ class Base(Pass, Method, ABC):
         asks = frozenset({Invariant.REWIND} if self.queries else ())  # a draft's stay in the sum
         plain = frozenset({Invariant.PLAIN_KEYS})
         return plain | asks | (BLOCKS_BREAK if self.block else frozenset())
+
+    @property
+    def provides(self) -> frozenset[Invariant]:
+        return frozenset({Invariant.COARSE_READS} if self.coarse else ())
 
     def constants(self, parts: Parts) -> Parts:
         """What its functions get of each layer, made of the tensors of its file, of all layers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,16 +12,17 @@ from torch import Tensor, fx
 
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.errors import PassError
-from accel.ir.facts import KvFacts
+from accel.ir.facts import COARSE, KvFacts
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
-from accel.ir.region import Entry, sizes
+from accel.ir.region import Conditional, Entry, sizes
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv.codec._layer import Codec, Layer, layers
+from accel.passes.kv.codec._spans import Spanning, blocks_of
 from accel.passes.state.recurrent import buffer
 
 STORED = name_of(Part.POSITIONS, region=CacheRegion.KEPT)  # the positions in blocks
@@ -66,10 +68,15 @@ def hold(codec: Codec, program: Program) -> Report:
             name = str(recent.target)
             if name not in caches:
                 caches[name] = _declare(seen[name], program, editor, recent, letters)
+    coarse = None
+    if codec.coarse:
+        coarse = editor.placeholder(COARSE, (), torch.bool)
+        program.step.defaults[COARSE] = torch.tensor(False)
+    spanning = Spanning()
     for node in sites:
-        _read(editor, node, caches, positions)
+        _read(editor, node, caches, positions, coarse, spanning)
     _note_queries(program, editor, sites, caches, letters)
-    program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks)
+    program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks, coarse=bool(codec.coarse))
     program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
     return Report(changed=len(caches))
 
@@ -113,8 +120,10 @@ def _read(
     node: fx.Node,
     caches: dict[str, _Cache],
     positions: fx.Node,
+    coarse: fx.Node | None,
+    spanning: Spanning,
 ) -> None:
-    """Attention reads what is stored before what is new."""
+    """Attention reads what is stored before what is new; of all parts or, where the call says so, `coarse` ones."""
     found: dict[str, fx.Node] = {}
     with editor.graph.inserting_before(node):
         for part in (Part.KEYS, Part.VALUES):
@@ -122,27 +131,84 @@ def _read(
             if part is Part.VALUES and cache is caches[str(cache_of(node, Part.KEYS).target)]:
                 found["v"] = found["k"]
                 continue
-            layer, turned = cache.layer, list[fx.Node]()
-            if layer.turned:
-                where = trace(
-                    editor, STORED, lambda x: x.flatten(1), positions, like=node, key=("where",)
+            given = list(cache.stored)
+            if cache.layer.turned:
+                given.append(
+                    trace(
+                        editor, STORED, lambda x: x.flatten(1), positions, like=node, key=("where",)
+                    )
                 )
-                turned = [where, *layer.tables(editor)]
-            found[part] = trace(
-                editor,
-                f"{cache.state.name}.stored",
-                layer.decode,
-                *cache.stored,
-                *turned,
-                *layer.operands(editor),
-                like=node,
-                key=("decode", layer),
-            )
+            if cache.layer.codec.spans:
+                found[part] = _spanning(editor, cache, given, spanning, node)
+            elif coarse is None:
+                found[part] = _decoded(editor, cache, given, node)
+            else:
+                found[part] = _chosen(editor, cache, coarse, given, node)
         heads = int(sizes(found["k"])[1])
         flat = trace(
             editor, STORED, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
         )
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
+
+
+def _decoded(
+    editor: Editor, cache: _Cache, given: list[fx.Node], like: fx.Node, coarse: bool = False
+) -> fx.Node:
+    """What is stored of a buffer [B,G,P R,D]. given: its parts, and the positions where keys are turned."""
+    layer = cache.layer
+    turned = layer.tables(editor) if layer.turned else []
+    decode = layer.decode_coarse if coarse else layer.decode
+    found: fx.Node = trace(
+        editor,
+        f"{cache.state.name}.stored",
+        decode,
+        *given,
+        *turned,
+        *layer.operands(editor),
+        like=like,
+        key=(decode.__name__, layer),
+    )
+    return found
+
+
+def _spanning(
+    editor: Editor, cache: _Cache, given: list[fx.Node], spanning: Spanning, like: fx.Node
+) -> fx.Node:
+    """The same of a codec that reads it by what other layers were read as."""
+    layer = cache.layer
+    turned = layer.tables(editor) if layer.turned else []
+    near, constants = spanning.near(layer, written=False), layer.operands(editor)
+    found, spanning.read[layer.number, layer.role] = trace(
+        editor,
+        f"{cache.state.name}.stored",
+        layer.decode_both,
+        *(*given, *turned, *near, *constants),
+        like=like,
+        key=("decode both", layer),
+    )
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _chosen(
+    editor: Editor, cache: _Cache, coarse: fx.Node, given: list[fx.Node], like: fx.Node
+) -> fx.Node:
+    """The same, coarsely where the bool `coarse` [] holds: then the other parts are not read."""
+    graphs = []
+    for part in (True, False):
+        graph = fx.Graph()
+        holders = [graph.placeholder(str(node.target)) for node in (coarse, *given)]
+        for holder, node in zip(holders, (coarse, *given), strict=True):
+            holder.meta["val"] = node.meta["val"]
+        inner = Editor(editor.program, graph)
+        graph.output((_decoded(inner, cache, holders[1:], like, part),))
+        graphs.append(graph)
+    call = editor.graph.call_function(
+        Conditional(f"read.{cache.state.name}", *graphs), (coarse, *given)
+    )
+    (value,) = next(iter(graphs[0].find_nodes(op="output"))).args[0]
+    call.meta |= {"val": (value.meta["val"],), "layer": like.meta["layer"]}
+    return editor.call(operator.getitem, call, 0, like=like)
 
 
 def _note_queries(
@@ -208,11 +274,25 @@ def _entry(codec: Codec, program: Program, caches: list[_Cache], positions: fx.N
     moved = trace(editor, "compress.pos", _moved_positions, where, held, fresh, places, tail)
     outputs = {output_of(STORED): moved[0], output_of(POSITIONS): moved[1]}
     rows: dict[int, Any] = {}  # of so many heads, by their number
+    spanning = Spanning()
+    if codec.spans:
+        for cache, nodes in zip(caches, given, strict=True):
+            spanning.hold(editor, cache.layer, cache.state.name, fresh, nodes[0], held)
     for cache, nodes in zip(caches, given, strict=True):
         layer = cache.layer
         for groups in (layer.heads, layer.groups):
             if groups not in rows:
                 rows[groups] = trace(editor, "compress", partial(_rows, groups), places, tail)
+        if codec.spans:
+            new = spanning.encode(editor, layer, cache.state.name)
+            move, operands = partial(_put, len(new)), [*nodes, *new]
+            *kept, left = trace(
+                editor, f"compress.{cache.state.name}", move, rows[layer.groups][0], rows[layer.heads][1], *operands,
+                key=("put", len(new)),
+            )  # fmt: skip
+            outputs |= {s.output: node for s, node in zip(cache.parts, kept, strict=True)}
+            outputs[cache.state.output] = left
+            continue
         turned = [held, *layer.tables(editor)] if layer.turned else []
         asked = [holder(str(n.target), n.meta["val"]) for n in (cache.products,) if n is not None]
         *kept, left = trace(
@@ -243,10 +323,10 @@ def _move(
     """
     names = list(layer.parts())
     stored, rest = operands[: len(names)], list(operands[len(names) :])
-    blocks = _blocks(recent, fresh)
+    blocks = blocks_of(recent, fresh)
     if layer.turned:
         held, *rest = rest
-        where = _blocks(held[:, None, :, None], fresh)[..., 0]  # [B,1,F,R]
+        where = blocks_of(held[:, None, :, None], fresh)[..., 0]  # [B,1,F,R]
         new = layer.encode_turned(blocks, where, *rest)
     else:
         new = layer.encode(blocks, *rest)
@@ -257,10 +337,13 @@ def _move(
     return (*kept, _taken(recent, tail))
 
 
-def _blocks(recent: Tensor, fresh: Tensor) -> Tensor:
-    """recent [B,G,C,D] -> its slots fresh [F,R], [B,G,F,R,D]."""
-    found: Tensor = recent.index_select(2, fresh.flatten()).unflatten(2, fresh.shape)
-    return found
+def _put(
+    count: int, places: Tensor, tail: Tensor, recent: Tensor, *operands: Tensor
+) -> tuple[Tensor, ...]:
+    """The same, where the parts of the new blocks, the last `count` operands, are known."""
+    stored, new = operands[:count], operands[count:]
+    kept = [_taken(torch.cat((a, b), dim=2), places) for a, b in zip(stored, new, strict=True)]
+    return (*kept, _taken(recent, tail))
 
 
 def _rows(groups: int, *places: Tensor) -> tuple[Tensor, ...]:
@@ -278,7 +361,7 @@ def _moved_positions(
     stored: Tensor, held: Tensor, fresh: Tensor, places: Tensor, tail: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Positions of the blocks [B,1,P,R] and of what stays [B,M], -1 where there is nothing."""
-    new = _blocks(held[:, None, :, None], fresh)[..., 0]
+    new = blocks_of(held[:, None, :, None], fresh)[..., 0]
     (rows,) = _rows(1, places)
     kept = _taken(torch.cat((stored, new), dim=2), rows)
     kept = kept.masked_fill((places < 0)[:, None, :, None], -1)

@@ -14,7 +14,7 @@ from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Program
 from accel.ir.region import sizes
-from accel.ir.state import Part
+from accel.ir.state import Part, name_of
 from accel.ir.tables import Tables
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv._shared.rotation import Rotation, rotated, rotation_of
@@ -25,6 +25,7 @@ Sizes = tuple[int, ...]
 _SPARE = (
     1024  # slots of a buffer beyond the model's positions, at most: a call's, and up to a whole 256
 )
+_PARTS = (Part.KEYS, Part.VALUES)
 INSTEAD = "use kv.codec = 'kv-int8' for this model"
 
 
@@ -37,6 +38,12 @@ class Codec(Protocol):
     def unrotated(self) -> bool: ...
     @property
     def queries(self) -> bool: ...
+    @property
+    def coarse(self) -> tuple[str, ...]: ...
+    @property
+    def spans(self) -> bool: ...
+    def place(self, layer: int, layers: int) -> str: ...
+    def near(self, role: str, place: str, written: bool) -> tuple[str, ...]: ...
     @property
     def block(self) -> int: ...
     @property
@@ -61,9 +68,19 @@ class Layer:
     turned: bool = False
     interleaved: bool = False
     factor: float = 1.0  # on both tables (YaRN)
+    place: str = ""  # where the codec spans layers
     tensors: tuple[Tensor, ...] = field(default=(), compare=False)
     rotation: Rotation | None = field(default=None, compare=False)
     number: int = field(default=0, compare=False)  # of the layer that owns the buffer
+
+    @property
+    def _placed(self) -> dict[str, str]:
+        """What its functions get beside tensors."""
+        return {"place": self.place} if self.codec.spans else {}
+
+    def near(self, written: bool) -> tuple[str, ...]:
+        """What `encode` (written) or `decode` gets of other layers."""
+        return self.codec.near(self.role, self.place, written) if self.codec.spans else ()
 
     @property
     def groups(self) -> int:
@@ -73,7 +90,8 @@ class Layer:
     def parts(self) -> dict[str, tuple[str, Sizes]]:
         """See Base."""
         wide = self.heads * self.width if self.codec.together else self.width
-        return self.codec.parts(self.role, wide, **dict(zip(self.names, self.tensors, strict=True)))
+        constants = dict(zip(self.names, self.tensors, strict=True))
+        return self.codec.parts(self.role, wide, **self._placed, **constants)
 
     def operands(self, editor: Editor) -> list[fx.Node]:
         """The constants, in the editor's graph."""
@@ -106,19 +124,31 @@ class Layer:
         """x [B,G,T,D], or blocks [B,G,P,R,D], as the codec gets it -> its parts. operands: the queries' products
         [B,G,D,D], where it asks, and constants.
         """
-        if self.codec.together:
-            x = x.movedim(1, -2).flatten(-2)[:, None]
-        names = (*(("queries",) if self.asks else ()), *self.names)
-        return self.codec.encode(self.role, x, **dict(zip(names, operands, strict=True)))
+        return self.encode_joined(self._joined(x), *operands)
+
+    def encode_joined(self, x: Tensor, *operands: Tensor) -> dict[str, Tensor]:
+        """The same of what `joined` gives; the operands also are what it gets of other layers, before constants."""
+        names = (*(("queries",) if self.asks else ()), *self.near(True), *self.names)
+        tensors = dict(zip(names, operands, strict=True))
+        return self.codec.encode(self.role, x, **self._placed, **tensors)
 
     def encode_turned(
         self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor, *operands: Tensor
     ) -> dict[str, Tensor]:
         """Of keys after rope at the positions `where`, in the shape of x without D; axis 1 may be 1."""
+        return self.encode(self._back(x, where, cos, sin), *operands)
+
+    def joined(self, x: Tensor, *turned: Tensor) -> Tensor:
+        """Blocks as the codec gets them. turned: their positions with cos and sin, where it gets keys before rope."""
+        return self._joined(self._back(x, *turned) if turned else x)
+
+    def _joined(self, x: Tensor) -> Tensor:
+        return x.movedim(1, -2).flatten(-2)[:, None] if self.codec.together else x
+
+    def _back(self, x: Tensor, where: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Keys before rope."""
         at, square = where.clamp(min=0), self.factor**2
-        return self.encode(
-            rotated(x, cos[at] / square, -sin[at] / square, self.interleaved), *operands
-        )
+        return rotated(x, cos[at] / square, -sin[at] / square, self.interleaved)
 
     def encode_slots(self, x: Tensor, *constants: Tensor) -> dict[str, Tensor]:
         """x [B,G,N,D] -> the parts of its blocks [B,G,ceil(N/R),n]; the last is filled up with the last slot."""
@@ -149,14 +179,51 @@ class Layer:
         turned = (places,) if self.turned else ()
         return self.decode(*parts, *turned, *rest).narrow(2, 0, count)
 
-    def decode(self, *operands: Tensor) -> Tensor:
-        """Of the parts, the positions [B,C] or [B,G,C] with cos and sin (where turned), the constants: [B,G,C,D]."""
+    def decode_coarse(self, *operands: Tensor) -> Tensor:
+        """The same of the parts that a coarse reading takes."""
+        return self.decode(*operands, read=self.codec.coarse)
+
+    def decode(self, *operands: Tensor, read: tuple[str, ...] = ()) -> Tensor:
+        """Of the parts, the positions [B,C] or [B,G,C] with cos and sin (where turned), the constants: [B,G,C,D].
+        `read`: of the parts those that count; none: all.
+        """
         names = list(self.parts())
         parts, rest = dict(zip(names, operands, strict=False)), operands[len(names) :]
-        where, cos, sin = rest[:3] if self.turned else (None, None, None)
-        constants = dict(zip(self.names, rest[3 if self.turned else 0 :], strict=True))
+        parts = {name: part for name, part in parts.items() if not read or name in read}
+        turned = rest[:3] if self.turned else ()
+        return self._apart(self._decoded(parts, *rest[len(turned) :]), *turned)
+
+    def decode_both(self, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, with what the codec gets of other layers before the constants; and as it gives them to others."""
+        names = list(self.parts())
+        parts, rest = dict(zip(names, operands, strict=False)), operands[len(names) :]
+        turned = rest[:3] if self.turned else ()
+        x = self._decoded(parts, *rest[len(turned) :])
+        return self._apart(x, *turned), x.unflatten(2, [-1, self.codec.block])
+
+    def decode_joined(self, *operands: Tensor) -> Tensor:
+        """The latter alone, of the parts, what it gets of other layers, and constants: blocks [B,G,P,R,D]."""
+        names = list(self.parts())
+        parts = dict(zip(names, operands, strict=False))
+        x = self._decoded(parts, *operands[len(names) :])
+        found: Tensor = x.unflatten(2, [-1, self.codec.block])
+        return found
+
+    def _decoded(self, parts: dict[str, Tensor], *operands: Tensor) -> Tensor:
+        """As the codec gives them."""
+        tensors = dict(zip((*self.near(False), *self.names), operands, strict=True))
         wide = self.heads * self.width if self.codec.together else self.width
-        x: Tensor = self.codec.decode(self.role, parts, wide, **constants)
+        found: Tensor = self.codec.decode(self.role, parts, wide, **self._placed, **tensors)
+        return found
+
+    def _apart(
+        self,
+        x: Tensor,
+        where: Tensor | None = None,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+    ) -> Tensor:
+        """As attention reads them: heads apart, keys after rope."""
         if self.codec.together:
             x = x[:, 0].unflatten(-1, [self.heads, self.width]).transpose(1, 2)
         if where is None or cos is None or sin is None:
@@ -177,15 +244,18 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
     for node in program.nodes(attention.default, entry=program.step):
         if not appends(node):
             continue
-        for part in (Part.KEYS, Part.VALUES):
+        for part in _PARTS:
             buffer = cache_of(node, part)
             if part is Part.VALUES and buffer is cache_of(node, Part.KEYS):
                 _check_latent(codec, node)
                 continue
             sites.setdefault(str(buffer.target), (node, part))
     owners = {s.name: s.layer for s in program.state}
+    if codec.spans:
+        _check_alike(program, sites)
     known = _constants(codec, program, sites, owners)
     found: dict[str, Layer] = {}
+    count = len(program.facts.layers)
     for name, (node, part) in sites.items():
         _, heads, _, width = sizes(cache_of(node, part))
         number = owners[name]
@@ -203,6 +273,7 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
             rotation is not None,
             rotation is not None and rotation.interleaved,
             rotation.factor if rotation is not None else 1.0,
+            codec.place(number, count) if codec.spans else "",
             tuple(tensors.values()),
             rotation,
             number,
@@ -210,8 +281,30 @@ def layers(codec: Codec, program: Program) -> dict[str, Layer]:
     return found
 
 
+def _check_alike(program: Program, sites: dict[str, tuple[fx.Node, Part]]) -> None:
+    """Raise PassError where a layer has no keys and values of its own, or others than the next."""
+    held = {name_of(part, i) for i in range(len(program.facts.layers)) for part in _PARTS}
+    shared = [i for i, one in enumerate(program.facts.layers) if one.shares is not None]
+    for layer in shared:
+        raise PassError(
+            f"layer {layer} reads the cache of layer {program.facts.layers[layer].shares}, but a kv.codec that spans "
+            f"layers needs one of each; {INSTEAD}"
+        )
+    if lacking := sorted(held - sites.keys()):
+        raise PassError(
+            f"there is no {lacking[0]} (a recurrent state, or a latent), but a kv.codec that spans layers needs "
+            f"keys and values of every layer; {INSTEAD}"
+        )
+    forms = {tuple(sizes(cache_of(node, part))[1::2]) for node, part in sites.values()}
+    if len(forms) > 1:
+        raise PassError(
+            f"layers have caches of other heads or widths ({', '.join(map(str, sorted(forms)))}), but a kv.codec that "
+            f"spans layers needs one form; {INSTEAD}"
+        )
+
+
 def _check_latent(codec: Codec, node: fx.Node) -> None:
-    if codec.unrotated or codec.together or isinstance(codec, Tables | Trained):
+    if codec.unrotated or codec.together or codec.spans or isinstance(codec, Tables | Trained):
         raise PassError(
             f"layer {node.meta.get('layer')}: its values are also its keys (a latent, MLA), which have no heads and "
             f"are rotated in part; {INSTEAD}"

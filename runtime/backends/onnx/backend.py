@@ -123,7 +123,7 @@ class OrtBackend:
         tile = self.artifact.manifest.tile
         return OrtSession(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
-            self.other, everything(self.artifact.facts.depth), self.artifact.manifest.keeps_trees(self.tuning.kernels),
+            self.other, everything(self.artifact.facts), self.artifact.manifest.keeps_trees(self.tuning.kernels),
         )  # fmt: skip
 
     def close(self) -> None:

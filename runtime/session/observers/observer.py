@@ -181,6 +181,10 @@ class SessionObserver:
     ) -> None:
         """Rows shall grow from `before` to `after` tokens. Raises InputError, and then knows what it knew."""
 
+    def reads(self, backend: BackendSession, coarse: bool) -> bool:
+        """Let the graph calls that follow read the cache coarsely, or all of it as before. Whether they can."""
+        return False
+
     def catch_up(self, backend: BackendSession, lengths: Ints) -> tuple[Ints, Ints, Ints] | None:
         """Tokens to run again before anything else: ids [B,T], how many of each row, where they start."""
         return None

@@ -1,0 +1,203 @@
+"""AQUA-KV (arXiv:2501.19392): of a layer's keys and values that is stored which those beneath it do not foretell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.ops.groups import block_sizes, group_dequantize, group_quantize
+from accel.ir.ops.groups import near as near_to
+from accel.ir.tables import Rows, Tables
+from accel.ir.tables import Sizes as TableSizes
+from accel.passes.kv.codec import Base, Sizes
+
+_FIRST = 4  # bits of the first layer, at least
+_DAMPING = 1e-3  # of the mean square of an input
+_TOKENS = 8192  # that maps are measured on, at most
+
+
+@dataclass(frozen=True)
+class AquaKv(Tables, Base):
+    """Of all heads as one, keys before RoPE: K of a layer is a linear map of the K beneath, as that is read, and what
+    is left, which is quantised in `bits`; V the same of this layer's K as read and the V beneath. The first layer is
+    stored by itself, in 4 bits or more.
+
+    `bits`: 2, 4 or 8. `group`: numbers with a common scale and minimum (float16), as in `kivi`: tokens of a channel for
+    keys, channels of a token for values. `residual`: at least so many tokens stay exact. `sinks`: the first ones, too.
+
+    The maps are the least squares of a text, layer after layer, with what is read as inputs; ridge, with an intercept.
+    The paper's quantiser (HIGGS) is replaced by kivi's.
+    """
+
+    bits: int = 2
+    group: int = count(64, most=1024)
+    residual: int = count(128, most=8192)
+    sinks: int = count(4, most=4096)
+    key: ClassVar[str] = "aqua-kv"
+    together: ClassVar[bool] = True
+    unrotated: ClassVar[bool] = True
+    spans: ClassVar[bool] = True
+    error = 8.0  # of random weights, whose layers have nothing in common
+    small: ClassVar[Mapping[str, Any]] = {"group": 4, "residual": 8, "sinks": 2}
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"bits": 4, "group": 32, "sinks": 0},
+        {"bits": 8, "group": 8, "residual": 24},
+    )
+
+    def __post_init__(self) -> None:
+        if self.bits not in (2, 4, 8):
+            raise RecipeError(f"kv.codec.aqua-kv: bits is {self.bits}; give 2, 4 or 8")
+        if self.group < 1 or self.residual < 1 or self.residual % self.group:
+            raise RecipeError(
+                f"kv.codec.aqua-kv: residual is {self.residual} and group {self.group}; give a residual that is a "
+                "multiple of the group, both at least 1"
+            )
+        if self.sinks < 0:
+            raise RecipeError(f"kv.codec.aqua-kv: sinks is {self.sinks}; give 0 or more")
+
+    @property
+    def block(self) -> int:
+        return self.residual
+
+    def place(self, layer: int, layers: int) -> str:
+        return "later" if layer else "first"
+
+    def near(self, role: str, place: str, written: bool) -> tuple[str, ...]:
+        if place == "first":
+            return ()
+        return ("read",) if role == "k" else ("keys", "read")
+
+    # The maps
+
+    def sizes(self, width: int, heads: int) -> TableSizes:
+        """The last row of a map is added."""
+        wide = heads * width
+        return {"key_map": (wide + 1, wide), "value_map": (2 * wide + 1, wide)}
+
+    def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
+        """Layer after layer of the first tokens of a text; a map of zeros for the first."""
+        held = _joined(rows, self.block)
+        found: dict[int, dict[str, Tensor]] = {}
+        read: dict[str, Tensor] = {}
+        for layer in sorted(held):
+            wide = int(held[layer]["k"].shape[-1])
+            maps = {
+                "key_map": held[layer]["k"].new_zeros(wide + 1, wide),
+                "value_map": held[layer]["k"].new_zeros(2 * wide + 1, wide),
+            }
+            place, now = ("later", dict[str, Tensor]()) if read else ("first", {})
+            for role, name in (("k", "key_map"), ("v", "value_map")):
+                x, near = held[layer][role], dict[str, Tensor]()
+                if read:
+                    near = {"read": read[role], **({"keys": now["k"]} if role == "v" else {})}
+                    maps[name] = _fitted(_inputs(**near).flatten(0, -2), x.flatten(0, -2))
+                parts = self.encode(role, x, place, **maps, **near)
+                back = self.decode(role, parts, wide, place, **maps, **near)
+                now[role] = back.unflatten(2, (-1, self.block))
+            found[layer], read = maps, now
+        return found
+
+    # What is stored
+
+    def _how(self, role: str, place: str) -> tuple[int, int, str]:
+        """Bits, the size of groups, and along which axis they lie."""
+        bits = self.bits if place == "later" else max(_FIRST, self.bits)
+        return bits, self.group, "rows" if role == "k" else "channels"
+
+    def parts(self, role: str, width: int, place: str, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
+        codes, groups = block_sizes(self.block, width, *self._how(role, place))
+        half = ("float16", (groups,))
+        return {"": ("uint8", (codes,)), "scale": half, "least": half}
+
+    def encode(
+        self, role: str, x: Tensor, place: str, key_map: Tensor, value_map: Tensor, **near: Tensor
+    ) -> dict[str, Tensor]:
+        if near:
+            x = x - _foretold(key_map if role == "k" else value_map, **near)
+        codes, scale, least = group_quantize(x, *self._how(role, place))
+        return {"": codes, "scale": scale, "least": least}
+
+    def decode(
+        self,
+        role: str,
+        parts: dict[str, Tensor],
+        width: int,
+        place: str,
+        key_map: Tensor,
+        value_map: Tensor,
+        **near: Tensor,
+    ) -> Tensor:
+        left: Tensor = group_dequantize(*parts.values(), *self._how(role, place), self.block, width)
+        if not near:
+            return left
+        return left + _foretold(key_map if role == "k" else value_map, **near).flatten(2, 3)
+
+    def bits_of(self, role: str, width: int, place: str, **_: Tensor) -> float:
+        codes, groups = block_sizes(self.block, width, *self._how(role, place))
+        return (8 * codes + 32 * groups) / (self.block * width)
+
+    def within(
+        self,
+        role: str,
+        x: Tensor,
+        back: Tensor,
+        place: str,
+        key_map: Tensor,
+        value_map: Tensor,
+        **other: Tensor,
+    ) -> Tensor:
+        """What is left of a number is off by no more than half a step of its group."""
+        if other:
+            told = _foretold(key_map if role == "k" else value_map, **other)
+            off = 1e-5 * (x.abs() + told.abs()).amax((-2, -1), keepdim=True)
+            want, got = x - told, back - told
+            x, back = want, got + (want - got).clamp(-off, off)
+        return near_to(x, back, *self._how(role, place))
+
+
+def _inputs(read: Tensor, keys: Tensor | None = None) -> Tensor:
+    """What a map takes [..,R,d or 2 d]."""
+    return read if keys is None else torch.cat((keys, read), dim=-1)
+
+
+def _foretold(linear: Tensor, read: Tensor, keys: Tensor | None = None) -> Tensor:
+    """What a map [n+1,d] makes of what is read."""
+    found: Tensor = _inputs(read, keys) @ linear[:-1] + linear[-1]
+    return found
+
+
+def _fitted(x: Tensor, y: Tensor) -> Tensor:
+    """The map [n+1,d] of x [T,n] to y [T,d] that is off least."""
+    x, y = x.double(), y.double()
+    middle, aim = x.mean(0), y.mean(0)
+    x, y = x - middle, y - aim
+    square = x.mT @ x
+    square.diagonal().add_(_DAMPING * float(square.diagonal().mean()) + 1e-30)
+    linear = torch.linalg.solve(square, x.mT @ y)
+    return torch.cat((linear, (aim - middle @ linear)[None])).float()
+
+
+def _joined(rows: Iterable[Rows], block: int) -> dict[int, dict[str, Tensor]]:
+    """Layer -> role -> blocks [1,1,P,R,d] of a text's first tokens; shorter rows are filled up with their last."""
+    seen: dict[int, dict[str, list[Tensor]]] = {}
+    for row in rows:
+        for layer, one in row.layers.items():
+            held = seen.setdefault(layer, {"k": [], "v": []})
+            keys = one.keys if one.unrotated is None else one.unrotated
+            for role, x in (("k", keys), ("v", one.values)):
+                if sum(map(len, held[role])) * block >= _TOKENS:
+                    continue
+                flat = x.transpose(1, 2).flatten(2)  # [B,T,d]
+                short = -flat.shape[1] % block
+                whole = torch.cat((flat, flat[:, -1:].expand(-1, short, -1)), dim=1)
+                held[role].append(whole.unflatten(1, (-1, block)).flatten(0, 1).float())
+    return {
+        layer: {role: torch.cat(of)[None, None] for role, of in held.items()}
+        for layer, held in seen.items()
+    }
