@@ -23,8 +23,16 @@ def _grouped(x: Tensor, group: int, along: str) -> tuple[Tensor, int]:
     return wide.unflatten(-1, (-1, group)), -1
 
 
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Whole numbers [..,D] below 2^bits -> uint8 [..,ceil(D bits / 8)], as `group_quantize` lays out those of a row."""
+    per = 8 // bits
+    place = 2 ** (bits * torch.arange(per, device=codes.device))
+    apart = pad(codes, (0, -int(codes.shape[-1]) % per)).unflatten(-1, (per, -1))
+    return (apart * place[:, None]).sum(-2).to(torch.uint8)
+
+
 def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tensor, Tensor, Tensor]:
-    most, per, (rows, width) = 2**bits - 1, 8 // bits, x.shape[-2:]
+    most, (rows, width) = 2**bits - 1, x.shape[-2:]
     cut, axis = _grouped(x, group, along)
     low, high = cut.amin(axis, keepdim=True), cut.amax(axis, keepdim=True)
     broken = (cut * 0).sum(axis, keepdim=True)  # NaN, where a number is none
@@ -37,9 +45,7 @@ def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tenso
     whole = (
         torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width].long()
     )
-    place = torch.tensor([[1 << bits * i] for i in range(per)], device=x.device)
-    codes = (pad(whole, (0, -width % per)).unflatten(-1, (per, -1)) * place).sum(-2)
-    return codes.to(torch.uint8).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
+    return packed(whole, bits).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
 
 
 def near(x: Tensor, back: Tensor, bits: int, group: int, along: str) -> Tensor:
