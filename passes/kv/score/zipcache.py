@@ -74,6 +74,10 @@ class ZipCache(Base):
         seen: Tensor,
         scale: float,
     ) -> Tensor:
+        queries, query_positions = (
+            queries[:, :, -self.window :],
+            query_positions[:, -self.window :],
+        )
         late = self._late(query_positions).float()[:, None, None]  # [B,1,1,W]
         probs = observed(queries, query_positions, keys, positions, scale)  # [B,G,R,W,S]
         total = mass + (late[:, :, None] @ probs)[:, :, :, 0].sum(2)
