@@ -515,7 +515,7 @@ def _made(
 ) -> dict[str, Tensor]:
     """Keys and values of the places that are `taken`, which the method makes; where nothing goes, those of before."""
     where = named["positions"]
-    plain = moves.turn(named["keys"], -where.clamp(min=0), *turn)
+    plain = moves.unturned(named["keys"], where, *turn)
     keys, values = call(keep, {**named, "keys": plain})
     keys = moves.turn(keys, taken["pos"].clamp(min=0), *turn)
     goes = ((where >= 0).sum(2) > named["real"].sum(2))[..., None, None]

@@ -14,6 +14,7 @@ from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Program
 from accel.ir.tables import Tables
+from accel.passes.kv._shared.rotation import rotated
 from accel.passes.kv._shared.shift import rotations, tables
 from accel.passes.kv.inputs import Site
 
@@ -43,6 +44,14 @@ def turn(keys: Tensor, delta: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     at = (delta + cos.shape[0] // 2).flatten(0, 1)
     found: Tensor = rope(keys.flatten(0, 1)[:, None], at, cos, sin, interleaved)
     return found[:, 0].view_as(keys)
+
+
+def unturned(keys: Tensor, where: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Keys [B,G,S,D] at positions `where` [B,G,S] as they were before rotation. Not by `rope`, which ONNX Runtime takes
+    for no more slots than its tables have rows.
+    """
+    at = cos.shape[0] // 2 - where.clamp(min=0)
+    return rotated(keys, cos[at], sin[at], interleaved)
 
 
 def turned(program: Program, sites: Sequence[Site], step: Any) -> dict[int, Turn]:
