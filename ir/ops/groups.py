@@ -28,7 +28,8 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     per = 8 // bits
     place = 2 ** (bits * torch.arange(per, device=codes.device))
     apart = pad(codes, (0, -int(codes.shape[-1]) % per)).unflatten(-1, (per, -1))
-    return (apart * place[:, None]).sum(-2).to(torch.uint8)
+    found: Tensor = (apart * place[:, None]).sum(-2).to(torch.uint8)
+    return found
 
 
 def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tensor, Tensor, Tensor]:

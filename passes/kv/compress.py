@@ -100,8 +100,8 @@ class Compress(Pass):
         refining = self.refine.functions if self.refine is not None else []
         absorbing = [self.keep.absorb] if self.keep.absorbs else []
         sorting = [self.keep.tier] if self.keep.demotes and len(self.keep.tiers) > 1 else []
-        functions = (self.score, *refining, self.budget.heads, self.keep, *absorbing, *sorting)
-        return inputs_of(functions)
+        others = [*refining, self.budget.heads, self.keep, *absorbing, *sorting]
+        return inputs_of([self.score, *others])
 
     @property
     def across(self) -> Callable[..., Tensor] | None:
