@@ -16,7 +16,7 @@ class Full(Base):
 
     tokens: int = 1024
     whole: ClassVar[bool] = True
-    small: ClassVar[Mapping[str, Any]] = {"tokens": 24}
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 18}
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
