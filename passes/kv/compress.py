@@ -98,10 +98,12 @@ class Compress(Pass):
     def inputs(self) -> list[Input]:
         """What they name, beside keys, values and positions."""
         refining = self.refine.functions if self.refine is not None else []
-        absorbing = [self.keep.absorb] if self.keep.absorbs else []
-        sorting = [self.keep.tier] if self.keep.demotes and len(self.keep.tiers) > 1 else []
-        others = [*refining, self.budget.heads, self.keep, *absorbing, *sorting]
-        return inputs_of([self.score, *others])
+        functions: list[Callable[..., Any]] = [self.score, *refining, self.budget.heads, self.keep]
+        if self.keep.absorbs:
+            functions.append(self.keep.absorb)
+        if self.keep.demotes and len(self.keep.tiers) > 1:
+            functions.append(self.keep.tier)
+        return inputs_of(functions)
 
     @property
     def across(self) -> Callable[..., Tensor] | None:
