@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -14,9 +14,7 @@ from accel.ir.program import Editor, Program, State
 from accel.ir.region import sizes
 from accel.ir.state import CacheRegion, Part
 from accel.ir.trace import trace
-from accel.passes.kv.inputs import call
-from accel.passes.kv.keep import Base as Keep
-from accel.passes.kv.keep import Parts
+from accel.passes.kv._shared.named import call
 from accel.passes.state.recurrent import buffer
 
 _FAR = 1 << 40  # after every position
@@ -24,6 +22,19 @@ _LOW, _CAME = 67, 211  # example sizes while shapes are worked out
 CAME = "came"  # detail: at which eviction a token came into its form, where its form stores something for all of them
 _BYTES = 3  # of that number
 _ROLES = {"k": "keys", "v": "values"}
+
+
+Parts = dict[str, tuple[str, int]]  # name -> (dtype, numbers)
+
+
+class Keep(Protocol):
+    """What a keep that demotes has of `passes.kv.keep.Base`."""
+
+    tier: Callable[..., Tensor]
+
+    @property
+    def tiers(self) -> Mapping[str, Any]:
+        """Name -> form."""
 
 
 @dataclass(frozen=True)
