@@ -22,17 +22,17 @@ EVICTING = [axis for name, axis in find_axes().items() if name in EVICTION]
 FOREVER = {"use": "uniform", "tokens_kept": 1 << 20}
 
 
-def table(name: str, **options: Any) -> dict[str, Any]:
-    """The table of a method that evicts, its sizes small."""
-    (axis,) = (axis for axis in EVICTING if name in axis.names())
+def table(name: str, where: str = "", **options: Any) -> dict[str, Any]:
+    """The table of a method that evicts, its sizes small. `where`: the axis, if several have one of the name."""
+    axis = next(a for a in EVICTING if name in a.names() and a.name.endswith(where))
     return {"use": name, **axis.small(name), **options}
 
 
 def recipe(score: str = "snapkv", kept: int = 12, **axes: Any) -> dict[str, Any]:
     """Tables of a recipe that keeps `kept` tokens; `axes`: budget, keep, when."""
-    tables = {"kv.score": table(score), "kv.when": {"use": "prompt"}}
-    tables["kv.budget"] = table(axes.pop("budget", "uniform"), tokens_kept=kept)
-    return tables | {f"kv.{axis}": table(name) for axis, name in axes.items()}
+    tables = {"kv.score": table(score, "score"), "kv.when": {"use": "prompt"}}
+    tables["kv.budget"] = table(axes.pop("budget", "uniform"), "budget", tokens_kept=kept)
+    return tables | {f"kv.{axis}": table(name, axis) for axis, name in axes.items()}
 
 
 SCORES = ["snapkv", "knorm", "h2o", "streaming-llm"]

@@ -28,11 +28,13 @@ def test_what_grows_with_the_slots():
     assert per_slot(("B", 4, "C", 8)) == 32 and per_slot(("B", 4, "C/16", 8)) == 2
 
 
-@pytest.mark.parametrize("size", ["C", "C/16", "B", "X", "P12", "P", "C1", "C2/16"])
+@pytest.mark.parametrize(
+    "size", ["C", "C/16", "B", "X", "P12", "P", "C1", "C2/16", "Q3", "Q3_1", "E0"]
+)
 def test_letters(size):
     assert LETTER.fullmatch(size)
 
 
-@pytest.mark.parametrize("size", ["C/", "C/0", "C/016", "B/2", "CC", "PP", "c"])
+@pytest.mark.parametrize("size", ["C/", "C/0", "C/016", "B/2", "CC", "PP", "c", "Q", "Q0_0", "E_1"])
 def test_what_is_no_letter(size):
     assert not LETTER.fullmatch(size)

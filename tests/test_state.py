@@ -25,6 +25,8 @@ VALUES = {  # as artifacts have them: name, role, layer -> what it is
     ("kept.1.k.scale", "kept.k.scale", 1): (Part.KEYS, CacheRegion.KEPT, "scale", Writer.COMPRESS),
     ("low.1.pos", "kept.low.pos", 1): (Part.POSITIONS, CacheRegion.LOW, "", Writer.COMPRESS),
     ("low.1.v.least", "kept.low.v.least", 1): (Part.VALUES, CacheRegion.LOW, "least", Writer.COMPRESS),
+    ("low.1.pos.two", "kept.low.pos", 1): (Part.POSITIONS, CacheRegion.LOW, "two", Writer.COMPRESS),
+    ("low.1.k.two.scale", "kept.low.k.two.scale", 1): (Part.KEYS, CacheRegion.LOW, "two.scale", Writer.COMPRESS),
     ("pool.2.k", "kept.block.k", 2): (Part.KEYS, CacheRegion.POOL, "", Writer.SESSION),
     ("table", "kept.block.table", None): (Part.TABLE, CacheRegion.POOL, "", Writer.SESSION),
 }  # fmt: skip

@@ -23,6 +23,15 @@ def _grouped(x: Tensor, group: int, along: str) -> tuple[Tensor, int]:
     return wide.unflatten(-1, (-1, group)), -1
 
 
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Whole numbers [..,D] below 2^bits -> uint8 [..,ceil(D bits / 8)], as `group_quantize` lays out those of a row."""
+    per = 8 // bits
+    place = 2 ** (bits * torch.arange(per, device=codes.device))
+    apart = pad(codes, (0, -int(codes.shape[-1]) % per)).unflatten(-1, (per, -1))
+    found: Tensor = (apart * place[:, None]).sum(-2).to(torch.uint8)
+    return found
+
+
 def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tensor, Tensor, Tensor]:
     most, (rows, width) = 2**bits - 1, x.shape[-2:]
     cut, axis = _grouped(x, group, along)
@@ -34,8 +43,10 @@ def _group_quantize(x: Tensor, bits: int, group: int, along: str) -> tuple[Tenso
     )  # so that no number is further off than half of it
     scale = (step * WIDER + LEAST + broken).half()
     steps = ((cut - least) / scale.float()).round().clamp(0, most)
-    whole = torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width]
-    return packed(whole, bits), scale.flatten(-3), least.half().flatten(-3)
+    whole = (
+        torch.where(steps.isnan(), 0, steps).reshape(*x.shape[:-2], rows, -1)[..., :width].long()
+    )
+    return packed(whole, bits).flatten(-2), scale.flatten(-3), least.half().flatten(-3)
 
 
 def near(x: Tensor, back: Tensor, bits: int, group: int, along: str) -> Tensor:
@@ -64,17 +75,6 @@ def spread(of: Tensor, rows: int, width: int, group: int, along: str) -> Tensor:
         return rows_of
     cut = of.unflatten(-1, [rows, -1, 1])
     found: Tensor = cut.expand(*cut.shape[:-1], group).flatten(-2)[..., :width]
-    return found
-
-
-def packed(steps: Tensor, bits: int) -> Tensor:
-    """Numbers of `bits` bits [..,R,D] as `group_quantize` packs codes: uint8 [..,R ceil(D bits / 8)]."""
-    per = 8 // bits
-    cut = pad(steps.long(), (0, -steps.shape[-1] % per)).unflatten(-1, [per, -1])
-    codes = cut.select(-2, 0)
-    for i in range(1, per):
-        codes = codes + cut.select(-2, i) * (1 << bits * i)
-    found: Tensor = codes.to(torch.uint8).flatten(-2)
     return found
 
 

@@ -98,8 +98,12 @@ class Compress(Pass):
     def inputs(self) -> list[Input]:
         """What they name, beside keys, values and positions."""
         refining = self.refine.functions if self.refine is not None else []
-        absorbing = [self.keep.absorb] if self.keep.absorbs else []
-        return inputs_of((self.score, *refining, self.budget.heads, self.keep, *absorbing))
+        functions: list[Callable[..., Any]] = [self.score, *refining, self.budget.heads, self.keep]
+        if self.keep.absorbs:
+            functions.append(self.keep.absorb)
+        if self.keep.demotes and len(self.keep.tiers) > 1:
+            functions.append(self.keep.tier)
+        return inputs_of(functions)
 
     @property
     def across(self) -> Callable[..., Tensor] | None:
@@ -125,11 +129,13 @@ class Compress(Pass):
         _read_kept(program, sites, self)
         for one in self.inputs:
             one.prepare(program, sites, self.methods)
+        moves.check_made(sites, self)
         tables = _tables(self, program, sites)
         left = _absorb(self.keep, program, sites, tables.get(id(self.keep), {}))
         counts = [tables.get(id(self.budget), {}).get(site.layer, {}) for site in sites]
         program.facts.kv = KvFacts(
-            observe=max(self.score.observe, self.budget.observe) + self.score.lookahead,
+            observe=max(self.score.observe, self.budget.observe, self.keep.observe)
+            + self.score.lookahead,
             lookahead=self.score.lookahead,
             repeats=self.score.repeats,
             moves=self.keep.moves,
@@ -490,18 +496,34 @@ def chooser(
         out = {"k": named["keys"].gather(2, index), "pos": stays}
         if step.keep.moves:
             now = x["ranks"].expand_as(stays).masked_fill(stays < 0, -1)
-            out["k"] = moves.turn(out["k"], now - stays, x[moves.COS], x[moves.SIN], interleaved)
+            tables = x[moves.COS], x[moves.SIN], interleaved
+            out["k"] = moves.turn(out["k"], now - stays, *tables)
             out["pos"] = now
-        if not shared:
+        if step.keep.makes:
+            out |= _made(step.keep, named, out, tables)
+        elif not shared:
             out["v"] = call(step.keep, named)
         out |= {name: named[name].gather(2, chosen) for name in carried}
         out |= absorbed.written(step.keep, named, x)
         if step.keep.demotes:
-            lost = ~mask.visible(x["seen"][:, None, None], x["kept_low.pos"])
-            out |= low.demoted(step.keep, named, x, lost)
+            out |= low.demoted(step.keep, named, x, mask)
         return out | {_CHOSEN: chosen, _STAYS: stays}
 
     return cut
+
+
+def _made(
+    keep: Keep, named: Mapping[str, Any], taken: Mapping[str, Tensor], turn: tuple[Any, ...]
+) -> dict[str, Tensor]:
+    """Keys and values of the places that are `taken`, which the method makes; where nothing goes, those of before."""
+    where = named["positions"]
+    plain = moves.unturned(named["keys"], where, *turn)
+    keys, values = call(keep, {**named, "keys": plain})
+    keys = moves.turn(keys, taken["pos"].clamp(min=0), *turn)
+    goes = ((where >= 0).sum(2) > named["real"].sum(2))[..., None, None]
+    index = named["chosen"][..., None].expand(-1, -1, -1, values.shape[3])
+    before = named["values"].gather(2, index)
+    return {"k": torch.where(goes, keys, taken["k"]), "v": torch.where(goes, values, before)}
 
 
 def _one_after_another(

@@ -6,12 +6,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.ir.errors import PassError, RecipeError
+from accel.passes.kv._shared import low
+from accel.passes.kv._shared.low import forms
 from accel.passes.kv.inputs import call
 from accel.passes.kv.keep import Base
 from accel.passes.kv.keep.less import Less
+from accel.passes.kv.keep.zipcache import Separated, ZipCache
 
 from ..kv_case import evicting, recipe
-from ..kv_slots import AXES, SCALE, B, C, D, G, R, absorbing, build, choose, slots, taken
+from ..kv_slots import (
+    AXES,
+    SCALE,
+    B,
+    C,
+    D,
+    G,
+    R,
+    absorbing,
+    build,
+    choose,
+    real,
+    sets,
+    slots,
+    taken,
+)
 
 NAMES = AXES["keep"].names()
 some = settings(max_examples=10, deadline=None, derandomize=True)
@@ -20,19 +38,15 @@ seeds = st.integers(0, 1 << 20)
 
 def kept(keep, x, count=5):
     if keep.demotes:
-        x = x | no_others(keep)
+        x = no_others(keep) | x
     return choose(x, count, build("score", "snapkv"), keep=keep, most=count)
 
 
 def no_others(keep):
     """What `compress` takes where nothing was demoted yet."""
-    kinds = {"uint8": torch.uint8, "float16": torch.float16}
-    parts = {
-        f"kept_low.{role}.{part}".rstrip("."): torch.zeros(B, G, 0, count, dtype=kinds[dtype])
-        for role in "kv"
-        for part, (dtype, count) in keep.parts(D).items()
-    }
-    return parts | {"kept_low.pos": torch.full((B, G, 0), -1)}
+    widths = {"k": D, "v": D}
+    states = [form.states(0, G, widths) for form in forms(keep)]
+    return {f"kept_{n}": s.allocate(B=B) for each in states for n, s in each.items()}
 
 
 def law_mixture(keep, seed):
@@ -73,17 +87,68 @@ def law_rows(keep, seed):
     """Empty slots, and other rows, leave no trace."""
     x = slots(seed)
     want = kept(keep, x)
-    loud = {n: v.clone() for n, v in x.items()}
-    gone = (x["recent_pos"] < 0) | (x["recent_pos"] >= x["seen"][:, None])
-    for name in ("recent_k", "recent_v"):
-        loud[name][gone[:, None].expand(-1, G, -1)] = 40.0
-    for name in ("kept_k", "kept_v"):
-        loud[name][x["kept_pos"] < 0] = 40.0
-        loud[name][1] *= -3
-    found = kept(keep, loud)
+    found = kept(keep, loud(x))
     for row in (0, 2):
         real = want["pos"][row] >= 0
         torch.testing.assert_close(found["v"][row][real], want["v"][row][real])
+
+
+def loud(x):
+    """The same slots with other numbers where nothing lies, and in the second row."""
+    found = {n: v.clone() for n, v in x.items()}
+    gone = (x["recent_pos"] < 0) | (x["recent_pos"] >= x["seen"][:, None])
+    for name in ("recent_k", "recent_v"):
+        found[name][gone[:, None].expand(-1, G, -1)] = 40.0
+    for name in ("kept_k", "kept_v"):
+        found[name][x["kept_pos"] < 0] = 40.0
+        found[name][1] *= -3
+    return found
+
+
+def demoted(keep, found):
+    """(form, row, head) -> positions, in their order, and the keys and values [n,2D] that attention reads there."""
+    held = {}
+    for form in forms(keep):
+        both = torch.cat([form.decode(role, D, found) for role in "kv"], dim=3)
+        where = found[f"low.pos.{form.name}".rstrip(".")]
+        for b, g in ((b, g) for b in range(B) for g in range(G)):
+            there = where[b, g] >= 0
+            held[form.name, b, g] = where[b, g][there].tolist(), both[b, g][there]
+    return held
+
+
+def law_demoted(keep, seed):
+    """Each token stays, or is in one of the forms, which are of the sizes that are declared; numbers in slots that hold
+    nothing, and of other rows, do not change what is read; and nothing that was demoted changes any more.
+    """
+    if not keep.demotes:
+        return
+    x = slots(seed) | no_others(keep)
+    first = kept(keep, x)
+    read, stay = demoted(keep, first), sets(first)
+    for b, row in enumerate(real(x)):
+        for g, tokens in enumerate(row):
+            each = [*stay[b][g], *(p for f in forms(keep) for p in read[f.name, b, g][0])]
+            assert len(each) == len(tokens) and set(each) == tokens
+    for form in forms(keep):
+        for name, state in form.states(0, G, {"k": D, "v": D}).items():
+            found = first[name]
+            assert found.dtype == getattr(torch, state.dtype)
+            assert found.shape[3:] == torch.Size(state.shape[3:])
+    other = demoted(keep, kept(keep, loud(x)))
+    for place, (tokens, found) in read.items():
+        if place[1] != 1:
+            assert other[place][0] == tokens
+            torch.testing.assert_close(other[place][1], found)
+    later = x | {f"kept_{n}": t for n, t in first.items() if n.startswith("low.")}
+    later["kept_pos"] = torch.full_like(x["kept_pos"], -1)
+    for name in ("recent_pos", "query_positions"):
+        later[name] = torch.where(x[name] >= 0, x[name] + 40, x[name])
+    later["seen"] = x["seen"] + 40
+    again = demoted(keep, kept(keep, later))
+    for place, (tokens, found) in read.items():
+        assert again[place][0][: len(tokens)] == tokens
+        assert torch.equal(again[place][1][: len(tokens)], found)
 
 
 def read_back(keep, found, x, seed=0):
@@ -117,7 +182,7 @@ def law_state(keep, seed):
     assert all(t.isfinite().all() for t in read_back(keep, other, x))
 
 
-LAWS = [law_state, law_mixture, law_apart, law_nothing_goes, law_rows]
+LAWS = [law_demoted, law_state, law_mixture, law_apart, law_nothing_goes, law_rows]
 AVERAGES = [law_mixture, law_apart]  # of values that a keep does not add up
 
 
@@ -170,6 +235,36 @@ class Floor(Less):
     def read(self, queries, sums, q1, q2):
         value, lse = super().read(queries, sums, q1, q2)
         return value, lse.clamp(min=-14)
+
+
+class Loud(Separated):
+    """Steps of a channel go by all slots, whatever they hold."""
+
+    def encode(self, x, joins, role):
+        return super().encode(x, joins | True, role)
+
+
+class Among(ZipCache):
+    @property
+    def tiers(self):
+        return {"salient": Loud(4), "rest": Loud(2)}
+
+
+class Evicts(ZipCache):
+    def tier(self, gone, scores):
+        return super().tier(gone, scores) - 1
+
+
+@pytest.mark.parametrize("broken", [Among, Evicts])
+def test_the_law_of_forms_catches(broken):
+    with pytest.raises(AssertionError):
+        law_demoted(broken(), 0)
+
+
+def test_the_law_of_forms_catches_one_that_reads_what_came_before_by_newer_steps(monkeypatch):
+    monkeypatch.setattr(low, "_number", lambda given: given[..., 0].long() * 0 + given.max().long())
+    with pytest.raises(AssertionError):
+        law_demoted(ZipCache(), 0)
 
 
 @pytest.mark.parametrize("broken", [Leaks, Floor])

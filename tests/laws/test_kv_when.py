@@ -57,11 +57,12 @@ def test_a_keeper_holds_no_more_than_it_says(name, budget):
         step(eviction, "call", lengths)
         if new > 1:
             step(eviction, "prompt", lengths)
-            if name != "every":
+            if plan.when.due("prompt", 1 << 40):
                 assert (eviction.base == lengths).all(), "a prompt's end looks at all of it"
-        recent = int((lengths - eviction.base).max())
-        if name == "every":
-            assert recent < build("when", name).tokens or not eviction.due("call", lengths)
+        held = lengths - eviction.base
+        held = held + eviction._kept.max(axis=0) if plan.when.whole else held
+        if not plan.when.due("prompt", 1 << 40):
+            assert held.max() < plan.when.tokens or not eviction.due("call", lengths)
 
 
 def step(eviction, moment, lengths):
@@ -81,7 +82,24 @@ def test_a_row_that_starts_anew_owes_nothing():
     assert not eviction.due("prompt", np.array([4, 4])) and eviction.due("prompt", np.array([5, 4]))
 
 
+@pytest.mark.parametrize("name", ["every", "full"])
 @pytest.mark.parametrize("tokens", [0, -1])
-def test_every_no_tokens_is_refused(tokens):
-    with pytest.raises(RecipeError, match=f"kv.when.every: tokens is {tokens}; give at least 1"):
-        AXES["when"].build("every", tokens=tokens)
+def test_every_no_tokens_is_refused(name, tokens):
+    with pytest.raises(RecipeError, match=f"kv.when.{name}: tokens is {tokens}; give at least 1"):
+        AXES["when"].build(name, tokens=tokens)
+
+
+def test_full_counts_what_was_kept():
+    """Not due before there are 30; then of 12 that stay, 18 tokens later."""
+    plan = KvPlan(
+        build("budget", "uniform", tokens_kept=12),
+        build("when", "full", tokens=30),
+        {0: 2},
+        0,
+        False,
+    )
+    eviction, due = EvictionState(plan, 1), []
+    for length in range(1, 70):
+        due += [length] * eviction.due("token", np.array([length]))
+        step(eviction, "token", np.array([length]))
+    assert due == [30, 48, 66]

@@ -67,7 +67,7 @@ class QuantspecKv(Base):
         step = spread(_fine(scale).float(), self.block, width, self.group, along)
         steps = (lost / step.clamp(min=LEAST)).round().clamp(-_FINER // 2, _FINER // 2 - 1)
         steps = torch.where(steps.isnan(), 0, steps + _FINER // 2)
-        return {**found, "lower": packed(steps, _BITS)}
+        return {**found, "lower": packed(steps.long(), _BITS).flatten(-2)}
 
     def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         """Of the upper bits alone, or of both."""

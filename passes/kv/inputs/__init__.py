@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor, fx
 
 from accel.ir.invariants import Invariant
 from accel.ir.program import Editor, Program
+from accel.passes.kv._shared.named import call, parameters
 
 __all__ = [
     "EntryInputs",
@@ -107,16 +107,6 @@ class Input:
     def read(self, operands: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parameters, by name, from a layer's operands."""
         return {}
-
-
-def parameters(method: Callable[..., Any]) -> list[str]:
-    """The names that a method's function asks for."""
-    return list(inspect.signature(method).parameters)
-
-
-def call(method: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """A method of the values that it names."""
-    return method(**{name: values[name] for name in parameters(method)})
 
 
 def inputs_of(functions: Sequence[Callable[..., Any]]) -> list[Input]:

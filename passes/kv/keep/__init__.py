@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from accel.ir.invariants import Invariant, Method
 
-__all__ = ["Absorbed", "Base", "Parts"]
+__all__ = ["Absorbed", "Base", "Parts", "Tier"]
 
 Absorbed = dict[str, tuple[int, ...]]  # name -> size, of each KV head
 Parts = dict[str, tuple[str, int]]  # name -> (dtype, numbers of a token); the first is named ""
+
+
+class Tier:
+    """A form in which tokens that do not stay go on. The parameters of its functions name what they read; `role` is
+    "k" or "v", `width` D.
+
+    - `parts` (of `role`, `width`): what is stored of a token.
+    - `whole` (likewise): what is stored once for all tokens of a head that come in at one eviction, such as a scale of
+      each channel; nothing, unless a form says otherwise.
+    - `encode` -> name -> tensor, of `x` [B,G,S,D], `joins` [B,G,S] bool (the slots whose tokens come in now; others may
+      hold anything) and `role`: [B,G,S,n] of a token, [B,G,1,n] of what is whole.
+    - `decode` -> [B,G,Q,D], of `parts` (name -> [B,G,Q,n], what is whole as well, for each token that of its eviction),
+      `width` and `role`.
+
+    What was encoded stays as it is, to the bit, as long as its token is there.
+    """
+
+    parts: Callable[..., Parts]
+    encode: Callable[..., dict[str, Tensor]]
+    decode: Callable[..., Tensor]
+
+    def whole(self, role: str, width: int) -> Parts:
+        """See above."""
+        return {}
 
 
 class Base(Method):
@@ -22,8 +46,15 @@ class Base(Method):
     Inputs: `keys`, `values` [B,G,S,D] of all slots; `positions` [B,G,S] (-1: empty); `chosen` [B,G,N], the slots of
     the kept tokens, and `real` [B,G,N], which of them are valid; `scores` [B,G,S], and the inputs of scores. Output:
     values [B,G,N,D], stored with the keys of the chosen slots; where a method `moves`, these are rotated to positions
-    0..N-1, and the session goes on from there. A method that `demotes` also keeps the other tokens, as
-    `parts` of D numbers, with `encode` [B,G,S,D] and `decode`.
+    0..N-1, and the session goes on from there.
+
+    A method that moves and `makes` keys returns (keys, values) [B,G,N,D] of the N places instead, all of them made of
+    all slots; its `keys` are as they are before rotation, and so is what it returns. A row of which nothing goes keeps
+    what it has.
+
+    A method that `demotes` also keeps other tokens, in one form or several: `tiers`, name -> `Tier`; where it is one,
+    the method may be it. Of several `tier` says which: a number [B,G,S] for each token that goes (`gone` [B,G,S] bool,
+    which it may name beside what `__call__` may), in the order of `tiers`; -1: none, it is evicted.
 
     A method that `absorbs` puts them into a state of fixed size, which every query reads beside the cache:
 
@@ -38,11 +69,13 @@ class Base(Method):
     """
 
     grade: ClassVar[str] = "approximate"
+    observe: int = 0  # last queries that it reads as `queries`
     merges: ClassVar[bool] = True  # whether values change, so that they must not be keys too
     adds: ClassVar[bool] = False  # whether values are added up, so that they are no averages
     demotes: ClassVar[bool] = False  # whether tokens that do not stay go on in another form
 
     moves: ClassVar[bool] = False  # whether tokens that stay take positions from 0 on
+    makes: ClassVar[bool] = False  # whether what takes them has keys of its own
 
     breaks = frozenset({Invariant.TOKENS_CONTIGUOUS})
 
@@ -54,8 +87,11 @@ class Base(Method):
     absorb: Callable[..., dict[str, Tensor]]
     read: Callable[..., tuple[Tensor, Tensor]]
 
-    parts: Callable[[int], Parts]
-    encode: Callable[[Tensor], dict[str, Tensor]]
-    decode: Callable[[dict[str, Tensor], int], Tensor]
+    tier: Callable[..., Tensor]
 
-    __call__: Callable[..., Tensor]
+    @property
+    def tiers(self) -> Mapping[str, Any]:
+        """The forms of tokens that are demoted; the name of a single one may be ""."""
+        return {"": self}
+
+    __call__: Callable[..., Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from accel.ir.invariants import Invariant, Method
 
@@ -19,9 +20,13 @@ MOMENTS = (
 class Base(Method, ABC):
     """When to evict. A session asks at each point; with a budget that keeps all tokens nothing happens."""
 
+    whole: ClassVar[bool] = False  # whether it goes by all tokens that are held
+
     @abstractmethod
     def due(self, moment: str, recent: int) -> bool:
-        """Whether to compress now: `recent` tokens (of the longest row) came since the last time."""
+        """Whether to compress now: `recent` tokens (of the longest row) came since the last time; where it goes by the
+        `whole`, so many are held.
+        """
 
     @property
     def single(self) -> bool:

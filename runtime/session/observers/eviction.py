@@ -336,7 +336,8 @@ class EvictionState(SessionObserver):
         recent = lengths - self.base
         if moment == "call" and not self._marks.running.any():
             moment = "token"
-        if not self.plan.when.due(moment, int(recent.max())) or (lengths < self._calm).all():
+        held = recent + self._kept.max(axis=0) if self.plan.when.whole else recent
+        if not self.plan.when.due(moment, int(held.max())) or (lengths < self._calm).all():
             return False
         room = (self._tokens(lengths) - self._kept - recent).min(axis=0)
         self._calm = lengths + room + 1  # budgets do not shrink before
