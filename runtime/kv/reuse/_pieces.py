@@ -79,6 +79,16 @@ class Pieces(Base):
         (0 unless `attention`).
         """
 
+    def watched(self, deviation: Floats) -> Bools:
+        """Which of the n tokens that stay as they are, of this deviation [n], may be computed again in later calls."""
+        return np.zeros(deviation.size, bool)
+
+    def repaired(self, share: Floats) -> Bools:
+        """Which of the n watched tokens are computed again before a token whose attention goes to them by these shares
+        [n], of 1 in all.
+        """
+        return np.zeros(share.size, bool)
+
 
 def best(worth: Floats, share: float) -> Bools:
     """The `share` of tokens with the highest worth [n]; of equals the first."""

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.ir.axis import host_method
-from accel.ir.entries.blend import EARLY, LATE, telling
+from accel.ir.entries.blend import EARLY, telling
 from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.state import POSITIONS, Part
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers._store import Piece, Store
+from accel.runtime.session.observers._two_parts import TwoParts, Values
 from accel.runtime.session.observers.observer import (
     Calls,
     ModelParts,
@@ -42,9 +42,34 @@ class Reuse:
     layer: int
 
     @property
-    def late(self) -> list[int]:
-        """The layers that do not run every token."""
-        return [layer for layer in self.names if layer > self.layer]
+    def late(self) -> list[str]:
+        """The state values of the layers that do not run every token."""
+        return [n for layer, both in self.names.items() if layer > self.layer for n in both]
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """Tokens of a row that were taken over and may be computed again: positions [n], and what leaves the first part of
+    the model [n,E].
+    """
+
+    at: Ints
+    stream: Values
+
+    def where(self, chosen: Bools) -> _Watched:
+        """Some of them."""
+        return _Watched(self.at[chosen], self.stream[chosen])
+
+    def then(self, other: _Watched) -> _Watched:
+        """These, and others at later positions."""
+        if not (self.at.size and other.at.size):
+            return self if self.at.size else other
+        return _Watched(
+            np.concatenate([self.at, other.at]), np.concatenate([self.stream, other.stream])
+        )
+
+
+_NOTHING = _Watched(np.zeros(0, np.int64), np.zeros((0, 0), np.float32))
 
 
 class PieceReuse(SessionObserver):
@@ -52,7 +77,8 @@ class PieceReuse(SessionObserver):
 
     A beginning that is stored is taken as it is. Other runs of tokens are turned to their new positions; the first
     layers run all the same, and the others run the tokens that are new or stale. Only what was computed without this is
-    stored, so that errors do not add up. `reused`: tokens that were not run, or not by all layers.
+    stored, so that errors do not add up. Some of what was taken over may be computed again later, before a token that
+    reads much of it. `reused`: tokens that were not run, or not by all layers; `repaired`: those that were later.
     """
 
     order = 40
@@ -61,8 +87,9 @@ class PieceReuse(SessionObserver):
         self.reuse = reuse
         self.log = Log(batch)
         self.blended: Ints = np.full(batch, _NEVER)
-        self.reused = 0
+        self.reused = self.repaired = 0
         self._spaces = [0] * batch
+        self._watched = [_NOTHING] * batch
 
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
@@ -79,6 +106,10 @@ class PieceReuse(SessionObserver):
         reuse = Reuse(method, Store(method.tokens, method.least), both, layer)
         return ObserverFactory(lambda batch: cls(reuse, batch), shared=lambda: reuse.store.stats)
 
+    def call_room(self, lengths: Ints) -> Ints:
+        """See SessionObserver. One token where some are watched, because it may change them for the next."""
+        return np.array([1 if one.at.size else _NEVER for one in self._watched])
+
     @property
     def stats(self) -> dict[str, float]:
         """See SessionObserver."""
@@ -92,20 +123,30 @@ class PieceReuse(SessionObserver):
         """See SessionObserver."""
         other = type(self)(self.reuse, 0)
         other.log, other.blended, other._spaces = self.log.copy(), self.blended, self._spaces
+        other._watched = self._watched
         return other
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self.log.select(rows)
         self.blended, self._spaces = self.blended[rows], [self._spaces[row] for row in rows]
+        self._watched = [self._watched[row] for row in rows]
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver."""
-        return {"ids": self.log.ids, "blended": self.blended}
+        counts = np.array([one.at.size for one in self._watched])
+        rows = {f"{row}": one for row, one in enumerate(self._watched) if one.at.size}
+        watched = {f"at.{row}": one.at for row, one in rows.items()}
+        watched |= {f"stream.{row}": one.stream for row, one in rows.items()}
+        return {"ids": self.log.ids, "blended": self.blended, "watched": counts, **watched}
 
     def restore(self, backend: BackendSession, numbers: Arrays, lengths: Ints) -> None:
         """See SessionObserver."""
         self.log.ids, self.blended = numbers["ids"], numbers["blended"]
+        self._watched = [
+            _Watched(numbers[f"at.{row}"], numbers[f"stream.{row}"]) if count else _NOTHING
+            for row, count in enumerate(numbers["watched"].tolist())
+        ]
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""
@@ -157,31 +198,79 @@ class PieceReuse(SessionObserver):
     def run(
         self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
     ) -> Logits | None:
-        """See SessionObserver. Where the last logits are asked for of tokens that are stored elsewhere."""
-        if not last_only:
-            return None
+        """See SessionObserver. Where the last logits are asked for of tokens that are stored elsewhere, or where single
+        tokens may read some that are watched.
+        """
         counts = np.full(len(tokens), tokens.shape[1]) if counts is None else counts
+        if tokens.shape[1] == 1 and any(one.at.size for one in self._watched):
+            return self._repair(calls, tokens, counts)
+        found = self._found(tokens, counts) if last_only else {}
+        if not found:
+            return None
+        start = time.perf_counter()
+        call = _Blend(calls, self.reuse, tokens, counts, found)
+        try:
+            logits, blended, watched = call.run()
+        except BaseException:
+            call.give_up()
+            raise
+        self.blended = np.minimum(self.blended, blended)
+        self.reused += call.reused
+        self._watched = [
+            one.then(watched[row]) if row in watched else one
+            for row, one in enumerate(self._watched)
+        ]
+        calls.count(call.made, int(counts.sum()), start)
+        calls.heard(tokens, call.positions)
+        return logits
+
+    def _found(self, tokens: Ints, counts: Ints) -> dict[int, list[Piece]]:
+        """The pieces of rows that have some; the last token is never of one."""
         method, found = self.reuse.method, {}
         for row in np.flatnonzero(counts > method.least).tolist():
             asked = tokens[row, : counts[row] - 1]
             if matches := self.reuse.store.matches(self._spaces[row], asked):
                 found[row] = method.pieces(matches)
-        if not found:
-            return None
-        call = _Blend(calls, self.reuse, tokens, counts, found)
+        return found
+
+    def _repair(self, calls: Calls, tokens: Ints, counts: Ints) -> Logits:
+        """Run a token [B,1], and before it those watched ones that it reads most, as the method says."""
+        start = time.perf_counter()
+        call = TwoParts(calls, self.reuse.late, tokens, counts)
         try:
-            logits, stale = call.run()
+            stream, drawn = call.early(call.positions >= 0)
+            share = drawn / np.maximum(drawn.sum(1, keepdims=True), 1e-9)
+            chosen = [
+                self.reuse.method.repaired(share[row, one.at] * (counts[row] > 0))
+                for row, one in enumerate(self._watched)
+            ]
+            again = [one.where(which) for one, which in zip(self._watched, chosen, strict=True)]
+            for row, one in enumerate(again):
+                if one.at.size:  # rows that were copies are no longer, from there on
+                    calls.set_length(row, int(one.at[0]))
+                    calls.set_length(row, int(call.first[row]))
+            own = [
+                _Watched(p[: int(n)], s[: int(n)])
+                for p, s, n in zip(call.positions, stream, counts, strict=True)
+            ]
+            both = [one.then(new) for one, new in zip(again, own, strict=True)]
+            logits = call.late([one.at for one in both], [one.stream for one in both])
         except BaseException:
             call.give_up()
             raise
-        self.blended = np.minimum(self.blended, stale)
-        self.reused += call.reused
+        self.repaired += sum(one.at.size for one in again)
+        self._watched = [
+            one.where(~which) for one, which in zip(self._watched, chosen, strict=True)
+        ]
+        calls.count(call.made, int(counts.sum()), start)
         calls.heard(tokens, call.positions)
         return logits
 
     def _forget(self, lengths: Ints) -> None:
         """Rows go back to these lengths; where no token is left that was taken over, later ones are computed."""
         self.blended = np.where(lengths <= self.blended, _NEVER, self.blended)
+        pairs = zip(self._watched, lengths, strict=True)
+        self._watched = [one.where(one.at < length) for one, length in pairs]
 
     def _leave(self, backend: BackendSession, lengths: Ints) -> None:
         """Store the rows, as far as they were computed."""
@@ -196,8 +285,8 @@ class PieceReuse(SessionObserver):
             self.reuse.store.add(self._spaces[row], tokens, arrays)
 
 
-class _Blend:
-    """One call: tokens [B,T], `counts` [B] of them real, and the pieces of some rows."""
+class _Blend(TwoParts):
+    """One call in which some rows have pieces."""
 
     def __init__(
         self,
@@ -207,43 +296,39 @@ class _Blend:
         counts: Ints,
         pieces: Mapping[int, list[Piece]],
     ):
-        self.calls, self.reuse, self.tokens, self.counts = calls, reuse, tokens, counts
-        self.pieces = pieces
-        self.first = calls.lengths
-        self.total = self.first + counts
-        every = np.arange(tokens.shape[1])
-        self.positions = np.where(every < counts[:, None], self.first[:, None] + every, -1)
+        super().__init__(calls, reuse.late, tokens, counts)
+        self.reuse, self.pieces = reuse, pieces
         self.columns = {  # of the reused tokens of a row
             row: np.concatenate([np.arange(p.start, p.start + p.count) for p in found])
             for row, found in pieces.items()
         }
-        self.reused = self._made = 0
+        self.reused = 0
 
-    def run(self) -> tuple[Logits, Ints]:
-        """The logits [B,1,V] of the last tokens; from which position on rows hold what was taken over [B]."""
-        start = time.perf_counter()
-        self.calls.need([int(self.total.max())])
+    def run(self) -> tuple[Logits, Ints, dict[int, _Watched]]:
+        """The logits [B,1,V] of the last tokens; from which position on rows hold what was taken over [B]; and what of
+        that is watched.
+        """
         old = self._turned()
-        stream, drawn = self._early()
-        kept, picked = self._choose(old, drawn)
-        left = np.array([one.size for one in picked])
-        self.calls.need([int((self.total + left.max()).max())])
-        self._write(old, kept, picked)
-        logits = self._late(stream, picked, left)
-        self._settle(picked, left)
-        self.reused = sum(int(one.sum()) for one in kept.values())
-        self.calls.count(self._made, int(self.counts.sum()), start)
+        new = self.positions >= 0
+        for row, columns in self.columns.items():
+            new[row, columns] = False
+        stream, drawn = self.early(new)
         blended = np.full(len(self.tokens), _NEVER)
-        for row, one in kept.items():
-            if one.any():
-                blended[row] = self.first[row] + self.columns[row][one][0]
-        return logits * (self.counts > 0)[:, None, None], blended
-
-    def give_up(self) -> None:
-        """Let nothing be seen of what was written."""
-        positions = self.calls.backend.buffers()[POSITIONS]
-        for row, start in enumerate(self.first.tolist()):
-            positions[row, start:] = -1
+        watched: dict[int, _Watched] = {}
+        runs = self.positions >= 0
+        for row, columns in self.columns.items():
+            deviation = self._deviation(old, row)
+            stays = ~self.reuse.method.stale(deviation, drawn[row, self.first[row] + columns])
+            runs[row, columns[stays]] = False
+            self._keep(old, row, stays)
+            if stays.any():
+                blended[row] = self.first[row] + columns[stays][0]
+            self.reused += int(stays.sum())
+            later = columns[stays][self.reuse.method.watched(deviation[stays])]
+            watched[row] = _Watched(self.first[row] + later, stream[row, later])
+        picked = [np.flatnonzero(one) for one in runs]
+        at = [start + columns for start, columns in zip(self.first, picked, strict=True)]
+        return self.late(at, [s[c] for s, c in zip(stream, picked, strict=True)]), blended, watched
 
     def _turned(self) -> Arrays:
         """Keys, turned to their new positions, and values of the reused tokens [B,G,S,D], by their names."""
@@ -266,106 +351,20 @@ class _Blend:
         turned = {k: out[turned_of(layer)] for layer, (k, _) in self.reuse.names.items()}
         return {**found, **turned}
 
-    def _early(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
-        """All tokens in the first layers: what leaves these [B,T,E], and the attention that the tokens which are not
-        reused pay to each slot [B,C], where the method reads it.
-        """
-        new = self.positions >= 0
-        for row, columns in self.columns.items():
-            new[row, columns] = False
-        stream: npt.NDArray[Any] | None = None
-        drawn: npt.NDArray[Any] = np.zeros((len(self.tokens), 1), np.float32)
-        chunk = self.calls.chunk
-        for start in range(0, int(self.counts.max()), chunk):
-            tokens = self.tokens[:, start : start + chunk]
-            span = slice(start, start + tokens.shape[1])
-            given = {
-                "tokens": tokens,
-                "positions": self.positions[:, span],
-                "slots": self.first + np.minimum(start, self.counts),
-                "rows": _places(new[:, span]),
-            }
-            out = self._part(EARLY, given)
-            if stream is None:
-                shape = *self.tokens.shape, out["stream_out"].shape[2]
-                stream = np.zeros(shape, out["stream_out"].dtype)
-            stream[:, span] = out["stream_out"]
-            drawn = drawn + out.get("scores", 0)
-        assert stream is not None
-        return stream, drawn
+    def _deviation(self, old: Arrays, row: int) -> Values:
+        """The squared distance [n] of fresh keys and values of a row's reused tokens from the old ones."""
+        buffers, columns = self.calls.backend.buffers(), self.columns[row]
+        found = np.zeros(columns.size, np.float32)
+        for name in self.reuse.names[self.reuse.layer]:
+            new = buffers[name][row][:, self.first[row] + columns]
+            found += np.square(new - old[name][row, :, : columns.size]).sum((0, 2))
+        return found
 
-    def _choose(
-        self, old: Arrays, drawn: npt.NDArray[np.float32]
-    ) -> tuple[dict[int, Bools], list[Ints]]:
-        """Which of a row's reused tokens stay as they are; the columns [n] of each row that run on, in order."""
-        buffers, method = self.calls.backend.buffers(), self.reuse.method
-        kept: dict[int, Bools] = {}
-        picked = []
-        for row, count in enumerate(self.counts.tolist()):
-            runs = np.ones(count, bool)
-            if row in self.columns:
-                columns = self.columns[row]
-                slots = self.first[row] + columns
-                deviation = np.zeros(columns.size, np.float32)
-                for name in self.reuse.names[self.reuse.layer]:
-                    gone = buffers[name][row][:, slots] - old[name][row, :, : columns.size]
-                    deviation += np.square(gone, dtype=np.float32).sum((0, 2))
-                paid = drawn[row, slots] if method.attention else np.zeros_like(deviation)
-                kept[row] = ~method.stale(deviation, paid)
-                runs[columns[kept[row]]] = False
-            picked.append(np.flatnonzero(runs))
-        return kept, picked
-
-    def _write(self, old: Arrays, kept: Mapping[int, Bools], picked: Sequence[Ints]) -> None:
-        """Let the later layers hold what stays as it is, and nothing in the slots of what they run."""
-        buffers = self.calls.backend.buffers()
-        for row, stays in kept.items():
-            slots = self.first[row] + self.columns[row][stays]
-            for layer in self.reuse.late:
-                for name in self.reuse.names[layer]:
-                    buffers[name][row][:, slots] = old[name][row, :, : stays.size][:, stays]
-        for row, columns in enumerate(picked):
-            buffers[POSITIONS][row, self.first[row] + columns] = -1
-
-    def _late(self, stream: npt.NDArray[Any], picked: Sequence[Ints], left: Ints) -> Logits:
-        """These columns in the layers behind, into slots behind all others: the logits [B,1,V] of the last."""
-        chunk, rows = self.calls.chunk, np.arange(len(picked))[:, None]
-        columns = np.zeros((len(picked), int(left.max())), np.int64)
-        for row, one in enumerate(picked):
-            columns[row, : one.size] = one
-        logits: Logits | None = None
-        for start in range(0, columns.shape[1], chunk):
-            part = columns[:, start : start + chunk]
-            real = start + np.arange(part.shape[1]) < left[:, None]
-            last = left - 1 - start
-            ends = (last >= 0) & (last < part.shape[1])
-            given = {
-                "stream": stream[rows, part],
-                "positions": np.where(real, self.positions[rows, part], -1),
-                "slots": self.total + np.minimum(start, left),
-                "rows": np.where(ends, last, 0)[:, None],
-            }
-            out = self._part(LATE, given)["logits"]
-            logits = np.zeros_like(out) if logits is None else logits
-            logits[ends] = out[ends]
-        assert logits is not None
-        return logits
-
-    def _settle(self, picked: Sequence[Ints], left: Ints) -> None:
-        """Move what ran into its own slots."""
-        buffers = self.calls.backend.buffers()
-        for row, columns in enumerate(picked):
-            slots, end = self.first[row] + columns, self.total[row]
-            for layer in self.reuse.late:
-                for name in self.reuse.names[layer]:
-                    array = buffers[name][row]
-                    array[:, slots] = array[:, end : end + left[row]]
-            buffers[POSITIONS][row, slots] = slots
-            buffers[POSITIONS][row, end:] = -1
-
-    def _part(self, entry: str, given: Arrays) -> Arrays:
-        self._made += 1
-        return self.calls.backend.part(entry, given)
+    def _keep(self, old: Arrays, row: int, stays: Bools) -> None:
+        """Let the later layers hold what stays as it is."""
+        buffers, slots = self.calls.backend.buffers(), self.first[row] + self.columns[row][stays]
+        for name in self.reuse.late:
+            buffers[name][row][:, slots] = old[name][row, :, : stays.size][:, stays]
 
 
 def _lay(backend: BackendSession, known: Mapping[int, Piece], lengths: Ints, found: Ints) -> None:
@@ -383,13 +382,3 @@ def _lay(backend: BackendSession, known: Mapping[int, Piece], lengths: Ints, fou
             elif end:
                 new[name][row, :, :end] = buffers[name][row][:, :end]
     backend.put(new)
-
-
-def _places(real: Bools) -> Ints:
-    """The columns [B,N] where it holds, at least one column wide; -1: no more."""
-    most = max(1, int(real.sum(1).max()))
-    found = np.full((len(real), most), -1, np.int64)
-    for row, one in enumerate(real):
-        places = np.flatnonzero(one)
-        found[row, : places.size] = places
-    return found
