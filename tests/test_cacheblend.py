@@ -191,15 +191,6 @@ def test_a_call_that_fails_leaves_all_as_it_was(monkeypatch):
         assert far(session.run(PROMPT[None, 2:]), plain.run(PROMPT[None, 2:])) < 1e-5
 
 
-def test_rows_of_other_adapters_find_nothing():
-    model = reusing("cacheblend")
-    asked(model, *CHUNKS)
-    observers = [factory.open(1) for factory in model._observers]
-    (one,) = [one for one in observers if isinstance(one, PieceReuse)]
-    assert len(one.reuse.store.matches(0, PROMPT)) == 3
-    assert not one.reuse.store.matches(1, PROMPT) and one.reuse.store.prefix(1, CHUNKS[0]) is None
-
-
 def test_a_store_finds_the_longest_runs_and_forgets_the_oldest():
     rng = np.random.default_rng(0)
     for least in (3, 4, 16):
