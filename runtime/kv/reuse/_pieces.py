@@ -44,7 +44,6 @@ class Pieces(Base):
     }
     breaks = frozenset({Invariant.BATCH_INVARIANCE, Invariant.ROW_PRIVATE})
     grade = "approximate"
-    small: ClassVar[dict[str, Any]] = {"least": 6, "tokens": 4096}
     name: ClassVar[str]  # in recipes
     attention: ClassVar[bool] = False  # whether `stale` reads it
 
