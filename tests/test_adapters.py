@@ -18,6 +18,7 @@ from accel.passes.depth.shortgpt import ShortGPT
 from accel.passes.numerics.batch_invariant import BatchInvariant
 from accel.runtime.artifact.artifact import digest
 from accel.runtime.model.adapters import Adapters
+from accel.runtime.session.observers.pieces import PieceReuse
 from accel.runtime.session.observers.prefix_cache import PrefixCache
 
 from . import adapter_case as case
@@ -223,6 +224,27 @@ def test_no_adapter_reads_the_cached_prefix_of_another(trained, monkeypatch):
         monkeypatch.setattr(PrefixCache, "adapted", lambda *_: None)  # a negative control
         worst, reused = run(compiled, 1)
         assert worst > 0.1 and reused == [0, 12, 12, 12]
+
+
+def test_parts_of_prompts_are_found_by_the_same_adapter_alone(trained, monkeypatch):
+    """With ratio 1, so that they give the logits of recomputing, in two calls instead of one."""
+    recipe = {"kv.reuse": {"use": "cacheblend", "least": 4, "ratio": 1.0}}
+    options = {"adapters": trained.folders, "verify": False, "target": "eager", **SIZES}
+
+    def run(compiled, row):
+        calls = []
+        for start, name in ((3, "one"), (0, "one"), (0, "two"), (0, None)):
+            with compiled.session(1, adapter=name) as session:
+                got = session.prompt(TOKENS[row : row + 1, start:14])
+                calls.append(session.stats["calls"])
+            assert start or np.abs(got[0, 0] - trained.want[name][row, 13]).max() < 1e-3
+        return calls
+
+    with accel.optimize(trained.model, recipe, **options) as compiled:
+        assert run(compiled, 0) == [1, 2, 1, 1]
+        monkeypatch.setattr(PieceReuse, "adapted", lambda *_: None)  # a negative control
+        with pytest.raises(AssertionError):
+            run(compiled, 1)
 
 
 def test_an_adapter_is_added_to_a_model_that_runs(trained, in_process, tmp_path):

@@ -32,6 +32,7 @@ BUILDS = {  # entries -> architecture, recipe
     "group": ("llama", {"kv.select": {**CLUSTERS, "dense_layers": 0}}),
     "commit": ("llama", {"kv.codec": {"use": "kv-int8"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
+    "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),
 }
 
 

@@ -58,6 +58,7 @@ CASES = {  # recipe, or architecture -> tables, and what is expected
     "unified-skip": ({"depth": {"use": "unified-skip", "speedup": 1.5}}, can(width=1)),
     "paged-prefix": ({"kv.reuse": {"use": "paged-prefix", "block": 4, "blocks": 64}}, ANY),
     "pie": ({"kv.reuse": {"use": "pie"}}, ANY),
+    "cacheblend": ({"kv.reuse": {"use": "cacheblend"}}, ANY),
     "gemfilter": ({"prefill.prune": {"use": "gemfilter", "tokens": 12}}, ANY),
     "promptdistill": ({"prefill.prune": {"use": "promptdistill", "tokens": 12}}, ANY),
     "critiprefill": (

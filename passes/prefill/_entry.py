@@ -25,8 +25,8 @@ def layer_calls(program: Program, entry: Entry) -> list[fx.Node]:
     count = len(program.facts.layers)
     if not calls or len(calls) != count:
         raise PassError(
-            f"prefill: {len(calls)} of {count} layers were found in the graph, but only "
-            "separate layers can run for a prompt alone; leave the prefill methods out for this model"
+            f"prefill, kv.reuse: {len(calls)} of {count} layers were found in the graph, but only separate layers "
+            "can run for a prompt alone; leave the methods of both out for this model"
         )
     return calls
 
@@ -97,8 +97,8 @@ def finished(entry: Entry, calls: list[fx.Node], outputs: dict[str, fx.Node]) ->
             entry.graph.erase_node(holder)
     if {"tokens", "stream"} <= set(entry.inputs):
         raise PassError(
-            "prefill.prune: deeper layers of this model read the tokens again, not only the "
-            "output of earlier layers; leave prefill.prune out for it, or use gemfilter"
+            "prefill.prune, kv.reuse: deeper layers of this model read the tokens again, not only the output of "
+            "earlier layers; leave the methods of both out for it (gemfilter and paged-prefix cut no layers)"
         )
     return Entry(
         entry.graph, entry.outputs, {n: v for n, v in entry.defaults.items() if n in entry.inputs}

@@ -451,7 +451,7 @@ class CompiledModel:
 
     @property
     def pool(self) -> dict[str, int] | None:
-        """Statistics of the KV block pool that the model's sessions share; None without prefix caching."""
+        """Statistics of the blocks or prompts that the model's sessions share (`kv.reuse`); None: they share none."""
         return next((one.shared() for one in self._observers if one.shared is not None), None)
 
     @property

@@ -120,7 +120,7 @@ class Session:
 
     @property
     def stats(self) -> dict[str, float]:
-        """`calls`: graph calls; `tokens`: tokens run, without padding; `reused`: tokens from a prefix cache;
+        """`calls`: graph calls; `tokens`: tokens run, without padding; `reused`: tokens that `kv.reuse` took over;
         `seconds` in the graph; `kv_bytes`: size of the state buffers, without shared blocks.
         """
         core = self._core

@@ -1,5 +1,6 @@
 """Laws of reuse: a method says what it promises, what it cannot be combined with, and both sides hear why."""
 
+import numpy as np
 import pytest
 
 from accel.compiler.assemble import EVICTION, GRADES, assemble
@@ -7,7 +8,13 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
 from accel.passes import Pass
+from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.kv.reuse._pieces import Pieces
+from accel.runtime.model.compiled import CompiledModel
 
+from ..prefill_case import built, far
+
+TEXT, OTHER = np.random.default_rng(1).integers(3, 50, (2, 30))
 AXES = find_axes()
 NAMES = AXES["kv.reuse"].names()
 
@@ -49,3 +56,31 @@ def test_eviction_is_refused_with_both_sides_named(name, axis):
         assemble(recipe)
     assert f"kv.reuse = {name}" in str(caught.value) and f"{axis} = {use}" in str(caught.value)
     assert "leave one of the two out" in str(caught.value)
+
+
+def law_of_prompts(name, stored):
+    """A prompt that nothing is known of, the same again, and a longer one have the logits of recomputing."""
+    tables = {"kv.reuse": {"use": name, **AXES["kv.reuse"].small(name)}}
+    made, base = built("llama", tables=tables), built("llama")
+    model = CompiledModel(
+        EagerBackend(made.program), made.facts, recipe=made.recipe, program=made.program
+    )  # that has seen no prompt
+    with model.session() as session:
+        session.prompt(stored[None])
+    for prompt in (TEXT, TEXT, np.concatenate([TEXT, OTHER])):
+        with model.session() as session, base.session() as again:
+            assert far(session.prompt(prompt[None]), again.prompt(prompt[None])) < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_that_are_known_and_those_that_are_not(name):
+    law_of_prompts(name, OTHER[::-1])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if issubclass(AXES["kv.reuse"].method(name), Pieces)]
+)
+def test_the_law_of_prompts_catches_parts_behind_other_texts(name):
+    """They are approximate."""
+    with pytest.raises(AssertionError):
+        law_of_prompts(name, TEXT[5:])

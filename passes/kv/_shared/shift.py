@@ -35,13 +35,15 @@ class Shift(Pass):
     factor that some models put on both of them (YaRN) is on the keys already, and is taken off.
     """
 
+    what: str = "kv.reuse = pie"  # the method that asks, for errors
+
     after = (Cache, Head)
     must_change = True
     flat = True
     grade = "approximate"  # what follows an edit keeps values that were made before it
 
     def run(self, program: Program) -> Report:
-        found = rotations(program, "kv.reuse = pie")
+        found = rotations(program, self.what)
         source, graph = Editor(program, program.step.graph), fx.Graph()
         batch, suffix = (
             program.step.input("tokens").meta["val"].shape[0],
@@ -65,7 +67,7 @@ class Shift(Pass):
             cos, sin = operand_of(node, "cos"), operand_of(node, "sin")
             interleaved = operand_of(node, "interleaved")
             if (cos, sin) not in places:
-                made = tables(program, layer, cos, sin, "kv.reuse = pie")
+                made = tables(program, layer, cos, sin, self.what)
                 both = [
                     editor.param(f"shift.{len(places)}.{n}", t)
                     for n, t in zip("cs", made, strict=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +17,6 @@ from accel.ir.trace import trace
 from accel.passes.kv.inputs import call as call_named
 from accel.passes.kv.inputs import parameters
 from accel.passes.prefill._entry import added, copied, finished, observed, result, states
-from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._heads import (
     HEAD_SCORES,
     add_scores,
@@ -31,11 +31,27 @@ _BY_QUERY = ("tree", "first", "pages")  # what attention reads of the call's own
 _OF_QUERY = ("q", "beside", "beside_lse")
 
 
+class Scoring(Protocol):
+    """What gives scores of tokens: see `passes.prefill.prune.Base`."""
+
+    @property
+    def every(self) -> bool:
+        """Whether all layers score."""
+
+    @property
+    def observe(self) -> int:
+        """Whether `rows` says which queries it reads; 0: all."""
+
+    @property
+    def score(self) -> Callable[..., Tensor]:
+        """The scores."""
+
+
 def scoring(
     program: Program,
     first: int,
     last: int,
-    method: Base,
+    method: Scoring,
     *,
     whole: bool,
     stage: int = 0,
@@ -74,6 +90,13 @@ def scoring(
     return finished(entry, calls, found)
 
 
+def beginning(program: Program, last: int) -> Entry:
+    """The step's layers up to `last` as an entry that gives `stream_out [B,T,E]`, what leaves it, and their state."""
+    entry, calls = copied(program, 0, last)
+    found = {"stream_out": result(calls[-1], 0), **dict(states(program, entry, calls))}
+    return finished(entry, calls, found)
+
+
 def ending(program: Program, first: int) -> Entry:
     """The step's layers from `first` on, and its head, as an entry that takes `stream [B,T,E]`."""
     entry, calls = copied(program, first, len(program.facts.layers) - 1)
@@ -105,7 +128,7 @@ def _before(program: Program, entry: Entry, call: fx.Node) -> fx.Node:
 
 
 def _scores(
-    program: Program, entry: Entry, call: fx.Node, method: Base, before: fx.Node | None
+    program: Program, entry: Entry, call: fx.Node, method: Scoring, before: fx.Node | None
 ) -> tuple[fx.Node, set[int]]:
     """Let a layer give its scores too: these, and which of its results its keys are stored in."""
     region, node = call.target, attends(call)

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from accel.ir.entries.blend import EARLY
 from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, Part, name_of
@@ -32,7 +33,8 @@ class Edits(SessionObserver):
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where keys can be rotated to other positions (`kv.reuse = pie`)."""
-        return ObserverFactory(cls) if SHIFT.name in model.entries else None
+        alone = SHIFT.name in model.entries and EARLY not in model.entries
+        return ObserverFactory(cls) if alone else None
 
     def after(self, tokens: Ints, positions: Ints, queries: Arrays) -> None:
         """See SessionObserver."""

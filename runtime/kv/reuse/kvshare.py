@@ -1,0 +1,61 @@
+"""KVShare (arXiv:2503.16525): a prompt takes over what it has in common with the stored one that is most like it.
+Tokens that deviate, or that new tokens attend to, are computed again, at the prompt and while tokens are generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.runtime.inputs.ints import Bools
+from accel.runtime.kv.reuse._pieces import Floats, Pieces, best
+from accel.runtime.session.observers._store import Piece, most_alike
+
+
+@dataclass(frozen=True)
+class KVShare(Pieces):
+    """At the prompt, `ratio` of the reused tokens are computed again, those that deviate most, and an `attended` share:
+    those that the other tokens of the prompt attend to most at `layer`.
+
+    After it, the `watch` share of the rest that deviate most is watched: where a single token pays more than
+    `threshold` of its attention at `layer` to them, the `repairs` of them that it attends to most are computed again
+    before it, once each (0: none is). Until all were, such a token takes two graph calls.
+
+    The paper's scheduler, which orders waiting requests by their hits, is left to who serves them.
+    """
+
+    attended: float = 0.05
+    watch: float = 0.16
+    threshold: float = 0.05
+    repairs: int = count(4, most=4096)
+    name: ClassVar[str] = "kvshare"
+    attention: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("attended", "watch", "threshold"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RecipeError(f"kv.reuse.kvshare: {name} is {getattr(self, name)}; give 0 to 1")
+        if self.repairs < 0:
+            raise RecipeError(f"kv.reuse.kvshare: repairs is {self.repairs}; give 0 or more")
+
+    def pieces(self, matches: Sequence[Piece]) -> list[Piece]:
+        return most_alike(matches, self.least)
+
+    def stale(self, deviation: Floats, drawn: Floats) -> Bools:
+        first = best(deviation, self.ratio)
+        return first | best(np.where(first, -1, drawn), min(self.attended, 1 - self.ratio))
+
+    def watched(self, deviation: Floats) -> Bools:
+        return best(deviation, self.watch if self.repairs else 0.0)
+
+    def repaired(self, share: Floats) -> Bools:
+        found = np.zeros(share.size, bool)
+        if share.sum() > self.threshold:
+            found[np.argsort(-share, kind="stable")[: self.repairs]] = True
+        return found
