@@ -22,6 +22,7 @@ from accel.compiler.explain.page import write_page
 from accel.compiler.explain.rates import Rates
 from accel.compiler.explain.subject import subject
 from accel.compiler.facts_json import model_facts
+from accel.ir.axis import find_axes
 from accel.ir.errors import CaptureError, RecipeError
 from accel.ir.recipe import Recipe, bundled
 from accel.ir.tables import Tables
@@ -132,6 +133,8 @@ def held(program, plan, prompt):
         return session.stats["kv_bytes"]
 
 
+CODEC = find_axes()["kv.codec"]
+CODECS = [n for n in CODEC.names() if not issubclass(CODEC.method(n), Tables | Trained)]
 KEPT = {"kv.budget": {"use": "uniform", "tokens_kept": 60}}
 LESS = {"kv.budget": {"use": "uniform", "tokens_kept": 59}}
 CASES = {
@@ -154,7 +157,23 @@ CASES = {
         "kv.score": {"use": "snapkv"},
         "kv.budget": {"use": "ada-kv", "tokens_kept": 60},
     },
+    "mikv": {"kv.score": {"use": "knorm"}, "kv.keep": {"use": "mikv"}, **KEPT},
+    "zipcache": {
+        "kv.score": {"use": "knorm"},
+        "kv.keep": {"use": "zipcache", "ratio": 0.3},
+        **KEPT,
+    },
 }
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("use", CODECS)
+def test_bytes_of_a_codec_are_what_a_session_holds(tiny, use):
+    plan = assemble(Recipe(tables={"kv.codec": {"use": use, **CODEC.small(use)}}))
+    program = _Work(tiny, lambda *_: None).run(plan).program
+    found = costs.cache(program, None, plan.methods, (40, 150), 0)
+    for prompt in (40, 150):
+        assert found.bytes(prompt) == held(program, plan, prompt)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -261,14 +280,14 @@ def test_speed_follows_from_bytes(captured):
     told(captured, "base")
     program = captured.base
     read = costs.Reading({"float32": 1e7}, {})
-    near = costs.predict(program, None, read, (0.0, 10), FAST)
-    far = costs.predict(program, None, read, (0.0, 2000), FAST)
+    near = costs.predict(program, None, read, costs.Held(0.0, 10), FAST)
+    far = costs.predict(program, None, read, costs.Held(0.0, 2000), FAST)
     assert near.weights > 1e7 / 4e9 and far.cache > 100 * near.cache
     assert far.tokens_per_second < near.tokens_per_second
-    few = costs.predict(program, None, costs.Reading({"int4": 1e6}, {}), (0.0, 10), FAST)
+    few = costs.predict(program, None, costs.Reading({"int4": 1e6}, {}), costs.Held(0.0, 10), FAST)
     assert few.tokens_per_second > near.tokens_per_second
     odd = costs.Reading({"int3": 1e6}, {})
-    assert "int3" in costs.predict(program, None, odd, (0.0, 10), FAST)
+    assert "int3" in costs.predict(program, None, odd, costs.Held(0.0, 10), FAST)
 
 
 @pytest.mark.parametrize("native", [True, False])

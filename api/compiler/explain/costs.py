@@ -44,22 +44,38 @@ _RATES = {
 
 
 @dataclass(frozen=True)
+class Held:
+    """Tokens after a prompt, mean over the layers: kept; since the last compression; and demoted to each form of fewer
+    bits.
+    """
+
+    kept: float
+    recent: int
+    low: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Cache:
-    """Bytes of one row's state. slot: of a token since the last compression; kept: of a token that was kept;
-    fixed: whatever the length. tokens: (kept, recent) after a prompt of so many, mean over the layers.
+    """Bytes of one row's state. slot: of a token since the last compression; kept: of a token that was kept; low: of a
+    token in each form of fewer bits, once: what such a form stores of an eviction; fixed: whatever the length.
+    tokens: after a prompt of so many.
     """
 
     slot: float
     kept: float
     fixed: float
-    tokens: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    tokens: Mapping[int, Held] = field(default_factory=dict)
     dense: float = 0  # of a token with a plain cache of the same model
+    low: tuple[float, ...] = ()
+    once: tuple[float, ...] = ()
 
     def bytes(self, prompt: int) -> int:
         """After a prompt of so many tokens and the first one after it, slots by STEP."""
-        kept, recent = self.tokens[prompt]
-        slots = -(-(recent + 1) // STEP) * STEP
-        return round(kept * self.kept + slots * self.slot + self.fixed)
+        held = self.tokens[prompt]
+        slots = -(-(held.recent + 1) // STEP) * STEP
+        low = sum(n * size for n, size in zip(held.low, self.low, strict=True))
+        once = sum(size for n, size in zip(held.low, self.once, strict=True) if n)
+        return round(held.kept * self.kept + low + once + slots * self.slot + self.fixed)
 
 
 @dataclass(frozen=True)
@@ -90,10 +106,14 @@ def cache(
     """By formula, from the layout of the state and what the recipe keeps."""
     many = _layers_of(program, sizes)
     slot = kept = fixed = 0.0
-    heads = _ragged(program)
+    heads, forms = _ragged(program), _forms(methods)
+    low, once = [0.0] * forms, [0.0] * forms
     for state in program.state:
         size = _size(state, sizes, heads) * many.get(state.layer, 1)
-        if grows(state.shape):
+        if state.region is CacheRegion.LOW:
+            of = once if str(state.shape[2]).startswith("E") else low
+            of[_form(state)] += size
+        elif grows(state.shape):
             slot += size
         elif state.kept and not state.ragged:
             kept += size
@@ -102,7 +122,18 @@ def cache(
     if program.facts.kv is not None and program.facts.kv.flush:
         kept /= program.facts.kv.flush  # a slot is a block
     tokens = {n: _kept(program, sizes, methods, n) for n in prompts}
-    return Cache(slot, kept, fixed, tokens, dense)
+    return Cache(slot, kept, fixed, tokens, dense, tuple(low), tuple(once))
+
+
+def _forms(methods: Mapping[str, Any]) -> int:
+    """How many forms of fewer bits tokens may be in."""
+    keep = methods.get("kv.keep")
+    return len(keep.tiers) if keep is not None and keep.demotes else 0
+
+
+def _form(state: State) -> int:
+    """Which form a state of fewer bits is of, by the letter of its slots: Q0 or Q0_1."""
+    return int(str(state.shape[2]).partition("_")[2] or 0)
 
 
 def _layers_of(program: Program, sizes: Sizes | None) -> dict[int | None, int]:
@@ -134,34 +165,34 @@ def _size(state: State, sizes: Sizes | None, ragged: Mapping[int | None, int]) -
     return size
 
 
-def _kept(
-    program: Program, sizes: Sizes | None, methods: Mapping[str, Any], prompt: int
-) -> tuple[float, int]:
-    """Tokens kept, mean over the layers, and those since, after a prompt: as a session does it."""
+def _kept(program: Program, sizes: Sizes | None, methods: Mapping[str, Any], prompt: int) -> Held:
+    """Tokens after a prompt: as a session does it. Where what the keep demotes goes by the text, the most."""
     layers = len(program.facts.layers) if sizes is None else sizes.layers
     prompt -= unseen(program.facts.prefill, prompt)
+    none = (0.0,) * _forms(methods)
     if program.facts.kv is None or not layers:
-        return 0.0, prompt
+        return Held(0.0, prompt, none)
     if block := program.facts.kv.flush:  # all stays; blocks before the newest whole one are codes
         kept = max(0, prompt // block - 1) * block
-        return float(kept), prompt - kept
-    budget, when = methods["kv.budget"], methods["kv.when"]
+        return Held(float(kept), prompt - kept, none)
+    budget, when, keep = methods["kv.budget"], methods["kv.when"], methods["kv.keep"]
     heads = max(kept_heads(program.state).values(), default=1)
     tables = program.facts.kv.tables or ({},)
     told = [{n: np.array(v) for n, v in tables[i % len(tables)].items()} for i in range(layers)]
     seen = [budget.tokens(prompt, layer, layers, **told[layer]) for layer in range(layers)]
-    if when.due("prompt", prompt) or when.due("call", prompt):
-        if all(tokens >= prompt for tokens in seen):
-            return 0.0, prompt
-        each = zip(seen, told, strict=True)
-        if not _ragged(program):
-            most = [budget.most(t, heads, **one) for t, one in each]
-        elif budget.across is not None:
-            most = seen
-        else:
-            most = [budget.room(t, heads, prompt, **one) / heads for t, one in each]
-        return sum(min(prompt, tokens) for tokens in most) / layers, 0
-    return 0.0, prompt
+    due = when.due("prompt", prompt) or when.due("call", prompt)
+    if not due or all(tokens >= prompt for tokens in seen):
+        return Held(0.0, prompt, none)
+    each = zip(seen, told, strict=True)
+    if not _ragged(program):
+        most = [budget.most(t, heads, **one) for t, one in each]
+    elif budget.across is not None:
+        most = seen
+    else:
+        most = [budget.room(t, heads, prompt, **one) / heads for t, one in each]
+    stay = [min(prompt, tokens) for tokens in most]
+    low = [keep.counts(round(prompt - n)) for n in stay] if none else [none]
+    return Held(sum(stay) / layers, 0, tuple(sum(n) / layers for n in zip(*low, strict=True)))
 
 
 def reading(subject: Subject, before: Program, after: Program) -> Reading:
@@ -253,12 +284,10 @@ def predict(
     program: Program,
     sizes: Sizes | None,
     read: Reading,
-    tokens: tuple[float, int],
+    tokens: Held,
     rates: Rates,
 ) -> Prediction | str:
-    """What a token takes where attention reads `tokens` (kept, recent), by this machine's rates; or why it
-    cannot be told.
-    """
+    """What a token takes where attention reads `tokens`, by this machine's rates; or why it cannot be told."""
     held = _read_of_cache(program, sizes, tokens)
     if unknown := [kind for kind in (*read.kinds, *held) if kind not in _RATES]:
         return f"no rate was measured for {unknown[0]}"
@@ -272,13 +301,10 @@ def predict(
     )
 
 
-def _read_of_cache(
-    program: Program, sizes: Sizes | None, tokens: tuple[float, int]
-) -> dict[str, float]:
+def _read_of_cache(program: Program, sizes: Sizes | None, tokens: Held) -> dict[str, float]:
     """Bytes of keys and values that attention reads for one token, by their form; a window reads no further,
     and a layer that is left out nothing.
     """
-    kept, recent = tokens
     facts, depth = program.facts, program.facts.depth
     many, found = _layers_of(program, sizes), dict[str, float]()
     heads = _ragged(program)
@@ -290,7 +316,9 @@ def _read_of_cache(
         if depth is not None and not depth.plan[layer]:
             continue
         window = facts.layers[layer].window
-        slots = kept if state.kept else recent + 1
+        slots = tokens.kept if state.kept else tokens.recent + 1
+        if state.region is CacheRegion.LOW:
+            slots = 1 if str(state.shape[2]).startswith("E") else tokens.low[_form(state)]
         if window and not state.kept:
             slots = min(slots, window)
         if state.positions or state.kept_positions or state.ragged:

@@ -94,4 +94,10 @@ class Base(Method):
         """The forms of tokens that are demoted; the name of a single one may be ""."""
         return {"": self}
 
+    def counts(self, gone: int) -> tuple[int, ...]:
+        """How many of so many tokens that go at once come into each form; where it depends on them, those that cost
+        most.
+        """
+        return (*(0 for _ in range(len(self.tiers) - 1)), gone)
+
     __call__: Callable[..., Any]

@@ -53,6 +53,11 @@ class ZipCache(Base):
     def tiers(self) -> Mapping[str, Tier]:
         return {"salient": Separated(self.bits), "rest": Separated(self.low_bits)}
 
+    def counts(self, gone: int) -> tuple[int, ...]:
+        """See Base."""
+        rest = int(gone * self.ratio)
+        return gone - rest, rest
+
     def tier(self, gone: Tensor, scores: Tensor) -> Tensor:
         """See Base."""
         rank = ranks_of(scores.masked_fill(~gone, -torch.inf))
