@@ -38,6 +38,7 @@ def elementwise() -> Iterator[Call]:
         yield Call(getattr(aten, name).default, POSITIVE)
     for name in ("exp", "tanh", "rsqrt", "sigmoid"):
         yield Call(getattr(aten, name).default, M)
+    yield Call(aten.acos.default, In(B, T, low=-1, high=1))
     for x in (N, SMALL, HALF, DOUBLE):
         yield from (
             Call(op.default, x) for op in (aten.neg, aten.abs, aten.relu, aten.floor, aten.trunc)

@@ -2,12 +2,12 @@
 oracle. `cases` says which.
 
     python tools/matrix/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--having METHOD] [--part K/N] [--results FILE]
-    python tools/matrix/matrix.py --page docs/figures [--results FILE]
+    python tools/matrix/matrix.py --page docs/figures [--results FILE …]
 
 A method whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
 known; cases that are there already are not run again. A METHOD of `--having` stands for its kind. `--page` writes
-docs/figures/composition.md of what FILE holds. Processes that run parts write files of their own, which may be put
-together.
+docs/figures/composition.md of what the FILEs of several processes hold, and all outcomes beside its pictures, where
+another machine finds them (`outcomes.jsonl.gz`): it runs what is missing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import gzip
 import itertools
 import json
 import random
@@ -22,8 +23,8 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,6 +69,7 @@ FAULTS = (  # no reason, but a bug that was caught
     "was edited or damaged",
     "cannot run it",
 )
+COMMITTED = Path("docs/figures/composition/outcomes.jsonl.gz")  # beside the page's pictures
 EXACT = 1e-3  # error relative to the largest logit
 
 
@@ -368,9 +370,17 @@ def outcomes(
         yield matrix.run(case)
 
 
+def hand_on(path: Path, done: Iterable[Outcome]) -> None:
+    """Outcomes for another machine: without what they took."""
+    lines = [json.dumps(dataclasses.asdict(replace(o, seconds=0.0))) for o in done]
+    with gzip.GzipFile(path, "wb", mtime=0) as file:
+        file.write("\n".join([*sorted(lines), ""]).encode())
+
+
 def read(path: Path) -> dict[str, Outcome]:
     """Outcomes that a run before left, by case."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    data = path.read_bytes() if path.is_file() else b""
+    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
     found = {}
     for line in lines:
         case, *rest = json.loads(line).values()
@@ -402,10 +412,16 @@ def main(
     if every is None:
         parser.add_argument("--sizes", default="2,3", help="methods of a recipe")
         parser.add_argument("--page", type=Path, help="the folder of the page; nothing is run")
-    parser.add_argument("--results", type=Path, default=results)
+    parser.add_argument("--results", type=Path, default=[results], nargs="+")
     options = parser.parse_args()
+    known = read(COMMITTED) if every is None else {}
+    for path in options.results:
+        known |= read(path)
     if every is None and options.page is not None:
-        matrix_page.write(options.page, list(read(options.results).values()))
+        there = {(axis, use) for axis, found in find_axes().items() for use in found.names()}
+        done = [o for o in known.values() if there.issuperset(o.case.tables)]
+        matrix_page.write(options.page, done)
+        hand_on(options.page / "composition" / COMMITTED.name, done)
         return 0
     warnings.filterwarnings("ignore")
     matrix = runner or Matrix()
@@ -419,10 +435,9 @@ def main(
         chosen = sample(chosen, options.sample, options.seed)
     part, parts = map(int, options.part.split("/"))
     chosen = chosen[part - 1 :: parts]
-    known = read(options.results)
     todo = [case for case in chosen if str(case) not in known]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    with options.results.open("a", encoding="utf-8") as out:
+    options.results[0].parent.mkdir(parents=True, exist_ok=True)
+    with options.results[0].open("a", encoding="utf-8") as out:
         for outcome in outcomes(matrix, todo, lambda all_: track(all_, f"{len(todo)} recipes")):
             known[str(outcome.case)] = outcome
             print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)

@@ -33,12 +33,12 @@ def write(folder: Path, outcomes: list[Any]) -> None:
     pictures.mkdir(parents=True, exist_ok=True)
     pairs = [o for o in outcomes if len(o.case.tables) == 2]
     architectures = list(dict.fromkeys(o.case.architecture for o in pairs))
-    _picture(pictures / "pairs.png", pairs, len(architectures))
+    _picture(pictures / "pairs.png", pairs)
     text = TEMPLATE.read_text(encoding="utf-8").format(
         architectures=", ".join(architectures),
         counts="\n".join(_counts(outcomes)),
         invariants=table(),
-        reasons="\n".join(_reasons(pairs, len(architectures))),
+        reasons="\n".join(_reasons(pairs)),
     )
     (folder / "composition.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
@@ -54,16 +54,24 @@ def _counts(outcomes: list[Any]) -> list[str]:
 
 
 def _closed(outcomes: list[Any]) -> str:
-    """Whether three methods go together where each two do."""
-    apart = {
-        (o.case.architecture, o.case.tables)
-        for o in outcomes
-        if len(o.case.tables) == 2 and o.kind != "equal"
+    """Whether three methods go together where each two do: there, or where the two were not run, elsewhere."""
+    pairs = [o for o in outcomes if len(o.case.tables) == 2]
+    there = {(o.case.architecture, o.case.tables) for o in pairs}
+    ran = {tables for _, tables in there}
+    refused = [o.case for o in pairs if o.kind != "equal"]
+    known = {
+        (architecture, case.tables)
+        for case in refused
+        for architecture in {o.case.architecture for o in outcomes}
+        if architecture == case.architecture or (architecture, case.tables) not in there
     }
     hold: Counter[tuple[bool, str]] = Counter()
     for o in outcomes:
-        if len(o.case.tables) > 2:
-            bad = any((o.case.architecture, two) in apart for two in combinations(o.case.tables, 2))
+        twos = list(combinations(o.case.tables, 2))
+        if len(twos) > 1:
+            bad = any((o.case.architecture, two) in known for two in twos)
+            if not bad and not ran.issuperset(twos):
+                continue  # of which nothing is known
             hold[bad, o.kind] += 1
     if not hold:
         return ""
@@ -81,15 +89,16 @@ def _reason(why: str) -> str:
     return ACT.sub("", why)
 
 
-def _reasons(pairs: list[Any], architectures: int) -> list[str]:
+def _reasons(pairs: list[Any]) -> list[str]:
     """A table: reasons that no declaration gives, and the methods that they keep apart."""
+    ran = Counter(o.case.tables for o in pairs)
     where: dict[tuple[str, Pair], list[str]] = defaultdict(list)
     for o in pairs:
         if o.kind == "refused" and not DECLARED.search(o.why):
             where[_reason(o.why), o.case.tables].append(o.case.architecture)
     found: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (why, pair), names in where.items():
-        on = "" if len(names) == architectures else f" ({', '.join(sorted(names))})"
+        on = "" if len(names) == ran[pair] else f" ({', '.join(sorted(names))})"
         often = max(pair, key=lambda one, why=why: sum(w == why and one in p for w, p in where))  # type: ignore[misc]
         other = pair[1 - pair.index(often)]
         found[why][f"`{often[1]}`"].append(f"`{other[1]}`{on}")
@@ -111,24 +120,25 @@ def _few(others: Iterable[str]) -> list[str]:
     )
 
 
-def _picture(path: Path, pairs: list[Any], architectures: int) -> None:
-    """A square of methods by methods: on how many architectures each two go together."""
+def _picture(path: Path, pairs: list[Any]) -> None:
+    """A square of methods by methods: whether each two go together, where they were run."""
     import matplotlib.pyplot as plt
     import numpy as np
     from matplotlib.colors import ListedColormap
 
     methods = sorted({m for o in pairs for m in o.case.tables})
     at = {m: i for i, m in enumerate(methods)}
-    square = np.full((len(methods), len(methods)), np.nan)
+    kinds: dict[Pair, set[bool]] = defaultdict(set)
     for o in pairs:
-        for a, b in (o.case.tables, o.case.tables[::-1]):
-            before = square[at[a], at[b]]
-            square[at[a], at[b]] = (0 if np.isnan(before) else before) + (o.kind == "equal")
-    figure, axes = plt.subplots(figsize=(10.5, 9.6), dpi=110)
-    colors = ListedColormap(
-        ["#d9534f", "#f0b27a", "#f7dc6f", "#a9dfbf", "#2e8b57"][: architectures + 1]
+        kinds[o.case.tables].add(o.kind == "equal")
+    square = np.full((len(methods), len(methods)), np.nan)
+    for (a, b), found in kinds.items():
+        square[at[a], at[b]] = square[at[b], at[a]] = sum(found) if len(found) == 1 else 0.5
+    side = max(8.0, 0.15 * len(methods))
+    figure, axes = plt.subplots(figsize=(side + 1, side), dpi=110)
+    shown = axes.imshow(
+        square, cmap=ListedColormap(["#d9534f", "#f7dc6f", "#2e8b57"]), vmin=-0.25, vmax=1.25
     )
-    shown = axes.imshow(square, cmap=colors, vmin=-0.5, vmax=architectures + 0.5)
     labels = [f"{axis}: {name}" for axis, name in methods]
     axes.set_xticks(
         range(len(methods)), [name for _, name in methods], rotation=90, fontsize=7.5, color=INK
@@ -138,10 +148,8 @@ def _picture(path: Path, pairs: list[Any], architectures: int) -> None:
     for edge in edges:
         axes.axhline(edge, color="white", linewidth=1.5)
         axes.axvline(edge, color="white", linewidth=1.5)
-    bar = figure.colorbar(shown, ax=axes, shrink=0.5, ticks=range(architectures + 1))
-    bar.set_label(
-        "architectures on which both go together (0: refused on all)", fontsize=8, color=INK
-    )
+    bar = figure.colorbar(shown, ax=axes, shrink=0.4, ticks=(0, 0.5, 1))
+    bar.set_ticklabels(["refused", "on some models", "together"])
     axes.set_title(
         "Pairs of methods: equal to the oracle, or refused with a reason", fontsize=10, color=INK
     )
