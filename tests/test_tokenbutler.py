@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from captured import keys_of
-from matrix import over_state
+from matrix import Case, Matrix, over_state
 from reference_data import REFERENCE
 from runs.fit import Fit
 from tokenizers import Tokenizer
@@ -337,3 +337,10 @@ def test_a_part_for_other_query_heads_is_refused(program, tmp_path):
     other = TokenButler(trained=str(tmp_path / "other.safetensors"), dense_layers=1)
     with pytest.raises(PassError, match="layer 1 has 4 query heads, the trained part foretells 2"):
         other.run(program.copy())
+
+
+@pytest.mark.parametrize("use", ["tokenbutler", "attention-predictor"])
+def test_keys_that_are_encoded_one_by_one_are_refused(use):
+    case = Case("llama", (("kv.codec", "kv-fp8"), ("kv.select", use)))
+    outcome = Matrix().run(case)
+    assert outcome.kind == "refused" and "file is checked by plain ones" in outcome.why

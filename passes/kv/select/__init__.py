@@ -35,7 +35,7 @@ from accel.passes.kv.inputs import parameters
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
-from accel.passes.trained import Parts, constants
+from accel.passes.trained import Parts, Trained, constants
 
 Sizes = tuple[int, ...]
 LEAST = 3  # pages that are read at least
@@ -235,10 +235,10 @@ class Base(_Scored, Pass, Method, ABC):
         return ""
 
     def _untold(self, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
-        """Why there are no constants of its layer, where the method has some."""
-        if not isinstance(self, Tables) or node.meta["layer"] in keys:
+        """Why there is no table or trained part of its layer, where the method has one."""
+        if not isinstance(self, Tables | Trained) or node.meta["layer"] in keys:
             return ""
-        return "kv.codec encodes its keys, and a table is checked by plain ones; leave one of the two out"
+        return "kv.codec encodes its keys, and the method's file is checked by plain ones; leave one of the two out"
 
     def _list(self, build: _Build, node: fx.Node) -> fx.Node:
         """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""
