@@ -420,7 +420,7 @@ def main(
     if every is None and options.page is not None:
         there = {(axis, use) for axis, found in find_axes().items() for use in found.names()}
         done = [o for o in known.values() if there.issuperset(o.case.tables)]
-        matrix_page.write(options.page, done)
+        matrix_page.write(options.page, done, len(cases()))
         hand_on(options.page / "composition" / COMMITTED.name, done)
         return 0
     warnings.filterwarnings("ignore")

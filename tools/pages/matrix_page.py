@@ -24,8 +24,8 @@ DECLARED = re.compile(r" relies on [A-Z_]+, which ")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def write(folder: Path, outcomes: list[Any]) -> None:
-    """The page, of pairs and triples that were run."""
+def write(folder: Path, outcomes: list[Any], every: int) -> None:
+    """The page, of pairs and triples that were run, out of `every` one there is."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,6 +37,7 @@ def write(folder: Path, outcomes: list[Any]) -> None:
     text = TEMPLATE.read_text(encoding="utf-8").format(
         architectures=", ".join(architectures),
         counts="\n".join(_counts(outcomes)),
+        every=f"{len(outcomes)} of {every}",
         invariants=table(),
         reasons="\n".join(_reasons(pairs)),
     )
