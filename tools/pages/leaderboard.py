@@ -55,8 +55,10 @@ SWEEPS: dict[tuple[str, str], tuple[Any, ...]] = {
 # (axis, option) -> other options that fit the values, where the method has them
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("prefill.sparse", "budget"): {
-        "segment": 128, "block": 16, "threshold": 0, "observe": 32, "columns": 64, "sinks": 16, "least": 64
+        "segment": 128, "block": 16, "threshold": 0, "observe": 32, "columns": 64, "sinks": 16, "least": 64,
+        "window": 64,
     },
+    ("kv.select", "tokens_read"): {"floor": 0},
 }  # fmt: skip
 INSTEAD = ("compression_ratio",)  # options that would make a swept one count for nothing
 
