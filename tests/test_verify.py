@@ -12,7 +12,7 @@ from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
-from accel.runtime.tree import Tree
+from accel.runtime.tree import Siblings, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 from accel.runtime.verify._residual import ratio
 
@@ -198,7 +198,12 @@ def test_a_tree_is_refused_by_who_takes_chains(name):
 def test_what_a_rule_declares(name):
     rule = AXIS.method(name)
     assert rule.grade in ("lossless", "distribution-exact", "approximate")
-    assert rule.branches or AXIS.method(rule.instead).branches
+    whole = rule.branches and rule.siblings == frozenset(Siblings)
+    near = rule if whole else AXIS.method(rule.instead)
+    assert near.branches and near.siblings == frozenset(Siblings)
+    assert rule.siblings >= {Siblings.INDEPENDENT, Siblings.CHOSEN}, (
+        "the assembler asks for no more"
+    )
 
 
 def test_a_tree_that_does_not_fit_the_logits():

@@ -16,7 +16,7 @@ from accel.ir.invariants import Invariant, Method
 from accel.runtime.inputs.ints import Ints, check_vocabulary
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.sample import Distribution
-from accel.runtime.tree import ROOT, Draw, Tree
+from accel.runtime.tree import ROOT, Draw, Siblings, Tree
 
 __all__ = ["Base", "Chance", "Target", "Verdict"]
 
@@ -104,6 +104,7 @@ class Base(Method, ABC):
     # random numbers), distribution-exact or approximate.
     grade: ClassVar[str]
     branches: ClassVar[bool] = True  # False: takes chains only
+    siblings: ClassVar[frozenset[Siblings]] = frozenset(Siblings)  # that it takes
     instead: ClassVar[str] = ""  # the nearest rule that takes what this one does not
     reads_q: ClassVar[bool] = True  # False: what tokens were drawn from does not matter
 
@@ -112,13 +113,7 @@ class Base(Method, ABC):
 
         Raises InputError for a tree that this rule does not take.
         """
-        node = target.tree.branch
-        if node is not None and not self.branches:
-            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
-            raise InputError(
-                f"verify.{name} takes chains, but node {node} of the tree follows node "
-                f"{target.tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
-            )
+        self._check(target.tree)
         if target.choices is not None or not target.law(ROOT).random:
             return match(target, chance)
         return self.judge(target, chance)
@@ -126,6 +121,22 @@ class Base(Method, ABC):
     @property
     def relies(self) -> frozenset[Invariant]:
         return frozenset() if self.branches else frozenset({Invariant.CHAINS})
+
+    def _check(self, tree: Tree) -> None:
+        """Raise InputError for a tree that this rule does not take."""
+        name = type(self).__module__.rpartition(".")[2].replace("_", "-")
+        if not self.branches and (node := tree.branch) is not None:
+            raise InputError(
+                f"verify.{name} takes chains, but node {node} of the tree follows node "
+                f"{tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
+            )
+        if self.branches and len(self.siblings) < len(Siblings):
+            for kind in tree.siblings.keys() - self.siblings:
+                takes = " or ".join(one.value for one in Siblings if one in self.siblings)
+                raise InputError(
+                    f"verify.{name} takes siblings that are {takes}, but node {tree.siblings[kind]} of the tree was "
+                    f"{kind.value}; use verify = {self.instead}, or draft another tree"
+                )
 
     def drawing(self, sampler: Sampler, chance: Chance) -> Draw | None:
         """What drafted tokens are best drawn with; None: they are best chosen, as the likeliest."""
