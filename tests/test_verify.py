@@ -41,9 +41,10 @@ def accepted(rule, world, parents):
 class Fixed(World):
     """The same p and q after every prefix."""
 
-    def __init__(self, p, q, draft="other"):
-        super().__init__(sampled(), draft, size=len(p))
-        self.p, self.fixed = np.log(np.array(p, np.float32)), np.array(q, np.float64)
+    def __init__(self, p, q, draft="other", again=False):
+        super().__init__(sampled(), draft, size=len(p), replacement=again)
+        with np.errstate(divide="ignore"):
+            self.p, self.fixed = np.log(np.array(p, np.float32)), np.array(q, np.float64)
 
     def _logits(self, seen):
         return self.p

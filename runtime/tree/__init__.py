@@ -287,7 +287,10 @@ class Base(Method, ABC):
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        return frozenset({Invariant.CHAINS}) if self.branches else frozenset()
+        if not self.branches:
+            return frozenset()
+        apart = {Invariant.EXCHANGEABLE_SIBLINGS} if self.siblings is Siblings.APART else set()
+        return frozenset({Invariant.CHAINS, *apart})
 
     @abstractmethod
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:

@@ -120,7 +120,11 @@ class Base(Method, ABC):
 
     @property
     def relies(self) -> frozenset[Invariant]:
-        return frozenset() if self.branches else frozenset({Invariant.CHAINS})
+        if not self.branches:
+            return frozenset({Invariant.CHAINS})
+        if Siblings.APART not in self.siblings:
+            return frozenset({Invariant.EXCHANGEABLE_SIBLINGS})
+        return frozenset()
 
     def _check(self, tree: Tree) -> None:
         """Raise InputError for a tree that this rule does not take."""

@@ -85,8 +85,8 @@ class Loops(Matrix):
         if axis in HOST and axis not in ("draft", "loop"):
             odds = Invariant.PROBABILITIES in find_axes()[axis].build(name).relies
             tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
-            if axis == "verify" and not find_axes()["verify"].method(name).branches:
-                tables["draft"] = {"use": "prompt-lookup"}
+            if axis == "verify":
+                tables |= _reaching(name)
         if tables.get("draft", {}).get("use") == "model":
             tables["draft"]["path"] = str(self._smaller(case.architecture))
         return Recipe(name=str(case), tables={**graph.tables, **tables})
@@ -139,6 +139,20 @@ class Loops(Matrix):
             if got.stats["speculation"] and not got.stats["speculation"]["drafted"]:
                 return "wrong", "nothing was drafted, so that nothing is compared"
             return alike(_generated(plain, PROMPTS), got, PROMPTS, plain)
+
+
+def _reaching(name: str) -> dict[str, Any]:
+    """What drafts that a rule takes come from: chains, the trees that its drafter's own shape gives, or another's."""
+    axes = find_axes()
+    rule = axes["verify"].build(name)
+    if not rule.branches:
+        return {"draft": {"use": "prompt-lookup"}}
+    own = axes["tree"].build(axes["draft"].method("token-recycling").asks["tree"])
+    if not own.breaks & rule.relies:
+        return {"draft": {"use": "token-recycling"}}
+    shapes = {use: axes["tree"].build(use) for use in axes["tree"].names()}
+    fit = (u for u, s in shapes.items() if s.branches and not s.breaks & rule.relies)
+    return {"draft": {"use": "model"}, "tree": {"use": next(fit)}}
 
 
 @contextmanager
