@@ -139,13 +139,14 @@ class Changed(Model):
         drafters = super().open(session, rows, context)
         drafts = drafters.draft
 
-        def changed(limits, more):
-            return {
-                i: getattr(self, self.change, lambda tree: tree)(tree)
-                for i, tree in drafts(limits, more).items()
-            }
+        def change(tree):
+            return getattr(self, self.change)(tree) if tree.q is not None else tree
 
-        drafters.draft = changed
+        def changed(limits, more):
+            return {i: change(tree) for i, tree in drafts(limits, more).items()}
+
+        if self.change in ("warmer", "unsure"):
+            drafters.draft = changed
         return drafters
 
     def warmer(self, tree):
