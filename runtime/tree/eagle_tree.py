@@ -67,5 +67,5 @@ class EagleTree(Base, Shape):
                 np.array([number[parents[n]] for n in open_], np.int64),
             )
         # Of equals the less deep, so that no parent is missing.
-        kept = np.lexsort((np.arange(len(scores)), depths, -np.array(scores)))
+        kept = np.lexsort((np.array(depths), -np.array(scores)))
         return nodes.tree(sorted(kept[: min(limit, self.nodes)].tolist()))

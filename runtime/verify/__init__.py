@@ -90,11 +90,19 @@ class Target:
         not numbers.
         """
         if node not in self._laws:
-            path = list(self.tree.path(node))
-            end = self._size + len(path)
-            self._ids[self._size : end] = self.tree.tokens[path]
-            self._laws[node] = self._sampler.distribution(self._logits[node + 1], self._ids[:end])
+            self._laws[node] = self._sampler.distribution(self._logits[node + 1], self._seen(node))
         return self._laws[node]
+
+    def scores(self, node: int) -> npt.NDArray[np.float32]:
+        """The logits [V] after a node, or after ROOT, with penalties; raises as `law`."""
+        return self._sampler.scores(self._logits[node + 1], self._seen(node))
+
+    def _seen(self, node: int) -> Ints:
+        """The tokens up to a node; a view, not to be kept."""
+        path = list(self.tree.path(node))
+        end = self._size + len(path)
+        self._ids[self._size : end] = self.tree.tokens[path]
+        return self._ids[:end]
 
 
 class Base(Method, ABC):
@@ -106,15 +114,17 @@ class Base(Method, ABC):
     branches: ClassVar[bool] = True  # False: takes chains only
     siblings: ClassVar[frozenset[Siblings]] = frozenset(Siblings)  # that it takes
     instead: ClassVar[str] = ""  # the nearest rule that takes what this one does not
+    tolerant: ClassVar[bool] = False  # True: greedy decoding, too, may take what does not match
     reads_q: ClassVar[bool] = True  # False: what tokens were drawn from does not matter
 
     def __call__(self, target: Target, chance: Chance) -> Verdict:
-        """Judge a round. Greedy decoding takes what matches, by whatever rule.
+        """Judge a round. Greedy decoding takes what matches, by every rule that is not tolerant.
 
         Raises InputError for a tree that this rule does not take.
         """
         self._check(target.tree)
-        if target.choices is not None or not target.law(ROOT).random:
+        greedy = not self.tolerant and (target.choices is not None or not target.law(ROOT).random)
+        if greedy:
             return match(target, chance)
         return self.judge(target, chance)
 
@@ -148,7 +158,7 @@ class Base(Method, ABC):
 
     @abstractmethod
     def judge(self, target: Target, chance: Chance) -> Verdict:
-        """The same where the target samples, for a tree of a form that this rule takes."""
+        """The same where the target samples, or the rule is tolerant, for a tree of a form that this rule takes."""
 
 
 def match(target: Target, chance: Chance) -> Verdict:

@@ -33,6 +33,7 @@ from accel.ir.invariants import Invariant
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.runtime.decode.costs import Costs
+from accel.runtime.draft import Base as Drafts
 from accel.runtime.loop import HOST
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import Output
@@ -81,13 +82,14 @@ class Loops(Matrix):
     def _recipe(self, case: Case) -> Recipe:
         axis, name = case.tables[0]
         graph = super()._recipe(Case(case.architecture, case.tables[1:]))
-        tables = {axis: {"use": name}}
+        tables = {axis: {"use": name, **find_axes()[axis].small(name)}}
         if axis in HOST and axis not in ("draft", "loop"):
             odds = Invariant.PROBABILITIES in find_axes()[axis].build(name).relies
             tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
             if axis == "verify":
                 tables |= _reaching(name)
-        if tables.get("draft", {}).get("use") == "model":
+        drafts = tables.get("draft", {}).get("use")
+        if drafts and find_axes()["draft"].method(drafts).draft_folder is not Drafts.draft_folder:
             tables["draft"]["path"] = str(self._smaller(case.architecture))
         return Recipe(name=str(case), tables={**graph.tables, **tables})
 
