@@ -26,6 +26,7 @@ class Invariant(Enum):
     FULL_ATTENTION = "every query attends to every key that its mask allows"
     APPEND_ONLY = "tokens are appended, and no token is written again"
     CHAINS = "the tokens of a call form one chain, each the successor of the one before"
+    EXCHANGEABLE_SIBLINGS = "drafted siblings are drawn independently of each other, or chosen"
     CALL_INDEPENDENT = "a token's keys and values depend on the tokens before it, not on how they were split into calls"
     DECODE_WIDTH = (
         "a call of a few tokens (`session.room`) gives the same logits as one call per token"

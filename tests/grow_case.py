@@ -46,7 +46,8 @@ class Asked:
             return {}
         self.levels -= 1
         guesses: Any = [self.says(prefix) for prefix in new]
-        return {0: guesses if isinstance(guesses[0], Distribution) else np.array(guesses)}
+        odds = all(guess is None or isinstance(guess, Distribution) for guess in guesses)
+        return {0: guesses if odds else np.array(guesses)}
 
 
 def tree_of(shape: Shape, limit: int, asked: Any, draw: Any = None) -> Tree:

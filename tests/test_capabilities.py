@@ -26,6 +26,12 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.FULL_ATTENTION: ("kv.score=h2o", "kv.select=quest", " for h2o"),
     Invariant.APPEND_ONLY: ("depth=calm", "loop=dllm-threshold", "for dllm-threshold"),
     Invariant.CHAINS: ("kv.select=quest", "loop=lookahead", "for lookahead"),
+    Invariant.EXCHANGEABLE_SIBLINGS: (
+        "verify=spectr-kseq",
+        "tree=static",
+        "",
+        "draft=model",
+    ),
     Invariant.CALL_INDEPENDENT: ("kv.reuse=pie", "prefill.sparse=critiprefill", "without"),
     Invariant.DECODE_WIDTH: ("loop=lookahead", "depth=calm", "shortgpt for calm"),
     Invariant.BATCH_INVARIANCE: ("numerics=batch-invariant", "kv.select=quest", "without"),
@@ -70,9 +76,9 @@ def test_a_recipe_is_refused_exactly_where_one_relies_on_what_another_breaks():
 
 @pytest.mark.parametrize("what", REFUSED, ids=lambda what: what.name)
 def test_a_refusal_names_both_sides_the_sentence_and_a_way_out(what):
-    one, other, works = REFUSED[what]
+    one, other, works, *more = REFUSED[what]
     with pytest.raises(RecipeError) as caught:
-        assemble(recipe(one, other))
+        assemble(recipe(one, other, *more))
     said = str(caught.value)
     a, b = (side.replace("=", " = ") for side in (one, other))
     assert said.startswith(f"recipe 'mine': {a} cannot be combined with {b}: ")

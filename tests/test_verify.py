@@ -12,7 +12,7 @@ from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
-from accel.runtime.tree import Tree
+from accel.runtime.tree import Siblings, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 from accel.runtime.verify._residual import ratio
 
@@ -41,9 +41,10 @@ def accepted(rule, world, parents):
 class Fixed(World):
     """The same p and q after every prefix."""
 
-    def __init__(self, p, q, draft="other"):
-        super().__init__(sampled(), draft, size=len(p))
-        self.p, self.fixed = np.log(np.array(p, np.float32)), np.array(q, np.float64)
+    def __init__(self, p, q, draft="other", again=False):
+        super().__init__(sampled(), draft, size=len(p), replacement=again)
+        with np.errstate(divide="ignore"):
+            self.p, self.fixed = np.log(np.array(p, np.float32)), np.array(q, np.float64)
 
     def _logits(self, seen):
         return self.p
@@ -198,7 +199,12 @@ def test_a_tree_is_refused_by_who_takes_chains(name):
 def test_what_a_rule_declares(name):
     rule = AXIS.method(name)
     assert rule.grade in ("lossless", "distribution-exact", "approximate")
-    assert rule.branches or AXIS.method(rule.instead).branches
+    whole = rule.branches and rule.siblings == frozenset(Siblings)
+    near = rule if whole else AXIS.method(rule.instead)
+    assert near.branches and near.siblings == frozenset(Siblings)
+    assert rule.siblings >= {Siblings.INDEPENDENT, Siblings.CHOSEN}, (
+        "the assembler asks for no more"
+    )
 
 
 def test_a_tree_that_does_not_fit_the_logits():

@@ -13,13 +13,28 @@ from accel.ir.axis import Axis
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
-from accel.runtime.tree import Tree, without
+from accel.runtime.tree import Siblings, Tree, without
 from accel.runtime.verify import Chance, Target
 
 AXIS = Axis("verify", "accel.runtime.verify")
 CHAINS = ((), (-1,), (-1, 0), (-1, 0, 1))
 DRAFTS = ("same", "other", "disjoint", "holes", "sure", "chosen", "mixed")
+WAYS = [(draft, False) for draft in DRAFTS] + [(draft, True) for draft in DRAFTS[:5]]
 Prefix = tuple[int, ...]
+
+
+def meant(draft: str, replacement: bool) -> Siblings:
+    """How siblings of such a draft come about."""
+    if draft == "chosen":
+        return Siblings.CHOSEN
+    return Siblings.INDEPENDENT if replacement else Siblings.APART
+
+
+def takes(rule: Any, parents: Prefix, draft: str, replacement: bool = False) -> bool:
+    """Whether a rule takes such a tree."""
+    if parents in CHAINS:
+        return not replacement  # which is nothing without siblings
+    return rule.branches and meant(draft, replacement) in rule.siblings
 
 
 class Walk(Chance):

@@ -71,12 +71,16 @@ class Model(Base):
                 )
             return ByText(draft_model, rows, here, there, draft_cost)
         follower = Follower(draft_model, len(rows), branches)
-        return (ByLevels if branches else _Chains)(
+        return (ByLevels if branches else self._chains)(
             follower, rows, context, session.vocab_size, draft_cost
         )
 
+    def _chains(self, *given: Any) -> Drafters:
+        """A drafter of chains."""
+        return Chains(*given)
 
-class _Chains(Beside, ByLogits):
+
+class Chains(Beside, ByLogits):
     """Drafts for rows whose tokens are the draft model's own."""
 
     def first(self, rows: list[int]) -> Logits:

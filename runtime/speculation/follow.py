@@ -115,6 +115,14 @@ class Follower:
             session.rewind(keep)
         return keep
 
+    def back(self, rows: Mapping[int, int]) -> None:
+        """Hold so many tokens of rows at most, those that it leaves out included."""
+        keep = self._session.lengths
+        for i, count in rows.items():
+            keep[i] = min(keep[i], count - self.cut[i])
+        if (keep < self._session.lengths).any():
+            self._session.rewind(keep)
+
     def run(self, rows: Mapping[int, Ints], prompt: bool = False, last_only: bool = True) -> Logits:
         """Append tokens [n] to rows: the logits [B,1,V] after each row's last, or after all."""
         session, held = self._session, self._session.lengths

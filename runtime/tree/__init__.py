@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -28,12 +29,21 @@ __all__ = [
     "Guesses",
     "Level",
     "Shape",
+    "Siblings",
     "Tree",
     "grown",
     "without",
 ]
 
 ROOT = -1  # the last committed token: the parent of the first drafted ones
+
+
+class Siblings(Enum):
+    """How two or more children of a node came about; the value is what an error prints."""
+
+    APART = "drawn without replacement"  # in their order; some of them may be chosen
+    INDEPENDENT = "drawn independently"  # all of one distribution
+    CHOSEN = "chosen"  # none is drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +112,17 @@ class Tree:
             path.append(node)
             node = int(self.parents[node])
         return tuple(reversed(path))
+
+    @cached_property
+    def siblings(self) -> Mapping[Siblings, int]:
+        """The ways in which siblings came about, each with the second child of the first node that it holds for."""
+        found: dict[Siblings, int] = {}
+        for nodes in self._children.values():
+            if len(nodes) > 1:
+                drawn = self._drawn[nodes] >= 0
+                whole = Siblings.INDEPENDENT if self.replacement and drawn.all() else Siblings.APART
+                found.setdefault(whole if drawn.any() else Siblings.CHOSEN, nodes[1])
+        return found
 
     @cached_property
     def branch(self) -> int | None:
@@ -234,8 +255,9 @@ class Level:
 LEVEL = Level(np.array([ROOT]), np.array([ROOT]))
 
 # What may follow each node of a level: a distribution each, of which a node's children are drawn or, where tokens are
-# chosen, whose size only says how likely each is; or tokens [n,k], the best first, -1 where there are no more.
-Guesses = Sequence[Distribution] | Ints
+# chosen, whose size only says how likely each is, and None where nothing follows; or tokens [n,k], the best first, -1
+# where there are no more.
+Guesses = Sequence[Distribution | None] | Ints
 # Gives a level and takes guesses, or None: no more come, it ends with what it has.
 Growth = Generator[Level, Guesses | None, Tree]
 Draw = Callable[[Distribution], int]  # a token of it, as `Chance.draw`
@@ -246,8 +268,8 @@ class Shape(ABC):
 
     @abstractmethod
     def grow(self, limit: int, draw: Draw | None = None) -> Growth:
-        """A tree of at most `limit` (0 or more) nodes. Children are drawn from a node's distribution without
-        replacement; without `draw` they are chosen, the likeliest first (the lower id among equals): see
+        """A tree of at most `limit` (0 or more) nodes. Children are drawn from a node's distribution as the method
+        declares (`Base.siblings`); without `draw` they are chosen, the likeliest first (the lower id among equals): see
         `verify.Base.drawing`. No token is drafted that has no probability. It may ask for nothing.
         """
 
@@ -259,10 +281,16 @@ class Base(Method, ABC):
     """A method: a frozen dataclass whose fields are its options, shared by all rows."""
 
     branches: ClassVar[bool] = True  # False: gives chains only
+    siblings: ClassVar[Siblings] = (
+        Siblings.APART
+    )  # how, where there is a `draw`; CHOSEN: it never draws
 
     @property
     def breaks(self) -> frozenset[Invariant]:
-        return frozenset({Invariant.CHAINS}) if self.branches else frozenset()
+        if not self.branches:
+            return frozenset()
+        apart = {Invariant.EXCHANGEABLE_SIBLINGS} if self.siblings is Siblings.APART else set()
+        return frozenset({Invariant.CHAINS, *apart})
 
     @abstractmethod
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:

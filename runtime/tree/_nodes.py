@@ -18,7 +18,9 @@ PART = 64  # most numbers of which only the largest is looked at, at first
 class Nodes:
     """In the order in which they came: parents before children, siblings as they were picked."""
 
-    def __init__(self) -> None:
+    def __init__(self, replacement: bool = False) -> None:
+        """`replacement`: each of a node's children is drawn from its whole law."""
+        self._replacement = replacement
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._rows: list[int] = []
@@ -49,7 +51,8 @@ class Nodes:
         if not self._laws:
             return Tree(tokens, parents)
         width = 1 + max(int(law.tokens[-1]) for law in self._laws)
-        return Tree(tokens, parents, np.stack([law.dense(width) for law in self._laws]), rows)
+        q = np.stack([law.dense(width) for law in self._laws])
+        return Tree(tokens, parents, q, rows, self._replacement)
 
 
 def drawn(law: Distribution, draw: Draw) -> Iterator[tuple[int, float]]:
@@ -72,12 +75,18 @@ def likeliest(law: Distribution, count: int) -> tuple[list[int], npt.NDArray[np.
     return law.tokens[places].tolist(), law.weights[places] / law.total
 
 
-def children(guess: Distribution, count: int, draw: Draw | None) -> list[int]:
-    """Up to `count` tokens of a distribution: drawn, or the likeliest."""
+def children(
+    guess: Distribution | None, count: int, draw: Draw | None, replacement: bool = False
+) -> list[int]:
+    """Up to `count` tokens of a distribution: drawn, or the likeliest. A token that is certain is drawn once."""
+    if guess is None:
+        return []
     if guess.tokens.size == 1:  # a greedy row's
         return [int(guess.tokens[0])][:count]
     if draw is None:
         return likeliest(guess, count)[0]
+    if replacement:
+        return [draw(guess) for _ in range(count)]
     return [token for token, _ in islice(drawn(guess, draw), count)]
 
 

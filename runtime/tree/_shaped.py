@@ -50,31 +50,33 @@ def chances(paths: Sequence[Path], rates: Sequence[float]) -> list[float]:
     return [math.prod(rates[rank] for rank in path) for path in paths]
 
 
-def shaped(form: Form, draw: Draw | None) -> Growth:
-    """Grow a tree of that form, less what has no probability."""
-    nodes, level, expanded = Nodes(), LEVEL, 0
-    open_ = [(0, ROOT)] if form[0] else []  # nodes to expand: in the form, and in the tree
+def shaped(form: Form, draw: Draw | None, replacement: bool = False) -> Growth:
+    """Grow a tree of that form, less what has no probability. `replacement`: siblings are drawn independently; those
+    that hold the same token are asked for once.
+    """
+    nodes, level, expanded = Nodes(replacement), LEVEL, 0
+    # Nodes to expand: in the form, in the tree, and by which of the guesses.
+    open_ = [(0, ROOT, 0)] if form[0] else []
     while open_:
         guesses = yield level
         if guesses is None:
             break
         rows = guesses.tolist() if isinstance(guesses, np.ndarray) else guesses
-        below, parents = [], []
-        for number, ((place, node), guess) in enumerate(zip(open_, rows, strict=True), expanded):
-            wanted = form[place]
+        below, asked = [], dict[tuple[int, int], int]()
+        for place, node, number in open_:
+            wanted, guess = form[place], rows[number]
             if isinstance(guess, list):
                 added = nodes.add(node, [token for token in guess[: len(wanted)] if token >= 0])
             else:
-                added = nodes.add(
-                    node, children(guess, len(wanted), draw), None if draw is None else guess
-                )
+                found = children(guess, len(wanted), draw, replacement)
+                added = nodes.add(node, found, None if draw is None else guess)
             for child, new in zip(wanted, added, strict=False):
                 if form[child]:
-                    below.append((child, new))
-                    parents.append(number)
-        expanded += len(open_)
+                    key = expanded + number, nodes.tokens[new]
+                    below.append((child, new, asked.setdefault(key, len(asked))))
+        expanded += len(rows)
         open_ = below
-        level = Level(_ints([nodes.tokens[new] for _, new in open_]), _ints(parents))
+        level = Level(_ints([token for _, token in asked]), _ints([above for above, _ in asked]))
     return nodes.tree()
 
 

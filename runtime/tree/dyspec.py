@@ -59,10 +59,9 @@ class Dyspec(Base, Shape):
             expanded += len(open_)
             first = len(found.nodes.tokens)
             for node, guess in zip(open_, guesses, strict=True):
-                assert isinstance(guess, Distribution), (
-                    "assembled with a drafter that gives tokens in order only"
-                )
-                found.expand(node, guess)
+                if guess is not None:
+                    assert isinstance(guess, Distribution), "assembled with a drafter of ranks"
+                    found.expand(node, guess)
             open_ = [node for node in found.kept() if node >= first]
             tokens, parents = found.nodes.tokens, found.nodes.parents
             level = Level(

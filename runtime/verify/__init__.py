@@ -16,7 +16,7 @@ from accel.ir.invariants import Invariant, Method
 from accel.runtime.inputs.ints import Ints, check_vocabulary
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.sample import Distribution
-from accel.runtime.tree import ROOT, Draw, Tree
+from accel.runtime.tree import ROOT, Draw, Siblings, Tree
 
 __all__ = ["Base", "Chance", "Target", "Verdict"]
 
@@ -90,11 +90,19 @@ class Target:
         not numbers.
         """
         if node not in self._laws:
-            path = list(self.tree.path(node))
-            end = self._size + len(path)
-            self._ids[self._size : end] = self.tree.tokens[path]
-            self._laws[node] = self._sampler.distribution(self._logits[node + 1], self._ids[:end])
+            self._laws[node] = self._sampler.distribution(self._logits[node + 1], self._seen(node))
         return self._laws[node]
+
+    def scores(self, node: int) -> npt.NDArray[np.float32]:
+        """The logits [V] after a node, or after ROOT, with penalties; raises as `law`."""
+        return self._sampler.scores(self._logits[node + 1], self._seen(node))
+
+    def _seen(self, node: int) -> Ints:
+        """The tokens up to a node; a view, not to be kept."""
+        path = list(self.tree.path(node))
+        end = self._size + len(path)
+        self._ids[self._size : end] = self.tree.tokens[path]
+        return self._ids[:end]
 
 
 class Base(Method, ABC):
@@ -104,28 +112,45 @@ class Base(Method, ABC):
     # random numbers), distribution-exact or approximate.
     grade: ClassVar[str]
     branches: ClassVar[bool] = True  # False: takes chains only
+    siblings: ClassVar[frozenset[Siblings]] = frozenset(Siblings)  # that it takes
     instead: ClassVar[str] = ""  # the nearest rule that takes what this one does not
+    tolerant: ClassVar[bool] = False  # True: greedy decoding, too, may take what does not match
     reads_q: ClassVar[bool] = True  # False: what tokens were drawn from does not matter
 
     def __call__(self, target: Target, chance: Chance) -> Verdict:
-        """Judge a round. Greedy decoding takes what matches, by whatever rule.
+        """Judge a round. Greedy decoding takes what matches, by every rule that is not tolerant.
 
         Raises InputError for a tree that this rule does not take.
         """
-        node = target.tree.branch
-        if node is not None and not self.branches:
-            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
-            raise InputError(
-                f"verify.{name} takes chains, but node {node} of the tree follows node "
-                f"{target.tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
-            )
-        if target.choices is not None or not target.law(ROOT).random:
+        self._check(target.tree)
+        greedy = not self.tolerant and (target.choices is not None or not target.law(ROOT).random)
+        if greedy:
             return match(target, chance)
         return self.judge(target, chance)
 
     @property
     def relies(self) -> frozenset[Invariant]:
-        return frozenset() if self.branches else frozenset({Invariant.CHAINS})
+        if not self.branches:
+            return frozenset({Invariant.CHAINS})
+        if Siblings.APART not in self.siblings:
+            return frozenset({Invariant.EXCHANGEABLE_SIBLINGS})
+        return frozenset()
+
+    def _check(self, tree: Tree) -> None:
+        """Raise InputError for a tree that this rule does not take."""
+        name = type(self).__module__.rpartition(".")[2].replace("_", "-")
+        if not self.branches and (node := tree.branch) is not None:
+            raise InputError(
+                f"verify.{name} takes chains, but node {node} of the tree follows node "
+                f"{tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
+            )
+        if self.branches and len(self.siblings) < len(Siblings):
+            for kind in tree.siblings.keys() - self.siblings:
+                takes = " or ".join(one.value for one in Siblings if one in self.siblings)
+                raise InputError(
+                    f"verify.{name} takes siblings that are {takes}, but node {tree.siblings[kind]} of the tree was "
+                    f"{kind.value}; use verify = {self.instead}, or draft another tree"
+                )
 
     def drawing(self, sampler: Sampler, chance: Chance) -> Draw | None:
         """What drafted tokens are best drawn with; None: they are best chosen, as the likeliest."""
@@ -133,7 +158,7 @@ class Base(Method, ABC):
 
     @abstractmethod
     def judge(self, target: Target, chance: Chance) -> Verdict:
-        """The same where the target samples, for a tree of a form that this rule takes."""
+        """The same where the target samples, or the rule is tolerant, for a tree of a form that this rule takes."""
 
 
 def match(target: Target, chance: Chance) -> Verdict:

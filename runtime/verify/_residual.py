@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
 from accel.runtime.sample import Distribution
-from accel.runtime.tree import ROOT
+from accel.runtime.tree import ROOT, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
 
@@ -27,19 +29,28 @@ def residual(p: Distribution, over: npt.NDArray[np.float64]) -> Distribution:
     return Distribution(p.tokens, over) if over.any() else p
 
 
+def tried(
+    tree: Tree, owed: Distribution, children: Iterable[int], chance: Chance
+) -> tuple[int | None, Distribution]:
+    """The first of these siblings that stands, each against what those before it left of the target's; if none does,
+    what is left.
+    """
+    for child in children:
+        law = tree.law(child)
+        if chance.accept(ratio(owed, law, int(tree.tokens[child]))):
+            return child, owed
+        owed = residual(owed, excess(owed, law))
+    return None, owed
+
+
 def descend(target: Target, chance: Chance) -> Verdict:
     """Recursive rejection: try a node's children in the order of drawing, each against what the target still
     owes; go on below the first that stands.
     """
     tree, node, path = target.tree, ROOT, list[int]()
     while True:
-        owed = target.law(node)
-        for child in tree.children(node):
-            law = tree.law(child)
-            if chance.accept(ratio(owed, law, int(tree.tokens[child]))):
-                break
-            owed = residual(owed, excess(owed, law))
-        else:
+        child, owed = tried(tree, target.law(node), tree.children(node), chance)
+        if child is None:
             return Verdict(tuple(path), chance.draw(owed))
         node = child
         path.append(node)

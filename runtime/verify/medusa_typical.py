@@ -11,8 +11,8 @@ import numpy as np
 
 from accel.ir.errors import RecipeError
 from accel.runtime.sample import Distribution
-from accel.runtime.tree import ROOT
 from accel.runtime.verify import Base, Chance, Target, Verdict
+from accel.runtime.verify._longest import Stands, longest
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,12 @@ class MedusaTypical(Base):
                 raise RecipeError(f"verify.medusa-typical: {name} is {value}; give 0 or more")
 
     def judge(self, target: Target, chance: Chance) -> Verdict:
-        tree, ranks = target.tree, {ROOT: (0, 0.0)}
-        least: dict[int, float] = {}
-        for node, (parent, token) in enumerate(
-            zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
-        ):
-            if parent not in ranks:
-                continue
-            law = target.law(parent)
-            least.setdefault(parent, self._least(law))
-            if (found := law.of(token)) > least[parent]:
-                length, likelihood = ranks[parent]
-                ranks[node] = (length + 1, likelihood + math.log(found))
-        last = max(ranks, key=lambda node: ranks[node])
-        return Verdict(tree.path(last), chance.draw(target.law(last)))
+        def after(node: int) -> Stands:
+            law = target.law(node)
+            least = self._least(law)
+            return lambda token: math.log(found) if (found := law.of(token)) > least else None
+
+        return longest(target, chance, after)
 
     def _least(self, law: Distribution) -> float:
         """What a token's probability has to exceed."""

@@ -1,13 +1,24 @@
-"""What drafters of single rows hold to: a chain of ids, no longer than was asked for, and nothing that rows share."""
+"""What drafters hold to: of single rows, a chain of ids, no longer than was asked for, and nothing that rows share; of
+all rows, that tokens are the target's own, proved by walking every way that whole generations can fall.
+"""
+
+import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from accel.ir.axis import Axis
+from accel.ir.invariants import Invariant
 from accel.runtime.draft import Base
+from accel.runtime.draft.model import Model
 from accel.runtime.tree import Tree
 
 from ..draft_case import Says
+from ..grow_case import AXIS as SHAPES
+from ..open_case import Opened, Tables
+from ..verify_case import AXIS as RULES
+from ..verify_case import World, sampled
 
 AXIS = Axis("draft", "accel.runtime.draft")
 VOCABULARY = 6
@@ -67,3 +78,109 @@ BROKEN = {
 def test_a_broken_one_is_caught(says):
     with pytest.raises(AssertionError):
         law(Says(BROKEN[says]))
+
+
+# Drafters of all rows
+
+
+def shapes(method):
+    """Those that it works with; of a drafter with a form of its own, any one."""
+    all_ = [SHAPES.build(name) for name in SHAPES.names()]
+    fit = [s for s in all_ if not s.breaks & method.relies and s.relies <= method.provides]
+    return fit if "tree" in method.asks else fit[:1]
+
+
+def law_open(method):
+    """Tokens are the target's own by a rule that reads q and by one that does not, of those that take its trees."""
+    drafted = 0
+    for shape in shapes(method):
+        rules = [RULES.build(name) for name in RULES.names()]
+        fit = [r for r in rules if r.grade != "approximate" and not r.relies & shape.breaks]
+        for rule in {r.reads_q: r for r in fit}.values():
+            opened = Opened(method, shape, rule, World(sampled(), "other", size=2))
+            assert opened.gap() < 1e-12, (shape, rule)
+            drafted += opened.drafted
+    assert drafted, "it never drafts"
+
+
+def law_follows(method):
+    """A drafter that reads what the target reads is right, also after a draft of which a part did not count."""
+    chain, rule = SHAPES.build("chain"), RULES.build("spec-chain")
+    same, misled = (
+        Opened(method, chain, rule, World(sampled(), "same", size=2), misled=misled)
+        for misled in (False, True)
+    )
+    assert same.falls() < 1e-6 and misled.falls() < 1e-6
+
+
+@pytest.mark.parametrize("name", AXIS.names())
+def test_every_drafter_of_all_rows(name):
+    law_open(AXIS.build(name))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in AXIS.names() if Invariant.PROBABILITIES in AXIS.build(n).provides]
+)
+def test_every_drafter_follows(name):
+    law_follows(AXIS.build(name))
+
+
+@dataclass(frozen=True)
+class Changed(Model):
+    """A draft model whose trees are changed before they are judged, or whose session is."""
+
+    change: str = ""
+
+    def open(self, session, rows, context):
+        if self.change == "stale":
+            context.model.draft_model.session = (
+                lambda batch=1, of=context.model.draft_model.session: Stale(of(batch))
+            )
+        drafters = super().open(session, rows, context)
+        drafts = drafters.draft
+
+        def change(tree):
+            return getattr(self, self.change)(tree) if tree.q is not None else tree
+
+        def changed(limits, more):
+            return {i: change(tree) for i, tree in drafts(limits, more).items()}
+
+        if self.change in ("warmer", "unsure"):
+            drafters.draft = changed
+        return drafters
+
+    def warmer(self, tree):
+        q = tree.q**0.5
+        return dataclasses.replace(tree, q=q / q.sum(1, keepdims=True))
+
+    def unsure(self, tree):
+        """Leave the last token out where it is unlikely, after it was drawn."""
+        if tree.law(len(tree) - 1).of(int(tree.tokens[-1])) > 0.5:
+            return tree
+        return Tree(tree.tokens[:-1], tree.parents[:-1], tree.q[:-1], np.arange(len(tree) - 1))
+
+
+class Stale(Tables):
+    """It answers by tokens that are long gone."""
+
+    def __init__(self, of):
+        super().__init__(of.says, of.less, of.vocab_size)
+        self.log = []
+
+    def run(self, tokens, *args, **options):
+        self.log += tokens[0].tolist()
+        said = self.says
+        self.says = lambda held: said(tuple(self.log))
+        try:
+            return super().run(tokens, *args, **options)
+        finally:
+            self.says = said
+
+
+def test_the_laws_of_all_rows_catch():
+    law_open(Changed())
+    for change in ("warmer", "unsure"):
+        with pytest.raises(AssertionError):
+            law_open(Changed(change=change))
+    with pytest.raises(AssertionError):
+        law_follows(Changed(change="stale"))

@@ -18,6 +18,7 @@ from accel.ir.recipe import Recipe
 from accel.ir.tables import Tables
 from accel.passes.kv.codec import Base as Codec
 from accel.passes.trained import Trained
+from accel.runtime.tree import Siblings
 
 from ..prefill_case import _MADE, LAYERS, TOKENS, built, far
 
@@ -312,4 +313,7 @@ def test_loops_and_trees_declare_what_they_do(axis, use):
     method = AXES[axis].build(use)
     branches = getattr(method, "trees", False) or getattr(method, "branches", False)
     assert (Invariant.CHAINS in method.breaks) == branches
+    if axis == "tree":
+        apart = branches and method.siblings is Siblings.APART
+        assert (Invariant.EXCHANGEABLE_SIBLINGS in method.breaks) == apart
     assert (Invariant.APPEND_ONLY in method.breaks) == getattr(method, "masked_diffusion", False)

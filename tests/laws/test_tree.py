@@ -8,7 +8,7 @@ import pytest
 from accel.ir.invariants import Invariant
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
-from accel.runtime.tree import LEVEL, Base, Level, Shape
+from accel.runtime.tree import LEVEL, Base, Level, Shape, Siblings
 from accel.runtime.tree._nodes import Nodes, children
 from accel.runtime.verify import Chance
 
@@ -44,14 +44,16 @@ def law_form(method):
                 [s for s in tree.children(int(tree.parents[node])) if s < node],
             )
             assert law.of(int(tree.tokens[node])) > 0, "it cannot come"
-            if draw is None:
+            if draw is None or method.siblings is Siblings.CHOSEN:
                 order = ranked(says, SIZE)(before)
                 assert tree.tokens[node] == order[len(earlier)], (
                     "children are the likeliest, in that order"
                 )
                 assert tree.q is None
             else:
-                want = law.dense(SIZE) * ~np.isin(np.arange(SIZE), tree.tokens[earlier])
+                want = law.dense(SIZE)
+                if method.siblings is Siblings.APART:
+                    want *= ~np.isin(np.arange(SIZE), tree.tokens[earlier])
                 np.testing.assert_allclose(tree.law(node).dense(SIZE), want / want.sum(), atol=1e-6)
         biggest = max(biggest, len(tree))
     assert biggest > 2, "it hardly grows"
@@ -65,6 +67,19 @@ def law_cut(method):
         assert max(tree.depths, default=0) <= levels
         whole = tree_of(method.begin(), 9, Asked(says))
         assert levels == 0 or len(tree) >= min(1, len(whole))
+
+
+def law_ends(method):
+    """Nothing hangs on a node after which nothing follows, be it the root."""
+    for draw in (None, luck(3)):
+        says = table(SIZE, 5)
+        ends = tree_of(method.begin(), 9, Asked(says)).tokens[:1].tolist()
+        stopped = Asked(lambda before, says=says: None if len(before) == 1 else says(before))
+        assert max(tree_of(method.begin(), 9, stopped, draw).depths) == 1
+        some = Asked(lambda p, says=says, ends=ends: None if list(p[:1]) == ends else says(p))
+        tree = tree_of(method.begin(), 9, some, draw)
+        assert all(list(before[:1]) != ends for before in prefixes(tree))
+        assert not len(tree_of(method.begin(), 9, Asked(lambda before: None), draw))
 
 
 def law_ranks(method):
@@ -81,16 +96,16 @@ def law_ranks(method):
 
 def law_exact(method):
     """Rules stay exact over its trees: the joint law of the tokens is the target's own."""
-    rules = [n for n in RULES.names() if RULES.method(n).grade != "approximate"]
-    for name in rules:
-        if method.branches and not RULES.method(name).branches:
-            continue
+    rules = [RULES.build(n) for n in RULES.names()]
+    fit = [r for r in rules if r.grade != "approximate" and not r.relies & method.breaks]
+    assert fit, "no rule takes it"
+    for rule in fit:
         for sampler, draft in WORLDS:
             world = Grown(sampler, draft, shape=method, limit=3)
-            assert gap(RULES.build(name), world, (), 2) < 1e-12, (name, draft)
+            assert gap(rule, world, (), 2) < 1e-12, (rule, draft)
 
 
-@pytest.mark.parametrize("law", [law_form, law_cut, law_exact])
+@pytest.mark.parametrize("law", [law_form, law_cut, law_ends, law_exact])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_shape(name, law):
     law(AXIS.build(name))
@@ -109,12 +124,15 @@ def test_every_shape_that_takes_ranks(name):
 @dataclass(frozen=True)
 class Twos(Base, Shape):
     wrong: str = ""
+    siblings: Siblings = Siblings.APART
 
     def begin(self, cost=None, level=0.0):
         return self
 
     def grow(self, limit, draw=None):
-        nodes, level, open_, expanded = Nodes(), LEVEL, [-1], 0
+        again = self.siblings is Siblings.INDEPENDENT
+        draw = None if self.siblings is Siblings.CHOSEN else draw
+        nodes, level, open_, expanded = Nodes(again or self.wrong == "says again"), LEVEL, [-1], 0
         while open_ and len(nodes.tokens) < limit:
             guesses = yield level
             if guesses is None:
@@ -123,6 +141,8 @@ class Twos(Base, Shape):
             for number, (node, guess) in enumerate(zip(open_, guesses, strict=True)):
                 room = 2 if self.wrong == "limit" else min(2, limit - len(nodes.tokens))
                 new = self.children(nodes, node, guess, room, draw)
+                if again:  # one of those that hold the same token
+                    new = list({nodes.tokens[n]: n for n in new}.values())
                 added, parents = added + new, parents + [expanded + number] * len(new)
             expanded += len(open_)
             open_ = added
@@ -133,6 +153,8 @@ class Twos(Base, Shape):
         return nodes.tree()
 
     def children(self, nodes, node, guess, room, draw):
+        if guess is None:
+            return list(nodes.add(node, [5] if self.wrong == "goes on" else []))
         if isinstance(guess, np.ndarray):
             found = [t for t in guess.tolist() if t >= 0]
             return list(
@@ -140,7 +162,9 @@ class Twos(Base, Shape):
             )
         if self.wrong == "zeros":
             guess = Distribution(guess.tokens, np.ones(len(guess.tokens)))
-        found = children(guess, room, draw)
+        if self.wrong == "argmax":  # chosen, and told as drawn
+            return list(nodes.add(node, children(guess, room, None), guess))
+        found = children(guess, room, draw, self.siblings is Siblings.INDEPENDENT)
         if (
             self.wrong == "drops" and found and guess.of(found[-1]) < 0.4
         ):  # after it was drawn, by what it is
@@ -148,9 +172,11 @@ class Twos(Base, Shape):
         return list(nodes.add(node, found, None if draw is None else guess))
 
 
-@pytest.mark.parametrize("law", [law_form, law_cut, law_exact, law_ranks])
-def test_twos_hold(law):
-    law(Twos())
+@pytest.mark.parametrize("siblings", Siblings)
+def test_twos_hold(siblings):
+    """Drawn either way, and never; the laws reach each."""
+    for law in (law_form, law_cut, law_ends, law_exact, law_ranks):
+        law(Twos(siblings=siblings))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +187,9 @@ def test_twos_hold(law):
         ("numbers", law_form),
         ("order", law_ranks),
         ("drops", law_exact),
+        ("argmax", law_exact),
+        ("says again", law_exact),
+        ("goes on", law_ends),
     ],
 )
 def test_the_laws_catch(wrong, law):

@@ -11,13 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accel.ir.errors import InputError
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree import ROOT, Tree, without
 from accel.runtime.verify import Chance, Verdict
 from accel.runtime.verify._residual import excess, ratio, residual
 
-from ..verify_case import AXIS, CHAINS, DRAFTS, Stuck, World, alone, gap, sampled
+from ..verify_case import (
+    AXIS,
+    CHAINS,
+    DRAFTS,
+    WAYS,
+    Stuck,
+    Walk,
+    World,
+    alone,
+    gap,
+    meant,
+    sampled,
+    takes,
+)
 
 NAMES = AXIS.names()
 EXACT = [n for n in NAMES if AXIS.method(n).grade != "approximate"]
@@ -30,30 +44,44 @@ SAMPLERS = {
     "top_p": sampled(top_p=0.7),
     "penalty": sampled(repetition_penalty=1.7),
 }
-PAIRS = list(itertools.product(SAMPLERS.values(), DRAFTS))
 many = settings(max_examples=250, deadline=None, derandomize=True)
 
 
-def takes(name, parents):
-    return AXIS.method(name).branches or parents in CHAINS
-
-
-def law_exact(rule, parents, pairs):
+def law_exact(rule, parents, worlds):
     """The first three tokens have the target's joint law, to rounding."""
-    for sampler, draft in pairs:
-        assert gap(rule, World(sampler, draft), parents) < 1e-12, (sampler, draft)
+    for world in worlds:
+        found = gap(rule, world, parents)
+        assert found < 1e-12, (world.sampler, world.draft, world.replacement)
+
+
+def worlds(rule, parents):
+    """Samplers, and what siblings the rule takes: all pairs of small trees, each of both once of larger ones."""
+    ways = [way for way in WAYS if takes(rule, parents, *way)]
+    pairs = list(itertools.product(SAMPLERS.values(), ways))
+    if len(parents) > 2:
+        turns = range(max(len(SAMPLERS), len(ways)))
+        pairs = [(pairs[t % len(SAMPLERS) * len(ways)][0], ways[t % len(ways)]) for t in turns]
+    if len(parents) > 4:
+        pairs = pairs[1:4:2] + [(SAMPLERS["plain"], ways[-1])]
+    return [World(sampler, draft, replacement=again) for sampler, (draft, again) in pairs]
 
 
 @pytest.mark.few(6)
 @pytest.mark.parametrize(
     "name, parents",
-    [(n, p) for n in EXACT for p in CHAINS + TREES if takes(n, p)],
+    [(n, p) for n in EXACT for p in CHAINS + TREES if p in CHAINS or AXIS.method(n).branches],
     ids=str,
 )
 def test_tokens_are_the_target_s_own(name, parents):
-    few = [(s, DRAFTS[(i + len(parents)) % len(DRAFTS)]) for i, s in enumerate(SAMPLERS.values())]
-    pairs = PAIRS if len(parents) < 3 else few if len(parents) < 5 else few[1:4:2]
-    law_exact(AXIS.build(name), parents, pairs)
+    rule = AXIS.build(name)
+    law_exact(rule, parents, worlds(rule, parents))
+
+
+def test_the_law_walks_each_kind_of_siblings():
+    for name in (n for n in EXACT if AXIS.method(n).branches):
+        rule = AXIS.build(name)
+        kinds = {meant(w.draft, w.replacement) for w in worlds(rule, (-1, -1, -1))}
+        assert kinds == rule.siblings, name
 
 
 @st.composite
@@ -71,7 +99,7 @@ def forms(draw):
     name=st.sampled_from(EXACT),
     form=forms(),
     seed=st.integers(0, 1000),
-    draft=st.sampled_from(["same", "other", "holes", "sure", "chosen", "mixed"]),
+    way=st.sampled_from([way for way in WAYS if way[0] != "disjoint"]),
     sampler=st.builds(
         Standard,
         temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]),
@@ -81,28 +109,33 @@ def forms(draw):
         repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
     ),
 )
-def test_any_form_any_law(name, form, seed, draft, sampler):
-    size, parents = form
+def test_any_form_any_law(name, form, seed, way, sampler):
+    (size, parents), (draft, again) = form, way
     if size == 1 and draft == "holes":
         draft = "other"  # one token cannot be left out
-    world = World(sampler, draft, seed, size)
-    if takes(name, parents):
+    world = World(sampler, draft, seed, size, again)
+    if takes(AXIS.method(name), parents, draft, again):
         assert gap(AXIS.build(name), world, parents, 2) < 1e-12
 
 
-def test_siblings_may_be_drawn_with_replacement():
-    for draft, parents in itertools.product(("same", "other", "holes"), ((-1, -1), (-1, -1, -1))):
-        world = World(sampled(), draft, replacement=True)
-        for name in ("rrs-wor", "sample-match"):
-            assert gap(AXIS.build(name), world, parents, 2) < 1e-12
+@pytest.mark.parametrize("name", [n for n in NAMES if AXIS.method(n).branches])
+def test_siblings_that_a_rule_does_not_take_are_refused(name):
+    rule = AXIS.build(name)
+    for draft, again in WAYS:
+        if not takes(rule, (-1, -1), draft, again):
+            with pytest.raises(
+                InputError, match=f"verify.{name} takes siblings that are .* but node 1"
+            ):
+                World(sampled(), draft, replacement=again).round(rule, (-1, -1), (), Walk([]))
 
 
 def test_a_rule_that_says_approximate_is():
-    """And exact where the target is greedy, as every rule."""
+    """And exact where the target is greedy, as every rule that does not say that it is tolerant there, too."""
     for name in set(NAMES) - set(EXACT):
         rule = AXIS.build(name)
         assert gap(rule, World(sampled()), (-1, 0)) > 1e-3
-        law_exact(rule, (-1, -1, 0), [(Standard(), draft) for draft in DRAFTS])
+        found = max(gap(rule, World(Standard(), draft), (-1, -1, 0)) for draft in DRAFTS)
+        assert (found > 0.1) if rule.tolerant else (found < 1e-12)
 
 
 # What the law catches: rejection with one thing wrong
@@ -149,6 +182,11 @@ def as_if_replaced(tree, child):
     return Distribution(np.arange(tree.q.shape[1]), tree.q[child])
 
 
+def as_if_apart(tree, child):
+    before = [s for s in tree.children(int(tree.parents[child])) if s < child]
+    return without(Tree.law(tree, child), tree.tokens[before])
+
+
 def of_parent(target, node, owed):
     """The bonus of a leaf, out of the row before it."""
     leaf = node != ROOT and not target.tree.children(node)
@@ -169,7 +207,21 @@ def uncut(target, chance):
     return Verdict(tuple(range(length)), chance.draw(law))
 
 
+def likeliest_alone(target, chance):
+    """The sibling that the target finds likeliest, by one test, whatever the others are."""
+    tree, node, path = target.tree, ROOT, []
+    while tree.children(node):
+        law = target.law(node)
+        best = max(tree.children(node), key=lambda child: law.of(int(tree.tokens[child])))
+        if not chance.accept(ratio(law, tree.law(best), int(tree.tokens[best]))):
+            return Verdict(tuple(path), chance.draw(residual(law, excess(law, tree.law(best)))))
+        node = best
+        path.append(node)
+    return Verdict(tuple(path), chance.draw(target.law(node)))
+
+
 WRONG = {
+    "the likeliest sibling alone": likeliest_alone,
     "accepts always": rejection(accept=lambda chance, probability: True),
     "nothing subtracted": rejection(after=lambda owed, law: owed),
     "not renormalised": rejection(
@@ -177,6 +229,7 @@ WRONG = {
     ),
     "another order": rejection(order=lambda children: list(reversed(children))),
     "without replacement taken for with": rejection(law=as_if_replaced),
+    "independent taken for without replacement": rejection(law=as_if_apart),
     "the bonus of another row": rejection(last=of_parent),
     "a block cut at its first failure": uncut,
 }
@@ -186,9 +239,10 @@ REACH = [(sampled(), "other"), (sampled(top_k=2), "other"), (sampled(temperature
 @pytest.mark.parametrize("name", WRONG)
 def test_the_law_catches(name):
     forms = [(-1, 0)] if name.startswith("a block") else [(-1, -1, 0), (-1, -1, -1)]
-    law_exact(rejection(), forms[0], REACH)
-    worlds = [World(*pair, seed) for seed in range(4) for pair in REACH]
-    assert any(gap(WRONG[name], world, f, 2) > 0.01 for world in worlds for f in forms)
+    again = name.startswith("independent")
+    law_exact(rejection(), forms[0], [World(*pair, replacement=again) for pair in REACH])
+    reach = [World(*pair, seed, replacement=again) for seed in range(4) for pair in REACH]
+    assert any(gap(WRONG[name], world, f, 2) > 0.01 for world in reach for f in forms)
 
 
 class Lying(World):
@@ -219,9 +273,7 @@ class Argmax(Lying):
 class Forgetful(Tree):
     """Siblings drawn with replacement, of which the law says without."""
 
-    def law(self, node):
-        before = [s for s in self.children(int(self.parents[node])) if s < node]
-        return without(super().law(node), self.tokens[before])
+    law = as_if_apart
 
 
 class Replaced(Lying):
@@ -302,8 +354,10 @@ def surprise(rule, world, parents, rounds=4000):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_frequencies(name):
-    parents = (-1, -1, 0) if AXIS.method(name).branches else (-1, 0)
-    assert surprise(AXIS.build(name), World(sampled()), parents) < 30, "8 on average, by 4"
+    rule = AXIS.build(name)
+    parents = (-1, -1, 0) if rule.branches else (-1, 0)
+    world = World(sampled(), replacement=not takes(rule, parents, "other"))
+    assert surprise(rule, world, parents) < 30, "8 on average, by 4"
 
 
 def test_frequencies_catch():

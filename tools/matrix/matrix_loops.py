@@ -33,6 +33,7 @@ from accel.ir.invariants import Invariant
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.runtime.decode.costs import Costs
+from accel.runtime.draft import Base as Drafts
 from accel.runtime.loop import HOST
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import Output
@@ -81,13 +82,14 @@ class Loops(Matrix):
     def _recipe(self, case: Case) -> Recipe:
         axis, name = case.tables[0]
         graph = super()._recipe(Case(case.architecture, case.tables[1:]))
-        tables = {axis: {"use": name}}
+        tables = {axis: {"use": name, **find_axes()[axis].small(name)}}
         if axis in HOST and axis not in ("draft", "loop"):
             odds = Invariant.PROBABILITIES in find_axes()[axis].build(name).relies
             tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
-            if axis == "verify" and not find_axes()["verify"].method(name).branches:
-                tables["draft"] = {"use": "prompt-lookup"}
-        if tables.get("draft", {}).get("use") == "model":
+            if axis == "verify":
+                tables |= _reaching(name)
+        drafts = tables.get("draft", {}).get("use")
+        if drafts and find_axes()["draft"].method(drafts).draft_folder is not Drafts.draft_folder:
             tables["draft"]["path"] = str(self._smaller(case.architecture))
         return Recipe(name=str(case), tables={**graph.tables, **tables})
 
@@ -139,6 +141,20 @@ class Loops(Matrix):
             if got.stats["speculation"] and not got.stats["speculation"]["drafted"]:
                 return "wrong", "nothing was drafted, so that nothing is compared"
             return alike(_generated(plain, PROMPTS), got, PROMPTS, plain)
+
+
+def _reaching(name: str) -> dict[str, Any]:
+    """What drafts that a rule takes come from: chains, the trees that its drafter's own shape gives, or another's."""
+    axes = find_axes()
+    rule = axes["verify"].build(name)
+    if not rule.branches:
+        return {"draft": {"use": "prompt-lookup"}}
+    own = axes["tree"].build(axes["draft"].method("token-recycling").asks["tree"])
+    if not own.breaks & rule.relies:
+        return {"draft": {"use": "token-recycling"}}
+    shapes = {use: axes["tree"].build(use) for use in axes["tree"].names()}
+    fit = (u for u, s in shapes.items() if s.branches and not s.breaks & rule.relies)
+    return {"draft": {"use": "model"}, "tree": {"use": next(fit)}}
 
 
 @contextmanager

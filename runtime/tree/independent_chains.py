@@ -1,0 +1,39 @@
+"""Chains that are drawn independently of each other, as SpecTr does (arXiv:2310.15141)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
+from accel.runtime.tree import Base, Draw, Growth, Shape, Siblings
+from accel.runtime.tree._shaped import Form, formed, shaped
+
+
+@dataclass(frozen=True)
+class IndependentChains(Base, Shape):
+    """`chains` of equal length, as long as the limit allows. Where tokens are chosen the chains begin with the
+    likeliest ones. Chains may agree: the drafter is asked for what they share once, the target checks each.
+    """
+
+    chains: int = count(3, most=64)
+
+    siblings = Siblings.INDEPENDENT
+
+    def __post_init__(self) -> None:
+        if self.chains < 1:
+            raise RecipeError(f"tree.independent-chains: chains is {self.chains}; give at least 1")
+
+    def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
+        return self
+
+    def grow(self, limit: int, draw: Draw | None = None) -> Growth:
+        return shaped(_form(min(self.chains, limit), limit), draw, replacement=True)
+
+
+@lru_cache(maxsize=256)
+def _form(chains: int, limit: int) -> Form:
+    length = limit // max(chains, 1)
+    return formed([(chain, *[0] * level) for level in range(length) for chain in range(chains)])
