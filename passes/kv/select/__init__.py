@@ -19,7 +19,7 @@ from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.attention import Mask, Operands, attention, operands_of
 from accel.ir.ops.choice import best_pages, pages_before
 from accel.ir.ops.kv import kv_append
-from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
+from accel.ir.ops.pages import fetch_pages, few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.selection import Selection
@@ -218,7 +218,9 @@ class Base(_Scored, Pass, Method, ABC):
         return report
 
     def _house(self, program: Program, sites: list[fx.Node]) -> None:
-        """Say where keys and values lie of layers that no attention reads all of in each call."""
+        """Say where keys and values lie of layers that no attention reads all of in each call, and what is fetched."""
+        if self.home is Home.MEMORY:
+            return
         listed: set[int | None] = set()
         whole: set[int | None] = set()
         for node in sites:
@@ -233,6 +235,13 @@ class Base(_Scored, Pass, Method, ABC):
                 and state.layer in listed - whole
             ):
                 program.state[i] = replace(state, home=self.home)
+        editor = Editor(program, program.step.graph)
+        for node in sites:
+            x = operands_of(node)
+            if x.pages is not None:
+                with editor.graph.inserting_before(node):
+                    read = editor.call(fetch_pages.default, x.pages, x.k, x.v, x.page, like=node)
+                node.kwargs = {**node.kwargs, "pages": read}
 
     def _build(
         self,
