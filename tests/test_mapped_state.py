@@ -93,6 +93,25 @@ def test_what_is_not_read_stays_on_the_disk(made):
                 assert resident(array)[: 1940 // 16].all(), kernels
 
 
+@linux
+def test_codes_are_read_where_they_lie():
+    """By `native`; scales stay in memory."""
+    recipe = [{"kv": {"select": OPTIONS}}, "kv-int8"]
+    with (
+        accel.optimize(model(), recipe, max_context=4096, verify=False) as coded,
+        accel.load(coded.artifact.path, kernels="native", threads=1) as one,
+        one.session() as session,
+    ):
+        session.run(TOKENS[:, :1900])
+        held = buffers_of(session)
+        assert {a.dtype.name for a in held} == {"int8"}
+        assert session.stats["kv_mapped"] == 2 * WIDE * LAYERS * 2048
+        left = put_away(held)
+        session.run(TOKENS[:, 1900:1901])
+        for array, before in zip(held, left, strict=True):
+            assert (resident(array) & ~before).sum() <= READ < len(before) // 4
+
+
 def test_bytes_are_those_in_files(made):
     each = 4 * WIDE * 2 * LAYERS
     abstracts = each * (1 / 16 + 1 / 64)
