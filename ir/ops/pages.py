@@ -41,11 +41,11 @@ few_to_many = Op(
 )
 
 
-# pages [B,G,T,K] of slots of k and v [B,G,C,D] -> the same: they are read next, so where k and v lie in mapped files a
+# pages [B,G,T,K] of slots of a buffer [B,G,C,D] -> the same: they are read next, so where it lies in a mapped file a
 # target may have them fetched
 fetch_pages = Op(
     "fetch_pages",
-    "(Tensor pages, Tensor k, Tensor v, int page) -> Tensor",
+    "(Tensor pages, Tensor buffer, int page) -> Tensor",
     reference=lambda pages, *rest: pages.clone(),
     shape=lambda pages, *rest: torch.empty_like(pages),
 )

@@ -312,7 +312,7 @@ def test_the_choice_does_not_ask_for_values(made, name):
         if pages is None:
             assert case.method.reads_all(layer)
             continue
-        if pages.target is fetch_pages.default:
+        while pages.target is fetch_pages.default:
             pages = pages.args[0]  # the list as it was chosen
         layer = pages.meta["layer"]
         assert isinstance(pages.args[0].target, Conditional)

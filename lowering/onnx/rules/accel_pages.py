@@ -32,7 +32,7 @@ def few_to_many(b: Builder, q_pos: str, k_pos: str, tokens: int, slots: int) -> 
 
 
 @lower(pages.fetch_pages.default)
-def fetch_pages(b: Builder, listed: str, k: str, v: str, page: int) -> Any:
+def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
     """Nothing is fetched ahead."""
     return listed
 

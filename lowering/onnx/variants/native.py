@@ -180,15 +180,13 @@ def page_range(
 
 
 @lower(pages.fetch_pages.default)
-def fetch_pages(b: Builder, listed: str, k: str, v: str, page: int) -> Any:
+def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
     """Of numbers as they are, and of int8 codes."""
-    codes = [_codes(b, name) for name in (k, v)]
-    coded = all(codes)
-    if any(codes) != coded or any(_made(b, name, "DecodeGroups") for name in (k, v)):
+    if b.dtype(buffer) != torch.float32 or _made(b, buffer, "DecodeGroups"):
         return NotImplemented
-    held = [found[0] for found in codes] if coded else [k, v]
-    op = "FetchPagesInt8" if coded else "FetchPages"
-    return b.node(op, listed, *held, domain=DOMAIN, page=page)
+    held, *scales = _codes(b, buffer) or [buffer]
+    op = "FetchPagesInt8" if scales else "FetchPages"
+    return b.node(op, listed, held, domain=DOMAIN, page=page)
 
 
 @lower(choice.page_bounds.default)

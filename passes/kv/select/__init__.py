@@ -85,8 +85,10 @@ class Base(_Scored, Pass, Method, ABC):
     dense_layers: int = 2
 
     width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
-    home: ClassVar[Home] = Home.MEMORY
-    """Where the keys and values of layers lie that only lists are read of, but for calls that read everything."""
+    homes: ClassVar[Mapping[Part, Home]] = {}
+    """Where keys and values of layers lie that only lists are read of, but for calls that read everything: in memory,
+    where it does not say.
+    """
 
     after = (Cache, Head)
     must_change = True
@@ -219,8 +221,6 @@ class Base(_Scored, Pass, Method, ABC):
 
     def _house(self, program: Program, sites: list[fx.Node]) -> None:
         """Say where keys and values lie of layers that no attention reads all of in each call, and what is fetched."""
-        if self.home is Home.MEMORY:
-            return
         listed: set[int | None] = set()
         whole: set[int | None] = set()
         for node in sites:
@@ -229,19 +229,20 @@ class Base(_Scored, Pass, Method, ABC):
             used = listed if operands_of(node).pages is not None else whole
             used.add(layer if shares is None else shares)
         for i, state in enumerate(program.state):
-            if (
-                state.region is CacheRegion.RECENT
-                and state.stored
-                and state.layer in listed - whole
-            ):
-                program.state[i] = replace(state, home=self.home)
+            own = state.region is CacheRegion.RECENT and state.stored and state.part in self.homes
+            if own and state.layer in listed - whole:
+                program.state[i] = replace(state, home=self.homes[state.part])
         editor = Editor(program, program.step.graph)
-        for node in sites:
+        for node in sites if self.homes else ():
             x = operands_of(node)
-            if x.pages is not None:
-                with editor.graph.inserting_before(node):
-                    read = editor.call(fetch_pages.default, x.pages, x.k, x.v, x.page, like=node)
-                node.kwargs = {**node.kwargs, "pages": read}
+            if x.pages is None:
+                continue
+            read = x.pages
+            with editor.graph.inserting_before(node):
+                for part, held in ((Part.KEYS, x.k), (Part.VALUES, x.v)):
+                    if part in self.homes:
+                        read = editor.call(fetch_pages.default, read, held, x.page, like=node)
+            node.kwargs = {**node.kwargs, "pages": read}
 
     def _build(
         self,

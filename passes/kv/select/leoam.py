@@ -13,7 +13,7 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.ops.choice import page_bounds, page_range
-from accel.ir.state import Home
+from accel.ir.state import Home, Part
 from accel.passes.kv.select import LARGEST, Base, Sizes, Where
 
 
@@ -32,7 +32,7 @@ class Leoam(Base):
 
     chunk: int = 64
     spread: int = count(2, most=1024)
-    home: ClassVar[Home] = Home.MAPPED
+    homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     small: ClassVar[Mapping[str, Any]] = {
         "tokens_read": 12,
         "page": 4,
