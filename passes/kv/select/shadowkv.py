@@ -62,8 +62,10 @@ class Shadowkv(Base):
         return {"landmark": landmark, "likeness": (products / norms.clamp(min=1e-12)).amin(3)}
 
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        scores = queries.float() @ parts["landmark"].transpose(-1, -2)
-        return scores / float(queries.shape[3]) ** 0.5
+        worth: Tensor = (
+            queries.float() @ parts["landmark"].transpose(-1, -2) / queries.shape[3] ** 0.5
+        )
+        return worth
 
     def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
         likeness, tokens = x["parts"]["likeness"], where.tokens
