@@ -94,6 +94,7 @@ def test_what_is_not_read_stays_on_the_disk(made):
 
 
 @linux
+@pytest.mark.long
 def test_codes_are_read_where_they_lie():
     """By `native`; scales stay in memory."""
     recipe = [{"kv": {"select": OPTIONS}}, "kv-int8"]
