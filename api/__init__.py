@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PassError,
         RecipeError,
         SavedSessionError,
+        StorageError,
     )
     from accel.ir.recipe import Recipe
     from accel.ir.version import VERSION as __version__
@@ -52,7 +53,7 @@ _WHERE = {
     "smoke": "accel.compiler.smoke.smoke",
     **dict.fromkeys(
         ("AccelError", "ArtifactError", "CaptureError", "ExtraError", "InputError", "LoweringError", "PassError",
-         "RecipeError", "SavedSessionError"),
+         "RecipeError", "SavedSessionError", "StorageError"),
         "accel.ir.errors",
     ),
 }  # fmt: skip
@@ -60,7 +61,8 @@ _WHERE = {
 __all__ = [
     "AccelError", "ArtifactError", "CaptureError", "Chat", "CompiledModel", "ExtraError", "InputError",
     "Logprob", "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams",
-    "SavedSessionError", "Session", "Smoke", "StructuredOutputsParams", "__version__", "load", "optimize", "smoke",
+    "SavedSessionError", "Session", "Smoke", "StorageError", "StructuredOutputsParams", "__version__", "load",
+    "optimize", "smoke",
 ]  # fmt: skip
 
 

@@ -47,6 +47,10 @@ class SavedSessionError(AccelError):
     """A saved session is missing, cut, damaged, of another version, model or recipe, or too large for the model."""
 
 
+class StorageError(AccelError):
+    """The file system has no room, or no file, for the part of a session's state that lies in mapped files."""
+
+
 class InputError(AccelError, ValueError):
     """A prompt, token or option is out of range."""
 

@@ -41,6 +41,13 @@ class CacheRegion(StrEnum):
     CROSS = "cross"  # of the encoder's positions
 
 
+class Home(StrEnum):
+    """Where a target keeps a state value, if it can; elsewhere it is in the memory that computes."""
+
+    MEMORY = "memory"
+    MAPPED = "mapped"  # a file, of which only what is read has to be in memory
+
+
 class Writer(StrEnum):
     """Who writes a state value that the step reads; the step, unless it says otherwise."""
 
@@ -117,7 +124,7 @@ class StateValue:
     """`shape` mixes numbers and letters: B, C, X, M, Z, P and P<layer>; C/16 is one for every 16 slots (`ir.sizes`).
 
     layer: None where layers share it. detail: which of several values of one part it is: a codec's scale,
-    a page's bound, the stage of positions. fill: what an empty one holds.
+    a page's bound, the stage of positions. fill: what an empty one holds. home: where it lies.
     """
 
     part: Part
@@ -127,6 +134,7 @@ class StateValue:
     fill: float = 0
     region: CacheRegion = CacheRegion.RECENT
     detail: str = ""
+    home: Home = Home.MEMORY
 
     @classmethod
     def parse(
@@ -137,8 +145,9 @@ class StateValue:
         dtype: str,
         shape: tuple[int | str, ...],
         fill: float,
+        home: str = Home.MEMORY,
     ) -> Self:
-        """What a manifest calls so. Raises ValueError where there is none of that name and role."""
+        """What a manifest calls so. Raises ValueError where there is none of that name and role, or no such home."""
         region, rest = next((r, role[len(s) :]) for r, s in _ROLES.items() if role.startswith(s))
         word, _, detail = rest.partition(".")
         if word not in list(Part):
@@ -150,15 +159,16 @@ class StateValue:
             detail = ".".join(inner)
         if not detail and part in (*_DETAILED, Part.POSITIONS):
             detail = name[len(name_of(part, layer, region)) :].removeprefix(".")
-        value = cls(part, layer, dtype, shape, fill, region, detail)
+        value = cls(part, layer, dtype, shape, fill, region, detail, Home(home))
         if (value.name, value.role) != (name, role):
             raise ValueError(f"{name} with role {role} and layer {layer}")
         return value
 
     def to_json(self) -> dict[str, Any]:
-        """As a manifest keeps it: `parse` reads it."""
+        """As a manifest keeps it: `parse` reads it. Its home where that is not memory."""
         names = ("name", "role", "layer", "dtype", "shape", "fill")
-        return {**{n: getattr(self, n) for n in names}, "shape": list(self.shape)}
+        told = {**{n: getattr(self, n) for n in names}, "shape": list(self.shape)}
+        return told if self.home is Home.MEMORY else {**told, "home": self.home.value}
 
     @cached_property
     def name(self) -> str:

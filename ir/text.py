@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from accel.ir.region import Conditional, Entry, Region, graphs_of
-from accel.ir.state import StateValue
+from accel.ir.state import Home, StateValue
 
 SHORT = {
     torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.float64: "f64",
@@ -44,6 +44,7 @@ def program_text(
 
 
 STATE_FIELDS = ("role", "layer", "fill")  # of a state value, beside its name, type and shape
+HOME = "home"  # told where it is not memory
 
 
 def _state_text(state: Sequence[StateValue]) -> str:
@@ -51,6 +52,8 @@ def _state_text(state: Sequence[StateValue]) -> str:
     for value in state:
         shape = ",".join(map(str, value.shape))
         told = ", ".join(f"{name}={plain(getattr(value, name))}" for name in STATE_FIELDS)
+        if value.home is not Home.MEMORY:
+            told += f", {HOME}={plain(value.home.value)}"
         kind = f"{SHORT[getattr(torch, value.dtype)]}[{shape}]"
         lines.append(f"  {value.name}: {kind} = state({told})")
     return "\n".join(lines)

@@ -89,6 +89,11 @@ def paged(*inner: int) -> Callable[..., list[Any]]:
     return make
 
 
+def fetched(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+    listed = torch.from_numpy(rng.integers(-1, c, (b, 2, t, 3)))
+    return [listed, randn(rng, b, 2, c, 6), 1]
+
+
 def ranged(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     high, low, keys = (randn(rng, b, 2, c, 6) for _ in range(3))
     return [
@@ -455,6 +460,7 @@ def cases() -> list[Case]:
             pages.few_to_many,
             lambda b, t, c, r: [query_positions(r, b, t, c), key_positions(r, b, c), 4, 9],
         ),
+        Case("fetch_pages", pages.fetch_pages, fetched),
         Case(
             "page_bounds",
             choice.page_bounds,

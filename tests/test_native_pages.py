@@ -226,6 +226,20 @@ def test_of_equal_pages_the_earlier_is_chosen():
     assert got.flatten().tolist() == [49, 9, 30, 0, 1, 2]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_fetching_leaves_lists_as_they_are(dtype):
+    """Whatever they say: none, a slot behind the last, in memory that is no file."""
+    rng = np.random.default_rng(3)
+    listed = rng.integers(-3, 9, (2, 3, 2, 5))
+    held = rng.integers(0, 9, (2, 3, 64, 7)).astype(dtype)
+    op = "FetchPages" if dtype == "float32" else "FetchPagesInt8"
+    for given in (listed, listed[:, :, :0], np.full((2, 3, 1, 1), 1 << 60)):
+        (got,) = run(op, [given, held], ["int64"], page=16)
+        np.testing.assert_array_equal(got, given)
+    with pytest.raises(Exception, match="do not fit"):
+        run(op, [listed[:, :2], held], ["int64"], page=16)
+
+
 @pytest.mark.parametrize("op", ["PageRange", "BestPages"])
 def test_threads_give_the_same(op):
     rng = np.random.default_rng(5)

@@ -12,6 +12,7 @@ from accel.ir.facts import Facts
 from accel.ir.program import Program
 from accel.ir.region import Region
 from accel.ir.sizes import grows, per_slot
+from accel.ir.state import Home
 
 
 def model_facts(program: Program) -> Facts:
@@ -26,6 +27,12 @@ def model_facts(program: Program) -> Facts:
 def state_json(program: Program) -> list[dict[str, Any]]:
     """Each state value."""
     return [s.to_json() for s in program.state]
+
+
+def kv_mapped(program: Program) -> int:
+    """How many bytes of `kv_bytes` the ONNX target keeps in mapped files."""
+    mapped = [s for s in program.state if s.home is Home.MAPPED]
+    return kv_bytes(replace(program, state=mapped))
 
 
 def kv_bytes(program: Program) -> int:

@@ -22,7 +22,7 @@ from accel.compiler.assemble import Plan, assemble, check_target, fit
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.draft_build import Build as BuildDraft
 from accel.compiler.draft_build import builder as draft_builder
-from accel.compiler.facts_json import kv_bytes, model_facts, state_json
+from accel.compiler.facts_json import kv_bytes, kv_mapped, model_facts, state_json
 from accel.compiler.genai import genai_config
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.hub import model_folder
@@ -540,6 +540,7 @@ def _report(job: _Job, program: Program, sizes: dict[str, int]) -> dict[str, Any
         },
         "state": state_json(program),
         "kv_bytes_per_token": kv_bytes(program),
+        "kv_mapped_per_token": kv_mapped(program) if job.target == "onnx" else 0,
         "notes": program.facts.notes,
         "peak_memory": peak_memory(),
         "versions": {

@@ -62,6 +62,7 @@ def _context(report: dict[str, Any]) -> dict[str, Any]:
 def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str]]:
     """The figures at the top of the page."""
     errors = [e for e in report.get("errors", {}).values() if e is not None]
+    mapped = report.get("kv_mapped_per_token", 0)
     return [
         ("parameters", f"{model.get('parameters', 0):,}"),
         ("layers", str(model.get("num_layers", 0))),
@@ -69,6 +70,7 @@ def _facts(report: dict[str, Any], model: dict[str, Any]) -> list[tuple[str, str
         ("context", f"{model.get('max_context', 0):,} tokens"),
         ("artifact", bytes_text(report.get("bytes", {}).get("total", 0))),
         ("state per token", bytes_text(report.get("kv_bytes_per_token", 0))),
+        *([("of it in mapped files", bytes_text(mapped))] if mapped else []),
         *_weights(report.get("weights", {})),
         *_encoder(model.get("encoder"), report.get("state", [])),
         *adapters_text(model.get("adapters"), bytes_text),

@@ -41,6 +41,16 @@ few_to_many = Op(
 )
 
 
+# pages [B,G,T,K] of slots of a buffer [B,G,C,D] -> the same: they are read next, so where it lies in a mapped file a
+# target may have them fetched
+fetch_pages = Op(
+    "fetch_pages",
+    "(Tensor pages, Tensor buffer, int page) -> Tensor",
+    reference=lambda pages, *rest: pages.clone(),
+    shape=lambda pages, *rest: torch.empty_like(pages),
+)
+
+
 def pages_written(buffer: Tensor, q_pos: Tensor, slots: Tensor, page: int) -> tuple[Tensor, int]:
     """The pages of a buffer [B,G,C,..] that a call of q_pos [B,T] wrote to from slots [B] on: the first one's number
     [B], and how many; some that were full before, where the last one would lie past the end.

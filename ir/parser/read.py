@@ -40,7 +40,7 @@ from accel.ir.parser.syntax import (
 )
 from accel.ir.program import Program, State, symbolic_size
 from accel.ir.region import Conditional, Entry, Region
-from accel.ir.text import SHORT, STATE_FIELDS, function_name, type_text
+from accel.ir.text import HOME, SHORT, STATE_FIELDS, function_name, type_text
 from accel.ir.weights import Weights
 
 _DTYPES = {short: dtype for dtype, short in SHORT.items()}
@@ -95,8 +95,8 @@ class _Reader:
         if kind.sizes is None:
             raise kind.at.error("a state value is a tensor, such as f32[B,2,C,10]")
         for name in line.fields:
-            if name not in STATE_FIELDS:
-                raise line.at.error(unknown("what is said of state,", name, STATE_FIELDS))
+            if name not in (*STATE_FIELDS, HOME):
+                raise line.at.error(unknown("what is said of state,", name, (*STATE_FIELDS, HOME)))
         if set(STATE_FIELDS) - line.fields.keys():
             wanted = ", ".join(f"{n}=…" for n in STATE_FIELDS)
             raise line.at.error(f"say of '{line.name}' all of state({wanted})")
@@ -105,7 +105,7 @@ class _Reader:
         try:
             return State.parse(name=line.name, dtype=dtype, shape=shape, **line.fields)
         except (TypeError, ValueError):
-            told = ", ".join(f"{n}={line.fields[n]!r}" for n in STATE_FIELDS)
+            told = ", ".join(f"{n}={value!r}" for n, value in line.fields.items())
             raise line.at.error(
                 f"there is no state value '{line.name}' with {told}; names are as kv.0.k, kv.pos, kept.0.v"
             ) from None

@@ -19,7 +19,7 @@ from accel.ir.errors import ArtifactError, unknown
 from accel.ir.facts import Facts
 from accel.ir.fields import BUILD_AGAIN, MANIFEST, Fields
 from accel.ir.sizes import LETTER
-from accel.ir.state import StateValue, Writer, writer_of
+from accel.ir.state import Home, StateValue, Writer, writer_of
 from accel.ir.version import VERSION
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
@@ -232,11 +232,17 @@ def _state(f: Fields) -> StateValue:
             f"{MANIFEST}: {f.where}.dtype: {unknown('type', dtype, DTYPES)}; {BUILD_AGAIN}"
         )
     layer, fill = f.optional_integer("layer"), f.number("fill")
+    home = f.text("home") if "home" in f.value else Home.MEMORY
+    if home not in list(Home):
+        raise ArtifactError(
+            f"{MANIFEST}: {f.where}.home: {unknown('home', home, Home)}; {BUILD_AGAIN}"
+        )
     low, high = _RANGES.get(dtype, (-math.inf, math.inf))
     if fill != fill or not low <= fill <= high:
         raise f.wrong("fill", fill, f"a number that {dtype} has")
     try:
-        return StateValue.parse(f.text("name"), f.text("role"), layer, dtype, tuple(shape), fill)
+        named = f.text("name"), f.text("role"), layer, dtype, tuple(shape), fill
+        return StateValue.parse(*named, home)
     except ValueError as error:
         raise ArtifactError(
             f"{MANIFEST}: {f.where}: this accel knows no state {error}; {BUILD_AGAIN}"

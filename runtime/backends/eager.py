@@ -228,6 +228,11 @@ class EagerSession:
         pooled = {v.name for v in self._program.state if v.pooled}
         return sum(t.numel() * t.element_size() for n, t in self._state.items() if n not in pooled)
 
+    @property
+    def kv_mapped(self) -> int:
+        """None: each step replaces the state, or reads all of it."""
+        return 0
+
     def _tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy on the device."""
         return torch.from_numpy(np.array(array)).to(self._device)

@@ -110,6 +110,10 @@ class BackendSession(Protocol):
     def kv_bytes(self) -> int:
         """Bytes that the state buffers hold now."""
 
+    @property
+    def kv_mapped(self) -> int:
+        """How many of them lie in mapped files."""
+
     def close(self) -> None:
         """Free the buffers."""
 

@@ -86,6 +86,11 @@ class SessionCore:
         return self._backend.kv_bytes if self._backend else 0
 
     @property
+    def kv_mapped(self) -> int:
+        """How many of them lie in mapped files."""
+        return self._backend.kv_mapped if self._backend else 0
+
+    @property
     def kv_most(self) -> int:
         """Most bytes of state buffers: now, or when rows were let go (`select`)."""
         return max(self._most, self.kv_bytes)

@@ -121,7 +121,8 @@ class Session:
     @property
     def stats(self) -> dict[str, float]:
         """`calls`: graph calls; `tokens`: tokens run, without padding; `reused`: tokens that `kv.reuse` took over;
-        `seconds` in the graph; `kv_bytes`: size of the state buffers, without shared blocks.
+        `seconds` in the graph; `kv_bytes`: size of the state buffers, without shared blocks; `kv_mapped`: the
+        part of it that lies in mapped files, of which memory holds what is read.
         """
         core = self._core
         found: dict[str, float] = {
@@ -130,6 +131,7 @@ class Session:
             "reused": 0,
             "seconds": core.seconds,
             "kv_bytes": core.kv_bytes,
+            "kv_mapped": core.kv_mapped,
         }
         for one in core.observers:
             found |= one.stats

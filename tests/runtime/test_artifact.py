@@ -101,6 +101,7 @@ EDITS = [
     (put("state", 1, "role", value="keys"), r"state\[1\]: .* kv.0.k with role keys and layer 0"),
     (put("state", 1, "layer", value=3), r"state\[1\]: .* kv.0.k with role k and layer 3"),
     (put("state", 1, "fill", value=None), "fill is None"),
+    (put("state", 1, "home", value="maped"), "did you mean 'mapped'"),
     (put("state", 0, value=3), r"state\[0\] is 3"),
     (put("model", "vocab_size", value=0), "model.vocab_size is 0"),
     (put("model", "eos", value=[9999]), r"model.eos\[0\] is 9999"),

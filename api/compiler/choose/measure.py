@@ -235,13 +235,13 @@ def weights_bytes(model: CompiledModel) -> int:
 
 
 def held(model: CompiledModel, sample: Sample) -> int:
-    """Bytes of the cache after a prompt and one token."""
+    """Bytes of the cache in memory after a prompt and one token."""
     with model.session() as session:
         if sample.source is not None and model.facts.encoder is not None:
             session.encode(*padded([sample.source], model.facts.encoder))
         session.prompt(sample.ids[None])
         session.run(sample.ids[None, -1:])
-        return int(session.stats["kv_bytes"])
+        return int(session.stats["kv_bytes"] - session.stats["kv_mapped"])
 
 
 def peak(folder: Path, threads: int | None, tokens: int) -> int | None:

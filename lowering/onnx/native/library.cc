@@ -9,6 +9,7 @@ abi::Op decode_op();
 abi::Op decode_groups_op();
 abi::Op drawn_attention_op(bool coded);
 abi::Op encode_op();
+abi::Op fetch_pages_op(bool coded);
 abi::Op head_votes_op();
 abi::Op key_products_op(bool coded);
 abi::Op linear_op();
@@ -32,6 +33,8 @@ extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps
                                 drawn_attention_op(false),
                                 drawn_attention_op(true),
                                 encode_op(),
+                                fetch_pages_op(false),
+                                fetch_pages_op(true),
                                 head_votes_op(),
                                 key_products_op(false),
                                 key_products_op(true),

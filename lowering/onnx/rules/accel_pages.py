@@ -31,6 +31,12 @@ def few_to_many(b: Builder, q_pos: str, k_pos: str, tokens: int, slots: int) -> 
     return b.node("And", few, b.node("Greater", b.size(k_pos, 1), b.constant(slots, torch.int64)))
 
 
+@lower(pages.fetch_pages.default)
+def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
+    """Nothing is fetched ahead."""
+    return listed
+
+
 def gathered(b: Builder, x: Operands) -> Operands:
     """Attention of one token over its pages -> over slots of each head's own."""
     listed = b.node(

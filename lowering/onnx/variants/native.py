@@ -179,6 +179,16 @@ def page_range(
     )
 
 
+@lower(pages.fetch_pages.default)
+def fetch_pages(b: Builder, listed: str, buffer: str, page: int) -> Any:
+    """Of numbers as they are, and of int8 codes."""
+    if b.dtype(buffer) != torch.float32 or _made(b, buffer, "DecodeGroups"):
+        return NotImplemented
+    held, *scales = _codes(b, buffer) or [buffer]
+    op = "FetchPagesInt8" if scales else "FetchPages"
+    return b.node(op, listed, held, domain=DOMAIN, page=page)
+
+
 @lower(choice.page_bounds.default)
 def page_bounds(b: Builder, q: str, high: str, low: str) -> Any:
     return b.node("PageBounds", q, high, low, domain=DOMAIN)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 from abc import ABC
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,12 +19,12 @@ from accel.ir.invariants import Invariant, Method
 from accel.ir.ops.attention import Mask, Operands, attention, operands_of
 from accel.ir.ops.choice import best_pages, pages_before
 from accel.ir.ops.kv import kv_append
-from accel.ir.ops.pages import few_to_many, kv_pages, pages_written
+from accel.ir.ops.pages import fetch_pages, few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.selection import Selection
 from accel.ir.sizes import FEW
-from accel.ir.state import POSITIONS, Part, name_of, output_of
+from accel.ir.state import POSITIONS, CacheRegion, Home, Part, name_of, output_of
 from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
@@ -72,6 +72,8 @@ class Base(_Scored, Pass, Method, ABC):
     | `parts` | name -> the parts [B,G,N,…] of all pages |
     | `keys` [B,G,C,D] | as cached, read in place; pages of one token (`page` = 1), which need no parts |
 
+    Parts may also be kept of larger stretches (`levels`), for a method that chooses by these first (`choice`).
+
     The constants of a method that is a `Tables` (`ir/tables.py`) are further parameters of `score` and `summary`.
 
     A layer may read the list that a layer before it chose (`chooser`), and choose for others though it reads
@@ -83,6 +85,10 @@ class Base(_Scored, Pass, Method, ABC):
     dense_layers: int = 2
 
     width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
+    homes: ClassVar[Mapping[Part, Home]] = {}
+    """Where keys and values of layers lie that only lists are read of, but for calls that read everything: in memory,
+    where it does not say.
+    """
 
     after = (Cache, Head)
     must_change = True
@@ -132,6 +138,20 @@ class Base(_Scored, Pass, Method, ABC):
         new = {"keys": kv_pages(keys, first, count, self.page), **table}
         found = named_call(self.summary, new)
         return {name: kv_append(old, found[name], first) for name, old in held.items()}
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Slots of the stretches of which parts are kept: pages, and maybe larger ones, whose parts are called
+        `<part>.<slots>`.
+        """
+        return (self.page,)
+
+    def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
+        """The lists of the tokens of a call [B,G,T,K], by what `score` names, of groups of so many heads."""
+        scores = named_call(self.score, x)
+        seen = where.seen(scores.shape[3], self.page)
+        worth = self.vote(scores.unflatten(2, (heads, where.tokens)), seen[:, :, None])
+        return self.joined(where.best(worth, self.count, self.page), scores.shape[3])
 
     def chooser(self, layer: int) -> int:
         """The layer whose list a layer reads: its own, or that of a layer before it."""
@@ -196,7 +216,33 @@ class Base(_Scored, Pass, Method, ABC):
             report.changed += 1
         program.step.set_outputs(outputs)
         program.facts.selection = self.selection
+        self._house(program, sites)
         return report
+
+    def _house(self, program: Program, sites: list[fx.Node]) -> None:
+        """Say where keys and values lie of layers that no attention reads all of in each call, and what is fetched."""
+        listed: set[int | None] = set()
+        whole: set[int | None] = set()
+        for node in sites:
+            layer = node.meta.get("layer")
+            shares = None if layer is None else program.facts.layers[layer].shares
+            used = listed if operands_of(node).pages is not None else whole
+            used.add(layer if shares is None else shares)
+        for i, state in enumerate(program.state):
+            own = state.region is CacheRegion.RECENT and state.stored and state.part in self.homes
+            if own and state.layer in listed - whole:
+                program.state[i] = replace(state, home=self.homes[state.part])
+        editor = Editor(program, program.step.graph)
+        for node in sites if self.homes else ():
+            x = operands_of(node)
+            if x.pages is None:
+                continue
+            read = x.pages
+            with editor.graph.inserting_before(node):
+                for part, held in ((Part.KEYS, x.k), (Part.VALUES, x.v)):
+                    if part in self.homes:
+                        read = editor.call(fetch_pages.default, read, held, x.page, like=node)
+            node.kwargs = {**node.kwargs, "pages": read}
 
     def _build(
         self,
@@ -210,7 +256,8 @@ class Base(_Scored, Pass, Method, ABC):
         graph = program.step.graph
         editor = Editor(program, graph)
         letters: dict[str, Any] = {"B": program.step.input("tokens").meta["val"].shape[0]}
-        letters[f"C/{self.page}"] = editor.symbol(f"C/{self.page}", _PAGES)
+        for i, slots in enumerate(self.levels):
+            letters[f"C/{slots}"] = editor.symbol(f"C/{slots}", _PAGES - 2 * i)
         with graph.inserting_before(node):
             where = operands_of(node).k_pos
             read = self.count * self.page
@@ -280,32 +327,48 @@ class Base(_Scored, Pass, Method, ABC):
         editor, x = Editor(program, program.step.graph), operands_of(node)
         layer, groups, width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.k)[3])
         declared = self.parts(width)
-        held = self._held(build, layer, groups, declared)
         if not declared:
             return {}
         table = build.tables.get(layer, {})
-        with editor.graph.inserting_before(node):
-            written = (
-                x.k,
-                x.q_pos,
-                program.step.input("slots"),
-                *held,
-                *(editor.param(f"pages.{layer}.{n}", t) for n, t in table.items()),
-            )
-            update = partial(self._update, list(declared), list(table))
-            stored: dict[str, fx.Node] = trace(
-                editor, f"pages.{layer}", update, *written, like=node, key=("pages", self)
-            )
+        stored: dict[str, fx.Node] = {}
+        for slots in self.levels:
+            method = self if slots == self.page else replace(self, page=slots)
+            names = {part: self._called(part, slots) for part in declared}
+            kept = {names[part]: sizes_ for part, sizes_ in declared.items()}
+            held = self._held(build, layer, groups, kept, slots)
+            with editor.graph.inserting_before(node):
+                written = (
+                    x.k,
+                    x.q_pos,
+                    program.step.input("slots"),
+                    *held,
+                    *(editor.param(f"pages.{layer}.{n}", t) for n, t in table.items()),
+                )
+                update, key = (
+                    partial(method._update, list(declared), list(table)),
+                    ("pages", method),
+                )
+                found = trace(editor, f"pages.{layer}", update, *written, like=node, key=key)
+            stored |= {names[part]: found[part] for part in declared}
         return stored
 
+    def _called(self, part: str, slots: int) -> str:
+        """The name of a part of stretches of so many slots."""
+        return part if slots == self.page else f"{part}.{slots}"
+
     def _held(
-        self, build: _Build, layer: int, groups: int, declared: Mapping[str, tuple[str, Sizes]]
+        self,
+        build: _Build,
+        layer: int,
+        groups: int,
+        declared: Mapping[str, tuple[str, Sizes]],
+        slots: int,
     ) -> list[fx.Node]:
-        """State of pages, by a layer's so many heads: `pages.<layer>.<part> [B,G,C/page,…]`."""
+        """State of stretches of so many slots, by a layer's so many heads: `pages.<layer>.<part> [B,G,C/slots,…]`."""
         editor = Editor(build.program, build.program.step.graph)
         held = []
         for part, (dtype, tail) in declared.items():
-            shape: tuple[int | str, ...] = ("B", groups, f"C/{self.page}", *tail)
+            shape: tuple[int | str, ...] = ("B", groups, f"C/{slots}", *tail)
             state = State(Part.PAGES, layer, dtype, shape, detail=part)
             held.append(buffer(build.program, editor, state, build.letters))
         return held
@@ -342,13 +405,32 @@ class Base(_Scored, Pass, Method, ABC):
         rows = queries.transpose(1, 2).reshape(batch, groups, heads // groups * tokens, width)
         x = dict(zip([*parts, *more], values, strict=True))
         known = {"queries": rows, "parts": {n: x[n] for n in parts}, **{n: x[n] for n in more}}
-        scores = named_call(self.score, known)
-        seen, _ = pages_before(q_pos, k_pos, slots, scores.shape[3], self.page, mask)
-        worth = self.vote(scores.unflatten(2, (heads // groups, tokens)), seen[:, :, None])
-        chosen: Tensor = best_pages(
-            worth, q_pos, k_pos, slots, self.count, self.page, mask.kind, mask.size
-        )
-        return self.joined(chosen, scores.shape[3])
+        return self.choice(known, Where(q_pos, k_pos, slots, mask), heads // groups)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Positions of a call [B,T] and in the slots [B,C], the call's first slots [B], and what its tokens see."""
+
+    q_pos: Tensor
+    k_pos: Tensor
+    slots: Tensor
+    mask: Mask
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the call, T."""
+        return self.q_pos.shape[1]
+
+    def seen(self, pages: int, page: int) -> Tensor:
+        """Which of so many pages each token may choose, bool [B,1,T,pages]."""
+        return pages_before(self.q_pos, self.k_pos, self.slots, pages, page, self.mask)[0]
+
+    def best(self, worth: Tensor, count: int, page: int) -> Tensor:
+        """worth [B,G,T,N] -> each token's own page, then the best of those that it may choose (`best_pages`)."""
+        call, mask = (self.q_pos, self.k_pos, self.slots), self.mask
+        found: Tensor = best_pages(worth, *call, count, page, mask.kind, mask.size)
+        return found
 
 
 @dataclass

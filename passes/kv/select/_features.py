@@ -97,7 +97,7 @@ class Features(Fitted, Base):
         keys = self._features(build, node)[1]
         layer, (_, groups, _, width) = node.meta["layer"], sizes(keys)
         declared = self.parts(int(width))
-        (held,) = self._held(build, layer, int(groups), declared)
+        (held,) = self._held(build, layer, int(groups), declared, self.page)
         step = build.program.step
 
         def appended_(*x: Tensor) -> dict[str, Tensor]:

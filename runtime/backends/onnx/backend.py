@@ -20,7 +20,7 @@ from accel.ir.entries import kind_of
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
-from accel.ir.sizes import grows
+from accel.ir.sizes import FEW, grows
 from accel.ir.state import Part, StateValue, output_of, state_of
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import default_threads
@@ -29,6 +29,7 @@ from accel.runtime.artifact.artifact import Artifact
 from accel.runtime.backends.buffers import forgettable, kept_slots, moved, recent_slots, trimmed
 from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
+from accel.runtime.backends.onnx.mapped import advise, memory_of
 from accel.runtime.backends.onnx.open import (
     aligned,
     copied,
@@ -187,7 +188,13 @@ class OrtSession:
         }
         self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
         self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
-        self._bytes: tuple[Any, int] = None, 0  # buffers, and how large they are
+        self._bytes: tuple[Any, int, int] = (
+            None,
+            0,
+            0,
+        )  # buffers, how large they are, those in files
+        self._mapped: list[npt.NDArray[Any]] = []  # those in files
+        self._few = True  # whether the system knows that few of their pages are read
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
         self._observing: list[Any] = []  # other shapes, giving queries too
@@ -218,7 +225,9 @@ class OrtSession:
             self._bind(self._buffers)
 
     def resize(self, capacity: int, *later: int) -> None:
-        """New buffers of `capacity` slots with the old contents; bindings are made anew."""
+        """New buffers of `capacity` slots with the old contents; bindings are made anew. Raises StorageError, and
+        leaves all as it was.
+        """
         buffers = dict(self._buffers)
         letters = {"B": self._batch, "C": capacity}  # nothing is kept at first
         letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
@@ -240,6 +249,9 @@ class OrtSession:
         tree: Bools | None = None,
     ) -> Logits:
         """See protocol.BackendSession; `resize` comes first."""
+        if self._mapped and self._few != (tokens.shape[1] <= FEW):
+            self._few = not self._few
+            advise(self._mapped, self._few)
         if tokens.shape[1] == self.tile == rows.shape[1] and not observe and tree is None:
             small = self._small
             small["tokens"][:] = tokens
@@ -341,6 +353,7 @@ class OrtSession:
             used = self._adapters[ROWS]
             other.adapt(arrays, used.copy() if rows is None else used[rows])
         copies = copied(self._state, self._buffers, rows)
+        advise(self._mapped, self._few)
         if copies and len(copies) == len(self._state):
             other._bind(copies)
         else:
@@ -373,21 +386,33 @@ class OrtSession:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all state buffers but a pool's."""
+        return self._counted()[1]
+
+    @property
+    def kv_mapped(self) -> int:
+        """See protocol.BackendSession."""
+        return self._counted()[2]
+
+    def _counted(self) -> tuple[Any, int, int]:
+        """The buffers, and bytes of all but a pool's, and of those in files."""
         if self._bytes[0] is not self._buffers:
             own = [
                 self._buffers[v.name]
                 for v in self._state
                 if v.name in self._buffers and not v.pooled
             ]
-            self._bytes = self._buffers, sum(a.nbytes for a in (*own, *self._spare.values()))
-        return self._bytes[1]
+            here = sum(a.nbytes for a in (*own, *self._spare.values()))
+            there = sum(a.nbytes for a in own if memory_of(a) is not None)
+            self._bytes = self._buffers, here, there
+        return self._bytes
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
         self._decode, self._other, self._observing = [], [], []
         self._parts.forget()
-        self._values = []
+        self._values, self._mapped = [], []
         self._buffers, self._spare = {}, {}
+        self._bytes = None, 0, 0
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
         """Bind each buffer as input and as output, in all bindings; take them over only when all
@@ -418,6 +443,8 @@ class OrtSession:
             decode[-1].bind_ortvalue_output("logits", self._logits_value)
         self._decode, self._other, self._observing = decode, other, observing
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
+        self._mapped = [a for a in buffers.values() if memory_of(a) is not None]
+        advise(self._mapped, self._few)
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""

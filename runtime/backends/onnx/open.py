@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from accel.ir.errors import ArtifactError
 from accel.ir.sizes import in_numbers
-from accel.ir.state import StateValue
+from accel.ir.state import Home, StateValue
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.ort import ort
+from accel.runtime.backends.onnx.mapped import advise, mapped
 from accel.runtime.inputs.ints import Ints
 
 
@@ -90,13 +91,19 @@ def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> np
     return array
 
 
+def made(value: StateValue, shape: tuple[int, ...], fill: float | None = None) -> npt.NDArray[Any]:
+    """A new buffer of a state value where it belongs; filled, or not. Raises StorageError."""
+    make = mapped if value.home is Home.MAPPED else aligned
+    return make(shape, value.dtype, fill)
+
+
 def grown(
     old: npt.NDArray[Any] | None, value: StateValue, letters: dict[str, int]
 ) -> npt.NDArray[Any]:
     """A state buffer that starts as `old` and goes on with the value's fill."""
-    shape = in_numbers(value.shape, letters)
-    new = aligned(shape, value.dtype, value.fill)
+    new = made(value, in_numbers(value.shape, letters), value.fill)
     if old is not None:
+        advise([old], scattered=False)
         new[tuple(slice(n) for n in old.shape)] = old
     return new
 
@@ -110,6 +117,7 @@ def copied(
         if value.name in buffers and not value.pooled and not (value.kept and rows is None):
             old = buffers[value.name]
             count = len(old) if rows is None else rows.size
-            found[value.name] = aligned((count, *old.shape[1:]), old.dtype.name)
+            found[value.name] = made(value, (count, *old.shape[1:]))
+            advise([old], scattered=False)
             np.copyto(found[value.name], old if rows is None else old[rows])
     return found

@@ -1,0 +1,113 @@
+"""LeoAM (arXiv:2506.20187): a context on the disk, of which chunks are chosen by the range of their keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.ops.choice import page_bounds, page_range
+from accel.ir.state import Home, Part
+from accel.passes.kv.select import LARGEST, Base, Sizes, Where
+
+
+@dataclass(frozen=True)
+class Leoam(Base):
+    """Keys and values lie in mapped files. In memory are abstracts, the range of each channel of the keys, of chunks of
+    `chunk` tokens and of their parts, the pages. A token takes the chunks with the highest bound on q · k until they
+    hold `spread` times the tokens that it reads, and the pages with the highest bound of these chunks, of which alone
+    the abstracts are read. Only the pages' keys and values are read from the files.
+
+    The paper splits what it takes until nothing changes, which ends at the pages with the highest bounds of all
+    (`quest`), for a bound of a chunk is none below that of its parts; here it is split once, into pages, so that the
+    graph has one form. How a chunk on the disk is packed, and when it is fetched, is left to the system: it reads what
+    is asked for, and keeps of it what memory there is.
+    """
+
+    chunk: int = 64
+    spread: int = count(2, most=1024)
+    homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
+    small: ClassVar[Mapping[str, Any]] = {
+        "tokens_read": 12,
+        "page": 4,
+        "chunk": 8,
+        "dense_layers": 0,
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.chunk <= LARGEST or LARGEST % self.chunk or self.chunk % self.page:
+            raise RecipeError(
+                f"kv.select.leoam: chunk = {self.chunk}; give page = {self.page} or a power of two above it, up to "
+                f"{LARGEST}, so that a chunk has whole pages"
+            )
+        if self.spread < 1:
+            raise RecipeError(f"kv.select.leoam: spread = {self.spread}; give 1 or more")
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Chunks, whose pages are chosen of, and pages."""
+        return (self.page,) if self.chunk == self.page else (self.page, self.chunk)
+
+    @property
+    def taken(self) -> int:
+        """Chunks whose pages a token may choose, its own among them."""
+        return math.ceil(self.spread * self.count * self.page / self.chunk) + 1
+
+    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
+        return {"high": ("float32", (width,)), "low": ("float32", (width,))}
+
+    def summary(self, keys: Tensor) -> dict[str, Tensor]:
+        return {"high": keys.amax(3), "low": keys.amin(3)}
+
+    def update(
+        self,
+        held: dict[str, Tensor],
+        keys: Tensor,
+        q_pos: Tensor,
+        slots: Tensor,
+        **table: Tensor,
+    ) -> dict[str, Tensor]:
+        high, low = page_range(held["high"], held["low"], keys, q_pos, slots, self.page)
+        return {"high": high, "low": low}
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        bound: Tensor = page_bounds(queries, parts["high"], parts["low"])
+        return bound
+
+    def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
+        if self.chunk == self.page:
+            return super().choice(x, where, heads)
+        queries, parts = x["queries"], x["parts"]
+        each = self.chunk // self.page
+        names = {part: self._called(part, self.chunk) for part in ("high", "low")}
+        bounds = self.score(queries, {part: parts[name] for part, name in names.items()})
+        bounds = bounds.unflatten(2, (heads, where.tokens))
+        worth = self.vote(bounds, where.seen(bounds.shape[4], self.chunk)[:, :, None])
+        chunks = where.best(worth, self.taken, self.chunk)  # [B,G,T,K]
+        (batch, groups, tokens, most), pages = chunks.shape, parts["high"].shape[2]
+        within = torch.arange(each, device=chunks.device)
+        listed = (chunks.unsqueeze(4) * each + within).reshape(batch, groups, tokens, most * each)
+        there = (listed >= 0) & (listed < pages)
+        width = queries.shape[3]
+
+        def by_token(values: Tensor, each_has: int) -> Tensor:  # -> [B T,G,each_has,D]
+            apart = values.reshape(batch, groups, tokens, each_has, width).transpose(1, 2)
+            return apart.reshape(batch * tokens, groups, each_has, width)
+
+        index = torch.where(there, listed, 0).reshape(batch, groups, tokens * most * each, 1)
+        index = index.expand(batch, groups, tokens * most * each, width)
+        read = {n: by_token(parts[n].gather(2, index), most * each) for n in ("high", "low")}
+        own = queries.reshape(batch, groups, heads, tokens, width).transpose(2, 3)
+        bounds = self.score(by_token(own, heads), read)
+        bounds = bounds.reshape(batch, tokens, groups, heads, most * each).permute(0, 2, 3, 1, 4)
+        fine = self.vote(bounds, there[:, :, None]).masked_fill(~there, -math.inf)
+        blank = fine.new_full((), -math.inf).expand(batch, groups, tokens, pages + 1)
+        worth = blank.scatter(3, torch.where(there, listed, pages), fine)[..., :pages]
+        return where.best(worth, self.count, self.page)

@@ -1,0 +1,92 @@
+"""ShadowKV (arXiv:2410.21465): chunks are chosen by the mean of their keys, and values fetched from outside memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.state import Home, Part
+from accel.passes.kv.select import Base, Sizes, Where
+
+_LOCAL, _OUTLIER = 2.0, 1.0  # what such a chunk is worth: more than any logarithm of a share
+
+
+@dataclass(frozen=True)
+class Shadowkv(Base):
+    """Values lie in mapped files, keys in memory. A chunk of 8 tokens (`page`) has a landmark, the mean of its keys. A
+    token reads its own chunk and `local` before it; of those before these the `outliers` whose landmark is least like
+    one of its keys, by their cosine; and of the rest the `tokens_read / page` that get the largest share of a softmax
+    over landmarks from any query head.
+
+    The paper chooses outliers and landmarks once, at a prompt's end, and reads all generated tokens; here chunks of
+    generated tokens are as others, and outliers are those of what a token sees. The paper also stores keys in fewer
+    directions, of an SVD of the prompt's; here they are as they were.
+    """
+
+    tokens_read: int = 2048
+    page: int = 8
+    outliers: int = count(48, most=4096)
+    local: int = count(4, most=4096)
+    homes: ClassVar[Mapping[Part, Home]] = {Part.VALUES: Home.MAPPED}
+    small: ClassVar[Mapping[str, Any]] = {
+        "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0,
+    }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("outliers", "local"):
+            if getattr(self, name) < 0:
+                raise RecipeError(
+                    f"kv.select.shadowkv: {name} = {getattr(self, name)}; give 0 or more"
+                )
+
+    @property
+    def count(self) -> int:
+        """Its own, the local ones, outliers, and those that it chooses."""
+        return max(1, self.tokens_read // self.page) + 1 + self.local + self.outliers
+
+    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
+        return {"landmark": ("float32", (width,)), "likeness": ("float32", ())}
+
+    def summary(self, keys: Tensor) -> dict[str, Tensor]:
+        keys = keys.float()
+        landmark = keys.mean(3)
+        products = (keys * landmark.unsqueeze(3)).sum(-1)
+        norms = (keys.square().sum(-1) * landmark.square().sum(-1, keepdim=True)).sqrt()
+        return {"landmark": landmark, "likeness": (products / norms.clamp(min=1e-12)).amin(3)}
+
+    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
+        worth: Tensor = (
+            queries.float() @ parts["landmark"].transpose(-1, -2) / queries.shape[3] ** 0.5
+        )
+        return worth
+
+    def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
+        likeness, tokens = x["parts"]["likeness"], where.tokens
+        batch, groups, pages = likeness.shape
+        numbers = torch.arange(pages, device=likeness.device)
+        ahead = torch.arange(tokens, device=likeness.device)
+        own = ((where.slots[:, None] + ahead) // self.page)[:, None, :, None]
+        far = numbers < own - self.local  # [B,1,T,N]
+        odd = torch.where(far, -likeness.unsqueeze(2), -torch.inf)  # [B,G,T,N]
+        listed = where.best(odd, self.outliers + 1, self.page)[..., 1:]
+        listed = torch.where(listed < 0, pages, listed)
+        blank = odd.new_zeros(()).expand(batch, groups, tokens, pages + 1)
+        outlier = (
+            blank.scatter(3, listed, torch.ones_like(listed, dtype=odd.dtype))[..., :pages] > 0
+        )
+        rest = far & ~outlier & where.seen(pages, self.page)
+        scores = self.score(x["queries"], x["parts"]).unflatten(2, (heads, tokens))
+        lowest = torch.finfo(torch.float32).min / 2
+        shares = torch.where(scores.isnan(), lowest, scores)
+        shares = shares.masked_fill(~rest.unsqueeze(2), lowest).log_softmax(-1)
+        worth = self.vote(shares, rest.unsqueeze(2))
+        worth = torch.where(outlier, _OUTLIER, torch.where(far, worth, _LOCAL))
+        none = likeness.isnan().unsqueeze(2)  # what is no number, attention shall see
+        return where.best(worth.masked_fill(none, torch.nan), self.count, self.page)
