@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accel.ir.entries.fill import FILL
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
-from accel.ir.prefill import Fill, Prefill
 from accel.ir.program import Program
-from accel.ir.region import Region
-from accel.ir.state import writes_state
 from accel.passes import Report
-from accel.passes.clean.clean import remove_dead
-from accel.passes.prefill._entry import finished
 from accel.passes.prefill.prune import Base
+from accel.passes.prefill.prune._fill import filling, layers_with_state
 
 
 @dataclass(frozen=True)
@@ -45,18 +40,9 @@ class Yoco(Base):
             )
 
     def run(self, program: Program) -> Report:
-        count = len(program.facts.layers)
-        last = max(
-            (s.layer for s in program.state if s.layer is not None and not s.cross), default=-1
-        )
+        count, last = len(program.facts.layers), max(layers_with_state(program), default=-1)
         self._check(program, last)
-        entry = program.copy().step
-        entry.set_outputs({n: v for n, v in entry.output_nodes().items() if writes_state(n)})
-        remove_dead(entry.graph)
-        calls = [n for n in entry.graph.nodes if isinstance(n.target, Region)]
-        program.entries[FILL.name] = finished(entry, calls, entry.output_nodes())
-        plan = program.facts.prefill or Prefill()
-        program.facts.prefill = replace(plan, fill=Fill(self.least))
+        filling(program, program.copy().step, self.least)
         program.facts.notes.append(
             f"yoco runs what comes behind the keys and values of layer {last} (of 0..{count - 1}) for the last "
             "token of a prompt alone"
