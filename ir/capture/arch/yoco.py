@@ -74,12 +74,13 @@ class YocoLayer(nn.Module):
             mixed = F.scaled_dot_product_attention(q, *shared, is_causal=True, enable_gqa=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         h = self.between(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        out: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
 
 
 def heads(x: Tensor, count: int) -> Tensor:
     """[B,T,count D] -> [B,count,T,D]."""
-    return x.unflatten(2, (count, -1)).transpose(1, 2)
+    return x.view(*x.shape[:2], count, x.shape[2] // count).transpose(1, 2)
 
 
 class Yoco(nn.Module):

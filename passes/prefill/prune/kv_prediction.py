@@ -146,9 +146,9 @@ def _predict(
         holder.meta["val"] = known.meta["val"]
         call.args = (*call.args, known)
         users = {node: list(node.users) for node in (keys, values)}
-        with region.graph.inserting_before(
-            _earliest(region, [u for us in users.values() for u in us])
-        ):
+        readers = {user for each in users.values() for user in each}
+        before = next(n for n in region.graph.nodes if n in readers)
+        with region.graph.inserting_before(before):
             made = trace(
                 Editor(program, region.graph),
                 f"{region.name}.predicted",
@@ -199,10 +199,6 @@ def _heads(nodes: Iterable[fx.Node]) -> list[tuple[int, int]]:
     """Numbers of heads and widths of keys and values [B,G,T,D]."""
     shapes = [node.meta["val"].shape for node in nodes]
     return [(int(shape[1]), int(shape[3])) for shape in shapes]
-
-
-def _earliest(region: Region, nodes: list[fx.Node]) -> fx.Node:
-    return next(n for n in region.graph.nodes if n in nodes)
 
 
 def _numbers(x: Observed) -> Tensor:
