@@ -74,16 +74,31 @@ class Ranks:
 
 
 @dataclass(frozen=True)
+class Fill:
+    """Where only the last logits are asked for, all tokens but the last run by the entry `fill`, if these are `least`
+    or more.
+    """
+
+    least: int
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Fill:
+        """Raises ArtifactError."""
+        return cls(f.integer("least", 1))
+
+
+@dataclass(frozen=True)
 class Prefill:
     """filter: which tokens the model sees, by the entry `filter`. stages: which tokens the layers after each
     part of the step see; the parts are the entries `prompt.0`, `prompt.1`, … segments: how a prompt is cut
-    where stretches of it read some of the keys. ranks: how it is shared.
+    where stretches of it read some of the keys. ranks: how it is shared. fill: which of its tokens run without logits.
     """
 
     filter: Pick | None = None
     stages: tuple[Pick, ...] = ()
     segments: Segments | None = None
     ranks: Ranks | None = None
+    fill: Fill | None = None
 
     @classmethod
     def from_json(cls, f: Fields) -> Prefill:
@@ -93,4 +108,5 @@ class Prefill:
             stages=tuple(Pick.from_json(stage) for stage in f.objects("stages")),
             segments=Segments.from_json(f.object("segments")) if f.has("segments") else None,
             ranks=Ranks.from_json(f.object("ranks")) if f.has("ranks") else None,
+            fill=Fill.from_json(f.object("fill")) if f.has("fill") else None,
         )

@@ -196,15 +196,24 @@ def _products(keys: fx.Node) -> set[fx.Node]:
 
 
 def sample(program: Program, keys: Mapping[int, fx.Node]) -> str:
-    """A few numbers of the weights of the first of these keys, as JSON: which model this is."""
-    node = keys[min(keys)]
+    """A few numbers of the weights of the first of these keys, as JSON: which model this is. Of products that a pass
+    merged, the keys' part.
+    """
+    node, start, stop = keys[min(keys)], 0.0, 1.0
     while node.target is not _LINEAR:
-        node = next(n for n in node.all_input_nodes if n.op == "call_function" and _floats(n))
+        before = next(n for n in node.all_input_nodes if n.op == "call_function" and _floats(n))
+        if before.target is torch.ops.aten.split_with_sizes.default:
+            cuts, index = before.args[1], node.args[1]
+            start, stop = (sum(cuts[:i]) / sum(cuts) for i in (index, index + 1))  # type: ignore
+        node = before
     weight = node.args[1]
     while isinstance(weight, fx.Node) and weight.op != "get_attr":
         weight = weight.args[0]
     assert isinstance(weight, fx.Node)
-    flat = program.params[str(weight.target)].float().flatten()
+    found = program.params[str(weight.target)].float()
+    if "{" in str(weight.target):  # else it was so when it was trained
+        found = found[round(start * len(found)) : round(stop * len(found))]
+    flat = found.flatten()
     step = max(1, flat.numel() // _SAMPLES)
     return json.dumps([round(float(x), 6) for x in flat[::step][:_SAMPLES]])
 

@@ -27,6 +27,7 @@ BUILDS = {  # entries -> architecture, recipe
     "compress of blocks": ("llama", {"kv.codec": {"use": "kivi", "residual": 32, "group": 8}}),
     "filter": ("llama", {"prefill.prune": {"use": "gemfilter", "tokens": 12, "layer": 1}}),
     "prompt": ("llama", {"prefill.prune": PRUNED}),
+    "fill": ("llama", {"prefill.prune": {"use": "yoco", "layers": 0}}),
     "sparse": ("llama", {"prefill.sparse": SPARSE}),
     "rank, attend": ("gemma2", {"prefill.ranks": {"use": "cp-ring"}}),
     "group": ("llama", {"kv.select": {**CLUSTERS, "dense_layers": 0}}),

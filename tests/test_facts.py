@@ -11,7 +11,7 @@ from accel.ir.diffusion import Diffusion
 from accel.ir.errors import ArtifactError
 from accel.ir.facts import FEATURES, EncoderFacts, Facts, KvFacts, LayerFacts
 from accel.ir.fields import Fields
-from accel.ir.prefill import Pick, Prefill, Ranks, Segments
+from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
 from accel.ir.units import Units
 
@@ -24,7 +24,9 @@ FULL = {
     "encoder": EncoderFacts(0, 30, (80, 60), (1, 2)),
     "kv": KvFacts(observe=4, tables=({"share": (0.5, 1.5)}, {"share": (1.0, 1.0)})),
     "depth": Depth((True, False, True), NESTED, 0.5),
-    "prefill": Prefill(Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32), Ranks((0, 1, 0))),
+    "prefill": Prefill(
+        Pick(8, 1, 2), (Pick(4, 0, 1),), Segments(16, 32), Ranks((0, 1, 0)), Fill(3)
+    ),
     "diffusion": Diffusion(7, shift=True),
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),

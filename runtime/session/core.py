@@ -262,13 +262,15 @@ class SessionCore:
         self.count(1, real, start)
         return logits if wanted == rows.shape[1] else logits[:, :wanted]
 
-    def sparse(self, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
-        """A segment of a prompt that reads some of the keys before it."""
+    def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
+        """A call of an entry that takes what a step takes and gives no logits."""
         self.need([int(slots.max()) + tokens.shape[1]])
         start = time.perf_counter()
+        for one in self.observers:
+            one.before(self.backend, tokens.shape[1])
         rows = np.zeros((self.batch, 1), np.int64)
         inputs = {"tokens": tokens, "positions": positions, "slots": slots, "rows": rows}
-        queries = self.backend.part("sparse", inputs)
+        queries = self.backend.part(entry, inputs)
         for one in self.observers:
             one.after(tokens, positions, queries)
         self.count(1, real, start)

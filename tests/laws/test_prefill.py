@@ -14,14 +14,18 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick
+from accel.ir.tables import Tables
 from accel.passes.prefill.prune._layer import deciding
+from accel.runtime.session import core
 from accel.runtime.session.observers import _prompt_parts as prefill
 
 from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last_scores, module
 from ..spread import spread
 
 AXIS = find_axes()["prefill.prune"]
-NAMES = AXIS.names()
+NAMES = [n for n in AXIS.names() if not issubclass(AXIS.method(n), Tables)]  # of a random model
+PICK = [n for n in NAMES if Invariant.ALL_TOKENS_HELD in AXIS.build(n).breaks]
+EXACT = [n for n in NAMES if n not in PICK]
 ROWS = TOKENS[:, : LENGTHS.max()]
 
 
@@ -50,7 +54,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
         return np.concatenate(out, axis=1), session.lengths
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PICK)
 def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
     model, base = pruned(name, **whole(name)), built("llama")
     got, want = prompted(model, after=3), prompted(base, after=3)
@@ -61,6 +65,29 @@ def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
     assert (
         far(prompted(pruned(name))[0], want[0][:, :1]) > 1e-3
     )  # the control: shorter, and it differs
+
+
+def law_of_exact_methods(name):
+    """Prompts, and what follows them, have the logits that they have without it."""
+    (got, held), (want, long) = prompted(pruned(name), after=3), prompted(built("llama"), after=3)
+    assert far(got, want) < 1e-5 and np.array_equal(held, long)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_picks_nothing_changes_nothing(name):
+    law_of_exact_methods(name)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_law_of_exact_methods_catches_a_token_that_is_left_out(name, monkeypatch):
+    part = core.SessionCore.part
+
+    def lacking(self, entry, tokens, positions, slots, real):
+        part(self, entry, tokens, np.where(positions == 3, -1, positions), slots, real)
+
+    monkeypatch.setattr(core.SessionCore, "part", lacking)
+    with pytest.raises(AssertionError):
+        law_of_exact_methods(name)
 
 
 @pytest.mark.parametrize("name", NAMES)

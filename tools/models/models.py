@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture.arch.cla import Cla, ClaConfig
+from accel.ir.capture.arch.yoco import Yoco, YocoConfig
 
 LAYERS = 3
 
@@ -309,6 +310,15 @@ def cla(factor: int = 2, layers: int = 4) -> nn.Module:
         num_attention_heads=4, num_key_value_heads=2, head_dim=10, factor=factor,
     )  # fmt: skip
     return randomise(Cla(config), "cla")
+
+
+def yoco(layers: int = 4, window: int = 7) -> nn.Module:
+    """No Hugging Face: half of the layers with a window, the others read one cache."""
+    config = YocoConfig(
+        vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=10, window=window,
+    )  # fmt: skip
+    return randomise(Yoco(config), "yoco")
 
 
 def llada() -> nn.Module:

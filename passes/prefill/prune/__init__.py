@@ -41,6 +41,8 @@ class Base(Pass, Method, ABC):
 
     Sessions prune prompts only (`Session.prompt`). The step is unchanged, so `Session.run` and the numeric
     check use the whole model.
+
+    A method that drops no token, but layers that most of a prompt does not need, has no score (`yoco.py`).
     """
 
     after = (Layers, Residual)

@@ -89,6 +89,10 @@ class Calls(Protocol):
     def chunk(self) -> int:
         """Most columns of one graph call."""
 
+    @property
+    def base(self) -> Ints | int:
+        """The position of slot 0 of each row [B]."""
+
     def need(self, slots: list[int]) -> None:
         """Make room for so many slots in each part of the state."""
 
@@ -115,8 +119,8 @@ class Calls(Protocol):
     def step(self, tokens: Ints, positions: Ints, slots: Ints, rows: Ints, real: int) -> Logits:
         """One graph call, of which `real` tokens are no padding; all observers hear of it."""
 
-    def sparse(self, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
-        """One call of the entry `sparse`; all observers hear of it."""
+    def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
+        """One call of an entry that takes what a step takes and gives no logits; all observers hear of it."""
 
     def observe(self, queries: Arrays, positions: Ints) -> None:
         """Of some layers of a prompt the queries [B,T,H,D], at these positions [B,T]; all observers hear of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from accel.ir.entries.sparse import SPARSE
 from accel.ir.prefill import Segments
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
@@ -57,7 +58,7 @@ class PromptSegments(SessionObserver):
                 positions = np.where(real, start + columns, -1)
                 slots = np.where(rows, start, np.minimum(counts, end))
                 if sparse:
-                    calls.sparse(part, positions, slots, int(real.sum()))
+                    calls.part(SPARSE.name, part, positions, slots, int(real.sum()))
                     continue
                 ends = rows & (counts <= end)
                 last = np.where(ends, counts - start - 1, 0)[:, None]

@@ -1,0 +1,70 @@
+"""What a session does with a prompt whose upper layers only its last token needs."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from accel.ir.entries.fill import FILL
+from accel.ir.prefill import Fill
+from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.session.observers.observer import (
+    Calls,
+    ModelParts,
+    ObserverFactory,
+    SessionObserver,
+)
+
+
+class PromptFill(SessionObserver):
+    """Where only the last logits are asked for, runs all but the last tokens of each row by the entry `fill`.
+
+    `last`: how many tokens the step runs, those whose queries an eviction reads among them.
+    """
+
+    order = 30
+
+    def __init__(self, plan: Fill, last: int):
+        self.plan, self.last = plan, last
+
+    @classmethod
+    def for_model(cls, model: ModelParts) -> ObserverFactory | None:
+        """Where the recipe has upper layers left out."""
+        plan, kv = None if model.facts.prefill is None else model.facts.prefill.fill, model.facts.kv
+        if plan is None:
+            return None
+        # an eviction takes calls of one token for generated ones
+        last = 1 if kv is None else max(2, kv.observe)
+        return ObserverFactory(lambda batch: cls(plan, last))
+
+    def numbers(self, backend: BackendSession) -> Arrays:
+        """See SessionObserver. What it goes by is the model's."""
+        return {}
+
+    def run(
+        self, calls: Calls, tokens: Ints, counts: Ints | None, last_only: bool, prompt: bool
+    ) -> Logits | None:
+        """See SessionObserver. Padding is written behind what a row holds, and its next tokens then over it."""
+        if not last_only:
+            return None
+        if counts is None:
+            counts = np.full(len(tokens), tokens.shape[1], np.int64)
+        first, fills = calls.lengths, np.maximum(counts - self.last, 0)
+        slots = first - calls.base
+        if (longest := int(fills.max())) < self.plan.least:
+            return None
+        for start in range(0, longest, calls.chunk):
+            part = tokens[:, start : min(start + calls.chunk, longest)]
+            columns = start + np.arange(part.shape[1])
+            real = columns < fills[:, None]
+            positions = np.where(real, first[:, None] + columns, -1)
+            at = slots + np.minimum(fills, start)
+            calls.part(FILL.name, part, positions, at, int(real.sum()))
+        left = counts - fills
+        columns = fills[:, None] + np.arange(int(left.max()))
+        real = columns < counts[:, None]
+        part = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
+        positions = np.where(real, first[:, None] + columns, -1)
+        rows = np.maximum(left - 1, 0)[:, None]
+        logits = calls.step(part, positions, slots + fills, rows, int(real.sum()))
+        return np.where((counts > 0)[:, None, None], logits, 0)
