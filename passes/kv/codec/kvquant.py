@@ -217,15 +217,15 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int, width: int) -> Tensor:
-    """What `_packed` made of codes [B,1,T,W], uint8: rows whose steps are 1, from 0 on."""
+    """What `_packed` made of codes [B,1,T,W], uint8: rows whose steps are powers of two, from 0 on."""
     own = _BITS[bits]
     parts = packed.split([-(-width * n // 8) for n in own], -1)
-    one = torch.ones_like(packed[..., :1], dtype=torch.float16)
-    codes, above = torch.zeros_like(packed[..., :1], dtype=torch.float32), 1
+    step, found = torch.ones_like(packed[..., :1], dtype=torch.float16), list[Tensor]()
     for part, n in zip(parts, own, strict=True):
-        codes = codes + above * group_dequantize(part, one, one * 0, n, width, "channels", 1, width)
-        above *= 2**n
-    return codes.to(torch.uint8)
+        found.append(group_dequantize(part, step, step * 0, n, width, "channels", 1, width))
+        step = step * 2**n
+    first, *more = found
+    return sum(more, first).to(torch.uint8)
 
 
 def _measured(keys: Tensor, values: Tensor) -> dict[str, Tensor]:
