@@ -35,7 +35,7 @@ def random_constants(heads: int) -> Any:
     def made(codec: Any, program: Any, *_: Any) -> Any:
         if not isinstance(codec, Tables | Trained):
             return {}
-        found = {}
+        found: dict[int, dict[str, torch.Tensor]] = {}
         for layer in range(len(program.facts.layers)):
             found[layer] = {}
             for name, sizes in codec.sizes(SIZE, heads).items():
@@ -104,9 +104,9 @@ def main() -> None:
             max_position_embeddings=options.context + 1024,
         )
     ).eval()  # fmt: skip
-    calls = {}
+    calls: dict[str, Any] = {}
     for name in ("float32", *options.only.split(",")):
-        recipe = {"weights": {"use": "int4"}}
+        recipe: dict[str, Any] = {"weights": {"use": "int4"}}
         if name != "float32":
             recipe["kv"] = {"codec": {"use": name}}
         with mock.patch.object(_layer, "_constants", random_constants(options.kv_heads)):
