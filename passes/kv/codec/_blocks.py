@@ -153,7 +153,10 @@ def _read(
             editor, STORED, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
         )
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
-    return [(caches[str(cache_of(node, part).target)].layer, x) for part, x in found.items()]
+    return [
+        (caches[str(cache_of(node, part).target)].layer, found[part])
+        for part in (Part.KEYS, Part.VALUES)
+    ]
 
 
 def _decoded(
