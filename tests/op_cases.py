@@ -193,6 +193,15 @@ def decoded_rows(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     return [q, randn(rng, b, 2, c).abs()]
 
 
+def looked_up_rows(scaled: bool) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        codes = torch.from_numpy(rng.integers(0, 200, (b, 2, c, 10), np.uint8))
+        scale = [randn(rng, b, 2, c).abs()] if scaled else []
+        return [codes, randn(rng, 200), *scale]
+
+    return make
+
+
 def unpacked_blocks(width: int, *how: Any) -> Callable[..., list[Any]]:
     """Blocks of 8 rows: one constant, one with NaN, one of large and small numbers."""
 
@@ -428,6 +437,10 @@ def cases() -> list[Case]:
         Case("block_positions", kv.block_positions, block_table),
         Case("encode_rows", codec.encode_rows, coded_rows),
         Case("decode_rows", codec.decode_rows, decoded_rows),
+        *(
+            Case(f"look_up_rows-{s}", codec.look_up_rows, looked_up_rows(s))
+            for s in (False, True)
+        ),
         *(
             Case(f"group_{what}-{how[1]}-{how[3]}", op, make(*how))
             for how in GROUPS

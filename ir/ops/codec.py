@@ -34,3 +34,17 @@ decode_rows = Op(
     reference=lambda q, scale: q * scale.unsqueeze(-1),
     shape=lambda q, scale: scale.new_empty(q.shape),
 )
+
+
+def _look_up_rows(q: Tensor, table: Tensor, scale: Tensor | None = None) -> Tensor:
+    numbers = table[q.int()]
+    return numbers if scale is None else numbers * scale.unsqueeze(-1)
+
+
+# q uint8 [..,D], places in a table [n] of no more than 256 numbers; scale [..] or none -> [..,D]
+look_up_rows = Op(
+    "look_up_rows",
+    "(Tensor q, Tensor table, Tensor? scale=None) -> Tensor",
+    reference=_look_up_rows,
+    shape=lambda q, table, scale=None: table.new_empty(q.shape),
+)

@@ -14,7 +14,13 @@ from accel.compiler.assemble import GRADES
 from accel.ir.axis import find_axes
 from accel.ir.program import DTYPES
 from accel.ir.tables import Observed, Rows, Tables
+from accel.lowering.onnx import export
+from accel.lowering.onnx.variants import native
+from accel.lowering.onnx.writer.builder import Builder
+from accel.passes.kv.codec import _readers
 from accel.passes.trained import Fitted
+
+from ..select_case import measured_for
 
 AXIS = find_axes()["kv.codec"]
 WIDTHS = (1, 7, 10, 64, 129)
@@ -239,3 +245,31 @@ def test_a_row_or_block_does_not_depend_on_others(method, role):
                 assert ((one - of_many).abs() <= 1e-5 * scale).all()
             else:
                 assert torch.equal(one, of_many)
+
+
+def attentions(program, folder):
+    """The kinds of attention in the native step."""
+    export.load_rules()
+    with (folder / "weights.bin").open("wb") as file:
+        weights = export.WeightsFile(file)
+        step = Builder(weights.add, native.lower)
+        nodes = export.lower_entry(program, program.step, weights, step).graph.node
+    return {n.op_type for n in nodes if n.op_type.startswith("Attention")}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", AXIS.names())
+def test_a_build_says_whether_codes_are_read_in_place(name, stateful, tmp_path, monkeypatch):
+    """Native attention reads floats where, and only where, a note says that a step decodes; the control: a note of what
+    is read in place.
+    """
+    for broken in (False, True):
+        program = stateful("llama")
+        monkeypatch.setattr(_readers, "READ", frozenset() if broken else _readers.READ)
+        measured_for(AXIS.build(name, **AXIS.small(name)), program, tmp_path).run(program)
+        told = [note for note in program.facts.notes if "no attention reads its codes" in note]
+        right = bool(told) == ("Attention" in attentions(program, tmp_path))
+        assert right or broken
+        if told and right:
+            return
+    assert not right

@@ -5,6 +5,9 @@
 // AttentionInt8: the same of keys and values in codes (coded.h), which are decoded a few rows at a time, as
 // they are read; its results are those of Attention over the decoded ones, bit for bit.
 //
+// AttentionTable: the same of bytes, each of which stands for a number of a table; rows may have scales, which must be
+// there for int8.
+//
 // AttentionGroups: the same, where what was kept lies in blocks of codes (grouped.h), and what came since as it is.
 // AttentionCodes: the same, where each slot is such a block by itself, of what was kept and of what came since.
 //
@@ -61,6 +64,7 @@ struct Settings {
 struct Segment {
   abi::Tensor k, v, k_scale, v_scale, k_least, v_least;  // with scales keys and values are codes
   grouped::Blocks k_blocks, v_blocks;
+  std::vector<float> k_table, v_table;  // what bytes stand for
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
   bool ragged;                      // whether these lie one head's after another's, C of a row in all
@@ -382,8 +386,10 @@ void empty(float* sofar, int64_t W) {
 int64_t group(int64_t left) { return left > kGroup ? 6 : left; }
 
 // Keys or values of a segment from a slot on, counted over the heads of all rows.
-Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const grouped::Blocks& blocks, int64_t slot) {
+Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<float>& table, const grouped::Blocks& blocks,
+             int64_t slot) {
   if (blocks.codes) return {nullptr, nullptr, nullptr, blocks.width, &blocks, slot};
+  if (!table.empty()) return Rows{nullptr, x.as<int8_t>(), scale.as<float>(), x.size[3], nullptr, 0, table.data()}.at(slot);
   bool codes = scale.data != nullptr;
   return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
 }
@@ -393,7 +399,7 @@ Piece piece_of(const Call& c, const Segment& s, int64_t pair, int64_t from, int6
   const Slots* slots = &(*s.slots)[s.by_head ? pair : pair / c.G];
   Span mine = s.of(pair);
   int64_t slot = mine.start + from * kTile;
-  Rows k = rows_at(s.k, s.k_scale, s.k_blocks, slot), v = rows_at(s.v, s.v_scale, s.v_blocks, slot);
+  Rows k = rows_at(s.k, s.k_scale, s.k_table, s.k_blocks, slot), v = rows_at(s.v, s.v_scale, s.v_table, s.v_blocks, slot);
   return {k, v, slots, mine.count, from, to, {kFar, -1}, true, true};
 }
 
@@ -664,11 +670,12 @@ void join(Call& c) {
 
 typedef abi::Kernel<Settings> Kernel;
 
-enum Form { kFloats, kInt8, kGroups, kCodes };
+enum Form { kFloats, kInt8, kTable, kGroups, kCodes };
 
-constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionGroups", "AttentionCodes"};
+constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionTable", "AttentionGroups",
+                                  "AttentionCodes"};
 constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8"};
-constexpr size_t kInputs[] = {11, 15, 15, 19};  // before the tree
+constexpr size_t kInputs[] = {11, 15, 19, 15, 19};  // before the tree
 
 // Blocks of `width` channels, and whether the tensors are of their sizes.
 bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out) {
@@ -683,11 +690,11 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out)
          least.rank && least.count() == scale.count();
 }
 
-// Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any.
+// Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any; int8 rows must.
 bool same(const Call& c, const Segment& s, bool coded) {
   int64_t lists = s.ragged ? 1 : c.G;
   for (const abi::Tensor* scale : {&s.k_scale, &s.v_scale})
-    if (coded && (!scale->rank || scale->count() != c.B * lists * s.C)) return false;
+    if (scale->rank ? scale->count() != c.B * lists * s.C : coded) return false;
   return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == lists &&
          s.v.size[1] == lists && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
 }
@@ -724,6 +731,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
     for (Segment* s : {&recent, &kept})
       if (s == &kept || form == kCodes)
         for (abi::Tensor* x : {&s->k_scale, &s->k_least, &s->v_scale, &s->v_least}) inputs[at++] = x;
+  abi::Tensor tables[4];
+  for (size_t i = 0; i < 4 && form == kTable; ++i) inputs[15 + i] = &tables[i];
   bool coded = form == kInt8;
   for (size_t i = 0; i < many; ++i)
     if (abi::Status* s = abi::read(api, context, i, inputs[i])) return s;
@@ -746,6 +755,9 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
               k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
               (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == (kept.by_head && !kept.ragged ? c.G : 1) &&
                          sized(kept, form >= kGroups) && lay(c, kept, counts)));
+  std::vector<float>* numbers[] = {&recent.k_table, &recent.v_table, &kept.k_table, &kept.v_table};
+  for (size_t i = 0; i < 4 && form == kTable; ++i)
+    fits = fits && (coded::table_of(tables[i].as<float>(), tables[i].rank, tables[i].count(), *numbers[i]) || (i > 1 && !some));
   if (!fits) return api.fail("Attention: the sizes of q, k, v and their positions do not fit");
   c.R = c.H / c.G, c.rows = c.R * c.T;
   c.listed = c.pages.rank == 4 && c.pages.size[2] ? c.pages.size[3] : 0;
@@ -869,6 +881,7 @@ int type_of(Form form, size_t i) {
     return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + 7 ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
+  if (form == kTable) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kUint8 : abi::kFloat;
   if (form == kCodes && (i == 1 || i == 2)) return abi::kUint8;
   if (form >= kGroups && i >= 7) return i < 9 ? abi::kUint8 : abi::kHalf;
   return abi::kFloat;
@@ -896,4 +909,5 @@ abi::Op op() {
 
 abi::Op attention_op(bool coded) { return coded ? op<kInt8>() : op<kFloats>(); }
 abi::Op drawn_attention_op(bool coded) { return coded ? op<kInt8, true>() : op<kFloats, true>(); }
+abi::Op attention_table_op() { return op<kTable>(); }
 abi::Op attention_groups_op(bool all) { return all ? op<kCodes>() : op<kGroups>(); }

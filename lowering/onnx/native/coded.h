@@ -1,7 +1,9 @@
-// Rows of int8 codes, each with a scale of its own: see accel.ir.ops.codec.
+// Rows of codes of 8 bits, each with a scale of its own: whole numbers, or places in a table. See accel.ir.ops.codec.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <vector>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -57,7 +59,34 @@ inline void decode(const int8_t* codes, const float* scales, int64_t count, int6
   }
 }
 
-// Rows as they lie: floats, or codes, or blocks of codes from a row on.
+constexpr int64_t kTable = 256;  // numbers that a byte may stand for
+
+// A table of no more numbers, filled up with NaN; whether it is one.
+inline bool table_of(const float* from, size_t rank, int64_t count, std::vector<float>& out) {
+  if (rank != 1 || count > kTable) return false;
+  out.assign(kTable, std::numeric_limits<float>::quiet_NaN());
+  std::copy_n(from, count, out.begin());
+  return true;
+}
+
+// Bytes of `count` rows -> the numbers of a table that they stand for, times the rows' scales where there are any.
+inline void look_up(const uint8_t* codes, const float* table, const float* scales, int64_t count, int64_t width,
+                    float* out) {
+  for (int64_t r = 0; r < count; ++r, codes += width, out += width) {
+    v8 scale = all(scales ? scales[r] : 1.0f);
+    int64_t w = 0;
+    for (; w + 8 <= width; w += 8) {
+      uint64_t some;
+      std::memcpy(&some, codes + w, sizeof some);
+      v8 x;
+      for (int i = 0; i < 8; ++i) x[i] = table[some >> 8 * i & 255];
+      store(out + w, x * scale);
+    }
+    for (; w < width; ++w) out[w] = table[codes[w]] * scale[0];
+  }
+}
+
+// Rows as they lie: floats, or codes (with a table: its bytes), or blocks of codes from a row on.
 struct Rows {
   const float* floats;
   const int8_t* codes;
@@ -65,10 +94,11 @@ struct Rows {
   int64_t width;
   const grouped::Blocks* blocks = nullptr;
   int64_t first = 0;
+  const float* table = nullptr;
 
   Rows at(int64_t row) const {
     if (blocks) return {nullptr, nullptr, nullptr, width, blocks, first + row};
-    if (codes) return {nullptr, codes + row * width, scales + row, width};
+    if (codes) return {nullptr, codes + row * width, scales ? scales + row : nullptr, width, nullptr, 0, table};
     return {floats + row * width, nullptr, nullptr, width};
   }
   // `count` rows from here as floats; coded ones are decoded into `room`.
@@ -76,6 +106,8 @@ struct Rows {
     if (floats) return floats;
     if (blocks)
       blocks->read(first, count, room);
+    else if (table)
+      look_up(reinterpret_cast<const uint8_t*>(codes), table, scales, count, width, room);
     else
       decode(codes, scales, count, width, room);
     return room;

@@ -32,7 +32,7 @@ def join(b: Builder, outputs: Collection[str]) -> None:
     b.nodes = [
         n
         for n in b.nodes
-        if n.op_type not in ("Decode", "DecodeGroups") or read.intersection(n.output)
+        if n.op_type not in ("Decode", "DecodeGroups", "LookUp") or read.intersection(n.output)
     ]
     for rewrite in (_norms, _gates, _sums, _draws, _places):
         rewrite(_Graph(b, outputs))

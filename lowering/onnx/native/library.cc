@@ -3,8 +3,10 @@
 
 abi::Op attention_op(bool coded);
 abi::Op attention_groups_op(bool all);
+abi::Op attention_table_op();
 abi::Op best_pages_op();
 abi::Op best_tokens_op();
+abi::Op columns_op();
 abi::Op decode_op();
 abi::Op decode_groups_op();
 abi::Op drawn_attention_op(bool coded);
@@ -13,6 +15,7 @@ abi::Op fetch_pages_op(bool coded);
 abi::Op head_votes_op();
 abi::Op key_products_op(bool coded);
 abi::Op linear_op();
+abi::Op look_up_op();
 abi::Op page_bounds_op();
 abi::Op page_range_op(bool coded);
 abi::Op place_op(bool coded);
@@ -26,8 +29,10 @@ extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps
                                 attention_op(true),
                                 attention_groups_op(false),
                                 attention_groups_op(true),
+                                attention_table_op(),
                                 best_pages_op(),
                                 best_tokens_op(),
+                                columns_op(),
                                 decode_op(),
                                 decode_groups_op(),
                                 drawn_attention_op(false),
@@ -39,6 +44,7 @@ extern "C" __attribute__((visibility("default"))) abi::Status* RegisterCustomOps
                                 key_products_op(false),
                                 key_products_op(true),
                                 linear_op(),
+                                look_up_op(),
                                 page_bounds_op(),
                                 page_range_op(false),
                                 page_range_op(true),

@@ -28,3 +28,11 @@ def encode_rows(b: Builder, x: str) -> tuple[str, str]:
 def decode_rows(b: Builder, q: str, scale: str) -> str:
     numbers = b.node("Cast", q, to=DTYPES[torch.float32])
     return str(b.node("Mul", numbers, b.node("Unsqueeze", scale, b.ints(-1))))
+
+
+@lower(codec.look_up_rows.default)
+def look_up_rows(b: Builder, q: str, table: str, scale: str | None = None) -> str:
+    numbers = b.node("Gather", table, b.node("Cast", q, to=DTYPES[torch.int32]), axis=0)
+    return str(
+        numbers if scale is None else b.node("Mul", numbers, b.node("Unsqueeze", scale, b.ints(-1)))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -17,6 +18,8 @@ from accel.lowering.onnx.variants import NATIVE
 from accel.lowering.onnx.writer.builder import Builder
 
 lower = Table(NATIVE, batch_invariant=True, missing=lambda: library()[1], join=join)
+aten = torch.ops.aten
+_AXES = 4  # that native/abi.h reads
 _PAGE = 16  # slots that native/attention.cc reads together
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.h
 
@@ -83,6 +86,9 @@ def _plain(
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
     codes = {name: found for name in held if (found := _codes(b, name))}
     coded = len(codes) == len(set(held))
+    looked = {name: made for name in held if (made := _made(b, name, "LookUp"))}
+    if len(looked) == len(set(held)):
+        return "AttentionTable", _looked_up(x, looked), _common(b, x, partial)
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
@@ -90,6 +96,18 @@ def _plain(
     rest = [*none, x.tree, x.first, x.beside, x.beside_lse, x.kept_counts]
     op = "AttentionInt8" if coded else "Attention"
     return op, [*read, x.kept_pos, x.pages, *scales, *rest], _common(b, x, partial)
+
+
+def _looked_up(x: attention.Operands[str], made: dict[str, onnx.NodeProto]) -> list[str | None]:
+    """Operands of attention over bytes that stand for numbers of tables."""
+    parts = {name: [*node.input, None][:3] for name, node in made.items()}
+    places = (x.k, x.v, x.kept_k, x.kept_v)
+    codes, tables, scales = (
+        [(parts[n][i] or None) if n else None for n in places] for i in range(3)
+    )
+    q, given = [x.q, *codes[:2]], [x.q_pos, x.k_pos, x.bias, x.sink, *codes[2:]]
+    rest = [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts]
+    return [*q, *given, x.kept_pos, x.pages, *scales, *tables, *rest]
 
 
 def _apart(x: attention.Operands[str]) -> bool:
@@ -263,6 +281,35 @@ def encode_rows(b: Builder, x: str) -> Any:
 def decode_rows(b: Builder, q: str, scale: str) -> Any:
     """Only for who needs the numbers: attention reads the codes."""
     return b.node("Decode", q, scale, domain=DOMAIN)
+
+
+@lower(codec.look_up_rows.default)
+def look_up_rows(b: Builder, q: str, table: str, scale: str | None = None) -> Any:
+    """Only for who needs the numbers, as above."""
+    return (
+        b.node("LookUp", q, table, scale, domain=DOMAIN) if b.rank(q) <= _AXES else NotImplemented
+    )
+
+
+@lower(aten.index_select.default)
+def index_select(b: Builder, x: str, dim: int, index: str) -> Any:
+    return _columns(b, x, dim % b.rank(x), index)
+
+
+@lower(aten.index.Tensor)
+def index_tensor(b: Builder, x: str, indices: Sequence[str | None]) -> Any:
+    (*before, last) = indices
+    if last is None or any(before):
+        return NotImplemented
+    return _columns(b, x, len(before), last)
+
+
+def _columns(b: Builder, x: str, axis: int, index: str) -> Any:
+    """The same numbers of each row; onnxruntime's Gather copies them one by one."""
+    kinds = b.dtype(x) == torch.float32 and b.dtype(index) == torch.int64
+    if not kinds or not 1 < b.rank(x) <= _AXES or axis != b.rank(x) - 1 or b.rank(index) != 1:
+        return NotImplemented
+    return b.node("Columns", x, index, domain=DOMAIN)
 
 
 @lower(groups.group_dequantize.default)

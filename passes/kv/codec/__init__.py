@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor, fx
@@ -23,6 +23,7 @@ from accel.ir.trace import trace
 from accel.passes import Pass, Report
 from accel.passes.kv.codec._blocks import hold
 from accel.passes.kv.codec._layer import Layer, before_rope, layers, positions_of
+from accel.passes.kv.codec._readers import Decoded, note_decoding
 from accel.passes.state.cache import Cache
 from accel.passes.trained import Parts
 
@@ -194,14 +195,19 @@ class Base(Pass, Method, ABC):
                 f"{type(self).__name__}: {program.facts.name} has no cache of keys and "
                 "values to quantise; leave kv.codec out"
             )
+        decoded: Decoded = []  # of the step
         for entry in program.entries.values():
             outputs = entry.output_nodes()
             for state in encodable:
                 if state.name in entry.inputs:
                     layer, parts = seen[_buffer(state)], layout[state.name]
                     blocks = symbols.get(parts[0].shape[2])
-                    _Store(program, entry, state, layer, parts, outputs, blocks).change()
+                    store = _Store(program, entry, state, layer, parts, outputs, blocks)
+                    store.change()
+                    if entry is program.step:
+                        decoded += store.read
             entry.set_outputs(outputs)
+        note_decoding(program, decoded)
         program.state[:] = [part for parts in layout.values() for part in parts]
         return report
 
@@ -235,6 +241,7 @@ class _Store:
     layout: list[State]
     outputs: dict[str, fx.Node]
     blocks: Any = None  # how many there are, where slots are encoded in blocks
+    read: Decoded = field(default_factory=list)  # what is decoded
 
     def __post_init__(self) -> None:
         self.graph, self.editor = self.entry.graph, Editor(self.program, self.entry.graph)
@@ -330,6 +337,7 @@ class _Store:
         operands = (*operands, *self.constants)
         found = trace(self.editor, self.state.name, decode, *operands, like=like, key=key)
         assert isinstance(found, fx.Node)
+        self.read.append((self.layer, found))
         return found
 
     @property

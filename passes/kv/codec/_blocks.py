@@ -22,6 +22,7 @@ from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.kv.codec._layer import Codec, Layer, layers
+from accel.passes.kv.codec._readers import Decoded, note_decoding
 from accel.passes.kv.codec._spans import Spanning, blocks_of
 from accel.passes.state.recurrent import buffer
 
@@ -72,9 +73,10 @@ def hold(codec: Codec, program: Program) -> Report:
     if codec.coarse:
         coarse = editor.placeholder(COARSE, (), torch.bool)
         program.step.defaults[COARSE] = torch.tensor(False)
-    spanning = Spanning()
+    spanning, decoded = Spanning(), Decoded()
     for node in sites:
-        _read(editor, node, caches, positions, coarse, spanning)
+        decoded += _read(editor, node, caches, positions, coarse, spanning)
+    note_decoding(program, decoded)
     _note_queries(program, editor, sites, caches, letters)
     program.facts.kv = KvFacts(flush=codec.block, sinks=codec.sinks, coarse=bool(codec.coarse))
     program.entries[COMPRESS.name] = _entry(codec, program, list(caches.values()), positions)
@@ -122,8 +124,10 @@ def _read(
     positions: fx.Node,
     coarse: fx.Node | None,
     spanning: Spanning,
-) -> None:
-    """Attention reads what is stored before what is new; of all parts or, where the call says so, `coarse` ones."""
+) -> Decoded:
+    """Attention reads what is stored, which is returned, before what is new; of all parts or, where the call says so,
+    `coarse` ones.
+    """
     found: dict[str, fx.Node] = {}
     with editor.graph.inserting_before(node):
         for part in (Part.KEYS, Part.VALUES):
@@ -149,6 +153,10 @@ def _read(
             editor, STORED, lambda x: x.flatten(2).expand(-1, heads, -1), positions, like=node
         )
     node.kwargs = {**node.kwargs, "kept_k": found["k"], "kept_v": found["v"], "kept_pos": flat}
+    return [
+        (caches[str(cache_of(node, part).target)].layer, found[part])
+        for part in (Part.KEYS, Part.VALUES)
+    ]
 
 
 def _decoded(

@@ -225,7 +225,7 @@ class Layer:
     ) -> Tensor:
         """As attention reads them: heads apart, keys after rope."""
         if self.codec.together:
-            x = x[:, 0].unflatten(-1, [self.heads, self.width]).transpose(1, 2)
+            x = x.unflatten(-1, [self.heads, self.width]).flatten(0, 1).transpose(1, 2)
         if where is None or cos is None or sin is None:
             return x
         if where.dim() == 2:
@@ -234,7 +234,7 @@ class Layer:
         heads = x.shape[1]
         at = where.expand(-1, heads, -1).flatten(0, 1)
         apart: Tensor = rope(x.flatten(0, 1)[:, None], at, cos, sin, self.interleaved)
-        split: Tensor = apart[:, 0].unflatten(0, [-1, heads])
+        split: Tensor = apart.flatten(0, 1).unflatten(0, [-1, heads])
         return split
 
 

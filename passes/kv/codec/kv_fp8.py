@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from accel.ir.ops.codec import look_up_rows
 from accel.passes.kv.codec import Base, Sizes
 
 MOST = 448.0  # of E4M3FN
@@ -43,8 +44,8 @@ class KvFp8(Base):
 
     def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         codes = parts[""]
-        numbers = _numbers(codes.device)[codes.int()]
-        return numbers * parts["scale"].unsqueeze(-1) if self.scaled else numbers
+        numbers: Tensor = look_up_rows(codes, _numbers(codes.device), parts.get("scale"))
+        return numbers
 
     def bits_of(self, role: str, width: int) -> float:
         return 8 + 32 / width if self.scaled else 8

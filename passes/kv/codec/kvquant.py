@@ -15,6 +15,8 @@ from torch.nn.functional import pad
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.codec import look_up_rows
+from accel.ir.ops.groups import group_dequantize
 from accel.ir.tables import Rows, Tables
 from accel.ir.tables import Sizes as TableSizes
 from accel.passes.kv.codec import Base, Sizes
@@ -150,7 +152,7 @@ class Kvquant(Tables, Base):
         else:
             middle, half = rows["middle"].float(), rows["half"].float().clamp(min=_LEAST)
         codes = _unpacked(rows[""], self.bits, width)
-        x = self._points(role, constants)[codes] * half + middle
+        x = look_up_rows(codes, self._points(role, constants)) * half + middle
         outliers = rows["outliers"].float()
         places, *high = rows["places"].long().chunk(_place_bytes(width), -1)
         for more in high:
@@ -215,16 +217,15 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int, width: int) -> Tensor:
-    """What `_packed` made of codes [...,W], int32."""
+    """What `_packed` made of codes [B,1,T,W], uint8: rows whose steps are powers of two, from 0 on."""
     own = _BITS[bits]
-    parts = packed.int().split([-(-width * n // 8) for n in own], -1)
-    codes, above = torch.zeros_like(packed[..., :1], dtype=torch.int32), 1
+    parts = packed.split([-(-width * n // 8) for n in own], -1)
+    step, found = torch.ones_like(packed[..., :1], dtype=torch.float16), list[Tensor]()
     for part, n in zip(parts, own, strict=True):
-        powers = 2 ** (n * torch.arange(8 // n, dtype=torch.int32, device=packed.device))
-        apart = part.unsqueeze(-2) // powers[:, None] % 2**n
-        codes = codes + apart.flatten(-2)[..., :width] * above
-        above *= 2**n
-    return codes
+        found.append(group_dequantize(part, step, step * 0, n, width, "channels", 1, width))
+        step = step * 2**n
+    first, *more = found
+    return sum(more, first).to(torch.uint8)
 
 
 def _measured(keys: Tensor, values: Tensor) -> dict[str, Tensor]:

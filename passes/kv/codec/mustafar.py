@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.groups import group_dequantize, packed
 from accel.passes.kv.codec import Base, Sizes
 
 
@@ -56,20 +56,17 @@ class Mustafar(Base):
         stays = more | (same & (same.cumsum(-1) <= room))
         back = width - torch.arange(width, device=x.device)
         first = torch.where(stays, back, 0).topk(self._stay(width), dim=-1).values
-        bits = pad(stays.long(), (0, -width % 8)).unflatten(-1, (-1, 8))
-        powers = 2 ** torch.arange(8, device=x.device)
         return {
             "": x.gather(-1, width - first).half().flatten(-2),
-            "mask": (bits * powers).sum(-1).to(torch.uint8).flatten(-2),
+            "mask": packed(stays.long(), 1).flatten(-2),
         }
 
     def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        kept = parts[""].float().unflatten(-1, (self.block, self._stay(width)))
-        mask = parts["mask"].long().unflatten(-1, (self.block, -1, 1))
-        powers = 2 ** torch.arange(8, device=mask.device)
-        stays = (mask // powers % 2).flatten(-2)[..., :width]  # [B,G,P,R,D]
-        place = (stays.cumsum(-1) - 1).clamp(min=0)
-        return torch.where(stays > 0, kept.gather(-1, place), 0.0).flatten(2, 3)
+        rows = {name: x.unflatten(-1, (self.block, -1)).flatten(2, 3) for name, x in parts.items()}
+        one = torch.ones_like(rows["mask"][..., :1], dtype=torch.float16)
+        stays = group_dequantize(rows["mask"], one, one * 0, 1, width, "channels", 1, width)
+        place = (stays.cumsum(-1) - 1).clamp(min=0).long()
+        return torch.where(stays > 0, rows[""].float().gather(-1, place), 0.0)
 
     def bits_of(self, role: str, width: int) -> float:
         return (16 * self._stay(width) + 8 * -(-width // 8)) / width

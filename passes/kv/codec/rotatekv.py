@@ -80,7 +80,7 @@ class Rotatekv(Tables, Base):
                 keys = x.keys if x.unrotated is None else x.unrotated
                 sums[layer] = sums.get(layer, 0) + keys.double().sum((0, 2))  # [G,D]
         return {
-            i: {"order": _rotated(x.flatten(), *_rotation("k", x)).argsort().view(x.shape)}
+            i: {"order": _rotated(x.flatten(), _rotation("k", x)).argsort().view(x.shape)}
             for i, x in sums.items()
         }
 
@@ -105,15 +105,14 @@ class Rotatekv(Tables, Base):
 
     def turned(self, role: str, x: Tensor, order: Tensor) -> Tensor:
         """x [...,G D] -> what is quantised of it: rotated, in order, and no larger than x, for float16."""
-        size, root = _rotation(role, order)
-        x = _rotated(x, size, root) / root
+        size = _rotation(role, order)
+        x = _rotated(x, size) / size
         return x[..., order.flatten()] if role == "k" else x
 
     def turned_back(self, role: str, x: Tensor, order: Tensor) -> Tensor:
         """What `turned` did, undone."""
-        size, root = _rotation(role, order)
         x = x[..., order.flatten().argsort()] if role == "k" else x
-        return _rotated(x, size, root) * root
+        return _rotated(x, _rotation(role, order))
 
     def bits_of(self, role: str, width: int, **_: Tensor) -> float:
         codes, groups = self._sizes(width)
@@ -129,17 +128,16 @@ class Rotatekv(Tables, Base):
         return near(want, got, self.bits, self.group, "channels")
 
 
-def _rotation(role: str, order: Tensor) -> tuple[int, float]:
-    """Numbers that are rotated together, and the root of that; order: [G,D]."""
+def _rotation(role: str, order: Tensor) -> int:
+    """Numbers that are rotated together; order: [G,D]."""
     heads, width = map(int, order.shape)
     count = (math.gcd(heads, _HEADS) if role == "k" else 1) * width
-    size = count & -count  # the largest power of two that divides it
-    return size, math.sqrt(size)
+    return count & -count  # the largest power of two that divides it
 
 
-def _rotated(x: Tensor, size: int, root: float) -> Tensor:
-    """Each `size` numbers of x [...,n size] times a Hadamard matrix over its root, which is its own inverse; as two
-    products, since the matrix is the Kronecker product of two smaller ones.
+def _rotated(x: Tensor, size: int) -> Tensor:
+    """Each `size` numbers of x [...,n size] times a Hadamard matrix of -1 and 1, which is `size` times its own inverse;
+    as two products, since the matrix is the Kronecker product of two smaller ones.
     """
     power = size.bit_length() - 1
     one, two = (_hadamard(1 << n, x) for n in (power // 2, power - power // 2))
@@ -147,7 +145,7 @@ def _rotated(x: Tensor, size: int, root: float) -> Tensor:
     # Matrices on the right and flat on the left: ONNX Runtime multiplies others by nothing where there are no blocks.
     aside = (parts @ two).mT.flatten(-3, -2)  # [...,n two,one]
     back: Tensor = (aside @ one).unflatten(-2, [-1, two.shape[0]]).mT.flatten(-3)
-    return back / root
+    return back
 
 
 def _hadamard(size: int, like: Tensor) -> Tensor:

@@ -1,0 +1,134 @@
+"""A step of one token over a stored cache, by codec, beside float32: one layer, one thread, its processor time,
+alternating. The cache is of random codes, so that no prompt has to run, and constants of layers are random.
+
+python tools/bench/bench_readers.py [--context 8192] [--rounds 15] [--kv-heads 16] [--only kivi,kv-fp8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import accel
+from accel.ir.axis import find_axes
+from accel.ir.state import output_of
+from accel.ir.tables import Tables
+from accel.lowering.onnx.ort import ort
+from accel.passes.kv.codec import _layer
+from accel.passes.trained import Trained
+from accel.runtime.backends.onnx.open import open_session
+
+HEADS, SIZE, RECENT, CALLS = 16, 64, 256, 3  # RECENT: slots of the newest tokens
+INDEXED = ("place", "token", "mask")  # parts that say where numbers stand: 0 here
+
+
+def random_constants(heads: int) -> Any:
+    """Of the layers of a program, for a codec that has some."""
+
+    def made(codec: Any, program: Any, *_: Any) -> Any:
+        if not isinstance(codec, Tables | Trained):
+            return {}
+        found: dict[int, dict[str, torch.Tensor]] = {}
+        for layer in range(len(program.facts.layers)):
+            found[layer] = {}
+            for name, sizes in codec.sizes(SIZE, heads).items():
+                tensor = torch.rand([SIZE if n < 0 else n for n in sizes]) + 0.1
+                order = tensor.flatten().argsort().view(tensor.shape)
+                found[layer][name] = order if name == "order" else tensor
+        return codec.constants(found)
+
+    return made
+
+
+def bound(session: Any, context: int) -> Any:
+    """A call after `context` tokens; what it appends to is written in place, as sessions do."""
+    rng, binding = np.random.default_rng(0), session.io_binding()
+    inputs = {i.name: i for i in session.get_inputs()}
+    block = int(inputs["kept.pos"].shape[3]) if "kept.pos" in inputs else 0
+    recent = RECENT // 2 if block else context
+    sizes = {
+        "B": 1,
+        "T": 1,
+        "P": context // block if block else 0,
+        "C": RECENT if block else context + RECENT,
+    }
+    written = {o.name for o in session.get_outputs()}
+    for name, one in inputs.items():
+        shape = [n if isinstance(n, int) else sizes.get(n, 1) for n in one.shape]
+        value = np.zeros(shape, {"tensor(bool)": np.bool_}.get(one.type, np.int64))
+        if name == "kept.pos":
+            value = np.arange(value.size).reshape(shape)
+        elif name == "kv.pos":
+            value = np.where(np.arange(shape[1]) < recent, np.arange(shape[1]), -1)[None]
+            value = np.where(value < 0, -1, value + context * bool(block))
+        elif name in ("positions", "slots"):
+            value = np.full(shape, recent + (context if block and name == "positions" else 0))
+        elif one.type == "tensor(uint8)":
+            most = 1 if any(part in name for part in INDEXED) else 120
+            value = rng.integers(0, most, shape, np.uint8)
+        elif one.type == "tensor(int8)":
+            value = rng.integers(-127, 128, shape, np.int8)
+        elif one.type in ("tensor(float)", "tensor(float16)"):
+            kind = np.float16 if "16" in one.type else np.float32
+            value = (0.1 * rng.random(shape)).astype(kind)
+        held = ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value))
+        binding.bind_ortvalue_input(name, held)
+        if output_of(name) in written:
+            binding.bind_ortvalue_output(output_of(name), held)
+            written.remove(output_of(name))
+    for name in written:
+        binding.bind_output(name)
+    return binding
+
+
+def main() -> None:
+    names = find_axes()["kv.codec"].names()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--kv-heads", type=int, default=HEADS)
+    parser.add_argument("--only", default=",".join(names))
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=500, hidden_size=HEADS * SIZE, intermediate_size=64, num_hidden_layers=1,
+            num_attention_heads=HEADS, num_key_value_heads=options.kv_heads,
+            max_position_embeddings=options.context + 1024,
+        )
+    ).eval()  # fmt: skip
+    calls: dict[str, Any] = {}
+    for name in ("float32", *options.only.split(",")):
+        recipe: dict[str, Any] = {"weights": {"use": "int4"}}
+        if name != "float32":
+            recipe["kv"] = {"codec": {"use": name}}
+        with mock.patch.object(_layer, "_constants", random_constants(options.kv_heads)):
+            model = accel.optimize(module, recipe, max_context=options.context + 1024, verify=False)
+        session = open_session(model.artifact.path / "step.native.onnx", 1, False)
+        calls[name] = (model, session, bound(session, options.context))
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(options.rounds):
+        for name, (_, session, binding) in calls.items():
+            each = []
+            for _ in range(CALLS):
+                start = time.process_time()
+                session.run_with_iobinding(binding)
+                each.append(time.process_time() - start)
+            taken[name].append(min(each))
+    for name, times in taken.items():
+        ratios = sorted(a / b for a, b in zip(times, taken["float32"], strict=True))
+        print(
+            f"{name:14} {statistics.median(times) * 1e3:8.2f} ms, {statistics.median(ratios):6.2f} of float32's "
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
