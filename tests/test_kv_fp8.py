@@ -1,9 +1,12 @@
 """kv-fp8: torch's own E4M3 bytes, by operators that every target has."""
 
+import models
 import pytest
 import torch
 
+import accel
 from accel.ir.axis import find_axes
+from accel.lowering.onnx import verify
 
 AXIS = find_axes()["kv.codec"]
 
@@ -70,3 +73,14 @@ def test_small_numbers_keep_their_precision_beside_large_ones():
         back = method.decode("k", method.encode("k", x), 4)
         off[name] = float(((back - x) / x).abs().max())
     assert off["kv-fp8"] <= 2**-4 < 0.9 < off["kv-int8"]
+
+
+def test_evicted_tokens_are_checked_though_some_bytes_are_no_number():
+    """The example of the written graph's check holds every byte; a NaN on one side alone is an error."""
+    recipe = {"kv.codec": {"use": "kv-fp8"}, "kv.score": {"use": "snapkv"}}
+    recipe["kv.budget"] = {"use": "uniform", "tokens_kept": 12}
+    accel.optimize(models.tiny(), recipe, max_context=64).close()
+    none, one = torch.tensor([float("nan")]), torch.ones(1)
+    assert verify._error(none, none, False, False) == 0
+    assert not verify._error(none, one, False, False) <= 1
+    assert not verify._error(one, none, False, False) <= 1

@@ -135,17 +135,19 @@ def _run(session: ort.InferenceSession, calls: Sequence[Values], names: Sequence
 
 
 def _error(got: Tensor, want: Tensor, exact: bool, median: bool) -> float:
-    """How far one output is off; a whole number, such as a position, by 1 or not at all."""
+    """How far one output is off; a whole number, such as a position, by 1 or not at all. No number is as none is."""
+    dtype = want.dtype
     if not want.numel():
         return 0.0
-    if exact or want.dtype is torch.int64:
+    if exact or dtype is torch.int64:
         return float((got != want).any())
-    off = (got.float() - want.float()).abs()
-    if want.dtype is torch.int8:  # a number between two codes may go to either
+    got, want = got.float(), want.float()
+    off = torch.where(got.isnan() & want.isnan(), 0.0, (got - want).abs())
+    if dtype is torch.int8:  # a number between two codes may go to either
         off = (off - 1).clamp(min=0)
-    if want.dtype is torch.uint8:  # the same, of several codes in a byte
+    if dtype is torch.uint8:  # the same, of several codes in a byte
         off = (off > 0).float().mean() * 255
-    off = off / max(1.0, float(want.float().abs().max()))
+    off = off / max(1.0, float(want.nan_to_num(0.0).abs().max()))
     return float(off.median() if median else off.max())
 
 
