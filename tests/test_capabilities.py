@@ -20,7 +20,7 @@ REFUSED = {  # a recipe of each invariant that one side relies on: who relies, w
     Invariant.FIXED_LAYERS: ("kv.score=knorm", "depth=shortgpt", "unified-skip for shortgpt"),
     Invariant.ALL_LAYERS_RUN: ("kv.reuse=paged-prefix", "depth=calm", "shortgpt for calm"),
     Invariant.TOKENS_CONTIGUOUS: ("kv.reuse=pie", "kv.score=knorm", "without"),
-    Invariant.ALL_TOKENS_HELD: ("kv.reuse=pie", "prefill.prune=gemfilter", "paged-prefix for pie"),
+    Invariant.ALL_TOKENS_HELD: ("kv.reuse=pie", "prefill.prune=gemfilter", "yoco for gemfilter"),
     Invariant.ROW_PRIVATE: ("kv.codec=kivi", "kv.reuse=paged-prefix", "kv-int8 for kivi"),
     Invariant.PLAIN_KEYS: ("kv.reuse=pie", "kv.codec=kv-int8", "paged-prefix for pie"),
     Invariant.FULL_ATTENTION: ("kv.score=h2o", "kv.select=quest", " for h2o"),
