@@ -94,7 +94,7 @@ def worst(live: Session) -> float:
     )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("shape", "weights", "tied"), CASES)
 def test_rows_have_the_same_bits(exactly, shape, weights, tied, threads):

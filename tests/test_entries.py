@@ -70,6 +70,7 @@ def test_every_kind_is_built_here(build):
     assert found == set(kinds())
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("built", BUILDS)
 def test_an_example_is_what_the_entry_takes(build, built):
     program = build(built).program

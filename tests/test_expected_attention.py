@@ -119,6 +119,7 @@ def law_table(tokens, *cases):
     return sessions
 
 
+@pytest.mark.long
 def test_a_table_stands_for_what_a_session_sums_up(stateful, tmp_path):
     file, tokens = tmp_path / "own.safetensors", np.random.default_rng(0).integers(3, 60, (1, 30))
     text = np.pad(tokens, ((0, 0), (0, 1)))  # of which the last is not read

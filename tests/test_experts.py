@@ -54,6 +54,7 @@ def both(request, model):
         yield request.param, compiled, eager
 
 
+@pytest.mark.few(1)
 def test_greedy_tokens_are_those_of_the_reference(both):
     """Each token is the reference's best; two that are nearly equal there may change places."""
     _, compiled, eager = both
@@ -122,6 +123,7 @@ def test_a_wrong_choice_is_caught(monkeypatch, tmp_path):
         assert_close(onnx_session(case, tmp_path)(operands), case.op.reference(*operands))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("architecture", ["olmoe", "aria_text"])  # [X,N,K], and [X,K,N]
 def test_each_expert_keeps_its_own_weights(captured, architecture, monkeypatch):
     program = captured(architecture)

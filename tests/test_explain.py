@@ -89,7 +89,7 @@ def kinds():
     return sorted({*found.values(), *REFUSED})
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", kinds())
 def test_every_kind_of_recipe_is_told(captured, name, tmp_path):
     e = told(captured, name)
@@ -177,6 +177,7 @@ def test_bytes_of_a_codec_are_what_a_session_holds(tiny, use):
         assert found.bytes(prompt) == held(program, plan, prompt)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_what_a_session_holds(tiny, name):
     plan = assemble(Recipe(tables=CASES[name]))

@@ -105,6 +105,7 @@ def drive(case):
         return session.run(tokens[:, 30:])
 
 
+@pytest.mark.long
 def test_a_model_loses_less_with_more_beside_its_codes(stateful):
     options = {"bits": 4, "group": 4, "residual": 8}
     want, plain, more = (

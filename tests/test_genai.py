@@ -47,6 +47,7 @@ def call(session, config, tokens, mask, positions, past):
     return outputs["logits"], [outputs[k] for k in keys]
 
 
+@pytest.mark.few(1)
 def test_prefill_and_decode_equal_the_step_entry(driver):
     built, session, config = driver
     tokens = np.random.default_rng(1).integers(0, 90, (1, 12))

@@ -193,6 +193,7 @@ def test_factors_of_the_rotation(tmp_path):
 LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("BF16", "Q8_0", "Q4_1")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q5_1", *LONG])
 def test_an_artifact(kind, model, tmp_path):
     path = write(model, "llama", tmp_path / "m.gguf", kind, more=bpe())

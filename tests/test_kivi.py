@@ -189,6 +189,7 @@ def near(got, want, axis):
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "plain_latent", "cla"])
 def test_what_is_stored_is_what_is_read(program, name):
     reads_what_it_holds(*program(name))

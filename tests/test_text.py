@@ -70,7 +70,7 @@ def test_a_golden_program_reads_back(name):
     assert parse(text).text() == text
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
 def test_a_captured_program_reads_back_and_so_does_what_passes_make_of_it(captured, name):
     program = captured(name)

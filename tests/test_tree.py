@@ -114,6 +114,7 @@ def test_each_path_is_as_if_alone(build, name):
             np.testing.assert_allclose(got[b], want, atol=off, rtol=0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["eager", "batch-invariant"])
 def test_guesses_leave_no_trace(build, name, monkeypatch):
     """Neither those that a later call drops, nor what a failed call wrote; a commit that does nothing would."""
@@ -194,6 +195,7 @@ def test_models_without_trees_say_so(stateful):
             session.guess([[1, 2]], np.tri(2, dtype=bool)[None])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "recipe", "match"),
     [

@@ -43,7 +43,7 @@ def recycled(model, prompts, tree=None, rule="sample-match", sampler=None, kept=
     return rows, after
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [n for n in CASES if n not in REFUSED])
 def test_tokens_are_those_of_plain_decoding(name):
     """Greedy, of tiny models none of whose tokens is near a tie, with every cache that takes trees."""
@@ -144,7 +144,7 @@ def odds(rule, shape, honest=True, count=60):
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape", [Static([[0], [1], [0, 0], [0, 1]]), Dyspec()], ids=["static", "dyspec"]
 )

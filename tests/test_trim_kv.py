@@ -129,6 +129,7 @@ def test_gates_that_forget_nothing_change_nothing(stateful):
     assert (found - plain).abs().max() > 1e-3 and over > 0
 
 
+@pytest.mark.long
 def test_training_learns_and_can_be_left(stateful, tmp_path):
     def begun(name):
         options = argparse.Namespace(**{**vars(OPTIONS), "out": tmp_path / name})

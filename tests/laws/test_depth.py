@@ -23,6 +23,7 @@ def on(compiled):
     return {"run_layers": WHOLE, **exits}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_all_layers_on_is_the_full_model_bit_for_bit(name, deep):
     module, compiled = deep("llama", use=name, **AXIS.small(name))
@@ -49,6 +50,7 @@ def test_all_layers_on_is_the_full_model_bit_for_bit(name, deep):
                 assert np.array_equal(got.run(part, **on(conditional)), want.run(part))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "cache"), JOINTS)
 def test_a_plan_runs_its_layers_and_no_others(name, cache, deep):
     module, compiled = deep(name, use="unified-skip", cache=cache)

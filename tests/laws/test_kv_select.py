@@ -288,6 +288,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
+@pytest.mark.few(4)
 @of_each_class
 @pytest.mark.parametrize("read", [64, 1 << 20])
 def test_who_reads_everything_decodes_what_the_model_does(made, name, read):

@@ -259,6 +259,7 @@ def law_back(case, tokens):
 LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 
 
+@pytest.mark.few(6)
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
 def test_law_of_lists(made, law, name):
@@ -337,6 +338,7 @@ def test_searches_are_those_of_token_after_token(tokens, least):
         assert want == [list(range(1, tokens + 1))] * 3
 
 
+@pytest.mark.few(8)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(made, law, name):
@@ -357,6 +359,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
+@pytest.mark.few(2)
 @of_each_class
 def test_who_reads_everything_decodes_what_the_model_does(made, name):
     case, whole = made(name, tokens_read=64), made()

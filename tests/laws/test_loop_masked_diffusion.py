@@ -210,6 +210,7 @@ def driven(loop, compiled, prompt, sampler=None, new=NEW):
         return row.tokens, own.stats["calls"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 def test_freedave_gives_the_tokens_of_static_decoding(model, shift, cache):

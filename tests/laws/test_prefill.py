@@ -54,6 +54,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
         return np.concatenate(out, axis=1), session.lengths
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PICK)
 def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
     model, base = pruned(name, **whole(name)), built("llama")
@@ -112,6 +113,7 @@ def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
             assert session.length == held[row]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "arch"), spread("prefill.prune", NAMES, "llama", "gemma2", "gpt_neox")
 )
@@ -195,6 +197,7 @@ def test_the_law_of_stages_catches(name, broken, monkeypatch):
 # gemfilter
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("arch", ["llama", "gpt_neox", "mistral", "gpt2"])
 def test_gemfilter_shows_the_model_what_its_early_layer_picks(arch):
     model, layer = module(arch), 1

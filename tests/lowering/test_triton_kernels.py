@@ -86,6 +86,7 @@ def made(shape, mask, window, seed=0):
     ]  # fmt: skip
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lowering_equals_the_reference(name):
     case = CASES[name]
