@@ -13,6 +13,7 @@ from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.runtime.backends.eager import EagerBackend
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers.eviction import KvPlan, kv_plan
 from accel.runtime.session.session import Session
 
@@ -140,6 +141,12 @@ def evicted(stateful: Any, name: str) -> Case:
 
 def close(a, b, tolerance=2e-4):
     np.testing.assert_allclose(a, b, atol=tolerance, rtol=1e-4)
+
+
+def oracle(compiled: CompiledModel) -> CompiledModel:
+    """The eager target's model of a build."""
+    backend = EagerBackend(compiled.program)
+    return CompiledModel(backend, compiled.facts, recipe=compiled.recipe, program=compiled.program)
 
 
 def decoded(session, tokens):

@@ -1,5 +1,5 @@
-"""Which cases of a test are tried by default: of a law 12, of a test with `@pytest.mark.few(n)` so many. The rest are
-long, so that the time of the default run does not grow with the methods.
+"""Which cases of a test the default run tries: 12 of a law, n of a test with `@pytest.mark.few(n)`. The rest are long,
+so the time of the default run does not grow with the methods.
 """
 
 from collections import Counter, defaultdict

@@ -8,10 +8,8 @@ import torch
 import accel
 from accel.ir.errors import PassError, RecipeError
 from accel.passes.kv.keep.freqkv import FreqKV
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .kv_case import close, decoded, evicting, held, kept, recipe
+from .kv_case import close, decoded, evicting, held, kept, oracle, recipe
 from .kv_slots import B, D, G, build, choose, slots
 from .test_key_rerotate import fresh, rotated
 
@@ -165,14 +163,9 @@ def test_graphs_give_what_the_oracle_does(monkeypatch):
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
     model = models.ARCHITECTURES["llama"]()
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
-        oracle = CompiledModel(
-            EagerBackend(compiled.program),
-            compiled.facts,
-            recipe=compiled.recipe,
-            program=compiled.program,
-        )
+        eager = oracle(compiled)
         found = []
-        for one in (compiled, oracle):
+        for one in (compiled, eager):
             with one.session(2) as session:
                 session.run(tokens[:, :21], [21, 5])
                 found.append([*decoded(session, tokens[:, 21:45]), session.stats["kv_bytes"]])

@@ -15,10 +15,8 @@ from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.passes.kv.keep.less import Less, phi, psi
 from accel.passes.trained import write
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .kv_case import FOREVER, close, decoded, evicting, recipe, state
+from .kv_case import FOREVER, close, decoded, evicting, oracle, recipe, state
 from .kv_slots import D, G, R, absorbing, build, choose, slots
 
 MAPS = ("k1", "k2", "k3", "s1", "s2")
@@ -195,14 +193,9 @@ def test_graphs_give_what_the_oracle_does(tmp_path):
     table["kv"]["budget"] = {"use": "uniform", "tokens_kept": 8}
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
     with accel.optimize(model, table, max_context=128, max_batch=2) as compiled:
-        oracle = CompiledModel(
-            EagerBackend(compiled.program),
-            compiled.facts,
-            recipe=compiled.recipe,
-            program=compiled.program,
-        )
+        eager = oracle(compiled)
         found = []
-        for one in (compiled, oracle):
+        for one in (compiled, eager):
             with one.session(2) as session:
                 session.run(tokens[:, :21], [21, 5])
                 session.end_prompt()

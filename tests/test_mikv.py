@@ -9,8 +9,6 @@ import accel
 from accel.ir.errors import RecipeError
 from accel.passes.kv._shared import low
 from accel.passes.kv.keep.mikv import MiKV
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
 from .kv_case import (
     FOREVER,
@@ -19,6 +17,7 @@ from .kv_case import (
     decoded,
     evicting,
     kept,
+    oracle,
     ragged_is_alone,
     recipe,
     state,
@@ -174,14 +173,9 @@ def test_graphs_give_what_the_oracle_does():
     tables["kv"]["budget"] = {"use": "uniform", "tokens_kept": 8}
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
-        oracle = CompiledModel(
-            EagerBackend(compiled.program),
-            compiled.facts,
-            recipe=compiled.recipe,
-            program=compiled.program,
-        )
+        eager = oracle(compiled)
         found = []
-        for one in (compiled, oracle):
+        for one in (compiled, eager):
             with one.session(2) as session:
                 session.run(tokens[:, :21], [21, 5])
                 session.end_prompt()

@@ -12,10 +12,8 @@ from accel.ir.errors import RecipeError
 from accel.passes.kv._shared.low import forms
 from accel.passes.kv.inputs import call
 from accel.passes.kv.keep.qaq import QAQ
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .kv_case import decoded, state
+from .kv_case import decoded, oracle, state
 from .kv_slots import SCALE, D, G, build, choose, named, slots
 from .laws.test_kv_keep import demoted, no_others
 
@@ -160,21 +158,16 @@ def test_graphs_give_what_the_oracle_does_in_the_bytes_of_the_formula(monkeypatc
     tokens = np.random.default_rng(0).permutation(50)[None, :46].repeat(2, 0)
     model = models.ARCHITECTURES["llama"]()
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
-        oracle = CompiledModel(
-            EagerBackend(compiled.program),
-            compiled.facts,
-            recipe=compiled.recipe,
-            program=compiled.program,
-        )
+        eager = oracle(compiled)
         found = []
-        for one in (compiled, oracle):
+        for one in (compiled, eager):
             with one.session(2) as session:
                 session.prompt(tokens[:, :21], [21, 5])
                 found.append([*decoded(session, tokens[:, 21:31]), session.stats["kv_bytes"]])
         for a, b in zip(*found, strict=True):  # a number between two codes may go to either
             off = np.abs(np.subtract(a, b))
             assert np.median(off) < 1e-4 and off.max() < 0.02
-        with oracle.session(1) as session:
+        with eager.session(1) as session:
             session.prompt(tokens[:1, :40])
             held = {n: a for n, a in state(session).items() if n.startswith("low.")}
         width, taken, several = 10, 0, 0

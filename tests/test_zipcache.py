@@ -9,10 +9,8 @@ import accel
 from accel.ir.errors import RecipeError
 from accel.passes.kv.keep.zipcache import ZipCache
 from accel.passes.kv.score.zipcache import ZipCache as Saliency
-from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.model.compiled import CompiledModel
 
-from .kv_case import decoded, state
+from .kv_case import decoded, oracle, state
 from .kv_slots import D, G, R, build, choose, real, slots
 from .laws.test_kv_keep import demoted, no_others
 
@@ -112,15 +110,7 @@ def built():
     tables["kv"] |= {"budget": {"use": "uniform", "tokens_kept": 1}}
     tables["kv"] |= {"when": {"use": "generated", "tokens": 6}}
     with accel.optimize(model, tables, max_context=128, max_batch=2) as compiled:
-        yield (
-            compiled,
-            CompiledModel(
-                EagerBackend(compiled.program),
-                compiled.facts,
-                recipe=compiled.recipe,
-                program=compiled.program,
-            ),
-        )
+        yield compiled, oracle(compiled)
 
 
 TOKENS = np.random.default_rng(0).permutation(50)[None, :48].repeat(2, 0)

@@ -7,7 +7,8 @@ oracle. `cases` says which.
 A method whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
 known; cases that are there already are not run again. A METHOD of `--having` stands for its kind. `--page` writes
 docs/figures/composition.md of what the FILEs of several processes hold, and all outcomes beside its pictures, where
-another machine finds them (`outcomes.jsonl.gz`): it runs what is missing.
+another machine finds them (`outcomes.jsonl.gz`) and runs what is missing; `--having` does not count them, since the
+method may have changed.
 """
 
 from __future__ import annotations
@@ -414,7 +415,8 @@ def main(
         parser.add_argument("--page", type=Path, help="the folder of the page; nothing is run")
     parser.add_argument("--results", type=Path, default=[results], nargs="+")
     options = parser.parse_args()
-    known = read(COMMITTED) if every is None else {}
+    # of a method that is named all is run: it may have changed
+    known = read(COMMITTED) if every is None and not options.having else {}
     for path in options.results:
         known |= read(path)
     if every is None and options.page is not None:

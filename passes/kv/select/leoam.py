@@ -12,13 +12,13 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.ops.choice import page_bounds, page_range
 from accel.ir.state import Home, Part
-from accel.passes.kv.select import LARGEST, Base, Sizes, Where
+from accel.passes.kv.select import LARGEST, Where
+from accel.passes.kv.select.quest import Quest
 
 
 @dataclass(frozen=True)
-class Leoam(Base):
+class Leoam(Quest):
     """Keys and values lie in mapped files. In memory are abstracts, the range of each channel of the keys, of chunks of
     `chunk` tokens and of their parts, the pages. A token takes the chunks with the highest bound on q · k until they
     hold `spread` times the tokens that it reads, and the pages with the highest bound of these chunks, of which alone
@@ -59,27 +59,6 @@ class Leoam(Base):
     def taken(self) -> int:
         """Chunks whose pages a token may choose, its own among them."""
         return math.ceil(self.spread * self.count * self.page / self.chunk) + 1
-
-    def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
-        return {"high": ("float32", (width,)), "low": ("float32", (width,))}
-
-    def summary(self, keys: Tensor) -> dict[str, Tensor]:
-        return {"high": keys.amax(3), "low": keys.amin(3)}
-
-    def update(
-        self,
-        held: dict[str, Tensor],
-        keys: Tensor,
-        q_pos: Tensor,
-        slots: Tensor,
-        **table: Tensor,
-    ) -> dict[str, Tensor]:
-        high, low = page_range(held["high"], held["low"], keys, q_pos, slots, self.page)
-        return {"high": high, "low": low}
-
-    def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
-        bound: Tensor = page_bounds(queries, parts["high"], parts["low"])
-        return bound
 
     def choice(self, x: Mapping[str, Any], where: Where, heads: int) -> Tensor:
         if self.chunk == self.page:
