@@ -136,6 +136,7 @@ def moved(program, change=lambda fold: fold):
 FOLDS = {"llama": 9, "qwen2": 8, "gpt2": 6, "phi3": 9, "mamba": 5}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FOLDS)
 def test_folded_scales_leave_the_logits(name, passed):
     count, worst = moved(passed(name))

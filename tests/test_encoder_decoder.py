@@ -96,7 +96,7 @@ def law_of_steps(model, sources, tokens, want, encode=None):
             assert_close(other.run(tokens[:, 7:]), want[:, 7:])
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_logits_are_the_modules(built):
     sources, tokens = sources_of(built), tokens_of(built)
     want = reference(built, sources, tokens)
@@ -106,6 +106,7 @@ def test_logits_are_the_modules(built):
         law_of_steps(model, sources, tokens, want)
 
 
+@pytest.mark.few(3)
 def test_the_law_catches_a_broken_encoder(built):
     sources, tokens = sources_of(built), tokens_of(built)
     want = reference(built, sources, tokens)
@@ -122,6 +123,7 @@ def test_the_law_catches_a_broken_encoder(built):
             law_of_steps(built.targets[0], sources, tokens, want, encode)
 
 
+@pytest.mark.few(3)
 def test_samples_share_the_encoder_and_the_prompt(built):
     """Two of each source: the first is what it gets alone, and sources are not mixed up."""
     for model in built.targets:

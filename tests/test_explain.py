@@ -89,7 +89,7 @@ def kinds():
     return sorted({*found.values(), *REFUSED})
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", kinds())
 def test_every_kind_of_recipe_is_told(captured, name, tmp_path):
     e = told(captured, name)

@@ -90,13 +90,14 @@ def test_only_the_tokens_that_stay_are_seen(made, kind):
     assert not np.allclose(dense.run(tokens[:, 24:]), some, atol=1e-3), "the rest does count"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("score, axes", [("streaming-llm", {}), ("snapkv", {"budget": "ada-kv"})])
 def test_a_row_of_a_batch_is_that_row_alone(made, kind, score, axes):
     ragged_is_alone(made(kind, score, **axes), [30, 17, 6])
 
 
+@pytest.mark.long
 def test_windows_keep_nothing_that_they_do_not_see(made):
     session = made("gemma2", "streaming-llm").session()
     session.run(made("gemma2", "streaming-llm").tokens(1, 20))

@@ -102,6 +102,7 @@ def test_a_prompt_given_one_by_one_shows_its_queries(case):
     assert not eviction.observes(1) and eviction.observes(2)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", RECIPES)
 def test_prompts_of_one_token_and_of_none(case, name):
     """Beside a long one, and alone; with room for a single token."""

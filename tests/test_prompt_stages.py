@@ -178,6 +178,7 @@ def test_scores_of_spatten_are_all_attention_that_was_given():
     assert (later[0, :10] > 0).all() and later.sum() < first.sum() + heads * 30
 
 
+@pytest.mark.long
 def test_what_lazyllm_computes_is_less_than_the_prompt_in_every_layer():
     model = built("llama:6", use="lazyllm", **AXIS.small("lazyllm"))
     with model.session() as session:

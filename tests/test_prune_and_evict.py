@@ -172,6 +172,7 @@ def test_eviction_at_every_call_goes_on_in_deeper_layers():
     assert looked > 4
 
 
+@pytest.mark.long
 def test_a_choice_by_a_few_queries_counts_what_was_absorbed():
     """The sketch's share of attention is of each query: those that choose have theirs, of all."""
     tables = {

@@ -41,7 +41,7 @@ def drawn() -> list[Spec]:
     return specs
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_random_decoder_is_right_or_refused(part):
     for spec in drawn()[part::PARTS]:

@@ -182,7 +182,7 @@ def law_of_free_rewind(session, claim):
 LAWS = [law_of_width, law_of_back, law_of_free_rewind]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_does_what_it_says(prompted, name):
     session = prompted(name)

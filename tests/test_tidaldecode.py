@@ -79,6 +79,7 @@ def test_layers_read_the_list_of_the_last_layer_that_chose(captured, options, wa
     assert not [s for s in program.state if s.name.startswith("pages")]
 
 
+@pytest.mark.long
 def test_reading_everything_is_dense(captured):
     case, whole = Selecting(captured.copy(), method(tokens_read=64)), Selecting(captured.copy())
     small = Selecting(captured.copy(), method())

@@ -123,6 +123,7 @@ def test_one_token_and_none_before():
         assert [s for s in row if s >= 0] == [0]
 
 
+@pytest.mark.long
 def test_rewinds_that_are_refused_would_leave_a_trace(stateful, monkeypatch):
     """Tokens that all go on from one search, behind which the session goes back."""
     method = built("tokenselect", dense_layers=1, reuse=-1.0)

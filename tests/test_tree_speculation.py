@@ -96,6 +96,7 @@ def test_what_cannot_keep_a_path_is_refused(name):
         built("llama", tables=CASES[name] | RECYCLING)
 
 
+@pytest.mark.long
 def test_a_chain_asks_for_no_trees():
     tables = RECYCLING | {"tree": {"use": "chain"}}
     model = built("llama", tables=tables)

@@ -71,6 +71,7 @@ def law_of_exit(module, model):
         assert session.stats["calls"] == 6  # and a short one runs whole
 
 
+@pytest.mark.few(1)
 def test_prompts_that_leave_early_have_the_models_logits(pair):
     law_of_exit(*pair)
 

@@ -264,6 +264,7 @@ def law_unwritten(case, tokens):
 LAWS = [law_lists, law_singles, law_rewind, law_rows, law_unwritten]
 
 
+@pytest.mark.few(8)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(made, law, name):
@@ -288,7 +289,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @of_each_class
 @pytest.mark.parametrize("read", [64, 1 << 20])
 def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
@@ -330,6 +331,7 @@ def broken(stateful, method, **changed):
     return Selecting(stateful("llama"), type("Broken", (type(method),), changed)(**vars(method)))
 
 
+@pytest.mark.few(2)
 @of_each_class
 def test_tokens_that_choose_together_are_caught(stateful, name):
     if Invariant.DECODE_WIDTH in built(name).breaks:

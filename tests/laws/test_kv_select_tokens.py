@@ -259,7 +259,7 @@ def law_back(case, tokens):
 LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
 def test_law_of_lists(made, law, name):
@@ -269,6 +269,7 @@ def test_law_of_lists(made, law, name):
     law(case, distinct(2, 64))
 
 
+@pytest.mark.few(2)
 @remembers
 def test_rewinds_into_unknown_choices_are_refused(made, name):
     """The end of a prompt, and what lies in it, has none."""

@@ -49,7 +49,7 @@ def test_prompts_below_the_sizes_read_all_keys(options):
     assert far(prompted(sparse("critiprefill")), want) > 1e-3  # the control
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_short_prompts_and_calls_read_all_keys(name):
     base, model = built("llama"), sparse(name)
