@@ -22,6 +22,7 @@ from accel.ir.state import Part, output_of, state_of
 from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, trimmed
 from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.inputs.stack import stacked
 
 
 class Steppable(Protocol):
@@ -180,6 +181,25 @@ class EagerSession:
         """See protocol.BackendSession."""
         self._state = self._of(rows)
         self._use(rows)
+
+    def join(self, other: EagerSession) -> None:
+        """See protocol.BackendSession."""
+        pooled = {v.name: v for v in self._program.state if v.pooled}
+        fills = {v.name: v.fill for v in self._program.state}
+        for name, mine in self._state.items():
+            if name not in pooled:
+                both = (mine.cpu().numpy(), other._state[name].cpu().numpy())
+                self._state[name] = self._tensor(stacked(*both, fill=fills[name]))
+        if ROWS in self._adapters:
+            self._adapters[ROWS] = torch.cat([self._adapters[ROWS], other._adapters[ROWS]])
+        self._batch += other._batch
+        other.close()
+
+    def leave(self, rows: Ints) -> None:
+        """See protocol.BackendSession."""
+        self._state = self._of(rows)
+        self._use(rows)
+        self._batch = rows.size
 
     def _use(self, rows: Ints) -> None:
         """Row i uses the adapter that row rows[i] did."""

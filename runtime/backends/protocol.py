@@ -88,6 +88,16 @@ class BackendSession(Protocol):
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
         """Let each row i hold what row rows[i] does, [B]; they differ in these slots alone (None: anywhere)."""
 
+    def join(self, other: Any) -> None:
+        """The rows of another session of the model, which has as many slots, follow these; it is left closed. `resize`
+        comes next.
+        """
+
+    def leave(self, rows: Ints) -> None:
+        """Row i goes on as what row rows[i] was, for fewer rows [n] than there are. What stays in its place is not
+        copied. `resize` comes next.
+        """
+
     @property
     def alike(self) -> int | None:
         """Most tokens of a call that read what they would read alone (`alike`); None: any number."""

@@ -129,6 +129,16 @@ class TritonSession(EagerSession):
         if ROWS in self._adapters:
             self._adapters[ROWS].copy_(self._adapters[ROWS][self._tensor(rows)])
 
+    def join(self, other: EagerSession) -> None:
+        """See protocol.BackendSession."""
+        super().join(other)
+        self._bind()
+
+    def leave(self, rows: Ints) -> None:
+        """See protocol.BackendSession."""
+        super().leave(rows)
+        self._bind()
+
     def close(self) -> None:
         """Drop the state, and the graph over it."""
         super().close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 
 _ROOM = 256
 
@@ -37,6 +38,10 @@ class Log:
     def select(self, rows: Ints) -> None:
         """Hold the tokens of these rows [n]."""
         self.ids = self.ids[rows]
+
+    def join(self, other: Log) -> None:
+        """Hold the tokens of its rows behind these."""
+        self.ids = stacked(self.ids, other.ids)
 
     def copy(self) -> Log:
         """One of its own."""

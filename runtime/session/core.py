@@ -190,6 +190,80 @@ class SessionCore:
         if slots is None:
             self.kin = Kin.copies(chosen, self.lengths)
 
+    def join(self, other: SessionCore) -> None:
+        """See Session.join."""
+        self._check_join(other)
+        for one in (self, other):
+            one.catch_up()
+        ends = [core.lengths - core.base for core in (self, other)]
+        slots = [max(int(end.max()) for end in ends)]
+        for mine, its in zip(self.observers, other.observers, strict=True):
+            pairs = zip(mine.slots(ends[0]), its.slots(ends[1]), strict=True)
+            slots += [max(pair) for pair in pairs]
+        room = [max(pair) for pair in zip(self.room or slots, other.room or slots, strict=True)]
+        for one in (self, other):
+            one.need([max(pair) for pair in zip(room, slots, strict=True)])
+        room = self.room
+        self.backend.join(other.backend)
+        other._backend = None
+        for mine, its in zip(self.observers, other.observers, strict=True):
+            mine.join(self.backend, its)
+        group = np.concatenate([self.kin.group, other.kin.group + 1 + self.kin.group.max()])
+        self.kin = Kin(group, np.concatenate([self.kin.upto, other.kin.upto]))
+        self.lengths = np.concatenate([self.lengths, other.lengths])
+        self.adapters = [*self.adapters, *other.adapters]
+        self.batch += other.batch
+        self._gone = np.zeros(self.batch, np.int64)
+        self.backend.resize(*room)
+
+    def _check_join(self, other: SessionCore) -> None:
+        """Raise InputError where rows of `other` cannot join."""
+        if other is self or self.origin is None or other.origin is not self.origin:
+            raise InputError(
+                "join takes another session of the same loaded model; open both with model.session()"
+            )
+        for core in (self, other):
+            _ = core.backend
+        if (both := self.batch + other.batch) > self.origin.max_batch:
+            raise InputError(
+                f"{both} rows are more than max_batch = {self.origin.max_batch}; build with a larger max_batch, or let "
+                "rows leave first"
+            )
+        for one in self.observers:
+            if not one.capabilities.joins:
+                raise InputError(
+                    f"rows cannot join sessions of this model ({type(one).__name__}): each would not go on as it does "
+                    "alone (session.capabilities.joins); run them in sessions of their own"
+                )
+        used = [
+            list(dict.fromkeys(n for n in core.adapters if n is not None)) for core in (self, other)
+        ]
+        if used[0] != used[1]:
+            raise InputError(
+                f"these rows use adapters {used[0]}, and those that join use {used[1]}; rows join where both use the "
+                "same ones"
+            )
+
+    def leave(self, rows: Ints) -> Ints:
+        """See Session.leave."""
+        staying = np.setdiff1d(np.arange(self.batch), rows)
+        count = staying.size
+        order = np.arange(count)
+        order[np.setdiff1d(order, staying)] = staying[staying >= count]
+        if any(one.rewrites for one in self.observers):
+            self.kin = Kin.copies(np.arange(self.batch), self.lengths)
+        self._most = self.kv_most
+        self.backend.leave(order)
+        for one in self.observers:
+            one.select(order)
+        self.kin = Kin(self.kin.group[order], self.kin.upto[order])
+        self.batch, self.lengths = count, self.lengths[order]
+        self.adapters = [self.adapters[row] for row in order]
+        self._gone = np.zeros(count, np.int64)
+        if self.room:
+            self.backend.resize(*self.room)
+        return order
+
     def set_length(self, row: int, length: int) -> None:
         """Let a row hold so many tokens, whose slots the caller has written."""
         self.lengths = self.lengths.copy()

@@ -11,10 +11,11 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens, rewind_target
-from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.session.core import CHUNK, SessionCore
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
+from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, restore, save
 
 Observer = TypeVar("Observer", bound=SessionObserver)
@@ -317,6 +318,29 @@ class Session:
         Data that copies of a row still share is not copied. Raises InputError.
         """
         self._open().select(rows)
+
+    def join(self, other: Session) -> None:
+        """The rows of another session of the model go on behind this one's, which is closed: row j of it becomes row
+        `batch` + j. So a prompt can run in a session of its own and then be decoded with others.
+
+        Only the rows that join are copied, but for a few calls that make room for more. Raises InputError: the other is
+        of another model or build, or uses other adapters; there would be more rows than `max_batch`; or a recipe's
+        rows would not go on as they do alone (`capabilities.joins`). Both sessions are unchanged then.
+        """
+        self._open().join(other._open())
+
+    def leave(self, rows: Any) -> Ints:
+        """Drop `rows`, an int or [n], not all of them. The last rows take their places, and nothing else is copied.
+
+        Returns the rows [B] that those which stay were: row i was row `order[i]`. Raises InputError.
+        """
+        core = self._open()
+        gone = np.unique(wanted_rows(np.atleast_1d(as_ints(rows, "rows")), core.batch))
+        if gone.size == core.batch:
+            raise InputError(
+                "all rows would leave, and a session has one at least; close it, or rewind it to 0"
+            )
+        return core.leave(gone)
 
     def fork(self) -> Self:
         """Return an independent session with the same tokens; its stats start at 0."""

@@ -20,7 +20,7 @@ from accel.ir.entries import kind_of
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
-from accel.ir.sizes import FEW, grows
+from accel.ir.sizes import FEW, grows, in_numbers
 from accel.ir.state import Part, StateValue, output_of, state_of
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import default_threads
@@ -34,6 +34,7 @@ from accel.runtime.backends.onnx.open import (
     aligned,
     copied,
     grown,
+    made,
     open_session,
 )
 from accel.runtime.backends.onnx.part import Parts
@@ -180,9 +181,11 @@ class OrtSession:
         self._encoder = encoder
         self._state = state
         self.alike = alike(state)
-        self._batch = batch
         self._vocab = vocab_size
         self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._wide: dict[
+            str, npt.NDArray[Any]
+        ] = {}  # arrays with room for more rows; buffers are their first
         self._queries = {
             o.name: tuple(o.shape[2:]) for o in session.get_outputs() if given_beside(o.name)
         }
@@ -198,17 +201,22 @@ class OrtSession:
         self._decode: list[Any] = []  # that of the next call first
         self._other: list[Any] = []
         self._observing: list[Any] = []  # other shapes, giving queries too
-        self._small: dict[str, npt.NDArray[Any]] = {
-            name: aligned((batch,) if name == "slots" else (batch, tile), "int64", 0)
-            for name in ("tokens", "positions", "slots", "rows")
-        }
-        self._logits: Logits = aligned((batch, tile, vocab_size), "float32", 0)
-        self._small_values = {n: _value(a) for n, a in self._small.items()}
+        self._sized(batch)
         self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
         self._control_values = {n: _value(a) for n, a in self._controls.items()}
         self._adapters: dict[str, npt.NDArray[Any]] = {}
         self._adapter_values: dict[str, Any] = {}
         self.control(controls or {})
+
+    def _sized(self, batch: int) -> None:
+        """What a decode step is given and gives, for so many rows."""
+        tile, self._batch = self.tile, batch
+        self._small: dict[str, npt.NDArray[Any]] = {
+            name: aligned((batch,) if name == "slots" else (batch, tile), "int64", 0)
+            for name in ("tokens", "positions", "slots", "rows")
+        }
+        self._logits: Logits = aligned((batch, tile, self._vocab), "float32", 0)
+        self._small_values = {n: _value(a) for n, a in self._small.items()}
         self._logits_value = _value(self._logits)
 
     def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
@@ -236,7 +244,14 @@ class OrtSession:
                 continue
             old = buffers.get(value.name)
             if old is None or grows(value.shape):
-                buffers[value.name] = grown(old, value, letters)
+                rows = self._room(value)
+                sizes = in_numbers(value.shape, letters)
+                if old is not None and self._lies_wide(value) and old.shape[1:] == sizes[1:]:
+                    continue  # rows joined or left, and it has slots enough
+                buffers[value.name] = grown(old, value, letters | {"B": rows})
+                if rows > self._batch:
+                    self._wide[value.name] = buffers[value.name]
+                    buffers[value.name] = buffers[value.name][: self._batch]
         self._bind(buffers)
 
     def step(
@@ -360,6 +375,70 @@ class OrtSession:
             other._buffers = copies  # bound by the next resize
         return other
 
+    def join(self, other: OrtSession) -> None:
+        """See protocol.BackendSession. Where there is no room for its rows, there is for as many again."""
+        batch = self._batch + other._batch
+        buffers = dict(self._buffers)
+        for value in self._state:
+            if value.pooled or value.name not in buffers:
+                continue
+            mine, its = buffers[value.name], other._buffers[value.name]
+            sizes = tuple(map(max, mine.shape[1:], its.shape[1:]))
+            wide = self._wide.get(value.name)
+            if self._room(value) < batch or wide is None or wide.shape[1:] != sizes:
+                wide = made(value, (max(2 * self._batch, batch), *sizes))
+                wide[: self._batch] = value.fill
+                wide[(slice(self._batch), *map(slice, mine.shape[1:]))] = mine
+            new = wide[self._batch : batch]
+            if its.shape != new.shape:
+                new[...] = value.fill
+            new[(slice(None), *map(slice, its.shape[1:]))] = its
+            self._wide[value.name], buffers[value.name] = wide, wide[:batch]
+        if self._adapters:
+            self._adapters[ROWS] = np.concatenate([self._adapters[ROWS], other._adapters[ROWS]])
+        other.close()
+        self._renewed(buffers, batch)
+
+    def leave(self, rows: Ints) -> None:
+        """See protocol.BackendSession. What forks may share is copied whole."""
+        moved, shared = (
+            np.flatnonzero(rows != np.arange(rows.size)),
+            {v.name for v in self._state if v.kept},
+        )
+        buffers = dict(self._buffers)
+        for value in self._state:
+            if value.pooled or value.name not in buffers:
+                continue
+            array = buffers[value.name]
+            if value.name in shared:
+                buffers[value.name] = array[rows]
+                continue
+            array[moved] = array[rows[moved]]
+            if value.name not in self._wide:
+                self._wide[value.name] = array
+            buffers[value.name] = array[: rows.size]
+        if self._adapters:
+            self._adapters[ROWS] = self._adapters[ROWS][rows]
+        self._renewed(buffers, rows.size)
+
+    def _renewed(self, buffers: dict[str, npt.NDArray[Any]], batch: int) -> None:
+        """Other buffers, of so many rows, which the next resize binds."""
+        self._decode, self._other, self._observing = [], [], []
+        self._parts.forget()
+        self._buffers, self._spare = buffers, {}
+        self._sized(batch)
+        if self._adapters:
+            self._adapter_values = {n: _value(a) for n, a in self._adapters.items()}
+
+    def _room(self, value: StateValue) -> int:
+        """Rows that there is room for where a buffer of the state lies."""
+        return len(self._wide[value.name]) if self._lies_wide(value) else self._batch
+
+    def _lies_wide(self, value: StateValue) -> bool:
+        """Whether a buffer is the first rows of one that rows may join."""
+        wide, now = self._wide.get(value.name), self._buffers.get(value.name)
+        return wide is not None and now is not None and wide.ctypes.data == now.ctypes.data
+
     def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
         """See protocol.BackendSession."""
         if self._adapters:
@@ -397,7 +476,7 @@ class OrtSession:
         """The buffers, and bytes of all but a pool's, and of those in files."""
         if self._bytes[0] is not self._buffers:
             own = [
-                self._buffers[v.name]
+                self._wide[v.name] if self._room(v) > self._batch else self._buffers[v.name]
                 for v in self._state
                 if v.name in self._buffers and not v.pooled
             ]
@@ -411,13 +490,18 @@ class OrtSession:
         self._decode, self._other, self._observing = [], [], []
         self._parts.forget()
         self._values, self._mapped = [], []
-        self._buffers, self._spare = {}, {}
+        self._buffers, self._spare, self._wide = {}, {}, {}
         self._bytes = None, 0, 0
 
     def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
         """Bind each buffer as input and as output, in all bindings; take them over only when all
         went well.
         """
+        self._wide = {
+            n: a
+            for n, a in self._wide.items()
+            if n in buffers and a.ctypes.data == buffers[n].ctypes.data
+        }
         recurrent = {v.name for v in self._state if v.part is Part.RECURRENT}
         read_only = {v.name for v in self._state if v.read_only}
         spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}

@@ -11,6 +11,7 @@ import numpy as np
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Bools, Ints, as_ints
+from accel.runtime.inputs.stack import stacked
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,15 @@ class Marks:
     def select(self, rows: Ints) -> Marks:
         """Row i is what row rows[i] was."""
         return Marks(self.prompt[rows], self.running[rows], self.units[rows], self.question[rows])
+
+    def join(self, other: Marks) -> Marks:
+        """Its rows follow these, of which none is told what comes next."""
+        return Marks(
+            stacked(self.prompt, other.prompt),
+            stacked(self.running, other.running),
+            stacked(self.units, other.units, fill=-1),
+            stacked(self.question, other.question),
+        )
 
     def rewound(self, lengths: Ints) -> Marks:
         """Without marks of tokens from `lengths` [B] on."""

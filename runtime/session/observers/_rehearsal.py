@@ -12,6 +12,7 @@ import numpy.typing as npt
 from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import Calls, SessionObserver
 
 _ROOM = 16  # positions that a repeat needs at least: fewer would take too many calls
@@ -51,6 +52,18 @@ class PromptLog:
         if self.tokens is None or self.positions is None:
             return PromptLog(rows.size)
         return PromptLog(rows.size, self.tokens[rows], self.positions[rows])
+
+    def join(self, other: PromptLog) -> PromptLog:
+        """Its rows follow these."""
+        tokens, positions = self._placed()
+        its, places = other._placed()
+        batch = self.batch + other.batch
+        return PromptLog(batch, stacked(tokens, its), stacked(positions, places, fill=-1))
+
+    def _placed(self) -> tuple[Ints, Ints]:
+        if self.tokens is None or self.positions is None:
+            return np.zeros((self.batch, 0), np.int64), np.zeros((self.batch, 0), np.int64)
+        return self.tokens, self.positions
 
     def rewound(self, lengths: Ints) -> PromptLog:
         """Without tokens from `lengths` [B] on."""

@@ -11,6 +11,7 @@ from accel.ir.errors import InputError
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens
 from accel.runtime.inputs.ints import Ints, as_ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import (
     Calls,
     Capabilities,
@@ -81,6 +82,10 @@ class CanvasState(SessionObserver):
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self.filled = self.filled[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self.filled = stacked(self.filled, other.filled)
 
     def copy(self) -> Self:
         """See SessionObserver."""

@@ -11,6 +11,7 @@ from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -60,6 +61,10 @@ class ChoiceMemory(SessionObserver):
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self._wide = self._wide[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self._wide = stacked(self._wide, other._wide)
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""

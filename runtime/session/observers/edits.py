@@ -44,6 +44,10 @@ class Edits(SessionObserver):
         """See SessionObserver."""
         self.log.select(rows)
 
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self.log.join(other.log)
+
     def copy(self) -> Self:
         """See SessionObserver."""
         other = type(self)(0)

@@ -26,6 +26,7 @@ from accel.ir.state import Part
 from accel.runtime.backends.buffers import kept_heads, stages_of
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.kv.budget import Base as Budget
 from accel.runtime.kv.when import Base as When
 from accel.runtime.session.observers._marks import Marks
@@ -190,10 +191,14 @@ class EvictionState(SessionObserver):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Where it may be due after a token, no call of several is the same, and none can be taken back."""
+        """Where it may be due after a token, no call of several is the same, and none can be taken back. All rows are
+        compressed then, so that a row which joins makes others drop tokens when they would not alone.
+        """
         single = self.plan.when.single
         lost = single or self.plan.counts
-        return Capabilities(back=0 if lost else None, width=1 if single else None, trees=not lost)
+        return Capabilities(
+            back=0 if lost else None, width=1 if single else None, trees=not lost, joins=not single
+        )
 
     @property
     def held_from(self) -> Ints:
@@ -213,6 +218,31 @@ class EvictionState(SessionObserver):
         self._query_positions = {n: where[rows] for n, where in self._query_positions.items()}
         self._last, self._prompt = self._last[rows], self._prompt.select(rows)
         self._marks = self._marks.select(rows)
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self.base, self._calm = stacked(self.base, other.base), stacked(self._calm, other._calm)
+        self._kept = stacked(self._kept, other._kept, axis=1)
+        self._first = self._first and other._first
+        known = {**other._queries, **self._queries}
+        self._queries = {
+            name: stacked(self._heard(name, known), other._heard(name, known), right=(1,))
+            for name in known
+        }
+        self._query_positions = {
+            n: stacked(where, other._query_positions[n], fill=-1, right=(1,))
+            for n, where in self._query_positions.items()
+        }
+        self._last, self._prompt = (
+            stacked(self._last, other._last),
+            self._prompt.join(other._prompt),
+        )
+        self._marks = self._marks.join(other._marks)
+
+    def _heard(self, name: str, known: Arrays) -> npt.NDArray[Any]:
+        """Queries [B,T,H,D] of this name; of one that others have alone there are none."""
+        like = known[name]
+        return self._queries.get(name, np.zeros((self.base.size, 0, *like.shape[2:]), like.dtype))
 
     def begin(
         self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any

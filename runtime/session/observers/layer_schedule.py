@@ -12,6 +12,7 @@ from accel.ir.errors import InputError, shown
 from accel.runtime.backends.layer_inputs import NEVER, Controls
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -52,9 +53,11 @@ class LayerSchedule(SessionObserver):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Single tokens go another way than several at once, unless the recipe's plan is all layers."""
+        """Single tokens go another way than several at once, unless the recipe's plan is all layers. Rows that are run
+        together leave out what one of them left out.
+        """
         same = all(self.depth.plan) and self.depth.threshold is None
-        return Capabilities(width=None if same else 1)
+        return Capabilities(width=None if same else 1, joins=same)
 
     def begin(
         self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any
@@ -117,6 +120,11 @@ class LayerSchedule(SessionObserver):
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self._lacks, self._before, self._noted = self._lacks[:, rows], self._before[rows], None
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self._lacks = stacked(self._lacks, other._lacks, axis=1)
+        self._before, self._noted = stacked(self._before, other._before), None
 
     def copy(self) -> Self:
         """An independent one that knows the same."""

@@ -23,12 +23,14 @@ class Capabilities:
         width: most tokens per call whose logits equal those of single-token calls, up to rounding; None:
             any number, as far as `Session.room` allows.
         trees: a call may be a draft tree (`Session.guess`).
+        joins: rows of another session may join (`Session.join`), and each goes on as it would alone.
     """
 
     free_rewind: bool = True
     back: int | None = None
     width: int | None = None
     trees: bool = True
+    joins: bool = True
 
     def __and__(self, other: Capabilities) -> Capabilities:
         """What both have."""
@@ -37,6 +39,7 @@ class Capabilities:
             _least(self.back, other.back),
             _least(self.width, other.width),
             self.trees and other.trees,
+            self.joins and other.joins,
         )
 
 
@@ -294,6 +297,11 @@ class SessionObserver:
 
     def select(self, rows: Ints) -> None:
         """Row i goes on as what row rows[i] was, for any number of rows [n]."""
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """The rows of `other`, which knows as much of another session of the model, follow this one's. It may keep what
+        `other` holds. Only where `capabilities` say so. The buffers are new, and have all rows.
+        """
 
     def copy(self) -> Self:
         """One for a fork, independent of this; its figures start at 0."""

@@ -17,6 +17,7 @@ from accel.ir.entries.shift import SHIFT, keys_of, turned_of
 from accel.ir.state import POSITIONS, Part
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers._store import Piece, Store
 from accel.runtime.session.observers._two_parts import TwoParts, Values
@@ -125,6 +126,13 @@ class PieceReuse(SessionObserver):
         other.log, other.blended, other._spaces = self.log.copy(), self.blended, self._spaces
         other._watched = self._watched
         return other
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self.log.join(other.log)
+        self.blended = stacked(self.blended, other.blended)
+        self._spaces = [*self._spaces, *other._spaces]
+        self._watched = [*self._watched, *other._watched]
 
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""

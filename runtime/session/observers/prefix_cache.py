@@ -14,6 +14,7 @@ from accel.ir.errors import InputError
 from accel.ir.state import POSITIONS, CacheRegion, Part, name_of
 from accel.runtime.backends.protocol import BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers._pool import ROOT, Arrays, Pool
 from accel.runtime.session.observers.observer import ModelParts, ObserverFactory, SessionObserver
@@ -74,6 +75,15 @@ class PrefixCache(SessionObserver):
         self._rows[:] = found
         self.base, self._roots = self.base[rows], [self._roots[row] for row in rows]
         self.log.select(rows)
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver. The blocks that its rows use, this one lets go of later."""
+        self._rows.extend(list(blocks) for blocks in other._rows)
+        other._rows.clear()
+        self.base, self._roots = stacked(self.base, other.base), [*self._roots, *other._roots]
+        if self.base.any():
+            backend.put({**self.pool.arrays, name_of(Part.TABLE): _table(self._rows)})
+        self.log.join(other.log)
 
     def admit(
         self, backend: BackendSession, tokens: Ints, counts: Ints | None, lengths: Ints

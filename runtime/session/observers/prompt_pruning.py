@@ -12,6 +12,7 @@ from accel.ir.errors import InputError
 from accel.ir.prefill import Pick
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers._prompt_parts import Part, Scores, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -62,6 +63,11 @@ class PromptPruning(SessionObserver):
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self.dropped, self.ends = self.dropped[:, rows], self.ends[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self.dropped = stacked(self.dropped, other.dropped, axis=1)
+        self.ends = stacked(self.ends, other.ends)
 
     def prunes(self, counts: Ints) -> bool:
         """Whether prompts of so many tokens are."""

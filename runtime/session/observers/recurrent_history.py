@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.inputs.token_log import Log
 from accel.runtime.session.observers.observer import (
     Capabilities,
@@ -130,6 +131,14 @@ class RecurrentHistory(SessionObserver):
         for saved in self._saved:
             saved.lengths = saved.lengths[rows]
             saved.rows = rows if saved.rows is None else saved.rows[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver. Copies of the state are of this session's rows alone, and go: a rewind runs all tokens
+        of a row again, or goes back to a later copy.
+        """
+        self._log.join(other._log)
+        self._taken, self._saved = stacked(self._taken, other._taken), []
+        self._wide = True  # a copy is due before the next call
 
     def copy(self) -> Self:
         """An independent past; the copies of the state, which nobody writes, are shared."""

@@ -12,6 +12,7 @@ from accel.ir.sizes import FEW
 from accel.ir.units import Units
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers.observer import (
     Capabilities,
@@ -132,6 +133,15 @@ class UnitGroups(SessionObserver):
         self._origin, self._known = self._origin[rows], self._known[rows]
         self._prompts = tuple(self._prompts[row] for row in rows)
         self._marks, self._ends = self._marks.select(rows), self._ends[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self._lengths = stacked(self._lengths, other._lengths)
+        self._grouped = stacked(self._grouped, other._grouped)
+        self._origin = stacked(self._origin, other._origin)
+        self._known = stacked(self._known, other._known)
+        self._prompts = (*self._prompts, *other._prompts)
+        self._marks, self._ends = self._marks.join(other._marks), stacked(self._ends, other._ends)
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
