@@ -67,6 +67,11 @@ class BackendSession(Protocol):
         what it gives; the recent part too, or it is gone until `resize`.
         """
 
+    def drop(self, first: Ints) -> None:
+        """In the slots of layers with a window (`ir.window`): let slot i of each row b hold what slot first[b] + i
+        does, in place; those behind are empty.
+        """
+
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """Empty the kept part of the state of these rows (a bool mask [B]), and the slots of layers that
         see a prompt pruned.
