@@ -84,8 +84,8 @@ class WindowState(SessionObserver):
             row = int(bad.argmax())
             raise InputError(
                 f"cannot rewind row {row} to {wanted[row]}: layers with a window of {self.plan.size} keep the newest "
-                f"tokens only; give {low[row]}..{lengths[row]}, or 0, or build with kv.window = all, or a larger "
-                f"kv.window.newest back than {self.plan.back}"
+                f"tokens only; give {low[row]}..{lengths[row]}, or 0, or build with window = all, or a larger "
+                f"window.newest back than {self.plan.back}"
             )
 
     def rewind(self, backend: BackendSession, wanted: Ints, lengths: Ints) -> bool:

@@ -1,4 +1,4 @@
-"""Keep all tokens: sessions can be rewound as far as those of any other model."""
+"""NAME (paper, arXiv): what it does, in a sentence."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 
 from accel.ir.program import Program
 from accel.passes import Report
-from accel.passes.kv.window import Base
+from accel.passes.window import Base
 
 
 @dataclass(frozen=True)
-class All(Base):
-    """The cache of every layer grows with the text."""
+class Template(Base):
+    """Which tokens layers with a window keep: here all."""
 
     by_position: ClassVar[bool] = True
 

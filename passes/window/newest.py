@@ -18,8 +18,8 @@ from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.window import SLOTS, STAGE, Window
 from accel.passes import Report
 from accel.passes.kv._shared.cached import appends, cache_of
-from accel.passes.kv.window import Base
 from accel.passes.state.slots import own_positions, positions_name
+from accel.passes.window import Base
 
 _SEES = ("window", "chunk")  # masks that show no more than so many of the newest tokens
 
@@ -38,6 +38,7 @@ class Newest(Base):
     small: ClassVar[Mapping[str, Any]] = {"back": 8}
 
     by_position = True
+    must_change = True
     relies = frozenset(
         {
             Invariant.ALL_LAYERS_RUN,
@@ -59,13 +60,18 @@ class Newest(Base):
 
     def __post_init__(self) -> None:
         if self.back < 1:
-            raise RecipeError(f"kv.window.newest: back is {self.back}; give at least 1")
+            raise RecipeError(f"window.newest: back is {self.back}; give at least 1")
 
     def run(self, program: Program) -> Report:
         if program.facts.diffusion is not None or any(
             s.part is Part.RECURRENT for s in program.state
         ):
-            return Report(refused=["tokens may be run again that no layer keeps"])
+            return Report(
+                refused=[
+                    "sessions of this model run tokens again that its layers with a window would no longer see; leave "
+                    "window out for it"
+                ]
+            )
         read = _readers(program)
         found = {layer: _window(nodes) for layer, nodes in read.items()}
         found = {
@@ -75,7 +81,10 @@ class Newest(Base):
         }
         if not found:
             return Report(
-                refused=["no layer sees a window that is shorter than the maximum context"]
+                refused=[
+                    f"no layer sees a window that is shorter by {2 * self.back} tokens than the maximum context of "
+                    f"{program.facts.max_context}; leave window out for this model"
+                ]
             )
         _move(program, {layer: read[layer] for layer in found})
         program.facts.window = Window(max(found.values()), self.back)
