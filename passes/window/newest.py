@@ -42,11 +42,10 @@ class Newest(Base):
     relies = frozenset(
         {
             Invariant.ALL_LAYERS_RUN,
-            Invariant.ALL_TOKENS_HELD,
             Invariant.APPEND_ONLY,
+            Invariant.CALL_INDEPENDENT,
             Invariant.FIXED_LAYERS,
             Invariant.FULL_ATTENTION,
-            Invariant.UNIFORM_SLOTS,
         }
     )
     breaks = frozenset(
