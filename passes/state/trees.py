@@ -99,8 +99,8 @@ def _commit(program: Program, batch: Any) -> Entry:
     buffers = {name: holder(name, value.shape, value.dtype) for name, value in held.items()}
     editor, outputs = Editor(program, graph), {}
     first = {"C": slots}
-    if (held := buffers.get(positions_name(STAGE))) is not None:
-        operands = held, buffers[POSITIONS], slots
+    if (own := buffers.get(positions_name(STAGE))) is not None:
+        operands = own, buffers[POSITIONS], slots
         first[SLOTS] = trace(editor, positions_name(STAGE), filled, *operands, key="filled")
     for state in states:
         buffer, start = buffers[state.name], next(first[n] for n in state.shape if n in first)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from accel.ir.program import Program
 from accel.passes import Report
 from accel.passes.window import Base
+from accel.passes.window._layers import readers, window_of
 
 
 @dataclass(frozen=True)
@@ -17,4 +18,5 @@ class All(Base):
     by_position: ClassVar[bool] = True
 
     def run(self, program: Program) -> Report:
-        return Report()
+        found = [nodes for nodes in readers(program).values() if window_of(nodes)]
+        return Report(len(found), [] if found else ["no layer of this model has a window"])

@@ -10,18 +10,15 @@ from torch import fx
 
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
-from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import set_operand
 from accel.ir.program import Editor, Program
 from accel.ir.state import POSITIONS, Part, name_of, output_of
 from accel.ir.window import SLOTS, STAGE, Window
 from accel.passes import Report
-from accel.passes.kv._shared.cached import appends, cache_of
 from accel.passes.state.slots import own_positions, positions_name
 from accel.passes.window import Base
-
-_SEES = ("window", "chunk")  # masks that show no more than so many of the newest tokens
+from accel.passes.window._layers import readers, window_of
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,8 @@ class Newest(Base):
                     "window out for it"
                 ]
             )
-        read = _readers(program)
-        found = {layer: _window(nodes) for layer, nodes in read.items()}
+        read = readers(program)
+        found = {layer: window_of(nodes) for layer, nodes in read.items()}
         found = {
             layer: size
             for layer, size in found.items()
@@ -90,33 +87,13 @@ class Newest(Base):
         return Report(changed=len(found))
 
 
-def _readers(program: Program) -> dict[int, list[fx.Node]]:
-    """The attention nodes that read the cache of each layer."""
-    found: dict[int, list[fx.Node]] = {}
-    layers = {s.name: s.layer for s in program.state}
-    for node in program.nodes(attention.default, entry=program.step):
-        if appends(node):
-            layer = layers[str(cache_of(node, Part.KEYS).target)]
-            assert layer is not None
-            found.setdefault(layer, []).append(node)
-    return found
-
-
-def _window(nodes: list[fx.Node]) -> int:
-    """The most tokens that any of these sees; 0: all."""
-    sees = [operands_of(node) for node in nodes]
-    return 0 if any(x.mask not in _SEES for x in sees) else max(x.window for x in sees)
-
-
 def _move(program: Program, read: Mapping[int, list[fx.Node]]) -> None:
     """Let the caches of some layers have slots of their own."""
     step = program.step
     shared = step.output_nodes()[output_of(POSITIONS)]
     at, positions = own_positions(program, STAGE, shared)
-    editor, slots = (
-        Editor(program, step.graph),
-        step.input(positions_name(STAGE)).meta["val"].shape[1],
-    )
+    editor = Editor(program, step.graph)
+    slots = step.input(positions_name(STAGE)).meta["val"].shape[1]
     names = {name_of(part, layer) for layer in read for part in (Part.KEYS, Part.VALUES)}
     for index, state in enumerate(program.state):
         if state.name not in names:
