@@ -84,6 +84,9 @@ class Newest(Base):
             )
         _move(program, {layer: read[layer] for layer in found})
         program.facts.window = Window(max(found.values()), self.back)
+        program.facts.notes.append(
+            f"{len(found)} of {len(program.facts.layers)} layers keep the newest tokens of their window only"
+        )
         return Report(changed=len(found))
 
 

@@ -61,7 +61,9 @@ def moved(
 
 
 def stages_of(state: Sequence[Any]) -> dict[int, int]:
-    """How many stages of prompt pruning are before each layer with a cache: C1 are the slots behind the first."""
+    """How many stages of prompt pruning are before each layer with a cache: C1 are the slots behind the first. A layer
+    that keeps a window is as behind one.
+    """
     return {
         value.layer: int(size.partition("/")[0][1:] or 0)
         for value in state

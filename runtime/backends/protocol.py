@@ -34,7 +34,7 @@ class BackendSession(Protocol):
 
     def resize(self, capacity: int, *later: int) -> None:
         """Give every state buffer `capacity` slots, keeping what it holds; never fewer. `later`: those of
-        layers that see a prompt pruned (C1, …).
+        layers that see a prompt pruned, or a window (C1, …).
         """
 
     def step(
