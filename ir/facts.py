@@ -12,6 +12,7 @@ from accel.ir.fields import Fields
 from accel.ir.prefill import Prefill
 from accel.ir.selection import Selection
 from accel.ir.units import Units
+from accel.ir.window import Window
 
 FEATURES = (
     "encoder",
@@ -22,6 +23,7 @@ FEATURES = (
     "adapters",
     "units",
     "selection",
+    "window",
 )  # attributes of `Facts` that most models lack
 
 
@@ -151,6 +153,7 @@ class Facts:
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
     selection: Selection | None = None  # None: calls of a few tokens select as calls of one
+    window: Window | None = None  # None: layers with a window keep all tokens
 
     @property
     def num_layers(self) -> int:
@@ -210,4 +213,5 @@ class Facts:
             adapters=AdapterFacts.from_json(f.object("adapters")) if f.has("adapters") else None,
             units=Units.from_json(f.object("units")) if f.has("units") else None,
             selection=Selection.from_json(f.object("selection")) if f.has("selection") else None,
+            window=Window.from_json(f.object("window")) if f.has("window") else None,
         )

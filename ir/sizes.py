@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-# rows, the encoder's positions, blocks of a row and of a pool, slots (of layers that see a prompt pruned: C1, …), kept
-# blocks, a layer's kept slots, those in fewer bits (Q0_1: in the layer's second form), how often tokens came in
+# rows, the encoder's positions, blocks of a row and of a pool, slots (of layers that see a prompt pruned, or a
+# window: C1, …), kept blocks, a layer's kept slots, those in fewer bits (Q0_1: in the layer's second form), how often
+# tokens came in
 LETTER = re.compile(r"[BXMZ]|C\d*(/[1-9]\d*)?|P\d*(/[1-9]\d*)?|[QE]\d+(_[1-9]\d*)?")
 FEW = 32  # tokens of a call, up to which each reads pages of its own
 

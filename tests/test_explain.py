@@ -33,6 +33,7 @@ from .session_case import session_of
 CONTEXT = 2048
 REFUSED = {  # no rope; no gates or table for this model; no masks to fill
     "yoco": "read only caches of lower layers",
+    "window-cache": "no layer sees a window",
     **dict.fromkeys(("pie", "cacheblend", "kvshare"), "kv.reuse"),
     **dict.fromkeys(
         ("trim-kv", "tokenbutler", "attention-predictor"), "trained for another model"

@@ -14,6 +14,7 @@ from accel.ir.fields import Fields
 from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
 from accel.ir.units import Units
+from accel.ir.window import Window
 
 LAYERS = [
     LayerFacts("causal", 0, 4, 2, 16, nodes=40),
@@ -31,6 +32,7 @@ FULL = {
     "adapters": AdapterFacts({"a.q": (8, 6)}, {"poet": 3}, {"poet": 168}),
     "units": Units(80, 320, 16),
     "selection": Selection(1, history=True),
+    "window": Window(512, 64),
 }
 
 

@@ -39,6 +39,7 @@ MORE = {  # recipes whose sessions know what those of CASES do not
     "sentencekv": tables("kv.select=sentencekv"),
     "tokenselect": tables("kv.select=tokenselect"),
     "laq": tables("kv.score=laq"),
+    "window": tables("window=newest"),
 }
 OTHERS = ["mamba", "falcon_h1", "filler", "t5"]  # kinds of models
 RECIPES = {**{name: case for name, (case, _) in CASES.items() if name not in OTHERS}, **MORE}
@@ -74,7 +75,7 @@ def model(stateful):
                 EagerBackend(program), program.facts, recipe=recipe, weights=lambda: ""
             )
         else:
-            found = built("llama", tables=RECIPES[name])
+            found = built("mistral" if name == "window" else "llama", tables=RECIPES[name])
         return made.setdefault(name, found)
 
     return get

@@ -6,15 +6,19 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.explain import costs
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.arch.yoco import YocoConfig
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.region import Region
+from accel.ir.window import Window
 from accel.runtime.session import core
 
 TOKENS = np.random.default_rng(5).integers(0, 90, (3, 50))
 COUNTS = np.array([30, 21, 1])
 EXIT = {"prefill.prune": {"use": "yoco", "least": 4}}
+BACK = 16  # tokens that a law takes back
+NEWEST = {"window": {"use": "newest", "back": BACK}}
 
 
 def gemma3n():
@@ -30,13 +34,19 @@ def built(module, target, tables=EXIT):
 
 @pytest.fixture(
     scope="module",
-    params=["yoco-eager", "yoco-onnx", pytest.param("gemma3n-eager", marks=pytest.mark.long)],
+    params=[
+        "yoco-eager",
+        "yoco-onnx-newest",
+        pytest.param("yoco-onnx", marks=pytest.mark.long),
+        pytest.param("gemma3n-eager", marks=pytest.mark.long),
+        pytest.param("gemma3n-eager-newest", marks=pytest.mark.long),
+    ],
 )
 def pair(request):
     """A module, and the model with early exit."""
-    name, target = request.param.split("-")
+    name, target, *window = request.param.split("-")
     module = models.yoco() if name == "yoco" else gemma3n()
-    with built(module, target) as compiled:
+    with built(module, target, EXIT | (NEWEST if window else {})) as compiled:
         yield module, compiled
 
 
@@ -117,6 +127,32 @@ def test_memory_is_its_formula():
         assert [layer.window for layer in model.facts.layers] == [window] * half + [0] * (
             layers - half
         )
+
+
+def test_bytes_are_one_global_cache_and_a_window_of_each_lower_layer(monkeypatch):
+    """2 n_kv D of each token, and 2 H D of each slot of the lower half, whose number the text does not change."""
+    for module in (core, costs):
+        monkeypatch.setattr(module, "CHUNK", 8)
+        monkeypatch.setattr(module, "STEP", 8)
+    layers, window, heads, kv, size = 5, 3, 4, 2, 10
+    plan = Window(window, 8)
+    for tables in ({}, EXIT):
+        more = {"window": {"use": "newest", "back": plan.back}}
+        with built(models.yoco(layers, window), "eager", tables | more) as model:
+            assert model.facts.window == plan
+            found = costs.cache(model.program, None, {}, (6, 30, 61), 0)
+            held = {}
+            for prompt in (6, 30, 61):
+                with model.session() as session:
+                    session.prompt(TOKENS.reshape(1, -1)[:, :prompt])
+                    session.run([[1]])
+                    held[prompt] = session.stats["kv_bytes"]
+                slots = -(-(prompt + 1) // 8) * 8
+                own = min(slots, -(-plan.most // 8) * 8)
+                floats = 2 * kv * size * slots + layers // 2 * 2 * heads * size * own
+                assert held[prompt] == 4 * floats + 8 * (slots + own) == found.bytes(prompt)
+            # what 32 tokens more take: the global cache and the positions of its slots
+            assert held[61] - held[30] == 32 * (4 * 2 * kv * size + 8)
 
 
 def test_a_window_of_all_tokens_is_full_attention():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from accel.ir.recipe import Recipe
 from accel.passes import Pass
 from accel.passes.kv.compress import Compress
 from accel.passes.state.trees import Trees
+from accel.passes.window._default import Windows
 
 EVICTION = (
     "kv.score",
@@ -22,6 +24,7 @@ EVICTION = (
     "kv.keep",
     "kv.when",
 )  # axes that one pass takes together
+WINDOW = "window"  # an axis that every recipe has, if it can
 STEPS = ("kv.reuse", "prefill.ranks")  # axes of the engine whose methods name passes
 DRAFTING = {  # axes of speculative decoding
     "draft": "draft proposes tokens",
@@ -39,6 +42,12 @@ class Plan:
     recipe: Recipe
     passes: list[Pass] = field(default_factory=list)
     methods: dict[str, Any] = field(default_factory=dict)  # axis -> the method built
+    unasked: list[Pass] = field(default_factory=list)  # passes that it has without naming them
+
+    @property
+    def every(self) -> list[Pass]:
+        """All its passes."""
+        return [*self.passes, *self.unasked]
 
     @property
     def grade(self) -> str:
@@ -92,7 +101,7 @@ def _assembled(recipe: Recipe) -> Plan:
         by_default = [sum(a not in recipe.tables for a in (c.relying, c.other)) for c in found]
         first = found[by_default.index(min(by_default))]  # what the recipe itself names, if any
         raise _Incompatible(f"recipe '{recipe.name}': {told(first, _uses(plan))}")
-    plan.passes = _passes(plan, axes)
+    plan.passes, plan.unasked = _passes(plan, axes), _always(plan.methods)
     return plan
 
 
@@ -203,6 +212,13 @@ def _evict(plan: Plan, axes: dict[str, Axis]) -> None:
     for axis, use in (("kv.budget", "uniform"), ("kv.keep", "drop"), ("kv.when", score.when)):
         if axis not in plan.methods:
             _default(plan, axes, axis, use)
+
+
+def _always(methods: Mapping[str, Any]) -> list[Pass]:
+    """The passes of a recipe that does not say what layers with a window keep, and has no method that conflicts."""
+    windows = Windows()
+    there = WINDOW in methods or conflicts({**methods, WINDOW: windows})
+    return [] if there else [windows]
 
 
 def _passes(plan: Plan, axes: dict[str, Axis]) -> list[Pass]:

@@ -12,7 +12,8 @@ from accel.ir.facts import Facts
 from accel.ir.program import Program
 from accel.ir.region import Region
 from accel.ir.sizes import grows, per_slot
-from accel.ir.state import Home
+from accel.ir.state import Home, StateValue
+from accel.ir.window import SLOTS
 
 
 def model_facts(program: Program) -> Facts:
@@ -36,13 +37,20 @@ def kv_mapped(program: Program) -> int:
 
 
 def kv_bytes(program: Program) -> int:
-    """Bytes of state that each token of a row takes; in blocks, where a codec makes such."""
+    """Bytes of state that each token of a row takes; in blocks, where a codec makes such. Layers that keep the newest
+    tokens only are left out.
+    """
     block = program.facts.kv.flush if program.facts.kv is not None else 0
     return math.ceil(
         sum(
             per_slot(s.shape) * torch.empty((), dtype=getattr(torch, s.dtype)).element_size()
             for s in program.state
-            if ("P" in s.shape if block else grows(s.shape))
+            if ("P" in s.shape if block else grows(s.shape) and not bounded(program.facts, s))
         )
         / max(1, block)
     )
+
+
+def bounded(facts: Facts, value: StateValue) -> bool:
+    """Whether a state value is of layers that keep the newest tokens only."""
+    return facts.window is not None and SLOTS in value.shape

@@ -316,7 +316,7 @@ def _compiled(
 
 def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
     """All passes of a build, in order."""
-    own = pipeline(encoder, job.plan.passes, job.modules)
+    own = pipeline(encoder, job.plan.every, job.modules)
     return [*own, *([Concat()] if job.target == "onnx" else [])]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from accel.ir.ops.kv import kv_append
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry, Region
-from accel.ir.state import POSITIONS, CacheRegion, Part, state_of
+from accel.ir.state import POSITIONS, CacheRegion, Part
+from accel.ir.window import SLOTS
 from accel.passes import Pass, Report
+from accel.passes.clean.clean import remove_dead
 from accel.passes.state.head import Head
 from accel.passes.state.layers import Layers
 
@@ -37,7 +40,7 @@ class Concat(Pass):
 
     def run(self, program: Program) -> Report:
         own = [s for s in program.state if s.stored and s.region is CacheRegion.RECENT]
-        shapes = {s.shape for s in own}
+        shapes = {tuple("C" if size == SLOTS else size for size in s.shape) for s in own}
         if len(shapes) != 1:
             return Report(refused=["onnxruntime-genai needs equal KV shapes in every layer"])
         parts = [s.part for s in own]
@@ -67,7 +70,7 @@ class Concat(Pass):
                     "onnxruntime-genai needs a cache in every layer, but some layers share one"
                 ]
             )
-        if any(s.name != POSITIONS and (s not in own or s.dtype == "int8") for s in program.state):
+        if any(not s.positions and (s not in own or s.dtype == "int8") for s in program.state):
             return Report(refused=["onnxruntime-genai supports a dense cache only"])
         readers = program.nodes(attention.default, entry=program.step)
         if any(operands_of(node).pages is not None for node in readers):
@@ -77,15 +80,17 @@ class Concat(Pass):
         _inputs(program, graph, copied, own)
         editor = Editor(program, graph)
         for node in program.step.graph.nodes:
-            if node.op in ("call_function", "get_attr"):
+            if _has_place(node, copied):
                 copied[node] = _copy(editor, node, copied, copied[program.step.input(POSITIONS)])
+        places = {s.output for s in program.state if s.positions}
         present = {s.output: present_of(s) for s in own}
         outputs = {
             present.get(name, name): copied[node]
             for name, node in program.step.output_nodes().items()
-            if state_of(name) != POSITIONS
+            if name not in places
         }
         graph.output(tuple(outputs.values()))
+        remove_dead(graph)
         program.entries[GENAI.name] = Entry(graph, list(outputs), dict(program.step.defaults))
         return Report(changed=1)
 
@@ -93,7 +98,7 @@ class Concat(Pass):
 def _inputs(
     program: Program, graph: fx.Graph, copied: dict[fx.Node, fx.Node], held: list[State]
 ) -> None:
-    """Placeholders of the entry; `kv.pos` and `rows` have none and stand for what replaces them."""
+    """Placeholders of the entry; positions of slots and `rows` have none and stand for what replaces them."""
     step = program.step
     for old, new in (("tokens", "input_ids"), ("positions", "position_ids")):
         copied[step.input(old)] = graph.placeholder(new)
@@ -103,7 +108,8 @@ def _inputs(
         copied[step.input(name)].meta["val"] = step.input(name).meta["val"]
     editor = Editor(program, graph)
     batch = step.input("tokens").meta["val"].shape[0]
-    sizes = {"B": batch, "C": editor.symbol("P", _PAST)}
+    past = editor.symbol("P", _PAST)
+    sizes = {"B": batch, "C": past, SLOTS: past}
     mask = editor.placeholder("attention_mask", (batch, editor.symbol("S", _SEEN)), torch.int64)
     for state in held:
         shape = [sizes[d] if isinstance(d, str) else d for d in state.shape]
@@ -117,7 +123,15 @@ def _inputs(
         real = editor.call(aten.gt.Scalar, mask, 0)
     with graph.inserting_after(real):
         positions = editor.call(aten.where.ScalarOther, real, index, -1)
-    copied[step.input(POSITIONS)] = positions
+    copied |= {step.input(s.name): positions for s in program.state if s.positions}
+
+
+def _has_place(node: fx.Node, copied: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether it is copied: what says where new tokens are written is not."""
+    if node.op != "call_function":
+        return bool(node.op == "get_attr")
+    joint = node.target in (kv_append.default, take_rows.default) or isinstance(node.target, Region)
+    return joint or all(n in copied for n in node.all_input_nodes)
 
 
 def _copy(

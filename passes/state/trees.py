@@ -13,13 +13,16 @@ from accel.ir.entries.commit import COMMIT
 from accel.ir.errors import PassError
 from accel.ir.ops.attention import attention, operands_of
 from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Editor, Program, State
 from accel.ir.region import Entry
-from accel.ir.state import POSITIONS, Part, output_of
+from accel.ir.state import POSITIONS, Part
 from accel.ir.trace import trace
+from accel.ir.window import SLOTS, STAGE
 from accel.passes import Pass, Report
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
+from accel.passes.state.slots import filled, positions_name
 
 _WIDTH, _PATH = 73, 79  # example sizes while shapes are worked out
 
@@ -43,14 +46,16 @@ class Trees(Pass):
         written = step.output_nodes()
         for state in program.state:
             _check(state, written)
-        sites, places = program.nodes(attention.default, entry=step), written[output_of(POSITIONS)]
-        own = [n for n in sites if operands_of(n).k_pos is places]
+        places = {written[s.output] for s in program.state if s.positions}
+        sites = program.nodes(attention.default, entry=step)
+        own = [n for n in sites if operands_of(n).k_pos in places]
         wide = editor.symbol("W", _WIDTH)
         batch, width = step.input("tokens").meta["val"].shape
         tree = editor.placeholder("tree", (batch, width, wide), torch.bool)
         step.defaults["tree"] = torch.ones(1, 1, 1, dtype=torch.bool)
         for node in own:
-            node.kwargs = {**node.kwargs, "tree": tree, "first": step.input("slots")}
+            first = operand_of(operands_of(node).k_pos, "slots")
+            node.kwargs = {**node.kwargs, "tree": tree, "first": first}
         program.entries[COMMIT.name] = _commit(program, batch)
         return Report(changed=len(own))
 
@@ -93,13 +98,18 @@ def _commit(program: Program, batch: Any) -> Entry:
     held = {s.name: program.step.input(s.name).meta["val"] for s in states}
     buffers = {name: holder(name, value.shape, value.dtype) for name, value in held.items()}
     editor, outputs = Editor(program, graph), {}
-    for name, buffer in buffers.items():
-        if name == POSITIONS:
-            outputs[output_of(name)] = editor.call(kv_append.default, buffer, positions, slots)
+    first = {"C": slots}
+    if (own := buffers.get(positions_name(STAGE))) is not None:
+        operands = own, buffers[POSITIONS], slots
+        first[SLOTS] = trace(editor, positions_name(STAGE), filled, *operands, key="filled")
+    for state in states:
+        buffer, start = buffers[state.name], next(first[n] for n in state.shape if n in first)
+        if state.positions:
+            outputs[state.output] = editor.call(kv_append.default, buffer, positions, start)
         else:
             key = "commit", buffer.meta["val"].dim()
-            outputs[output_of(name)] = trace(
-                editor, name, partial(_along, rank=key[1]), buffer, slots, path, key=key
+            outputs[state.output] = trace(
+                editor, state.name, partial(_along, rank=key[1]), buffer, start, path, key=key
             )
     graph.output(tuple(outputs.values()))
     return Entry(graph, list(outputs))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from accel.ir.sizes import each
 from accel.ir.state import CacheRegion, Part, StateValue, name_of
+from accel.ir.window import SLOTS
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
 
@@ -60,7 +61,9 @@ def moved(
 
 
 def stages_of(state: Sequence[Any]) -> dict[int, int]:
-    """How many stages of prompt pruning are before each layer with a cache: C1 are the slots behind the first."""
+    """How many stages of prompt pruning are before each layer with a cache: C1 are the slots behind the first. A layer
+    that keeps a window is as behind one.
+    """
     return {
         value.layer: int(size.partition("/")[0][1:] or 0)
         for value in state
@@ -90,6 +93,20 @@ def kept_heads(state: Sequence[Any]) -> dict[int, int]:
     """The KV heads of each layer that evicts."""
     found = {v.layer: v.shape[1] for v in state if v.kept_positions and v.layer is not None}
     return found | {v.layer: v.shape[1] for v in state if v.ragged}
+
+
+def drop(state: Sequence[StateValue], buffers: Mapping[str, npt.NDArray[Any]], first: Ints) -> None:
+    """See protocol.BackendSession, over buffers."""
+    for value in state:
+        if SLOTS not in value.shape or value.name not in buffers:
+            continue
+        axis, buffer = value.shape.index(SLOTS), buffers[value.name]
+        for row in np.flatnonzero(first):
+            slots = np.moveaxis(buffer[row], axis - 1, 0)
+            stay = len(slots) - int(first[row])
+            slots[:stay] = slots[-stay:].copy() if stay else slots[:0]
+            if value.positions:
+                slots[stay:] = value.fill
 
 
 def forgettable(value: Any) -> bool:

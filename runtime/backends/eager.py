@@ -19,6 +19,7 @@ from accel.ir.entries.encode import ENCODE
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows, in_numbers
 from accel.ir.state import Part, output_of, state_of
+from accel.ir.window import SLOTS
 from accel.runtime.backends.buffers import forgettable, kept_slots, recent_slots, trimmed
 from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
 from accel.runtime.inputs.ints import Bools, Ints
@@ -144,6 +145,18 @@ class EagerSession:
         held = {v.name for v in self._program.state if not grows(v.shape)}
         state = {n: v for n, v in self._state.items() if n in held}
         self._state = state | {n: self._tensor(a) for n, a in found.items()}
+
+    def drop(self, first: Ints) -> None:
+        """See protocol.BackendSession."""
+        for value in self._program.state:
+            if SLOTS not in value.shape or value.name not in self._state:
+                continue
+            axis, buffer = value.shape.index(SLOTS), self._state[value.name]
+            for row in np.flatnonzero(first):
+                slots, gone = buffer[row].movedim(axis - 1, 0), int(first[row])
+                slots.copy_(slots.roll(-gone, 0))
+                if value.positions:
+                    slots[len(slots) - gone :] = value.fill
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See protocol.BackendSession."""

@@ -34,7 +34,7 @@ class BackendSession(Protocol):
 
     def resize(self, capacity: int, *later: int) -> None:
         """Give every state buffer `capacity` slots, keeping what it holds; never fewer. `later`: those of
-        layers that see a prompt pruned (C1, …).
+        layers that see a prompt pruned, or a window (C1, …).
         """
 
     def step(
@@ -65,6 +65,11 @@ class BackendSession(Protocol):
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """One call of the compress entry, for rows of `seen` [B] tokens: the kept part of the state is
         what it gives; the recent part too, or it is gone until `resize`.
+        """
+
+    def drop(self, first: Ints) -> None:
+        """In the slots of layers with a window (`ir.window`): let slot i of each row b hold what slot first[b] + i
+        does, in place; those behind are empty.
         """
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:

@@ -321,11 +321,8 @@ class SessionCore:
         backend, wanted = self.backend, rows.shape[1]
         if self._tile > 1:
             tokens, positions, rows, tree = whole_tiles(self._tile, tokens, positions, rows, tree)
-        ends, observe = slots + tokens.shape[1], False
-        room = [int(ends.max())]
-        for one in self.observers:
-            room += one.slots(ends)
-        self.need(room)
+        observe = False
+        self._make_room(slots, tokens.shape[1])
         listeners = (self.observers if observers is None else observers) if tree is None else ()
         start = time.perf_counter()
         for one in listeners:
@@ -338,7 +335,7 @@ class SessionCore:
 
     def part(self, entry: str, tokens: Ints, positions: Ints, slots: Ints, real: int) -> None:
         """A call of an entry that takes what a step takes and gives no logits."""
-        self.need([int(slots.max()) + tokens.shape[1]])
+        self._make_room(slots, tokens.shape[1])
         start = time.perf_counter()
         for one in self.observers:
             one.before(self.backend, tokens.shape[1])
@@ -358,6 +355,15 @@ class SessionCore:
         """See `Calls`."""
         for one in self.observers:
             one.after(tokens, positions, _NO_QUERIES)
+
+    def _make_room(self, slots: Ints, width: int) -> None:
+        """For a graph call of `width` columns from these slots [B] on."""
+        ends = slots + width
+        room = [int(ends.max())]
+        for one in self.observers:
+            one.make_room(self.backend, slots, width)
+            room += one.slots(ends)
+        self.need(room)
 
     def need(self, slots: list[int]) -> None:
         """Make room for so many slots, and in layers that see prompts pruned."""

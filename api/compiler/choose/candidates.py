@@ -73,7 +73,7 @@ def plan_of(candidate: Candidate, facts: Facts) -> Plan:
     """What it assembles to. Raises AccelError where the model does not take it, before any work."""
     plan = assemble(candidate.recipe)
     check_target(plan, "onnx")
-    refuse(pipeline(False, plan.passes), facts, plan.recipe.name)
+    refuse(pipeline(False, plan.every), facts, plan.recipe.name)
     fit(plan, facts)
     return plan
 

@@ -13,6 +13,7 @@ from torch import fx
 from accel.compiler.explain.layer import LAYOUT
 from accel.compiler.explain.rates import Rates
 from accel.compiler.explain.subject import Sizes, Subject
+from accel.compiler.facts_json import bounded
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.op import operand_of
@@ -22,6 +23,7 @@ from accel.ir.region import Conditional, Region, graphs_of, layer_calls
 from accel.ir.sizes import grows, per_slot
 from accel.ir.state import CacheRegion
 from accel.runtime.backends.buffers import STEP, kept_heads
+from accel.runtime.session.core import CHUNK
 from accel.runtime.session.observers.prompt_filter import unseen
 
 aten = torch.ops.aten
@@ -46,19 +48,20 @@ _RATES = {
 @dataclass(frozen=True)
 class Held:
     """Tokens after a prompt, mean over the layers: kept; since the last compression; and demoted to each form of fewer
-    bits.
+    bits. window: slots that layers with a window need, where they keep the newest tokens only.
     """
 
     kept: float
     recent: int
     low: tuple[float, ...] = ()
+    window: int = 0
 
 
 @dataclass(frozen=True)
 class Cache:
     """Bytes of one row's state. slot: of a token since the last compression; kept: of a token that was kept; low: of a
     token in each form of fewer bits, once: what such a form stores of an eviction; fixed: whatever the length.
-    tokens: after a prompt of so many.
+    windowed: of a slot of layers that keep the newest tokens only. tokens: after a prompt of so many.
     """
 
     slot: float
@@ -68,14 +71,16 @@ class Cache:
     dense: float = 0  # of a token with a plain cache of the same model
     low: tuple[float, ...] = ()
     once: tuple[float, ...] = ()
+    windowed: float = 0
 
     def bytes(self, prompt: int) -> int:
         """After a prompt of so many tokens and the first one after it, slots by STEP."""
         held = self.tokens[prompt]
-        slots = -(-(held.recent + 1) // STEP) * STEP
+        slots, window = (-(-n // STEP) * STEP for n in (held.recent + 1, held.window))
         low = sum(n * size for n, size in zip(held.low, self.low, strict=True))
         once = sum(size for n, size in zip(held.low, self.once, strict=True) if n)
-        return round(held.kept * self.kept + low + once + slots * self.slot + self.fixed)
+        recent = slots * self.slot + window * self.windowed
+        return round(held.kept * self.kept + low + once + recent + self.fixed)
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ def cache(
 ) -> Cache:
     """By formula, from the layout of the state and what the recipe keeps."""
     many = _layers_of(program, sizes)
-    slot = kept = fixed = 0.0
+    slot = kept = fixed = windowed = 0.0
     heads, forms = _ragged(program), _forms(methods)
     low, once = [0.0] * forms, [0.0] * forms
     for state in program.state:
@@ -113,6 +118,8 @@ def cache(
         if state.region is CacheRegion.LOW:
             of = once if str(state.shape[2]).startswith("E") else low
             of[_form(state)] += size
+        elif bounded(program.facts, state):
+            windowed += size
         elif grows(state.shape):
             slot += size
         elif state.kept and not state.ragged:
@@ -122,7 +129,19 @@ def cache(
     if program.facts.kv is not None and program.facts.kv.flush:
         kept /= program.facts.kv.flush  # a slot is a block
     tokens = {n: _kept(program, sizes, methods, n) for n in prompts}
-    return Cache(slot, kept, fixed, tokens, dense, tuple(low), tuple(once))
+    if (window := program.facts.window) is not None:
+        tokens = {
+            n: replace(held, window=window.slots(_calls(program, n))) for n, held in tokens.items()
+        }
+    return Cache(slot, kept, fixed, tokens, dense, tuple(low), tuple(once), windowed)
+
+
+def _calls(program: Program, prompt: int) -> list[int]:
+    """The tokens of each call of a prompt, and of the first one after it."""
+    fill = None if program.facts.prefill is None else program.facts.prefill.fill
+    first = prompt - 1 if fill is not None and prompt > fill.least else 0
+    parts = [min(CHUNK, n - at) for n in (first, prompt - first) for at in range(0, n, CHUNK)]
+    return [*parts, 1]
 
 
 def _forms(methods: Mapping[str, Any]) -> int:

@@ -187,7 +187,7 @@ def _assembled(recipe: Recipe) -> tuple[Plan | None, str]:
 
 
 def _passes(plan: Plan, encoder: bool) -> list[Pass]:
-    return pipeline(encoder, plan.passes)
+    return pipeline(encoder, plan.every)
 
 
 @dataclass

@@ -13,21 +13,20 @@ from accel.ir.entries.compress import COMPRESS, query_positions_of
 from accel.ir.entries.prompt import part_of
 from accel.ir.errors import PassError
 from accel.ir.invariants import Invariant
-from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Editor, Program, State, ancestors
 from accel.ir.region import Region
 from accel.ir.sizes import grows
-from accel.ir.state import POSITIONS, Part, name_of, output_of
-from accel.ir.trace import Renamed, trace
+from accel.ir.state import Part, output_of
+from accel.ir.trace import Renamed
 from accel.passes import Report
 from accel.passes.clean.clean import remove_dead
 from accel.passes.prefill._entry import layer_calls
 from accel.passes.prefill.prune import Base
 from accel.passes.prefill.prune._cut import ending, scoring
 from accel.passes.prefill.prune._heads import mask_heads, number_of_heads
-from accel.passes.state.recurrent import buffer
+from accel.passes.state.slots import own_positions, positions_name
 
 STAGED = Base.breaks | {  # by a method whose layers hold different tokens
     Invariant.CALL_INDEPENDENT,
@@ -98,28 +97,12 @@ def own_slots(program: Program, first: int, stage: int) -> None:
     as many before a call's tokens as hold earlier ones.
     """
     step, graph = program.step, program.step.graph
-    editor, outputs = Editor(program, graph), program.step.output_nodes()
-    calls = layer_calls(program, step)[first:]
-    letter = f"C{stage}"
-    state = State(Part.POSITIONS, None, "int64", ("B", letter), -1, detail=str(stage))
-    old = name_of(Part.POSITIONS, detail=str(stage - 1) if stage > 1 else "")
-    before = step.input(old).meta["val"]
-    written = outputs[output_of(old)]
+    editor, calls = Editor(program, graph), layer_calls(program, step)[first:]
+    letter, old = f"C{stage}", positions_name(stage - 1)
+    before, written = step.input(old).meta["val"], step.output_nodes()[output_of(old)]
     slots = operand_of(written, "slots")
-    letters = {"B": before.shape[0], letter: editor.symbol(letter, _SLOTS + stage)}
-    held = buffer(program, editor, state, letters)
-
-    def filled(pos: Tensor, first: Tensor, start: Tensor) -> Tensor:
-        last = first.gather(
-            1, (start - 1).clamp(min=0)[:, None]
-        )  # the newest token before the call
-        return ((pos >= 0) & (pos <= last) & (start > 0)[:, None]).sum(1)
-
-    with graph.inserting_before(written):
-        shared = step.input(POSITIONS), step.input("slots")
-        at = trace(editor, state.name, filled, held, *shared)
-        positions = editor.call(kv_append.default, held, step.input("positions"), at)
-    step.set_outputs({**outputs, state.output: positions})
+    at, positions = own_positions(program, stage, written)
+    held = step.input(positions_name(stage))
     own = {s.name: _letters(s, letter) for s in program.state if (s.layer or 0) >= first}
     renamed = Renamed(editor, *_sizes(program, editor, own, [before], [held.meta["val"]]))
     for call in calls:
@@ -176,7 +159,7 @@ def _choose_apart(program: Program, first: int, stage: int, old: str, renamed: R
     own = {s.name for s in program.state if s.layer is not None and s.layer >= first}
     before = query_positions_of(stage - 1)
     names = {
-        old: name_of(Part.POSITIONS, detail=str(stage)),
+        old: positions_name(stage),
         before: query_positions_of(stage),
     }
     copies: dict[fx.Node, fx.Node] = {}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Program
 from accel.passes import Report
@@ -37,6 +38,8 @@ class GemFilter(Base):
     sinks: int = 1
     recent: int = 8
     small: ClassVar[Mapping[str, Any]] = {"tokens": 5, "recent": 2}
+
+    relies = Base.relies | {Invariant.UNIFORM_SLOTS}  # scores are of slots
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or min(self.sinks, self.recent) < 0 or self.layer < -1:

@@ -30,7 +30,7 @@ class Yoco(Base):
 
     grade = "distribution-exact"  # calls of other lengths differ by rounding
     by_position = True
-    relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.CHAINS, Invariant.UNIFORM_SLOTS}
+    relies = Base.relies | {Invariant.ALL_LAYERS_RUN, Invariant.CHAINS}
     breaks = frozenset({Invariant.BATCH_INVARIANCE})
 
     def __post_init__(self) -> None:

@@ -26,7 +26,14 @@ from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.threads import default_threads
 from accel.lowering.onnx.variants import PORTABLE
 from accel.runtime.artifact.artifact import Artifact
-from accel.runtime.backends.buffers import forgettable, kept_slots, moved, recent_slots, trimmed
+from accel.runtime.backends.buffers import (
+    drop,
+    forgettable,
+    kept_slots,
+    moved,
+    recent_slots,
+    trimmed,
+)
 from accel.runtime.backends.layer_inputs import everything
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.backends.onnx.mapped import advise, memory_of
@@ -335,6 +342,10 @@ class OrtSession:
             buffers[name] = aligned(array.shape, array.dtype.name)
             np.copyto(buffers[name], array)
         self._buffers = buffers  # bound by the next resize
+
+    def drop(self, first: Ints) -> None:
+        """See protocol.BackendSession."""
+        drop(self._state, self._buffers, first)
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:
         """See protocol.BackendSession. Of what forks may share, a copy is changed."""

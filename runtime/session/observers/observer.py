@@ -254,6 +254,11 @@ class SessionObserver:
 
     # A graph call
 
+    def make_room(self, backend: BackendSession, slots: Ints, width: int) -> None:
+        """A graph call of `width` columns comes, whose first slots in the cache are `slots` [B]: let go, in place, of
+        what no token from there on sees.
+        """
+
     def slots(self, ends: Ints) -> Sequence[int]:
         """Slots that buffers of other sizes need where those of the cache need `ends` [B]."""
         return ()

@@ -1,0 +1,55 @@
+"""What layers with a window keep, as a manifest has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.fields import Fields
+
+Ints = npt.NDArray[np.int64]
+SLOTS = "C1"  # the size of their state, over slots of their own
+STAGE = 1  # whose positions are those of these slots
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers with a window have slots of their own. Where a call would need more than `most` of them, all tokens but
+    the newest `kept` are dropped before it.
+
+    size: the most tokens that a query sees, its own among them. back: so many of the newest tokens can always be
+    rewound.
+    """
+
+    size: int
+    back: int
+
+    @property
+    def kept(self) -> int:
+        """Tokens that stay: what the next token sees, and what it sees where `back` tokens are taken back."""
+        return self.size - 1 + self.back
+
+    @property
+    def most(self) -> int:
+        """Slots that calls of a few tokens fill, so that room is made once in more than `back` tokens."""
+        return self.size + 2 * self.back
+
+    def stay(self, held: Ints, width: int) -> Ints:
+        """Of `held` [B] tokens of rows, how many stay as a call of `width` tokens begins."""
+        return np.where(held + width <= self.most, held, np.minimum(held, self.kept))
+
+    def slots(self, calls: Iterable[int]) -> int:
+        """Slots of one row that calls of these numbers of tokens need."""
+        held, need = np.zeros(1, np.int64), 0
+        for width in calls:
+            held = self.stay(held, width) + width
+            need = max(need, int(held[0]))
+        return need
+
+    @classmethod
+    def from_json(cls, f: Fields) -> Window:
+        """Raises ArtifactError."""
+        return cls(f.integer("size", 1), f.integer("back", 1))
