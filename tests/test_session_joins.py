@@ -105,6 +105,13 @@ def test_rows_go_on_as_alone(name, stateful):
     check(model)
 
 
+def test_rows_of_layers_with_a_window_go_on_as_alone():
+    tables = {"window": {"use": "newest", "back": 8}}
+    model = built("mistral", tables=tables)
+    assert model.facts.window.most < sum((1, 1, 4, 1, LENGTHS[0])), "nothing is dropped"
+    check(model)
+
+
 ONNX = ["base", "snapkv", "kivi-4", "quest", "promptdistill"]
 
 

@@ -10,6 +10,7 @@ from accel.ir.errors import InputError
 from accel.ir.window import Window
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import (
     Capabilities,
     ModelParts,
@@ -102,6 +103,11 @@ class WindowState(SessionObserver):
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self.first, self._lengths = self.first[rows], self._lengths[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self.first = stacked(self.first, other.first)
+        self._lengths = stacked(self._lengths, other._lengths)
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
