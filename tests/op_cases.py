@@ -202,6 +202,34 @@ def looked_up_rows(scaled: bool) -> Callable[..., list[Any]]:
     return make
 
 
+def static_steps(channels: bool, width: int) -> Tensor:
+    steps = constant(2, width).abs() / 20 + 0.01
+    return steps if channels else steps[:1, :1]
+
+
+def static_numbers(bits: int, channels: bool, width: int) -> Callable[..., list[Any]]:
+    """In and beyond the range, half steps of every code, infinities and what is no number."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        scale = static_steps(channels, width)
+        x = randn(rng, b, 2, t, width) * 4
+        x[..., :2] = (torch.from_numpy(rng.integers(-150, 150, (b, 2, t, 2))) + 0.5) / 16
+        x[0, 0, 0, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30])
+        return [x, scale, bits]
+
+    return make
+
+
+def static_codes(bits: int, channels: bool, width: int) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        kind, sizes = (np.int8, (width,)) if bits == 8 else (np.uint8, ((width + 1) // 2,))
+        ends = np.iinfo(kind)
+        codes = rng.integers(ends.min, ends.max + 1, (b, 2, c, *sizes)).astype(kind)
+        return [torch.from_numpy(codes), static_steps(channels, width), bits, width]
+
+    return make
+
+
 def unpacked_blocks(width: int, *how: Any) -> Callable[..., list[Any]]:
     """Blocks of 8 rows: one constant, one with NaN, one of large and small numbers."""
 
@@ -440,6 +468,14 @@ def cases() -> list[Case]:
         *(
             Case(f"look_up_rows-{s}", codec.look_up_rows, looked_up_rows(s))
             for s in (False, True)
+        ),
+        *(
+            Case(f"{what}_static-{n}-{'channels' if c else 'whole'}-{w}", op, make(n, c, w), (1,))
+            for n, c, w in ((8, False, 10), (8, True, 7), (4, False, 7), (4, True, 10))
+            for what, op, make in (
+                ("encode", codec.encode_static, static_numbers),
+                ("decode", codec.decode_static, static_codes),
+            )
         ),
         *(
             Case(f"group_{what}-{how[1]}-{how[3]}", op, make(*how))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from accel.ir.ops.op import Op
 
@@ -47,4 +48,53 @@ look_up_rows = Op(
     "(Tensor q, Tensor table, Tensor? scale=None) -> Tensor",
     reference=_look_up_rows,
     shape=lambda q, table, scale=None: table.new_empty(q.shape),
+)
+
+
+def ends(bits: int) -> tuple[int, int]:
+    """The least and the largest code."""
+    return -(1 << bits - 1), (1 << bits - 1) - 1
+
+
+def _encode_static(x: Tensor, scale: Tensor, bits: int) -> Tensor:
+    least, most = ends(bits)
+    steps = (x * (1 / scale).unsqueeze(1)).round()
+    codes = torch.where(steps.isnan(), most, steps).clamp(least, most)
+    if bits == 8:
+        return codes.to(torch.int8)
+    low, high = pad(codes - least, (0, x.shape[-1] % 2)).unflatten(-1, (-1, 2)).unbind(-1)
+    both: Tensor = (low + 16 * high).to(torch.uint8)
+    return both
+
+
+# x [B,G,T,D], scale [1,1] or [G,D], bits 8 or 4 -> q int8 [B,G,T,D], or uint8 [B,G,T,ceil(D/2)]: the whole number
+# nearest to x times 1/scale (float32; between two, the even one), from -128 to 127, or from -8 to 7 with 8 added, the
+# even channel in the lower half of a byte. Beyond these the nearest one; of NaN the largest. So does onnxruntime's
+# GroupQueryAttention.
+encode_static = Op(
+    "encode_static",
+    "(Tensor x, Tensor scale, int bits) -> Tensor",
+    reference=_encode_static,
+    shape=lambda x, scale, bits: (
+        x.new_empty(x.shape, dtype=torch.int8)
+        if bits == 8
+        else x.new_empty((*x.shape[:-1], (x.shape[-1] + 1) // 2), dtype=torch.uint8)
+    ),
+)
+
+
+def _decode_static(q: Tensor, scale: Tensor, bits: int, width: int) -> Tensor:
+    codes = q
+    if bits == 4:
+        codes = torch.stack((q & 15, q >> 4), -1).flatten(-2)[..., :width].to(torch.int8) - 8
+    numbers: Tensor = codes * scale.unsqueeze(1)
+    return numbers
+
+
+# what `encode_static` gave of `width` = D numbers -> [B,G,C,D]
+decode_static = Op(
+    "decode_static",
+    "(Tensor q, Tensor scale, int bits, int width) -> Tensor",
+    reference=_decode_static,
+    shape=lambda q, scale, bits, width: scale.new_empty((*q.shape[:-1], width)),
 )

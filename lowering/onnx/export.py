@@ -33,6 +33,7 @@ from accel.lowering.onnx.variants import PORTABLE, variants
 from accel.lowering.onnx.writer.branch import SEEDS, either
 from accel.lowering.onnx.writer.builder import DTYPES, Builder, Param, finished, small
 from accel.lowering.onnx.writer.fallback import lower_node
+from accel.lowering.onnx.writer.outputs import name_outputs
 
 WEIGHTS = "weights.bin"
 _PAGE, _LINE = 4096, 64  # large weights begin on a page, to be mapped; small ones on a cache line
@@ -141,6 +142,8 @@ def _variants(
         if builder.varied:
             files[table.target] = f"{entry}.{table.target}.onnx"
             onnx.save_model(model, folder / files[table.target])
+        for reason in builder.refused:
+            program.facts.notes.append(f"variant '{table.target}' of {entry}: {reason}")
     if not files:
         return {}
     if entry != STEP.name:
@@ -199,9 +202,7 @@ def lower_entry(
     inputs = {n: n for n in entry.inputs}
     values = _graph(b, program, entry.graph, inputs)
     outputs = dict(zip(entry.outputs, values, strict=True))
-    for name, value in outputs.items():
-        b.nodes.append(helper.make_node("Identity", [b.use(value)], [name], name=f"output.{name}"))
-    _rename_outputs(b, outputs)
+    name_outputs(b, outputs)
     if b.variant is not None:
         b.variant.join(b, outputs)
     b.prune(outputs)
@@ -229,7 +230,7 @@ def _graph(b: Builder, program: Program, graph: fx.Graph, inputs: Mapping[str, s
     for node in graph.nodes:
         if node.op == "output":
             found: list[str] = list(map_arg(node.args[0], env.__getitem__))
-            return found
+            return [b.instead.get(value, value) for value in found]
         env[node] = _node(b, program, node, env, inputs)
         if isinstance(env[node], str):
             b.meta.setdefault(env[node], node.meta.get("val"))
@@ -263,33 +264,6 @@ def _node(
 def _region(b: Builder, program: Program, graph: fx.Graph, args: Sequence[str]) -> list[str]:
     names = [str(p.target) for p in graph.find_nodes(op="placeholder")]
     return _graph(b, program, graph, dict(zip(names, args, strict=True)))
-
-
-def _rename_outputs(b: Builder, outputs: Mapping[str, str]) -> None:
-    """Let nodes write outputs under their own names, where no Identity is needed."""
-    made = {o for n in b.nodes for o in n.output}
-    new = {}
-    for name, value in outputs.items():
-        if value in made and value not in new and list(outputs.values()).count(value) == 1:
-            new[value] = name
-    b.nodes = [
-        n
-        for n in b.nodes
-        if not (n.op_type == "Identity" and n.input[0] in new and n.output[0] == new[n.input[0]])
-    ]
-    for node in b.nodes:
-        _rename(node, new)
-
-
-def _rename(node: onnx.NodeProto, new: Mapping[str, str]) -> None:
-    """Give values other names, in the graphs inside a node too."""
-    for side in (node.input, node.output):
-        for i, value in enumerate(side):
-            if value in new:
-                side[i] = new[value]
-    for attribute in node.attribute:
-        for inner in attribute.g.node:
-            _rename(inner, new)
 
 
 def _info(program: Program, name: str, node: fx.Node) -> onnx.ValueInfoProto:

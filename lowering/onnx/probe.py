@@ -15,13 +15,17 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from accel.ir.ops.attention import Operands, attention
-from accel.ir.ops.codec import decode_rows
+from accel.ir.ops.codec import decode_rows, decode_static, encode_static
+from accel.ir.ops.kv import kv_append
+from accel.ir.ops.op import operand_of
 from accel.ir.ops.quantized import quantized_linear
 from accel.ir.program import Program
+from accel.ir.state import output_of
 from accel.ir.weights import Stored
 from accel.lowering import Table
 from accel.lowering.onnx.writer.builder import DTYPES, Builder, Param, finished
 from accel.lowering.onnx.writer.fallback import lower_node
+from accel.lowering.onnx.writer.outputs import name_outputs
 
 _NOT_HERE = ("kept_", "beside", "pages")  # operands that are left out
 _NAMES = tuple(f.name for f in fields(Operands))
@@ -51,9 +55,11 @@ def attention_probe(
             node = kinds[form]
             out = lower_node(b, node, *_operands(b, inputs, node, len(outputs)))
             outputs.append(helper.make_tensor_value_info(out, DTYPES[node.meta["val"].dtype], None))
+    share = len(outputs) / len(nodes)
+    outputs += _written(b, inputs)
     b.prune([o.name for o in outputs])
     model = finished(b, "probe", list(inputs.values()), outputs)
-    helper.set_model_props(model, {"share": str(len(outputs) / len(nodes))})
+    helper.set_model_props(model, {"share": str(share)})
     return model
 
 
@@ -110,7 +116,8 @@ def _operands(
     b: Builder, inputs: dict[str, onnx.ValueInfoProto], node: fx.Node, index: int
 ) -> tuple[Any, Any]:
     """The node's arguments as inputs of the probe; what the node reads twice is one input. Where keys or
-    values are decoded, their codes and scales are. Nothing was kept or is merged in, and every page is read.
+    values are decoded, their codes and scales are; where scales were there before, also what is appended.
+    Nothing was kept or is merged in, and every page is read.
     """
     options = {n: v for n, v in node.kwargs.items() if not n.startswith((*_NOT_HERE, "page"))}
     named = zip(_NAMES, node.args, strict=False)
@@ -129,11 +136,49 @@ def _operands(
             names[value] = lower_node(b, value, parts, {})
             b.meta[names[value]] = fake
             continue
+        if value.target is decode_static.default:
+            names[value] = _appended(b, inputs, f"{role}.{index}", value)
+            continue
         fixed = f".{fake.shape[-1]}" if isinstance(fake.shape[-1], int) else ""
         shared = {"q_pos": "positions", "k_pos": f"held{fixed}"}
         name = shared.get(role, f"{role}.{index}")
         names[value] = _input(b, inputs, name, _LETTERS.get(role, ""), fake)
     return map_arg((args, options), names.__getitem__)
+
+
+def _appended(b: Builder, inputs: dict[str, onnx.ValueInfoProto], name: str, read: fx.Node) -> str:
+    """Codes that the call appends to, as numbers: a variant may do all of it in one operator. What a step appends to in
+    place the probe gives as an output, too.
+    """
+    write, scale = read.args[:2]
+    assert isinstance(write, fx.Node) and isinstance(scale, fx.Node)
+    steps = _input(b, inputs, f"{name}.scale", "", scale.meta["val"])
+    made = operand_of(write, "new") if write.target is kv_append.default else None
+    if made is None or made.target is not encode_static.default:
+        codes = _input(b, inputs, f"{name}.codes", "BGC", write.meta["val"])
+    else:
+        new = _input(b, inputs, f"{name}.new", "BGTD", made.args[0].meta["val"])
+        slots = _input(b, inputs, "slots", "B", operand_of(write, "slots").meta["val"])
+        buffer = _input(b, inputs, f"{name}.codes", "BGC", write.meta["val"])
+        encoded = lower_node(b, made, (new, steps, *made.args[2:]), {})
+        b.meta[encoded] = made.meta["val"]
+        codes = lower_node(b, write, (buffer, encoded, slots), {})
+        b.meta[codes] = write.meta["val"]
+    numbers: str = lower_node(b, read, (codes, steps, *read.args[2:]), {})
+    b.meta[numbers] = read.meta["val"]
+    return numbers
+
+
+def _written(b: Builder, inputs: dict[str, onnx.ValueInfoProto]) -> list[onnx.ValueInfoProto]:
+    """Outputs of what was appended to."""
+    appends = {
+        value: call.operands[0]
+        for value, (call, *_) in b.lowered.items()
+        if call.node.target is kv_append.default
+    }
+    name_outputs(b, {output_of(to): b.instead.get(value, value) for value, to in appends.items()})
+    kinds = {to: inputs[to].type.tensor_type.elem_type for to in appends.values()}
+    return [helper.make_tensor_value_info(output_of(to), kind, None) for to, kind in kinds.items()]
 
 
 def _input(

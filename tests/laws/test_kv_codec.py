@@ -213,7 +213,11 @@ def test_a_coarse_reading_takes_fewer_bytes_and_says_less(method, role):
 @pytest.mark.parametrize(("method", "role"), ROLES)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e30])
 def test_what_is_no_number_spoils_its_row_or_block_only(method, role, value):
-    """It is read, if at all, by queries that see this token too: but for the token they lose nothing that they had."""
+    """It is read, if at all, by queries that see this token too: but for the token they lose nothing that they had.
+    Where the method has ranges (`saturates`), nothing but the number itself is read otherwise.
+    """
+    if method.saturates:
+        return saturated(method, role, value)
     x = data(method, 10)
     want = read(method, role, x)
     place = (1, 0, 1, 5, 3) if method.block else (1, 0, 4, 3)
@@ -229,6 +233,30 @@ def test_what_is_no_number_spoils_its_row_or_block_only(method, role, value):
     left_out = (want == 0) & (x != 0)  # another number of the token takes the place, or loses it
     spoilt[place[:-1]] |= left_out[place[:-1]].any()
     assert torch.equal(back[~spoilt], want[~spoilt])
+
+
+def saturated(method, role, value):
+    x = data(method, 10)
+    want = read(method, role, x)
+    place = (1, 0, 4, 3)
+    x[place] = value
+    back = read(method, role, x)
+    ends = (
+        read(method, role, torch.full_like(x, 1e30)),
+        read(method, role, torch.full_like(x, -1e30)),
+    )
+    assert ends[1][place] <= back[place] <= ends[0][place] and ends[0].isfinite().all()
+    if not math.isnan(value):
+        assert back[place] == ends[value < 0][place]
+    want[place] = back[place]
+    assert torch.equal(back, want)
+
+
+def test_a_codec_without_ranges_that_claims_them_is_caught(monkeypatch):
+    method = AXIS.build("kv-int8")
+    monkeypatch.setattr(type(method), "saturates", True)
+    with pytest.raises(AssertionError):
+        test_what_is_no_number_spoils_its_row_or_block_only(method, "k", 1e30)
 
 
 @pytest.mark.parametrize(("method", "role"), ROLES)

@@ -1,7 +1,9 @@
 """A step of one token over a stored cache, by codec, beside float32: one layer, one thread, its processor time,
 alternating. The cache is of random codes, so that no prompt has to run, and constants of layers are random.
 
-python tools/bench/bench_readers.py [--context 8192] [--rounds 15] [--kv-heads 16] [--only kivi,kv-fp8]
+python tools/bench/bench_readers.py [--context 8192] [--rounds 15] [--kv-heads 16] [--only kivi,ort-gqa-kv:gqa]
+
+A codec may be followed by the variant of the step that reads it, `native` if none is given.
 """
 
 from __future__ import annotations
@@ -105,14 +107,16 @@ def main() -> None:
         )
     ).eval()  # fmt: skip
     calls: dict[str, Any] = {}
-    for name in ("float32", *options.only.split(",")):
+    for asked in ("float32", *options.only.split(",")):
+        name, _, variant = asked.partition(":")
         recipe: dict[str, Any] = {"weights": {"use": "int4"}}
         if name != "float32":
             recipe["kv"] = {"codec": {"use": name}}
         with mock.patch.object(_layer, "_constants", random_constants(options.kv_heads)):
             model = accel.optimize(module, recipe, max_context=options.context + 1024, verify=False)
-        session = open_session(model.artifact.path / "step.native.onnx", 1, False)
-        calls[name] = (model, session, bound(session, options.context))
+        graph = model.artifact.entries["step"].graphs[variant or "native"]
+        session = open_session(model.artifact.path / graph, 1, False)
+        calls[asked] = (model, session, bound(session, options.context))
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(options.rounds):
         for name, (_, session, binding) in calls.items():
@@ -125,7 +129,7 @@ def main() -> None:
     for name, times in taken.items():
         ratios = sorted(a / b for a, b in zip(times, taken["float32"], strict=True))
         print(
-            f"{name:14} {statistics.median(times) * 1e3:8.2f} ms, {statistics.median(ratios):6.2f} of float32's "
+            f"{name:16} {statistics.median(times) * 1e3:8.2f} ms, {statistics.median(ratios):6.2f} of float32's "
             f"({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
     python tools/bench/steps.py A B --contexts 512,4096 --tokens 1,4,8
     python tools/bench/steps.py A B --attention        CPU seconds of one thread in attention alone (the probes)
+    python tools/bench/steps.py A B --kernels native,gqa        a variant of either
 
 A ratio is the median of the rounds', with the tenth from either end; above 1 B is faster.
 """
@@ -30,7 +31,9 @@ def main(
     tokens: str = "1,4,8",
     rounds: int = 41,
     threads: int = 2,
-    kernels: str = "native",
+    kernels: Annotated[
+        str, typer.Option(help="a variant of both, or of each, as native,gqa")
+    ] = "native",
     attention: Annotated[bool, typer.Option(help="attention alone, by CPU time")] = False,
 ) -> None:
     """Print a row for each context and number of tokens."""
@@ -48,13 +51,19 @@ def main(
                 )
 
 
+def _each(kernels: str) -> list[str]:
+    """The variant of either artifact."""
+    names = kernels.split(",")
+    return names if len(names) > 1 else names * 2
+
+
 def _steps(stack: ExitStack, paths, context, tokens, threads, kernels):
     """The whole step, after a prompt that is run once."""
     rng = np.random.default_rng(0)
     prompt, more = rng.integers(0, 999, (1, context)), rng.integers(0, 999, (1, 64))
     sessions = []
-    for path in paths:
-        model = stack.enter_context(accel.load(path, kernels=kernels, threads=threads))
+    for path, variant in zip(paths, _each(kernels), strict=True):
+        model = stack.enter_context(accel.load(path, kernels=variant, threads=threads))
         sessions.append(stack.enter_context(model.session()))
         sessions[-1].run(prompt, last_only=True)
     for width in map(int, tokens.split(",")):
@@ -68,7 +77,10 @@ def _steps(stack: ExitStack, paths, context, tokens, threads, kernels):
 
 def _attention(stack, paths, context, tokens, threads, kernels):
     """The probes of attention, as the choice of a variant runs them."""
-    probes = [open_session(p / f"probe.{kernels}.onnx", 1, False) for p in paths]
+    probes = [
+        open_session(p / f"probe.{variant}.onnx", 1, False)
+        for p, variant in zip(paths, _each(kernels), strict=True)
+    ]
     for width in map(int, tokens.split(",")):
         bound = [(s, tune._binding(s, width, context, context)) for s in probes]
         yield width, [lambda s=s, x=x: s.run_with_iobinding(x) for s, x in bound]

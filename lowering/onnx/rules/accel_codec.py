@@ -36,3 +36,40 @@ def look_up_rows(b: Builder, q: str, table: str, scale: str | None = None) -> st
     return str(
         numbers if scale is None else b.node("Mul", numbers, b.node("Unsqueeze", scale, b.ints(-1)))
     )
+
+
+@lower(codec.encode_static.default)
+def encode_static(b: Builder, x: str, scale: str, bits: int) -> str:
+    least, most = (b.constant(float(end), torch.float32) for end in codec.ends(bits))
+    parts = b.node("Div", b.constant(1.0, torch.float32), scale)
+    steps = b.node("Round", b.node("Mul", x, b.node("Unsqueeze", parts, b.ints(1))))
+    steps = b.node("Where", b.node("IsNaN", steps), most, steps)
+    codes = b.node("Clip", steps, least, most)
+    if bits == 8:
+        return str(b.node("Cast", codes, to=DTYPES[torch.int8]))
+    width, lead = int(b.shape(x)[-1]), [0] * (b.rank(x) - 1)
+    codes = b.node("Sub", codes, least)
+    if width % 2:
+        codes = b.node("Pad", codes, b.ints(0, 1), None, b.ints(-1))
+    pairs = b.node("Reshape", codes, b.ints(*lead, (width + 1) // 2, 2))
+    placed = b.node("Mul", pairs, b.constant([1.0, 16.0], torch.float32))
+    total = b.node("ReduceSum", placed, b.ints(-1), keepdims=0)
+    return str(b.node("Cast", total, to=DTYPES[torch.uint8]))
+
+
+@lower(codec.decode_static.default)
+def decode_static(b: Builder, q: str, scale: str, bits: int, width: int) -> str:
+    steps = b.node("Unsqueeze", scale, b.ints(1))
+    if bits == 8:
+        return str(b.node("Mul", b.node("Cast", q, to=DTYPES[torch.float32]), steps))
+    lead = [0] * (b.rank(q) - 1)
+    low = b.node("BitwiseAnd", q, b.constant(15, torch.uint8))
+    high = b.node("BitShift", q, b.constant(4, torch.uint8), direction="RIGHT")
+    # a shift by [0,4] of each byte would take five times as long: onnxruntime goes by the last axis
+    pairs = b.node("Concat", *(b.node("Unsqueeze", x, b.ints(-1)) for x in (low, high)), axis=-1)
+    codes = b.node("Reshape", pairs, b.ints(*lead, 2 * -(-width // 2)))
+    if width % 2:
+        codes = b.node("Slice", codes, b.ints(0), b.ints(width), b.ints(-1))
+    numbers = b.node("Cast", codes, to=DTYPES[torch.float32])
+    least = b.constant(float(codec.ends(4)[0]), torch.float32)
+    return str(b.node("Mul", b.node("Add", numbers, least), steps))

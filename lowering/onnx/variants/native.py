@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -13,9 +14,10 @@ from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import DRAWN, attributes, join
 from accel.lowering.onnx.rules.accel_codec import decode_rows as decoded
+from accel.lowering.onnx.rules.accel_ops import position_mask
 from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
-from accel.lowering.onnx.variants import NATIVE
-from accel.lowering.onnx.writer.builder import Builder
+from accel.lowering.onnx.variants import NATIVE, gqa
+from accel.lowering.onnx.writer.builder import Builder, Call
 
 lower = Table(NATIVE, batch_invariant=True, missing=lambda: library()[1], join=join)
 aten = torch.ops.aten
@@ -29,7 +31,29 @@ def attend(b: Builder, *operands: Any, **more: Any) -> Any:
     """Every form has one, small pages beside a bias and a tree over blocks aside; `exact` keeps a row's bits the same
     however many rows a call has. Codes are read as they lie.
     """
-    return _attend(b, attention.Operands[str](*operands, **more), partial=False)
+    x = attention.Operands[str](*operands, **more)
+    if not b.batch_invariant and (stored := gqa.stored(b, x)) is not None:
+        alone = b.shape(x.q)[1] == stored[0].groups  # a query head has keys of its own
+        if (alone or stored[0].bits < 8) and not gqa.refusal(b, x, *stored):
+            return gqa.of_one(b, x, stored, _last_mask(b, x), lambda x: _whole(b, x))
+    return _whole(b, x)
+
+
+def _last_mask(b: Builder, x: attention.Operands[str]) -> str:
+    """What the last token may not see, since nothing else reads the mask of many."""
+    if x.tree is not None:
+        return position_mask(b, x)
+    last = b.node("Slice", x.q_pos, b.ints(-1), b.ints((1 << 63) - 1), b.ints(1))
+    return position_mask(b, replace(x, q_pos=last))
+
+
+def _whole(b: Builder, x: attention.Operands[str]) -> Any:
+    """Attention that is no partial result."""
+    static = _static(b, x)
+    if static is None:
+        return _attend(b, x, partial=False)
+    made = _attend(b, static[0], partial=False)
+    return made if made is NotImplemented else b.node("Mul", made, static[1])
 
 
 @lower(attention.partial_attention.default)
@@ -68,6 +92,52 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
         return _over_blocks(b, x, k_read, v_read, new if all(new) else [], _common(b, x, partial))
     op, given, common = _plain(b, x, partial)
     return b.node(op, *given, **common)
+
+
+def _static(b: Builder, x: attention.Operands[str]) -> tuple[attention.Operands[str], str] | None:
+    """Where all that is read are 8-bit codes with scales that were there before: the same over codes whose steps are 1,
+    with queries that the keys' scales are in, and the values' scales, which what comes out is multiplied by.
+    """
+    names = {"k": x.k, "v": x.v, "kept_k": x.kept_k, "kept_v": x.kept_v}
+    calls = {
+        role: [c for c in b.lowered.get(name, []) if _is_static(c)]
+        for role, name in names.items()
+        if name is not None
+    }
+    if x.beside is not None or any(len(found) != 1 for found in calls.values()):
+        return None
+    heads, groups = int(b.shape(x.q)[1]), int(b.shape(x.k)[1])
+    codes: dict[str, str] = {}
+    for role, (call,) in calls.items():
+        where = x.kept_pos if role.startswith("kept") and x.kept_pos is not None else x.k_pos
+        count = b.size(where, b.rank(where) - 1)
+        ones = b.node(
+            "Expand",
+            b.constant(1.0, torch.float32),
+            b.concat_ints([b.size(where, 0), groups, count]),
+        )
+        codes[role] = decode_rows(b, call.operands[0], ones)
+        b.meta[codes[role]] = call.node.meta["val"]
+    k_steps, v_steps = (_steps(b, calls[role][0].operands[1], heads, groups) for role in "kv")
+    q = b.node("Mul", x.q, k_steps)
+    b.meta[q] = b.meta[x.q]
+    kept = (codes.get("kept_k"), codes.get("kept_v"))
+    return replace(x, q=q, k=codes["k"], v=codes["v"], kept_k=kept[0], kept_v=kept[1]), v_steps
+
+
+def _steps(b: Builder, scale: str, heads: int, groups: int) -> str:
+    """Scales [G,D] or [1,1] for the query heads: [1,H or 1,1,D or 1]."""
+    found = b.node("Unsqueeze", scale, b.ints(0, 2))
+    if heads == groups or int(b.shape(scale)[0]) == 1:
+        return str(found)
+    wide = b.node(
+        "Expand", b.node("Unsqueeze", found, b.ints(2)), b.ints(1, 1, heads // groups, 1, 1)
+    )
+    return str(b.node("Reshape", wide, b.ints(1, heads, 1, -1)))
+
+
+def _is_static(call: Call) -> bool:
+    return call.node.target is codec.decode_static.default and call.operands[2] == 8
 
 
 def _common(b: Builder, x: attention.Operands[str], partial: bool) -> dict[str, Any]:

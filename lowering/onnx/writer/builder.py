@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
 from onnx import TensorProto, helper
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from accel.ir.errors import LoweringError
@@ -46,6 +48,14 @@ class Param(str):
         return made
 
 
+@dataclass(frozen=True)
+class Call:
+    """A node of the program, and its operands with names in place of nodes."""
+
+    node: fx.Node
+    operands: Sequence[Any]
+
+
 class Builder:
     """One ONNX graph under construction.
 
@@ -78,6 +88,9 @@ class Builder:
         self.above: tuple[list[onnx.NodeProto], dict[tuple[Any, ...], tuple[str, ...]]] | None = (
             None
         )
+        self.lowered: dict[str, list[Call]] = {}  # the calls that a value is the result of
+        self.instead: dict[str, str] = {}  # result -> the same, written elsewhere (a variant's)
+        self.refused: dict[str, None] = {}  # why a variant takes no node that it might have
         self._weights = weights
         self._constants: dict[tuple[Any, ...], str] = {}
         self._names: dict[str, int] = {}

@@ -15,12 +15,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from accel.ir.errors import LoweringError
-from accel.lowering.onnx.writer.builder import Builder, Param
+from accel.lowering.onnx.writer.builder import Builder, Call, Param
 from accel.lowering.onnx.writer.table import lower
 
 
 def lower_node(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Lower one call; `args` and `kwargs` are the node's, with names in place of nodes."""
+    made = _lowered(b, node, args, kwargs)
+    if isinstance(made, str):
+        b.lowered.setdefault(made, []).append(Call(node, args))
+    return made
+
+
+def _lowered(b: Builder, node: fx.Node, args: Any, kwargs: Mapping[str, Any]) -> Any:
     b.out = node.meta.get("val")
     special = b.variant.rules.get(node.target) if b.variant is not None else None
     if special is not None and (made := special(b, *args, **kwargs)) is not NotImplemented:

@@ -76,6 +76,11 @@ class Base(Pass, Method, ABC):
     together: ClassVar[bool] = False
     unrotated: ClassVar[bool] = False
 
+    saturates: ClassVar[bool] = False
+    """Each number has a range that no other changes: what is beyond it (an infinity, too) is read as its nearest end,
+    and NaN as some number of it. Without, what is no number is not read back as one.
+    """
+
     queries: ClassVar[bool] = False
     """Of a block codec: `encode` of keys also gets `queries` [B,G,D,D], the sum of the outer products of all queries
     so far that read them, after RoPE.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from accel.ir.ops.codec import decode_rows, look_up_rows
+from accel.ir.ops.codec import decode_rows, decode_static, look_up_rows
 from accel.ir.ops.groups import group_dequantize
+from accel.ir.ops.op import operand_of
 from accel.ir.program import Program
 from accel.passes.kv.codec._layer import Layer
 
-READ = frozenset({decode_rows.default, look_up_rows.default, group_dequantize.default})
-"""What native attention reads through to the codes, where nothing stands behind it."""
+READ = frozenset(
+    {decode_rows.default, look_up_rows.default, group_dequantize.default, decode_static.default}
+)
+"""What attention reads through to the codes, where nothing stands behind it."""
+HEAD = 8  # numbers: GroupQueryAttention of onnxruntime takes heads of a multiple of so many
 
 Decoded = list[
     tuple[Layer, fx.Node]
@@ -19,7 +23,7 @@ Decoded = list[
 
 def note_decoding(program: Program, decoded: Decoded) -> None:
     """Say which layers' codes each step decodes before attention, and how many bytes of floats it makes of them."""
-    lost = {layer.number for layer, node in decoded if node.target not in READ}
+    lost = {layer.number for layer, node in decoded if not _is_read(node)}
     buffers = {(layer.number, layer.role): layer for layer, _ in decoded if layer.number in lost}
     if not buffers:
         return
@@ -31,3 +35,11 @@ def note_decoding(program: Program, decoded: Decoded) -> None:
         f"decodes every stored token of {which} first, to {bytes_:,} bytes of floats a token; kivi, kv-int8 and kv-fp8 "
         "are read in place"
     )
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Of scales that were there before, native attention reads 8 bits, and GroupQueryAttention what it takes."""
+    if node.target is not decode_static.default:
+        return node.target in READ
+    found = operand_of(node, "bits") == 8 or operand_of(node, "width") % HEAD == 0
+    return node.target in READ and found

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import ArtifactError, shown, unknown
+from accel.ir.state import state_of
 from accel.lowering.onnx.native import library
 from accel.lowering.onnx.ort import ort
 from accel.lowering.onnx.variants import NATIVE, PORTABLE
@@ -180,12 +181,17 @@ def _sizes(shape: list[Any], tokens: int, context: int) -> list[int]:
 
 def _kind(given: Any) -> np.dtype[Any]:
     """The dtype of an input that is no position."""
-    kinds = {"tensor(int8)": np.int8, "tensor(bool)": np.bool_, "tensor(int64)": np.int64}
-    return np.dtype(kinds.get(given.type, np.float32))
+    kinds = {
+        "tensor(int8)": "int8", "tensor(uint8)": "uint8", "tensor(bool)": "bool", "tensor(int64)": "int64",
+    }  # fmt: skip
+    return np.dtype(kinds.get(given.type, "float32"))
 
 
 def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
-    """A probe's inputs: a cache of `last` tokens, the last of which ask; -1 where there is none."""
+    """A probe's inputs: a cache of `last` tokens, the last of which ask; -1 where there is none. What it appends to it
+    writes in place.
+    """
+    held = {}
     binding = session.io_binding()
     for given in session.get_inputs():
         sizes = _sizes(given.shape, tokens, context)
@@ -194,11 +200,17 @@ def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
         )
         if given.name == "positions":
             array = np.maximum(np.arange(last - tokens, last), -1)[None]
+        elif given.name == "slots":
+            array = np.full(sizes, max(last - tokens, 0))
         elif given.name.startswith("held"):
             array = np.where(np.arange(sizes[1]) < last, np.arange(sizes[1]), -1)[None]
-        binding.bind_ortvalue_input(given.name, ort.OrtValue.ortvalue_from_numpy(array))
+        held[given.name] = ort.OrtValue.ortvalue_from_numpy(array)
+        binding.bind_ortvalue_input(given.name, held[given.name])
     for made in session.get_outputs():
-        binding.bind_output(made.name, "cpu")
+        if state_of(made.name) in held:
+            binding.bind_ortvalue_output(made.name, held[state_of(made.name)])
+        else:
+            binding.bind_output(made.name, "cpu")
     return binding
 
 

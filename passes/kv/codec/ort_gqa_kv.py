@@ -1,0 +1,103 @@
+"""The quantised cache of ONNX Runtime's GroupQueryAttention: whole multiples of scales that a text was measured for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel.ir.errors import RecipeError
+from accel.ir.ops.codec import decode_static, encode_static, ends
+from accel.ir.tables import Rows, Tables
+from accel.ir.tables import Sizes as TableSizes
+from accel.passes.kv.codec import Base, Sizes
+from accel.passes.trained import Parts
+
+_BITS = (4, 8)  # that the operator has; one number for keys and values
+_LEAST = 1e-30  # the largest number of a text at least, so that zeros have a scale too
+_NAMES = {"k": "key", "v": "value"}
+
+
+@dataclass(frozen=True)
+class OrtGqaKv(Tables, Base):
+    """`bits`: 8 or 4, of keys and values alike. `channels`: a scale for each channel of each head; without, one for all
+    keys of a layer and one for all its values, which is read a little faster and loses more.
+
+    A scale is the largest number of a text, divided by 127 (7 of 4 bits). A number is the nearest code times it, and
+    beyond the range the nearest end. No row has a scale of its own, so nothing says that one held NaN.
+
+    Keys are stored after RoPE, and each call reads its own keys and values as they are stored, so in prefill too.
+    """
+
+    bits: int = 8
+    channels: bool = True
+    key: ClassVar[str] = "ort-gqa-kv"
+    saturates: ClassVar[bool] = True
+    error = 8.0  # of random weights, where errors grow from layer to layer
+    others: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {"channels": False},
+        {"bits": 4},
+        {"bits": 4, "channels": False},
+    )
+
+    def __post_init__(self) -> None:
+        if self.bits not in _BITS:
+            raise RecipeError(
+                f"kv.codec.ort-gqa-kv: bits is {self.bits}, and GroupQueryAttention of onnxruntime stores 4 or 8; "
+                "give one of these, or take kivi or kvquant"
+            )
+
+    def sizes(self, width: int, heads: int) -> TableSizes:
+        """The largest number of each channel."""
+        return {f"{name}_most": (heads, width) for name in _NAMES.values()}
+
+    def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
+        most: dict[int, dict[str, Tensor]] = {}
+        for row in rows:
+            for layer, x in row.layers.items():
+                seen = {"key_most": x.keys, "value_most": x.values}
+                largest = {name: one.abs().amax((0, 2)) for name, one in seen.items()}  # [G,D]
+                held = most.setdefault(layer, largest)
+                most[layer] = {n: torch.maximum(held[n], one) for n, one in largest.items()}
+        return most
+
+    def constants(self, parts: Parts) -> Parts:
+        """The scales: [G,D] by channel, else [1,1]."""
+        steps = ends(self.bits)[1]
+        return {
+            layer: {
+                f"{name}_scale": self._ranges(of[f"{name}_most"]) / steps
+                for name in _NAMES.values()
+            }
+            for layer, of in parts.items()
+        }
+
+    def _ranges(self, most: Tensor) -> Tensor:
+        return (most if self.channels else most.amax().reshape(1, 1)).clamp(min=_LEAST)
+
+    def parts(self, role: str, width: int, **_: Tensor) -> dict[str, tuple[str, Sizes]]:
+        return {"": ("int8", (width,)) if self.bits == 8 else ("uint8", (-(-width // 2),))}
+
+    def encode(self, role: str, x: Tensor, **constants: Tensor) -> dict[str, Tensor]:
+        return {"": encode_static(x, constants[f"{_NAMES[role]}_scale"], self.bits)}
+
+    def decode(
+        self, role: str, parts: dict[str, Tensor], width: int, **constants: Tensor
+    ) -> Tensor:
+        scale = constants[f"{_NAMES[role]}_scale"]
+        decoded: Tensor = decode_static(parts[""], scale, self.bits, width)
+        return decoded
+
+    def bits_of(self, role: str, width: int, **_: Tensor) -> float:
+        return 8 if self.bits == 8 else 8 * -(-width // 2) / width
+
+    def within(self, role: str, x: Tensor, back: Tensor, **constants: Tensor) -> Tensor:
+        """No number is off by more than half a step, from the range's nearest end where it is beyond."""
+        scale = constants[f"{_NAMES[role]}_scale"].unsqueeze(1)
+        least, most = ends(self.bits)
+        held = torch.minimum(torch.maximum(x, least * scale), most * scale)
+        slack = scale * 0.5 + held.abs() * 1e-6
+        return (back - held).abs() <= slack * (1 + 1e-4)
