@@ -101,6 +101,7 @@ class CompiledModel:
         self._weights = weights
         tables = self.recipe.get("tables", {})
         self._loop, self._methods = chosen(tables)
+        self._store = self._methods["draft"].store(facts) if "draft" in self._methods else None
         self._observers = observer_factories(
             ModelParts(
                 facts,
@@ -486,7 +487,10 @@ class CompiledModel:
         """What the loop is given; costs are measured where it goes by them."""
         measured = self._methods or self._loop.trees
         return DecodeContext(
-            self._methods, self.costs if measured else self._costs or self._costs_before, self
+            self._methods,
+            self.costs if measured else self._costs or self._costs_before,
+            self,
+            self._store,
         )
 
     @cached_property
