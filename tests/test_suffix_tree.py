@@ -8,9 +8,9 @@ from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import suffix_tree
-from accel.runtime.draft.suffix_tree import SuffixTree, matches
+from accel.runtime.draft.suffix_tree import SuffixTree
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.speculation.texts import GAP, TextStore
+from accel.runtime.speculation.texts import GAP, TextStore, matches
 
 from .prefill_case import built
 

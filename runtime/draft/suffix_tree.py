@@ -17,10 +17,8 @@ from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.speculation.texts import GAP, SIZE, Texts, TextStore, check_room
+from accel.runtime.speculation.texts import GAP, SIZE, Texts, TextStore, check_room, matches
 from accel.runtime.tree import ROOT, Tree
-
-FEW = 256  # matches that are compared over their whole length at once
 
 
 @dataclass(frozen=True)
@@ -109,24 +107,6 @@ def _best(of: SuffixTree, text: Texts, tail: Ints, limit: int) -> _Draft:
         if found.score > best.score:
             best = found
     return best
-
-
-def matches(text: Texts, tail: Ints) -> tuple[Ints, Ints]:
-    """The place [k] behind each occurrence of the newest token of `tail` [m], and how many of the newest tokens are
-    the same before it [k]: 1 to m.
-    """
-    ends = np.flatnonzero(text == tail[-1]) + 1
-    lengths, alike, size = np.ones(ends.size, np.int64), np.arange(ends.size), 1
-    while alike.size > FEW and size < tail.size:
-        before = ends[alike] - 1 - size
-        alike = alike[(text[before] == tail[-1 - size]) & (before >= 0)]
-        size += 1
-        lengths[alike] = size
-    if alike.size and size < tail.size:
-        before = ends[alike, None] - 1 - np.arange(size, tail.size)
-        same = (text[before] == tail[-1 - size :: -1]) & (before >= 0)
-        lengths[alike] += same.cumprod(1).sum(1)
-    return ends, lengths
 
 
 def _grown(text: Texts, ends: Ints, most: int, least: float, tree: bool) -> _Draft:

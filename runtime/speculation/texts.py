@@ -12,6 +12,7 @@ from accel.runtime.inputs.ints import Ints
 
 GAP = -1  # before each text, so that no match goes from one to the next
 SIZE = 4  # bytes of a token
+FEW = 256  # matches that are compared over their whole length at once
 Texts = npt.NDArray[np.int32] | Ints
 
 
@@ -67,3 +68,21 @@ def check_room(name: str, most: int, size: int, tokens: int) -> None:
             f"draft.{name}: a store of bytes = {most} is smaller than a request of this model, of up to {tokens} "
             f"tokens; give at least {size * (tokens + 1)}, or leave `shared` out"
         )
+
+
+def matches(text: Texts, tail: Ints) -> tuple[Ints, Ints]:
+    """The place [k] behind each occurrence of the newest token of `tail` [m], and how many of the newest tokens are
+    the same before it [k]: 1 to m.
+    """
+    ends = np.flatnonzero(text == tail[-1]) + 1
+    lengths, alike, size = np.ones(ends.size, np.int64), np.arange(ends.size), 1
+    while alike.size > FEW and size < tail.size:
+        before = ends[alike] - 1 - size
+        alike = alike[(text[before] == tail[-1 - size]) & (before >= 0)]
+        size += 1
+        lengths[alike] = size
+    if alike.size and size < tail.size:
+        before = ends[alike, None] - 1 - np.arange(size, tail.size)
+        same = (text[before] == tail[-1 - size :: -1]) & (before >= 0)
+        lengths[alike] += same.cumprod(1).sum(1)
+    return ends, lengths
