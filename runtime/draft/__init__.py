@@ -83,9 +83,12 @@ class Base(Method):
     on the host, or `open` to draft for all rows with one model call.
     """
 
-    # Other axes whose methods it works with, and the one that is taken where a recipe names none.
-    asks: ClassVar[Mapping[str, str]] = {}
-    needs: ClassVar[Mapping[str, str]] = {}  # the same of axes that change the graph
+    needs: ClassVar[Mapping[str, str]] = {}  # as `asks`, of axes that change the graph
+
+    @property
+    def asks(self) -> Mapping[str, str]:
+        """Other axes whose methods it works with, and the one that is taken where a recipe names none."""
+        return {}
 
     def store(self, facts: Facts) -> Any:
         """What the drafters of a loaded model share from request to request (`context.store`), made once; None:

@@ -15,7 +15,7 @@ from accel.ir.facts import Facts
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.draft._automaton import ROOT, Automaton
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.speculation.texts import GAP, SIZE, TextStore, check_room, matches
+from accel.runtime.speculation.texts import GAP, SIZE, Texts, TextStore, check_room, matches
 from accel.runtime.tree import NONE, Tree
 
 TAIL = 64  # tokens of a match in a store, at most
@@ -66,7 +66,8 @@ class _Row(Drafter):
 
     def draft(self, seen: Ints, limit: int) -> Tree:
         self._take(seen[len(self.automaton.text) :].tolist())
-        size, after = self.size, self._after()
+        size = self.size
+        after: Texts = self._after()
         if self.store is not None:
             texts = self.store.tokens
             other, first = _longest(texts, seen[-TAIL:])

@@ -12,8 +12,8 @@ class Odds:
     the place before it, as tokens of a draft are much alike.
     """
 
-    def __init__(self, fade: float):
-        self._fade = fade
+    def __init__(self, fade: float, prior: float = PRIOR, weight: float = WEIGHT):
+        self._fade, self._prior, self._weight = fade, prior, weight
         self._stood: list[float] = []  # by place
         self._tested: list[float] = []
 
@@ -32,10 +32,11 @@ class Odds:
 
     def expected(self, most: int) -> list[float]:
         """Tokens that a round gives which drafts 0, 1, … `most` (arXiv:2211.17192, its chance by place)."""
-        found, chance, all_stand = [1.0], PRIOR, 1.0
+        found, chance, all_stand = [1.0], self._prior, 1.0
         for place in range(most):
             if place < len(self._tested):
-                chance = (self._stood[place] + WEIGHT * chance) / (self._tested[place] + WEIGHT)
+                tested = self._tested[place] + self._weight
+                chance = (self._stood[place] + self._weight * chance) / tested
             all_stand *= chance
             found.append(found[-1] + all_stand)
         return found
