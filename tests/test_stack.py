@@ -116,7 +116,7 @@ def test_tokens_are_those_of_plain_decoding(union, verify):
     for sampler in (Standard(), Standard(temperature=0.8)):
         if verify == "rrs-wor" and not sampler.greedy:
             continue
-        store, prompts, drafted = stack.store(FACTS), [[1, 2, 3], [9, 8, 7]], []
+        store, prompts, drafted = stack.store(FACTS, None), [[1, 2, 3], [9, 8, 7]], []
         for _ in range(2):
 
             def watch(tree, drafted=drafted):
@@ -130,8 +130,8 @@ def test_tokens_are_those_of_plain_decoding(union, verify):
 
 def test_members_have_their_stores():
     members = ["prompt-lookup", {"use": "sam", "shared": True}]
-    assert Stack().store(FACTS) is None
-    none, store = Stack(members).store(FACTS)
+    assert Stack().store(FACTS, None) is None
+    none, store = Stack(members).store(FACTS, None)
     assert none is None and isinstance(store, TextStore)
 
 

@@ -16,6 +16,7 @@ from accel.ir.invariants import Method
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict
@@ -90,10 +91,11 @@ class Base(Method):
         """Other axes whose methods it works with, and the one that is taken where a recipe names none."""
         return {}
 
-    def store(self, facts: Facts) -> Any:
-        """What the drafters of a loaded model share from request to request (`context.store`), made once; None:
-        nothing, so that drafts depend on the request alone. Its `bytes` have a bound, and threads may use it at once.
-        What it holds changes the speed, never the tokens. Raises RecipeError where it does not suit the model.
+    def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Any:
+        """What the drafters of a loaded model share from request to request (`context.store`), made once: what they
+        remember, or data that they read. None: nothing, so that drafts depend on the request alone. Its `bytes` have a
+        bound, and threads may use it at once. What it holds changes the speed, never the tokens. Raises RecipeError
+        where it does not suit the model.
         """
         return None
 

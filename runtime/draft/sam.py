@@ -15,6 +15,7 @@ from accel.ir.facts import Facts
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.draft._automaton import ROOT, Automaton
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.speculation.texts import GAP, SIZE, Texts, TextStore, check_room, matches
 from accel.runtime.tree import NONE, Tree
 
@@ -43,7 +44,7 @@ class Sam(Base):
                     f"draft.sam: {name} is {getattr(self, name)}; give at least {least}"
                 )
 
-    def store(self, facts: Facts) -> TextStore | None:
+    def store(self, facts: Facts, tokenizer: Tokenizer | None) -> TextStore | None:
         if not self.shared:
             return None
         check_room("sam", self.bytes, SIZE, facts.max_context)

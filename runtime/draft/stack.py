@@ -21,6 +21,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import round_costs
 from accel.runtime.speculation.odds import Odds
@@ -75,8 +76,8 @@ class Stack(Base):
         shaped = [one.provides for one in self.built if "tree" in one.asks]
         return frozenset.intersection(*shaped) if shaped else frozenset()
 
-    def store(self, facts: Facts) -> Any:
-        stores = [one.store(facts) for one in self.built]
+    def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Any:
+        stores = [one.store(facts, tokenizer) for one in self.built]
         return None if all(store is None for store in stores) else stores
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:

@@ -17,6 +17,7 @@ from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.speculation.texts import GAP, SIZE, Texts, TextStore, check_room, matches
 from accel.runtime.tree import ROOT, Tree
 
@@ -55,7 +56,7 @@ class SuffixTree(Base):
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.CHAINS}) if self.tree else frozenset()
 
-    def store(self, facts: Facts) -> TextStore | None:
+    def store(self, facts: Facts, tokenizer: Tokenizer | None) -> TextStore | None:
         if not self.shared:
             return None
         check_room("suffix-tree", self.bytes, SIZE, facts.max_context)

@@ -44,7 +44,7 @@ def small(name):
     while True:
         method = AXIS.build(name, shared=True, bytes=2 * size)
         try:
-            AXIS.build(name, shared=True, bytes=size).store(FACTS)
+            AXIS.build(name, shared=True, bytes=size).store(FACTS, None)
             return method
         except RecipeError:
             size *= 2
@@ -53,7 +53,7 @@ def small(name):
 def keeps_tokens(method):
     """A store of other texts, and of this one, leaves greedy and seeded tokens as they are."""
     for sampler in (Standard(), Standard(temperature=0.9)):
-        store = method.store(FACTS)
+        store = method.store(FACTS, None)
         want = plain([[1, 2, 3], [4, 5, 6]], sampler)
         calls(method, store, prompts(2), seed=7)  # of another table, so that drafts mislead
         for _ in range(2):
@@ -62,16 +62,16 @@ def keeps_tokens(method):
 
 def drafts_better(method):
     """Of two like requests the second takes fewer calls, after other requests too."""
-    store, alone = method.store(FACTS), calls(method, None, [[1, 2, 3]])
+    store, alone = method.store(FACTS, None), calls(method, None, [[1, 2, 3]])
     first = calls(method, store, [[1, 2, 3]])
     calls(method, store, prompts(3))
     assert calls(method, store, [[1, 2, 3]]) < 0.8 * min(first, alone)
-    assert calls(method, method.store(FACTS), [[1, 2, 3]]) == first, "stores share something"
+    assert calls(method, method.store(FACTS, None), [[1, 2, 3]]) == first, "stores share something"
 
 
 def stays_small(method):
     """It holds no more than it may, by its own count and by Python's."""
-    store, asked = method.store(FACTS), prompts(5, 2000)
+    store, asked = method.store(FACTS, None), prompts(5, 2000)
     known = calls(method, store, asked[:1]) and calls(method, store, asked[:1])
     for n, prompt in enumerate(asked[1:]):
         calls(method, store, [prompt], seed=n % 8)
@@ -101,7 +101,7 @@ def held(thing, seen=None):
 
 def outlives_threads(method):
     """Requests of several threads fill it as those of one do."""
-    asked, stores = prompts(4, 16), [method.store(FACTS) for _ in range(2)]
+    asked, stores = prompts(4, 16), [method.store(FACTS, None) for _ in range(2)]
     calls(method, stores[0], asked)
     every = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -117,7 +117,7 @@ def outlives_threads(method):
 def test_nothing_is_kept_unless_asked():
     assert SHARED
     for name in AXIS.names():
-        assert name not in SHARED or AXIS.build(name).store(FACTS) is None
+        assert name not in SHARED or AXIS.build(name).store(FACTS, None) is None
         if name in SHARED:
             method = AXIS.build(name)
             assert decode(method, [[1, 2, 3]])[1] == decode(method, [[1, 2, 3]])[1]
@@ -132,7 +132,7 @@ def test_every_store(name, law):
 @pytest.mark.parametrize("name", SHARED)
 def test_a_store_smaller_than_a_request(name):
     with pytest.raises(RecipeError, match=f"draft.{name}: .*smaller than a request.*at least"):
-        AXIS.build(name, shared=True, bytes=100).store(FACTS)
+        AXIS.build(name, shared=True, bytes=100).store(FACTS, None)
 
 
 class Deaf(TextStore):
@@ -163,7 +163,7 @@ class Lossy(TextStore):
 class Broken(SuffixTree):
     kind: type = Deaf
 
-    def store(self, facts):
+    def store(self, facts, tokenizer):
         return self.kind(self.bytes)
 
 
