@@ -15,7 +15,8 @@ from accel.ir.recipe import Recipe
 from accel.reference import kinds
 from accel.runtime.draft.rest import Rest, heaviest
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.speculation.datastore import ORDER, TOKENS, TOLD, Datastore, suffix_order
+from accel.runtime.speculation.data_folder import TOLD
+from accel.runtime.speculation.datastore import Datastore, suffix_order
 from accel.runtime.speculation.texts import GAP
 
 REFERENCE = Path(kinds.__file__).parent
@@ -116,7 +117,7 @@ def made(tmp_path, capsys):
     out = tmp_path / "store"
     files = [str(tmp_path / f"{n}.txt") for n in range(2)]
     tool.main([str(REFERENCE), "--text", *files, "--out", str(out), "--shard", "300"])
-    assert "tokens" in capsys.readouterr().out
+    assert "bytes" in capsys.readouterr().out
     return out
 
 
@@ -146,11 +147,11 @@ def damage(folder, how):
     if how == "moved":
         (folder / TOLD).unlink()
     elif how == "short":
-        (folder / TOKENS).write_bytes((folder / TOKENS).read_bytes()[:-8])
+        (folder / "tokens.npy").write_bytes((folder / "tokens.npy").read_bytes()[:-8])
     elif how == "torn":
-        (folder / ORDER).write_bytes(b"no numbers")
+        (folder / "order.npy").write_bytes(b"no numbers")
     elif how == "lies":
-        np.save(folder / ORDER, np.load(folder / ORDER) + 10**6)
+        np.save(folder / "order.npy", np.load(folder / "order.npy") + 10**6)
     elif how == "text":
         (folder / TOLD).write_text("{", encoding="utf-8")
     else:
@@ -161,12 +162,12 @@ def damage(folder, how):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("moved", "is no datastore, or was moved"),
+        ("moved", "holds no datastore, or was moved"),
         ("short", "is damaged"),
         ("torn", "is damaged"),
         ("lies", "is damaged"),
         ("text", "is damaged"),
-        ({"format": 9}, "another version"),
+        ({"format": 9}, "is damaged, or no datastore .it holds datastore of format 9"),
         ({"starts": [5]}, "is damaged"),
         ({"vocab_size": 5000}, "of another vocabulary, of 5000 tokens .the model has 4096"),
         ({"vocabulary": "ab"}, "of another vocabulary"),
@@ -215,7 +216,7 @@ def test_it_ships(made, tmp_path):
         model.save(tmp_path / "saved")
     with accel.load(tmp_path / "saved") as model:
         assert model.generate(prompt, max_new_tokens=32).tokens == got.tokens
-    file = tmp_path / "saved" / "data" / "draft.datastore" / TOKENS
+    file = tmp_path / "saved" / "data" / "draft.datastore" / "tokens.npy"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

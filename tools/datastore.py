@@ -1,10 +1,11 @@
-"""Make a datastore out of text, for drafters that look tokens up (`rest`).
+"""Make a datastore out of text, for drafters that look tokens up (`rest`), or with --trigrams a table (`aded`).
 
-    python tools/datastore.py MODEL --text FILE ... --out FOLDER [--shard 4194304]
+    python tools/datastore.py MODEL --text FILE ... --out FOLDER [--trigrams] [--shard 4194304]
 
 MODEL: a model's folder, an artifact, or a tokenizer.json. Each FILE is a text of its own. FOLDER holds the tokens and
-the order of their suffixes, which are memory-mapped, and says whose vocabulary it is. A token takes 8 bytes. Name it in
-a recipe: `draft.use = "rest"`, `datastore = "FOLDER"`; a build copies it into the artifact.
+the order of their suffixes (8 bytes a token), or how often tokens followed two others (16 bytes each). Both are
+memory-mapped, and say whose vocabulary it is. Name it in a recipe: `draft.use = "rest"`, `datastore = "FOLDER"`, or
+`draft.use = "aded"`, `corpus = "FOLDER"`; a build copies it into the artifact.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from accel.ir.errors import AccelError, InputError
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.speculation.datastore import Datastore
 from accel.runtime.speculation.texts import GAP
+from accel.runtime.speculation.trigrams import Trigrams
 
 
 def tokens_of(tokenizer: Tokenizer, files: Sequence[Path]) -> list[int]:
@@ -37,13 +39,16 @@ def tokens_of(tokenizer: Tokenizer, files: Sequence[Path]) -> list[int]:
     return tokens
 
 
-def make(model: Path, texts: Sequence[Path], out: Path, shard: int) -> Datastore:
-    """Write a datastore. Raises AccelError."""
+def make(
+    model: Path, texts: Sequence[Path], out: Path, shard: int, trigrams: bool = False
+) -> Datastore | Trigrams:
+    """Write a datastore, or trigrams. Raises AccelError."""
     if out.exists():
         raise InputError(f"{out} exists; give another folder, or remove it")
     tokenizer = read_tokenizer(model, None)
     assert tokenizer is not None, "a path was given"
-    store = Datastore.of(np.array(tokens_of(tokenizer, texts), np.int32), shard)
+    tokens = np.array(tokens_of(tokenizer, texts), np.int32)
+    store = Trigrams.of(tokens) if trigrams else Datastore.of(tokens, shard)
     size = 1 + max(tokenizer.vocabulary.values())
     store.save(out, size, tokenizer.digest)
     return store
@@ -57,12 +62,13 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--shard", type=int, default=1 << 22, help="tokens that are ordered at once"
     )
+    parser.add_argument("--trigrams", action="store_true", help="a table for aded, no datastore")
     options = parser.parse_args(given)
     try:
-        store = make(options.model, options.text, options.out, options.shard)
+        store = make(options.model, options.text, options.out, options.shard, options.trigrams)
     except AccelError as error:
         sys.exit(str(error))
-    print(f"{options.out}: {store.tokens.size:,} tokens, {store.bytes:,} bytes")
+    print(f"{options.out}: {store.bytes:,} bytes")
 
 
 if __name__ == "__main__":

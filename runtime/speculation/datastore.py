@@ -4,25 +4,20 @@ found by binary search. `tools/datastore.py` makes it.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import RecipeError
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.speculation.data_folder import damaged, read, some, write
 from accel.runtime.speculation.texts import GAP
 
-FORMAT = 1
-TOKENS, ORDER, TOLD = "tokens.npy", "order.npy", "datastore.json"
 DEPTH = 64  # tokens that suffixes are ordered by, at least
 Line = npt.NDArray[np.int32]
-MAKE = "make it: python tools/datastore.py MODEL --text FILE --out FOLDER"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,38 +47,20 @@ class Datastore:
         return cls(line, np.concatenate(parts).astype(np.int32), tuple(starts))
 
     def save(self, folder: Path, vocab_size: int, digest: str) -> None:
-        """Write it; `digest`: of the vocabulary (`Tokenizer.digest`), or empty."""
-        folder.mkdir(parents=True)
-        np.save(folder / TOKENS, self.tokens)
-        np.save(folder / ORDER, self.order)
-        told = {"format": FORMAT, "tokens": int(self.tokens.size), "starts": list(self.starts)}
-        told |= {"vocab_size": vocab_size, "vocabulary": digest}
-        (folder / TOLD).write_text(json.dumps(told), encoding="utf-8")
+        """Write it; `digest`: of the vocabulary, or empty."""
+        arrays, starts = {"tokens": self.tokens, "order": self.order}, list(self.starts)
+        write(folder, "datastore", arrays, vocab_size, digest, starts=starts)
 
     @classmethod
     def open(cls, folder: Path, name: str, vocab_size: int, digest: str) -> Datastore:
-        """Map a folder's files. Raises RecipeError, which begins with `name`, where they are not there, damaged, or of
-        another vocabulary than the model's, which may have more tokens; an empty digest is not compared.
-        """
-        if not (folder / TOLD).is_file():
-            raise RecipeError(f"{name}: {folder} is no datastore, or was moved; {MAKE}")
+        """Map a folder's arrays. Raises RecipeError, as `data_folder.read`."""
+        arrays, told = read(folder, "datastore", name, vocab_size, digest)
         try:
-            told: Any = json.loads((folder / TOLD).read_text(encoding="utf-8"))
-            tokens, order = (np.load(folder / file, mmap_mode="r") for file in (TOKENS, ORDER))
-            found = cls(tokens, order, tuple(told["starts"]))
-            size = told["tokens"]
-            whole = told["format"] == FORMAT and all(
-                one.shape == (size,) and one.dtype == np.int32 for one in (tokens, order)
-            )
-            of = told["vocab_size"], told["vocabulary"]
-        except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
-            raise RecipeError(f"{name}: {folder} is damaged ({error}); {MAKE}") from error
-        if not whole or not _in_range(found, of[0]):
-            raise RecipeError(f"{name}: {folder} is damaged, or of another version; {MAKE}")
-        if of[0] > vocab_size or (digest and of[1] and digest != of[1]):
-            raise RecipeError(
-                f"{name}: {folder} is of another vocabulary, of {of[0]} tokens (the model has {vocab_size}); {MAKE}"
-            )
+            found = cls(arrays["tokens"], arrays["order"], tuple(told["starts"]))
+        except (KeyError, TypeError) as error:
+            raise damaged(name, folder, error, "datastore") from error
+        if not found._in_range(vocab_size):
+            raise damaged(name, folder, "its numbers are out of range", "datastore")
         return found
 
     def find(self, tail: Ints, most: int) -> tuple[int, Ints]:
@@ -108,6 +85,13 @@ class Datastore:
             places = np.concatenate([places, hits])
         return size, places
 
+    def _in_range(self, vocab_size: int) -> bool:
+        """Whether some of the numbers are tokens, and places."""
+        size, tokens, order = self.tokens.size, some(self.tokens), some(self.order)
+        inside = (tokens >= GAP) & (tokens < vocab_size) & (order >= 0) & (order < size)
+        rising = [0, *self.starts[1:]] == sorted(set(self.starts)) and self.starts[-1] <= size
+        return size == self.order.size and rising and bool(inside.all())
+
     def _bounds(self, order: Line, query: Sequence[int]) -> tuple[int, int]:
         """From where to where in a shard's order suffixes begin with these tokens."""
 
@@ -118,15 +102,6 @@ class Datastore:
         query = list(query)
         first = bisect_left(order, query, key=key)
         return first, bisect_right(order, query, lo=first, key=key)
-
-
-def _in_range(store: Datastore, vocab_size: int) -> bool:
-    """Whether the numbers at both ends and some between are tokens, and places."""
-    some = np.linspace(0, store.tokens.size - 1, min(store.tokens.size, 4096)).astype(np.int64)
-    tokens, order = store.tokens[some], store.order[some]
-    inside = (tokens >= GAP) & (tokens < vocab_size) & (order >= 0) & (order < store.tokens.size)
-    rising = [0, *store.starts[1:]] == sorted(set(store.starts))
-    return bool(inside.all()) and rising and store.starts[-1] <= store.tokens.size
 
 
 def suffix_order(tokens: Line) -> Line:
