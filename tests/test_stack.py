@@ -14,6 +14,7 @@ from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import stack as module
 from accel.runtime.draft.stack import Stack, merged
 from accel.runtime.sample.standard import Standard
+from accel.runtime.speculation.odds import Odds
 from accel.runtime.speculation.texts import TextStore
 from accel.runtime.tree import Tree
 from accel.runtime.tree.static import Static
@@ -97,6 +98,16 @@ def test_taking_the_first_or_the_longest_is_caught(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(AssertionError):
             patch.setattr(module._Stacked, "_value", value)
             law(Stack(["prompt-lookup", "token-recycling"]))
+
+
+def test_a_size_goes_by_all_drafts_at_first():
+    whole = Odds(0.95)
+    few = Odds(0.95, whole)
+    whole.observe([(4, 3)] * 20)
+    assert few.expected(6) == whole.expected(6)
+    few.observe([(4, 0)] * 20)
+    assert few.expected(6)[1] < 1.3 < 1.8 < whole.expected(6)[1]
+    assert few.chances(6)[1:] == whole.chances(6)[1:], "places that it never tested"
 
 
 def test_a_union_holds_what_all_draft():

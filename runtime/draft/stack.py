@@ -31,7 +31,6 @@ from accel.runtime.verify import Verdict
 from accel.runtime.verify.sample_match import SampleMatch
 
 MEMBERS = ("suffix-tree", "token-recycling")
-FIRST = (0.6, 1.0)  # the chance that a first token goes by, and the drafts that it counts for
 FADE = 0.95  # what a draft weighs after each later one
 GIVE = 'give names, or tables such as {use = "suffix-tree", shared = true}'
 
@@ -128,8 +127,7 @@ class _Stacked(Drafters):
     ):
         self.rows, self.members = rows, members
         self._cost, self._union, self._opened = cost, union, opened
-        # of a row and a member, by the size of drafts
-        self._odds = defaultdict[tuple[int, int, int], Odds](lambda: Odds(FADE, *FIRST))
+        self._odds = _Record()
         self._open: dict[int, list[_Draft]] = {i: [] for i in range(len(rows))}
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
@@ -151,12 +149,12 @@ class _Stacked(Drafters):
     def _worthiest(self, i: int, trees: Sequence[Tree], limit: int) -> Tree:
         """The best of a row's drafts, or all, the best first; none where none is worth its cost."""
         seen, odds = self.rows[i].seen, self._odds
-        self._open[i] = [one for one in self._open[i] if not one.told(seen, odds)]
+        self._open[i] = [one for one in self._open[i] if not odds.told(one, seen)]
         values = list[tuple[float, int, Tree]]()
         for member, tree in enumerate(trees):
             if len(tree):
                 draft = _Draft((i, member), tree, seen.size)
-                values.append((*self._value(odds[draft.key], draft), draft.tree))
+                values.append((*self._value(odds.of(draft), draft), draft.tree))
                 self._open[i].append(draft)
         values = [one for one in values if one[0] > 1]
         values.sort(key=lambda one: -one[0])  # of equals the earlier member's
@@ -179,23 +177,42 @@ class _Draft:
     """A member's draft, until it is known how many of its tokens came."""
 
     def __init__(self, whose: tuple[int, int], tree: Tree, start: int):
-        self.tree, self.start = tree, start
+        """`whose`: a row and a member; `start`: the place of its first token."""
+        self.whose, self.tree, self.start = whose, tree, start
         self.depth = len(tree) if tree.branch is None else int(tree.depths.max())
-        self.key = (*whose, self.depth.bit_length())
 
-    def told(self, seen: Ints, odds: Mapping[tuple[int, int, int], Odds]) -> bool:
-        """Whether it is known by now; then the member's odds hear of it."""
+    def stood(self, seen: Ints) -> int | None:
+        """How many of its tokens came; None: some are still to come."""
         node, stood = ROOT, 0
         for token in seen[self.start : self.start + self.depth].tolist():
             after = self.tree.children(node)
             found = [child for child in after if self.tree.tokens[child] == token]
             if not found:
-                break
+                return stood
             node, stood = found[0], stood + 1
-        else:
-            if self.tree.children(node):  # the tokens have not come yet
-                return False
-        odds[self.key].observe([(self.depth, stood)])
+        return None if self.tree.children(node) else stood
+
+
+class _Record:
+    """The odds of each row's members: of all of a member's drafts, and by their size, which go by those at first."""
+
+    def __init__(self) -> None:
+        self._all = defaultdict[tuple[int, int], Odds](lambda: Odds(FADE))
+        self._sizes = dict[tuple[int, int, int], Odds]()
+
+    def of(self, draft: _Draft) -> Odds:
+        key = (*draft.whose, draft.depth.bit_length())
+        if key not in self._sizes:
+            self._sizes[key] = Odds(FADE, self._all[draft.whose])
+        return self._sizes[key]
+
+    def told(self, draft: _Draft, seen: Ints) -> bool:
+        """Whether it is known by now what came of a draft; then the odds hear of it."""
+        stood = draft.stood(seen)
+        if stood is None:
+            return False
+        for odds in (self._all[draft.whose], self.of(draft)):
+            odds.observe([(draft.depth, stood)])
         return True
 
 
