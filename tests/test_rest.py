@@ -100,9 +100,19 @@ def test_the_tree_is_the_heaviest_prefixes():
         assert set(paths) == set(order[: min(nodes, 50)])
 
 
-def test_a_short_match_drafts_nothing_and_no_datastore_is_the_prompt():
+def test_a_short_match_drafts_nothing_and_no_datastore_is_the_request():
     prompt, seen = np.array([1, 2, 3, 4]), np.array([1, 2, 3, 4, 1, 2])
-    assert Rest().begin(prompt).draft(seen, 9).tokens.tolist() == [3, 4]
+    assert Rest().begin(prompt).draft(seen, 9).tokens.tolist() == [3, 4, 1, 2]
+    for size in range(4, 40):
+        line = np.random.default_rng(size).integers(0, 3, size)
+        text, want = line.tolist(), []
+        for deep in range(16, 1, -1):
+            ends = [e for e in range(deep, size) if text[e - deep : e] == text[-deep:]]
+            if ends:
+                after = [text[e] for e in ends]
+                want = [min(set(after), key=lambda t: (-after.count(t), t))]
+                break
+        assert Rest().begin(line).draft(line, 9).tokens.tolist()[:1] == want
     assert not len(Rest(least=3).begin(prompt).draft(seen, 9))
     assert not len(Rest().begin(prompt).draft(np.append(seen, 9), 9))
     places = np.array([0, 0])

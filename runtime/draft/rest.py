@@ -15,14 +15,15 @@ from accel.ir.invariants import Invariant
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.speculation.datastore import Datastore, Line
-from accel.runtime.speculation.texts import GAP
+from accel.runtime.speculation.datastore import Datastore
+from accel.runtime.speculation.texts import GAP, Texts, matches
 from accel.runtime.tree import NONE, ROOT, Tree
 
 
 @dataclass(frozen=True)
 class Rest(Base):
-    """`datastore`: a folder from `tools/datastore.py`, which a build copies into the artifact; empty: the prompt alone.
+    """`datastore`: a folder from `tools/datastore.py`, which a build copies into the artifact; empty: the request's own
+    text.
 
     The longest end of the newest `span` tokens that occurs there, of at least `least`, has up to `hits` occurrences in
     each shard. Of the next `ahead` tokens of each, the `nodes` most frequent beginnings are drafted.
@@ -35,6 +36,7 @@ class Rest(Base):
     ahead: int = count(10, most=64)
     nodes: int = count(64, most=512)
 
+    small = {"least": 1}
     files = ("datastore",)
     breaks = frozenset({Invariant.CHAINS})
 
@@ -55,22 +57,28 @@ class Rest(Base):
         return Datastore.open(folder, "draft.rest: datastore", facts.vocab_size, digest)
 
     def begin(self, prompt: Ints, store: Any = None) -> Drafter:
-        return _Row(self, Datastore.of(prompt) if store is None else store)
+        return _Row(self, store)
 
 
 @dataclass(frozen=True)
 class _Row(Drafter):
     of: Rest
-    store: Datastore
+    store: Datastore | None
 
     def draft(self, seen: Ints, limit: int) -> Tree:
-        size, places = self.store.find(seen[-self.of.span :], self.of.hits)
-        if size < self.of.least:
-            return NONE
-        return heaviest(self.store.tokens, places, self.of.ahead, min(limit, self.of.nodes))
+        tail, nodes = seen[-self.of.span :], min(limit, self.of.nodes)
+        tokens: Texts = seen
+        if self.store is None:
+            ends, lengths = matches(seen[:-1], tail)
+            size = int(lengths.max(initial=0))
+            places = ends[lengths == size][: self.of.hits]
+        else:
+            tokens = self.store.tokens
+            size, places = self.store.find(tail, self.of.hits)
+        return heaviest(tokens, places, self.of.ahead, nodes) if size >= self.of.least else NONE
 
 
-def heaviest(tokens: Line, places: Ints, ahead: int, nodes: int) -> Tree:
+def heaviest(tokens: Texts, places: Ints, ahead: int, nodes: int) -> Tree:
     """The trie of the next `ahead` tokens from each place: the `nodes` that most of them go through, of equal ones
     those of fewer tokens, then of lower ids. So a node's parent is among them.
     """

@@ -528,6 +528,7 @@ class CompiledModel:
     def close(self) -> None:
         """Free the weights and temporary files. Closing twice is harmless."""
         backend, self._backend = self._backend, None
+        self._store = None
         if backend is not None:
             backend.close()
             for one in self._observers:
