@@ -32,7 +32,7 @@ class Known(Base):
     wrong: int = 0
     most: int = 99
 
-    def begin(self, prompt):
+    def begin(self, prompt, store=None):
         return _Known(self, prompt.size, self.futures[tuple(prompt.tolist())])
 
 
@@ -61,7 +61,7 @@ class Says(Base, Drafter):
 
     says: Callable[[Any, int], Tree]
 
-    def begin(self, prompt):
+    def begin(self, prompt, store=None):
         return self
 
     def draft(self, seen, limit):

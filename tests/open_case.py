@@ -119,7 +119,7 @@ class Opened:
             else:
                 verdict = Verdict((), chance.draw(world.law(seen)))
                 taken = [verdict.token]
-            drafters.observe(0, verdict, logits)
+            drafters.observe(0, tree, verdict, logits)
             self.drafted += len(tree)
             if not self.misled or len(seen) >= len(PROMPT) + 2:
                 fell += len(tree) - len(verdict.path)

@@ -101,7 +101,7 @@ def test_tokens_are_those_of_plain_decoding(tree, sampler):
                     [logits_of([*row.seen[-2:], *draft.tokens[list(p)]]) for p in paths]
                 )
                 verdict = rule(Target(draft, logits, row.seen, row.sampler), Chance(row.rng))
-                drafters.observe(i, verdict, logits)
+                drafters.observe(i, draft, verdict, logits)
                 for token in (*draft.tokens[list(verdict.path)].tolist(), verdict.token):
                     if not row.finish:
                         row.accept(token, None)

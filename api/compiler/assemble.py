@@ -191,7 +191,8 @@ def _draft(plan: Plan, axes: dict[str, Axis]) -> None:
                 f"recipe '{name}': loop = {uses['loop']} needs [{axis}]; add it with one of {one}"
             )
         if axis not in plan.methods:
-            if axis == "verify" and "tree" in plan.methods and plan.methods["tree"].branches:
+            shaping = [plan.methods[a] for a in ("draft", "tree") if a in plan.methods]
+            if axis == "verify" and any(Invariant.CHAINS in one.breaks for one in shaping):
                 use = axes[axis].method(use).instead or use
             _default(plan, axes, axis, use)
     for axis, use in plan.methods["draft"].needs.items() if "draft" in wanted else ():

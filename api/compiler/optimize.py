@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +73,11 @@ from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.artifact import bind, open_artifact, write_manifest
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
 from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER, FORMAT
+from accel.runtime.artifact.shipped import check_shipped, ship
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop import HOST
 from accel.runtime.model.adapters import Adapters, adapted, check_name
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import peak_memory
@@ -281,6 +283,7 @@ def _started(recipe: Any, options: BuildOptions, progress: Progress | None) -> _
     if options.dump is not None:
         job.dump = writable(options.dump)
     job.build_draft = draft_builder(job.plan, build, options)
+    check_shipped(job.plan.recipe.tables, HOST)
     check_target(job.plan, job.target)
     job.given = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
     check_order(_passes(job))
@@ -298,6 +301,10 @@ def _compiled(
 ) -> CompiledModel:
     """The passes over a captured program, and what its target makes of it."""
     fit(job.plan, program.facts)
+    if "draft" in job.plan.methods:
+        job.plan.methods["draft"].store(
+            program.facts, tokenizer
+        )  # which is refused before any work
     program.facts.max_batch = job.options.max_batch
     job.plan.passes = keeping(program, job.plan.passes)
     if reads_text(job.plan):
@@ -442,6 +449,8 @@ def _artifact(
             if job.build_draft is not None:
                 with job.part("draft model", 0.8):
                     job.build_draft(model_facts(program), tokenizer, folder / DRAFT_FOLDER).close()
+            recipe = job.plan.recipe
+            job.plan.recipe = replace(recipe, tables=ship(recipe.tables, HOST, folder))
             _write(job, program, check, tokenizer, folder)
     except BaseException:
         if remove:

@@ -25,6 +25,7 @@ from accel.lowering.onnx.variants import NATIVE, PORTABLE
 
 FORMAT = 3  # 3: attention of the compiled operators says whether it is partial, and the bits of keys and of values
 TARGET = "onnx"
+DATA_FOLDER = "data"  # of an artifact: what methods of the loop read as they run
 DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
 BATCH_INVARIANT = "batch-invariant"
 _RANGES = {
@@ -108,13 +109,14 @@ class Manifest:
 
     @property
     def weights_digest(self) -> str:
-        """sha256 of what the parameters are in: all files but graphs and texts. Builds of one model in the same numbers
-        have the same.
+        """sha256 of what the parameters are in: all files but graphs, texts and what drafters read. Builds of one model
+        in the same numbers have the same.
         """
         kept = {
             name: file.sha256
             for name, file in self.files.items()
             if not name.endswith((".onnx", ".html", ".json"))
+            and not name.startswith(f"{DATA_FOLDER}/")
         }
         told = json.dumps([self.facts.name, self.numerics, kept], sort_keys=True)
         return hashlib.sha256(told.encode()).hexdigest()

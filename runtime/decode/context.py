@@ -31,9 +31,10 @@ class Model(Protocol):
 @dataclass(frozen=True)
 class DecodeContext:
     """What a loop is given beside sessions: a method of each axis that it asks for, what calls cost here
-    (None: not known), and what the sessions are of.
+    (None: not known), what the sessions are of, and what outlives a request (`draft.Base.store`).
     """
 
     methods: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
     model: Model | None = None
+    store: Any = None

@@ -6,15 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.facts import Facts
 from accel.ir.invariants import Method
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict
@@ -35,11 +37,16 @@ class Drafter(ABC):
         tokens; none where it has no idea.
         """
 
-    def observe(self, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:  # noqa: B027
-        """What became of the last draft: the target's logits [N+1,V] after the last committed token and after
-        each drafted one, and what stands. A step without a draft is told too, N = 0, but for those while drafting does
-        not pay. Not to be kept.
+    def observe(  # noqa: B027
+        self, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
+    ) -> None:
+        """What became of a draft `tree`, its own or another drafter's (`stack`): the target's logits [N+1,V] after the
+        last committed token and after each drafted one, and what stands. A step without a draft is told too, N = 0, but
+        for those while drafting does not pay. Not to be kept.
         """
+
+    def end(self, seen: Ints) -> None:  # noqa: B027
+        """The row ended, or was left, with these tokens [n]; a store may take them. Not to be kept."""
 
 
 class Drafters(ABC):
@@ -63,7 +70,9 @@ class Drafters(ABC):
         token by token by logits asks `more` after each token, and ends the row's draft where it says no.
         """
 
-    def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:  # noqa: B027
+    def observe(  # noqa: B027
+        self, row: int, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
+    ) -> None:
         """As of `Drafter`, of a row that runs, before it takes what stands."""
 
     def close(self) -> None:  # noqa: B027
@@ -75,12 +84,25 @@ class Base(Method):
     on the host, or `open` to draft for all rows with one model call.
     """
 
-    # Other axes whose methods it works with, and the one that is taken where a recipe names none.
-    asks: ClassVar[Mapping[str, str]] = {}
-    needs: ClassVar[Mapping[str, str]] = {}  # the same of axes that change the graph
+    needs: ClassVar[Mapping[str, str]] = {}  # as `asks`, of axes that change the graph
 
-    def begin(self, prompt: Ints) -> Drafter:
-        """A drafter for a row with this prompt [n]; a method that remembers nothing is its own."""
+    @property
+    def asks(self) -> Mapping[str, str]:
+        """Other axes whose methods it works with, and the one that is taken where a recipe names none."""
+        return {}
+
+    def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Any:
+        """What the drafters of a loaded model share from request to request (`context.store`), made once: what they
+        remember, or data that they read. None: nothing, so that drafts depend on the request alone. Its `bytes` have a
+        bound, and threads may use it at once. What it holds changes the speed, never the tokens. Raises RecipeError
+        where it does not suit the model.
+        """
+        return None
+
+    def begin(self, prompt: Ints, store: Any = None) -> Drafter:
+        """A drafter for a row with this prompt [n]; a method that remembers nothing is its own. `store`: as of
+        `store`.
+        """
         raise NotImplementedError(f"{type(self).__name__} drafts for all rows at once; use open")
 
     def draft_folder(self) -> Path | None:
@@ -91,7 +113,7 @@ class Base(Method):
         """For the rows of the target's session, before it has run anything. A drafter may run the session itself,
         and then takes back what it added. Raises InputError where it cannot draft for this model.
         """
-        return _Each([self.begin(row.prompt) for row in rows], rows)
+        return _Each([self.begin(row.prompt, context.store) for row in rows], rows)
 
 
 @dataclass(frozen=True)
@@ -104,5 +126,11 @@ class _Each(Drafters):
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         return {i: self.drafters[i].draft(self.rows[i].seen, limit) for i, limit in limits.items()}
 
-    def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
-        self.drafters[row].observe(verdict, logits)
+    def observe(
+        self, row: int, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
+    ) -> None:
+        self.drafters[row].observe(tree, verdict, logits)
+
+    def close(self) -> None:
+        for drafter, row in zip(self.drafters, self.rows, strict=True):
+            drafter.end(row.seen)

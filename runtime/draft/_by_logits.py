@@ -35,9 +35,9 @@ class ByModel(Drafters):
         self._vocab = vocab_size
         self._trees: Mapping[int, Tree] = {}
 
-    def observe(self, row: int, verdict: Verdict, logits: Logits) -> None:
-        if row in self._trees:
-            self.shapes[row].observe(self._trees[row], verdict.path)
+    def observe(self, row: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
+        if tree is self._trees.get(row):
+            self.shapes[row].observe(tree, verdict.path)
 
 
 class ByLogits(ByModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from accel.runtime.draft import Base, Drafter
 from accel.runtime.inputs.ints import Ints
@@ -13,7 +14,7 @@ from accel.runtime.tree import Tree
 class Template(Base, Drafter):
     """What may follow: here, the newest token again."""
 
-    def begin(self, prompt: Ints) -> Drafter:
+    def begin(self, prompt: Ints, store: Any = None) -> Drafter:
         return self
 
     def draft(self, seen: Ints, limit: int) -> Tree:

@@ -5,6 +5,7 @@ the next input tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Iad(Base):
         if self.ngram < 1:
             raise RecipeError(f"draft.iad: ngram is {self.ngram}; give at least 1")
 
-    def begin(self, prompt: Ints) -> Drafter:
+    def begin(self, prompt: Ints, store: Any = None) -> Drafter:
         order = np.argsort(prompt, kind="stable")
         return _Aligned(self.ngram, prompt, order, prompt[order])
 

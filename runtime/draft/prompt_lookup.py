@@ -5,6 +5,7 @@ occurrence of the newest tokens, in the prompt or the output.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class PromptLookup(Base, Drafter):
         if self.ngram < 1:
             raise RecipeError(f"draft.prompt-lookup: ngram is {self.ngram}; give at least 1")
 
-    def begin(self, prompt: Ints) -> Drafter:
+    def begin(self, prompt: Ints, store: Any = None) -> Drafter:
         return self
 
     def draft(self, seen: Ints, limit: int) -> Tree:

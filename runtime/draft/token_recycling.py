@@ -19,7 +19,7 @@ from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import round_costs
-from accel.runtime.tree import NONE, ROOT, Guesses, Level, Shape, Tree, grown
+from accel.runtime.tree import ROOT, Guesses, Level, Shape, Tree, grown
 from accel.runtime.tree._nodes import top
 from accel.runtime.verify import Verdict
 
@@ -63,11 +63,12 @@ class _Recycled(Drafters):
             self.drafted.update(grown({i: self.shapes[i].grow(limit)}, expand))
         return {i: self.drafted[i] for i in limits}
 
-    def observe(self, row: int, verdict: Verdict, logits: npt.NDArray[np.float32]) -> None:
-        tree = self.drafted.pop(row, NONE)
+    def observe(
+        self, row: int, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
+    ) -> None:
         tokens = np.concatenate([self.rows[row].seen[-1:], tree.tokens])
         recycle(self.matrices[row], tokens, logits, [0, *(node + 1 for node in verdict.path)])
-        if len(tree):
+        if len(tree) and tree is self.drafted.get(row):
             self.shapes[row].observe(tree, verdict.path)
 
     def _expand(self, last: int, levels: Mapping[int, Level]) -> Mapping[int, Guesses]:

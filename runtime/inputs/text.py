@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 import os
 import re
@@ -149,6 +150,12 @@ class Tokenizer:
         """Token -> id, added ones too."""
         found: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         return found
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the vocabulary."""
+        told = json.dumps(sorted(self.vocabulary.items()))
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def token(self, index: int) -> str | None:
         """How the vocabulary writes a token; None for a number that it lacks."""

@@ -38,6 +38,7 @@ class SpecdecPp(Base):
     trained: str = ""
 
     key: ClassVar[str] = "specdec-pp"
+    files = ("trained",)
     relies = frozenset({Invariant.DRAFT_MODEL})
 
     def __post_init__(self) -> None:

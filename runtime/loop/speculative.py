@@ -85,7 +85,8 @@ class _Rounds:
         self._drafters: Drafters = self._draft.open(session, rows, context)
         draft_cost, costs = self._drafters.draft_cost, context.costs
         probes = self._drafters.probes
-        shaped = not probes and "tree" in context.methods and context.methods["tree"].branches
+        shaping = (self._draft, context.methods.get("tree", self._draft))
+        shaped = not probes and any(Invariant.CHAINS in one.breaks for one in shaping)
         self._guard = (
             None if costs is None else Guard(costs, session.batch, draft_cost, shaped, probes)
         )
@@ -151,7 +152,7 @@ class _Rounds:
             for i in live:
                 token = rows[i].pick(logits[i, 0])
                 if told:
-                    self._observe(i, Verdict((), token), logits[i])
+                    self._observe(i, NONE, Verdict((), token), logits[i])
                 rows[i].accept(token, logits[i, 0])
                 taken.append((i, token))
         finally:
@@ -232,12 +233,12 @@ class _Rounds:
         row, before = self._rows[i], len(self._rows[i].tokens)
         if not len(tree):  # other rows have one
             verdict = Verdict((), row.pick(logits[0]))
-            self._observe(i, verdict, logits)
+            self._observe(i, tree, verdict, logits)
             row.accept(verdict.token, logits[0])
             return [0]
         target = Target(tree, logits, row.seen, row.sampler)
         verdict = self._rule(target, self._chances[i])
-        self._observe(i, verdict, logits)
+        self._observe(i, tree, verdict, logits)
         for token, line in target.taken(verdict):
             row.accept(token, line)
             if row.finish:
@@ -250,10 +251,10 @@ class _Rounds:
         row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return [0, *(node + 1 for node in verdict.path)][:taken]
 
-    def _observe(self, i: int, verdict: Verdict, logits: Logits) -> None:
+    def _observe(self, i: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         """Tell the drafters, whose time it is."""
         start = perf_counter()
-        self._drafters.observe(i, verdict, logits)
+        self._drafters.observe(i, tree, verdict, logits)
         self._drafting += perf_counter() - start
 
     def _weigh(

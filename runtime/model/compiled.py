@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from accel.ir.peft import read_adapter
 from accel.lowering.onnx.threads import MOST_THREADS
 from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
+from accel.runtime.artifact.shipped import located
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import AUTO, Tuning
 from accel.runtime.backends.protocol import Backend, Logits
@@ -100,7 +102,11 @@ class CompiledModel:
         self._adapters = adapters
         self._weights = weights
         tables = self.recipe.get("tables", {})
-        self._loop, self._methods = chosen(tables)
+        files = () if artifact is None else artifact.files
+        there = Path() if artifact is None else artifact.path
+        self._loop, self._methods = chosen(located(tables, HOST, there, files))
+        draft = self._methods.get("draft")
+        self._store = None if draft is None else draft.store(facts, tokenizer)
         self._observers = observer_factories(
             ModelParts(
                 facts,
@@ -486,7 +492,10 @@ class CompiledModel:
         """What the loop is given; costs are measured where it goes by them."""
         measured = self._methods or self._loop.trees
         return DecodeContext(
-            self._methods, self.costs if measured else self._costs or self._costs_before, self
+            self._methods,
+            self.costs if measured else self._costs or self._costs_before,
+            self,
+            self._store,
         )
 
     @cached_property
@@ -519,6 +528,7 @@ class CompiledModel:
     def close(self) -> None:
         """Free the weights and temporary files. Closing twice is harmless."""
         backend, self._backend = self._backend, None
+        self._store = None
         if backend is not None:
             backend.close()
             for one in self._observers:

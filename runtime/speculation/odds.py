@@ -12,8 +12,9 @@ class Odds:
     the place before it, as tokens of a draft are much alike.
     """
 
-    def __init__(self, fade: float):
-        self._fade = fade
+    def __init__(self, fade: float, of: Odds | None = None):
+        """`of`: the odds of more drafts, these among them, which a place that was tested little goes by."""
+        self._fade, self._of = fade, of
         self._stood: list[float] = []  # by place
         self._tested: list[float] = []
 
@@ -32,12 +33,22 @@ class Odds:
 
     def expected(self, most: int) -> list[float]:
         """Tokens that a round gives which drafts 0, 1, … `most` (arXiv:2211.17192, its chance by place)."""
-        found, chance, all_stand = [1.0], PRIOR, 1.0
-        for place in range(most):
-            if place < len(self._tested):
-                chance = (self._stood[place] + WEIGHT * chance) / (self._tested[place] + WEIGHT)
+        found, all_stand = [1.0], 1.0
+        for chance in self.chances(most):
             all_stand *= chance
             found.append(found[-1] + all_stand)
+        return found
+
+    def chances(self, most: int) -> list[float]:
+        """Of a token at places 0 … `most` - 1 to stand, where those before it do."""
+        found, chance = list[float](), PRIOR
+        of = None if self._of is None else self._of.chances(most)
+        for place in range(most):
+            chance = chance if of is None else of[place]
+            if place < len(self._tested):
+                tested = self._tested[place] + WEIGHT
+                chance = (self._stood[place] + WEIGHT * chance) / tested
+            found.append(chance)
         return found
 
     def best(self, cost: Callable[[int], float], least: int, most: int) -> int:

@@ -207,7 +207,8 @@ def test_a_drafter_is_told_what_became_of_its_draft(toy, prompts):
     told = []
 
     class Listens(Says):
-        def observe(self, verdict, logits):
+        def observe(self, tree, verdict, logits):
+            assert len(logits) == len(tree) + 1
             told.append((len(verdict.path), verdict.token, len(logits)))
 
     (future,) = futures(toy, prompts[0][:1], limit=9).values()
@@ -234,7 +235,7 @@ def test_drafters_of_all_rows_are_asked_in_one_call_and_closed(toy, prompts):
                 i: Tree.chain(found[tuple(group[i])][n : n + limits[i]]) for i, n in done.items()
             }
 
-        def observe(self, row, verdict, logits):
+        def observe(self, row, tree, verdict, logits):
             told.append((row, len(verdict.path)))
 
         def close(self):

@@ -51,7 +51,7 @@ def cases() -> list[Case]:
     axes = find_axes()
     ways: list[tuple[tuple[str, str], ...]] = []
     for draft in axes["draft"].names():
-        trees = axes["tree"].names() if "tree" in axes["draft"].method(draft).asks else ()
+        trees = axes["tree"].names() if "tree" in axes["draft"].build(draft).asks else ()
         ways += [(("draft", draft), ("tree", tree)) for tree in trees] or [(("draft", draft),)]
     ways += [(("loop", name),) for name in axes["loop"].names() if name in LOSSLESS]
     graph = [

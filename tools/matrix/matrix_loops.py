@@ -149,7 +149,7 @@ def _reaching(name: str) -> dict[str, Any]:
     rule = axes["verify"].build(name)
     if not rule.branches:
         return {"draft": {"use": "prompt-lookup"}}
-    own = axes["tree"].build(axes["draft"].method("token-recycling").asks["tree"])
+    own = axes["tree"].build(axes["draft"].build("token-recycling").asks["tree"])
     if not own.breaks & rule.relies:
         return {"draft": {"use": "token-recycling"}}
     shapes = {use: axes["tree"].build(use) for use in axes["tree"].names()}
