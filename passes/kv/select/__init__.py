@@ -195,7 +195,7 @@ class Base(_Scored, Pass, Method, ABC):
         report = Report()
         sites = [n for n in program.step.graph.nodes if n.target is attention.default]
         keys = {layer: appended(node) for layer, node in attentions(program).items()}
-        why = {node: self._dense(program, node) or self._untold(node, keys) for node in sites}
+        why = {n: self._dense(program, n) or self._untold(program, n, keys) for n in sites}
         free = {node.meta["layer"] for node in sites if not why[node]}
         wanted = {self.chooser(layer) for layer in free if not self.reads_all(layer)} & free
         tables = constants(self, program, keys) if wanted and isinstance(self, Tables) else {}
@@ -281,7 +281,7 @@ class Base(_Scored, Pass, Method, ABC):
             return f"it reads the cache of layer {shares}, whose pages belong to that layer"
         return ""
 
-    def _untold(self, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
+    def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
         """Why there is no table or trained part of its layer, where the method has one."""
         if not isinstance(self, Tables | Trained) or node.meta["layer"] in keys:
             return ""
@@ -307,10 +307,7 @@ class Base(_Scored, Pass, Method, ABC):
                 _graph(program, layer, choose, given, ("choose", self, mask), table),
                 _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
             )
-            call = editor.graph.call_function(region, given)
-            (out,) = region.graph.find_nodes(op="output")
-            call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
-            pages = editor.call(operator.getitem, call, 0, like=node)
+            (pages,) = _called(editor, region, given, node)
         build.outputs |= {
             output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
         }
@@ -484,6 +481,16 @@ def _graph(
     graph.output(found if isinstance(found, tuple) else (found,))
     remove_dead(graph)  # what a vote did not ask for
     return graph
+
+
+def _called(
+    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
+) -> list[fx.Node]:
+    """What a call of the region gives."""
+    call = editor.graph.call_function(region, given)
+    (out,) = region.graph.find_nodes(op="output")
+    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
+    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(out.args[0]))]
 
 
 def _nothing(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Tensor:

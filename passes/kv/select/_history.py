@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.ir.trace import trace
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import LEAST, SPARSE, _Build, _graph
+from accel.passes.kv.select import LEAST, SPARSE, _Build, _called, _graph
 from accel.passes.kv.select._tokens import PLACES, Tokens
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import ALL, Fitted
@@ -346,16 +345,6 @@ def _looks(editor: Editor, build: _Build, method: Histories, node: fx.Node) -> f
         )
     found: fx.Node = build.shared["looks"]
     return found
-
-
-def _called(
-    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
-) -> list[fx.Node]:
-    """The results of a region."""
-    call = editor.graph.call_function(region, given)
-    (out,) = region.graph.find_nodes(op="output")
-    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
-    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(call.meta["val"]))]
 
 
 def _none(groups: int, heads: int, queries: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from accel.ir.program import Editor, Program, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import SPARSE, Base, Sizes, _Build, _graph
+from accel.passes.kv.select import SPARSE, Base, Sizes, _Build, _called, _graph
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import Parts
 
@@ -185,16 +184,6 @@ class Tokens(Base):
 def constant(layer: int, name: str) -> str:
     """The parameter that is a layer's constant of this name."""
     return f"choice.{layer}.{name}"
-
-
-def _called(
-    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
-) -> list[fx.Node]:
-    """What a call of the region gives."""
-    call = editor.graph.call_function(region, given)
-    (out,) = region.graph.find_nodes(op="output")
-    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
-    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(out.args[0]))]
 
 
 def _with_whole(pages: Tensor, whole: Tensor, k_pos: Tensor, slots: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
 from accel.passes import Report
+from accel.passes.kv._shared.slots import written
 from accel.passes.kv.inputs import call as named_call
 from accel.passes.kv.inputs import parameters
 from accel.passes.kv.select import Sizes
@@ -298,15 +299,6 @@ class Units(_Grouped, Tokens):
         known |= {"generated": start >= origin[:, None], **constants}
         known |= {"marks": marks[0]} if marks else {}
         labels, found = named_call(self.group, known)
-
-        def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
-            """old [B,G,S,…], whose entries at [B,1] .. end - 1 are those of new [B,G,N,…]."""
-            ahead = torch.arange(old.shape[2], device=old.device) - at  # [B,S]
-            index = ahead.clamp(min=0, max=new.shape[2] - 1)
-            here = (ahead >= 0) & (ahead < end - at)
-            shape = (*here.shape[:1], 1, -1, *[1] * (old.dim() - 3))
-            index, here = index.reshape(shape), here.reshape(shape)
-            return torch.where(here, new.gather(2, index.expand(old.shape)), old)
 
         new = [written(label, labels + first[:, None], start, stop)]
         new += [
