@@ -9,8 +9,8 @@ from accel.ir.fields import Fields
 
 @dataclass(frozen=True)
 class LowRank:
-    """layers: those layers. widths: numbers of a token's keys in each, all heads together. ranks: in how many directions
-    it has them.
+    """layers: those layers. widths: numbers of a token's keys in each, all heads together. ranks: in how many
+    directions it has them.
     """
 
     layers: tuple[int, ...]

@@ -21,9 +21,7 @@ class Part(StrEnum):
     NOTE = "note"  # what a score notes of a token
     PAGES = "pages"  # what is known of a page of slots
     UNITS = "units"  # which unit a slot's token is in, and what is known of units
-    LOW_RANK = (
-        "low_rank"  # what stands for the keys of a prompt: numbers of each slot, directions of a row
-    )
+    LOW_RANK = "low_rank"  # what stands for the keys of a prompt: numbers of each slot, directions of a row
     CHOICE = "choice"  # of the newest tokens, for the choices of later ones
     ABSORBED = (
         "absorbed"  # of a whole row: what tokens that were evicted leave; `compress` writes it

@@ -18,7 +18,7 @@ from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select import Where
 from accel.passes.kv.select.shadowkv import Shadowkv
 
-from .select_case import Selecting, built, close, drive, law_every_target, llama, singles
+from .select_case import Selecting, built, close, law_every_target, llama, singles
 
 G, R, C, D = 2, 3, 160, 8
 OWN = 150  # the slot of the token, which closes no chunk
@@ -114,7 +114,9 @@ def law_split(method, seed):
     parts, places = placed(method, keys)
     asked = queries.flatten(0, 1)[None, None]  # [1,1,H,D]
     given = asked, *places, torch.tensor([CODED]), *parts.values()
-    exact, rebuilt = (x[0, :, 0].tolist() for x in method._split(list(parts), Mask("causal"), *given))
+    exact, rebuilt = (
+        x[0, :, 0].tolist() for x in method._split(list(parts), Mask("causal"), *given)
+    )
     for head, (local, outliers, best) in enumerate(by_paper(method, keys, queries)):
         low = [n for n in rebuilt[head] if n >= 0]
         assert len(set(low)) == len(low) and set(low) == {n for n in best if n < CODED // 4}
@@ -150,7 +152,10 @@ def decoded(case, wrap=None):
     """Logits through prompts, one of them behind a rewind into the one before, and single tokens."""
     tokens = case.tokens(2, 96)
     with case.session(2, wrap) as session:
-        found = [session.prompt(tokens[:, :50], np.array([50, 23])), singles(session, tokens[:, 50:56])]
+        found = [
+            session.prompt(tokens[:, :50], np.array([50, 23])),
+            singles(session, tokens[:, 50:56]),
+        ]
         session.rewind(np.array([31, 20]))
         found += [singles(session, tokens[:, 60:66]), session.run(tokens[:, 66:70])]
         with session.fork() as other:
@@ -161,7 +166,9 @@ def decoded(case, wrap=None):
 
 
 def off(case, whole):
-    return max(float(np.abs(a - b).max()) for a, b in zip(decoded(case), decoded(whole), strict=True))
+    return max(
+        float(np.abs(a - b).max()) for a, b in zip(decoded(case), decoded(whole), strict=True)
+    )
 
 
 def law_exact(case, whole, wrap=None):
@@ -170,7 +177,7 @@ def law_exact(case, whole, wrap=None):
 
 
 def test_all_directions_of_all_chunks_are_the_model(stateful, whole):
-    case = Selecting(stateful("llama"), Shadowkv(**Shadowkv.small | ALL | {"rank": 160}))
+    case = Selecting(stateful("llama"), Shadowkv(**Shadowkv.small | ALL | {"low_rank": 160}))
     assert case.program.facts.low_rank.ranks == (FULL, FULL)
     law_exact(case, whole)
 
@@ -191,13 +198,17 @@ def test_all_directions_of_all_chunks_are_the_model(stateful, whole):
 
     with pytest.raises(AssertionError):
         law_exact(
-            Selecting(stateful("llama"), Broken(**Shadowkv.small | ALL | {"rank": FULL})), whole
+            Selecting(stateful("llama"), Broken(**Shadowkv.small | ALL | {"low_rank": FULL})), whole
         )
 
 
+@pytest.mark.long
 def test_fewer_directions_lose_more(stateful, whole):
     lost = [
-        off(Selecting(stateful("llama"), Shadowkv(**Shadowkv.small | ALL | {"rank": rank})), whole)
+        off(
+            Selecting(stateful("llama"), Shadowkv(**Shadowkv.small | ALL | {"low_rank": rank})),
+            whole,
+        )
         for rank in (FULL, 14, 4)
     ]
     assert 100 * lost[0] < lost[1] < lost[2]
@@ -217,19 +228,23 @@ def law_svd(case, wrap=None):
                 keys = rotated(keys, cos, -sin, rotation.interleaved)
                 low = state[f"low_rank.{layer}.keys"][row, :, :count]
                 back = low @ state[f"low_rank.{layer}.basis"][row]
-                least = torch.linalg.svdvals(keys.transpose(0, 1).flatten(1))[case.method.rank :]
+                least = torch.linalg.svdvals(keys.transpose(0, 1).flatten(1))[
+                    case.method.low_rank :
+                ]
                 torch.testing.assert_close((back - keys).norm(), least.norm(), rtol=1e-3, atol=1e-4)
 
 
 def test_directions_are_those_of_an_svd(stateful):
-    case = Selecting(stateful("llama"), built("shadowkv", rank=7))
+    case = Selecting(stateful("llama"), built("shadowkv", low_rank=7))
     law_svd(case)
 
     def others(backend):
         part = backend.part
 
         def run(name, given):
-            turn = {n: np.roll(x, 1, axis=1) for n, x in given.items() if n.startswith("directions")}
+            turn = {
+                n: np.roll(x, 1, axis=1) for n, x in given.items() if n.startswith("directions")
+            }
             return part(name, given | turn)
 
         backend.part = run
@@ -258,7 +273,9 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
 
 def test_a_codec_has_keys_of_its_own():
     tables = {"kv.select": {"use": "shadowkv"}, "kv.codec": {"use": "kv-int8"}}
-    with pytest.raises(RecipeError, match="shadowkv cannot be combined with .*kv-int8|kv-int8 cannot"):
+    with pytest.raises(
+        RecipeError, match="shadowkv cannot be combined with .*kv-int8|kv-int8 cannot"
+    ):
         assemble(Recipe(tables=tables))
 
 
@@ -269,8 +286,8 @@ def test_a_codec_has_keys_of_its_own():
         ({"local": -1}, "local = -1; give 0 or more"),
         ({"outliers": 5000}, "outliers = 5000"),
         ({"page": 6}, "page = 6"),
-        ({"rank": 0}, "rank = 0; give 1 or more"),
-        ({"rank": 1 << 20}, "rank = 1048576"),
+        ({"low_rank": 0}, "low_rank = 0; give 1 or more"),
+        ({"low_rank": 1 << 20}, "low_rank = 1048576"),
         ({"tokens_read": 0}, "tokens_read = 0"),
         ({"outlier": 3}, "did you mean 'outliers'"),
     ],

@@ -19,7 +19,7 @@ from accel.ir.entries.squares import SQUARES, squares_of
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.low_rank import LowRank as Plan
-from accel.ir.ops.attention import Mask, attention, operands_of
+from accel.ir.ops.attention import Mask, operands_of
 from accel.ir.ops.pages import fetch_pages
 from accel.ir.ops.rows import take_rows
 from accel.ir.program import Editor, Program, State
@@ -28,7 +28,7 @@ from accel.ir.state import POSITIONS, Home, Part, name_of, output_of
 from accel.ir.trace import trace
 from accel.passes import Report
 from accel.passes.kv._shared.cached import cache_of
-from accel.passes.kv._shared.rotation import Rotation, rotated, rotation_of
+from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.slots import written
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.select import Base, _Build, _called, _graph
@@ -42,7 +42,7 @@ _TOKENS = 53  # example size while shapes are worked out
 class LowRank(Base):
     """Sparse attention over pages, the keys of which are made anew of fewer numbers.
 
-    rank: R, so many numbers of a token stand for its keys, before RoPE and all heads of a layer together, in the
+    low_rank: R, so many numbers of a token stand for its keys, before RoPE and all heads of a layer together, in the
     directions in which the keys of its prompt are largest; no more than there are numbers, G D. The first `exact`
     entries of a token's list, and pages with a token behind the prompt, are read as they are.
 
@@ -58,7 +58,7 @@ class LowRank(Base):
     runs the entry `squares`, decomposes what it gives on the host, and runs `factor`.
     """
 
-    rank: int = count(160, most=16384)
+    low_rank: int = count(160, most=16384)
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     relies = Base.relies | {
         Invariant.PLAIN_KEYS,
@@ -68,8 +68,8 @@ class LowRank(Base):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank < 1:
-            raise RecipeError(f"{type(self).__name__}: rank = {self.rank}; give 1 or more")
+        if self.low_rank < 1:
+            raise RecipeError(f"{type(self).__name__}: low_rank = {self.low_rank}; give 1 or more")
 
     @property
     @abstractmethod
@@ -85,7 +85,7 @@ class LowRank(Base):
                 if operands_of(node).beside is not None
             ]
             widths = [_width(program, layer) for layer in layers]
-            ranks = [min(self.rank, width) for width in widths]
+            ranks = [min(self.low_rank, width) for width in widths]
             program.facts.low_rank = Plan(tuple(layers), tuple(widths), tuple(ranks))
             program.entries[SQUARES.name] = self._entry(program, layers, SQUARES.name)
             program.entries[FACTOR.name] = self._entry(program, layers, FACTOR.name)
@@ -153,7 +153,7 @@ class LowRank(Base):
         program, keys = build.program, operands_of(node).k
         editor, layer = Editor(program, program.step.graph), node.meta["layer"]
         groups, width = int(sizes(keys)[1]), int(sizes(keys)[3])
-        rank = min(self.rank, groups * width)
+        rank = min(self.low_rank, groups * width)
         if CODED not in program.step.inputs:
             build.letters["C"] = keys.meta["val"].shape[2]
             rows = State(Part.LOW_RANK, None, "int64", ("B",), detail="coded")
@@ -187,7 +187,9 @@ class LowRank(Base):
         """What tokens choose: pages that they read as they are, and pages whose keys are rebuilt."""
         chosen = self._choose(parts, [], mask, queries, q_pos, k_pos, slots, *values)
         ahead = torch.arange(self.exact, device=chosen.device)
-        behind = torch.arange(self.exact, self.count, device=chosen.device)  # whoever chooses has them
+        behind = torch.arange(
+            self.exact, self.count, device=chosen.device
+        )  # whoever chooses has them
         first, rest = chosen.index_select(3, ahead), chosen.index_select(3, behind)
         whole = coded.div(self.page, rounding_mode="floor")[:, None, None, None]
         low = rest < whole
@@ -270,16 +272,19 @@ class LowRank(Base):
             given[layer] = [holder(str(keys.target), keys.meta["val"])]
             if name == FACTOR.name:
                 width = _width(program, layer)
-                shape = batch, width, min(self.rank, width)
-                given[layer].append(holder(directions_of(layer), blank(*shape, dtype=torch.float32)))
+                shape = batch, width, min(self.low_rank, width)
+                given[layer].append(
+                    holder(directions_of(layer), blank(*shape, dtype=torch.float32))
+                )
                 for n in _held(layer):
                     given[layer].append(holder(n, step.input(n).meta["val"]))
         for layer in layers:
             rotation = rotation_of(program, appended(sites[layer]), "keys", _INSTEAD)
             tables = rotation.tables(editor) if rotation is not None else ()
+            form = (rotation.interleaved, rotation.factor) if rotation is not None else None
             joined = trace(
-                editor, f"{name}.{layer}", partial(_joined, rotation and _form(rotation)),
-                *stretch, given[layer][0], *tables, key=("joined", rotation and _form(rotation)),
+                editor, f"{name}.{layer}", partial(_joined, form), *stretch, given[layer][0],
+                *tables, key=("joined", form),
             )  # fmt: skip
             if name == SQUARES.name:
                 outputs[squares_of(layer)] = trace(
@@ -304,10 +309,6 @@ def _width(program: Program, layer: int) -> int:
     return int(groups) * int(width)
 
 
-def _form(rotation: Rotation) -> tuple[bool, float]:
-    return rotation.interleaved, rotation.factor
-
-
 def _held(layer: int) -> tuple[str, str]:
     """The state of a layer."""
     keys, basis = (name_of(Part.LOW_RANK, layer, detail=n) for n in ("keys", "basis"))
@@ -323,8 +324,7 @@ def _joined(
     keys: Tensor,
     *tables: Tensor,
 ) -> Tensor:
-    """Of keys [B,G,C,D] those in slots start..stop-1 [B], before RoPE and all heads together [B,N,G D]; 0 behind these.
-    """
+    """Of keys [B,G,C,D] those in slots start..stop-1 [B], before RoPE and all heads together [B,N,G D]; 0 behind these."""
     count, width = keys.shape[2], keys.shape[3]
     slots = (start[:, None] + ranks).clamp(min=0, max=count - 1)  # [B,N]
     taken = keys.gather(2, slots[:, None, :, None].expand(-1, keys.shape[1], -1, width)).float()

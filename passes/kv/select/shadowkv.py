@@ -24,8 +24,9 @@ class Shadowkv(LowRank):
     """A chunk of 8 tokens (`page`) has a landmark, the mean of its keys after RoPE. A token reads its own chunk and
     `local` before it; of those before these the `outliers` whose landmark is least like one of its keys, by their
     cosine; and of the rest the `tokens_read / page` that get the largest share of a softmax over landmarks from any
-    query head. Of the latter those of the prompt have keys of `rank` numbers a token, in the directions of an SVD of the
-    prompt's keys before RoPE, rotated to their positions; all others, and tokens behind the prompt, their exact keys.
+    query head. Of the latter those of the prompt have keys of `low_rank` numbers a token, in the directions of an
+    SVD of the prompt's keys before RoPE, rotated to their positions; all others, and tokens behind the prompt, their
+    exact keys.
 
     The paper chooses outliers and landmarks once, at a prompt's end, and reads all generated tokens; here chunks of
     generated tokens are as others, and outliers are those of what a token sees. The paper drops exact keys but for
@@ -38,7 +39,7 @@ class Shadowkv(LowRank):
     outliers: int = count(48, most=4096)
     local: int = count(4, most=4096)
     small: ClassVar[Mapping[str, Any]] = {
-        "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "rank": 6,
+        "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "low_rank": 6,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
