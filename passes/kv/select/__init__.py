@@ -84,6 +84,7 @@ class Base(_Scored, Pass, Method, ABC):
     page: int = 16
     dense_layers: int = 2
 
+    fewest: ClassVar[int] = 1  # tokens_read that there may be
     width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
     homes: ClassVar[Mapping[Part, Home]] = {}
     """Where keys and values of layers lie that only lists are read of, but for calls that read everything: in memory,
@@ -110,8 +111,10 @@ class Base(_Scored, Pass, Method, ABC):
             raise RecipeError(
                 f"{name}: page = {self.page}; give a power of two up to {LARGEST}, so that buffers hold whole pages"
             )
-        if self.tokens_read < 1:
-            raise RecipeError(f"{name}: tokens_read = {self.tokens_read}; give 1 or more")
+        if self.tokens_read < self.fewest:
+            raise RecipeError(
+                f"{name}: tokens_read = {self.tokens_read}; give {self.fewest} or more"
+            )
         if self.dense_layers < 0:
             raise RecipeError(f"{name}: dense_layers = {self.dense_layers}; give 0 or more")
 

@@ -108,9 +108,7 @@ class Histories(Fitted, Tokens):
         `inside` (bool [M,N]); whatever elsewhere. shared: the tensors of `shared`.
         """
 
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """The keys."""
         return {"keys": operands_of(node).k}
 

@@ -28,6 +28,19 @@ PLACES = "pos"
 
 
 @dataclass(frozen=True)
+class Form(Mask):
+    """What a query sees, and what makes logits of its products with keys: a scale, and a cap where it is not 0."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Of products of any shape; the lowest number is not put where nothing is seen."""
+        logits = products * self.scale
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
+@dataclass(frozen=True)
 class Tokens(Base):
     """Sparse attention over lists of tokens [B,G,T,K].
 
@@ -41,10 +54,14 @@ class Tokens(Base):
 
     Where `sees_all` is set, the memory of a call also has `whole` (bool [B,T]): tokens that read everything. A call
     with such a token lists all slots for it, and reads them from the same list as others.
+
+    Where `merges` is set, it also has `out` [B,H,T,Dv] and `lse` [B,H,T]: attention over other forms of keys than those
+    of the list, and its log-sum-exp. Attention over the list is merged with it.
     """
 
     page: int = field(default=1, init=False)  # lists are of tokens
     sees_all: ClassVar[bool] = False  # whether some tokens of a call may read everything
+    merges: ClassVar[bool] = False  # whether a token reads more than its list
     lasting: ClassVar[tuple[str, ...]] = ()  # numbers of each token, [B,T] of a call
 
     breaks = SPARSE  # nothing is made of keys
@@ -54,14 +71,12 @@ class Tokens(Base):
     def count(self) -> int:
         """Tokens that a token reads at most."""
 
-    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of a token, of its H queries of D numbers: name -> (dtype, sizes after [B,T])."""
+    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
+        """What is kept of a token, of its H queries of D numbers for G KV heads: name -> (dtype, sizes after [B,T])."""
         return {}
 
     @abstractmethod
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """What `choose` reads beside queries and positions, of an attention."""
 
     def in_layer(self, layer: int, layers: tuple[int, ...], tables: Parts) -> Self:
@@ -70,7 +85,7 @@ class Tokens(Base):
 
     @abstractmethod
     def choose(
-        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+        self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The slots that tokens read [B,G,T,K], -1: none, each once; and the memory of these tokens [B,T,…].
 
@@ -96,11 +111,11 @@ class Tokens(Base):
         layer, groups = node.meta["layer"], int(sizes(x.k)[1])
         heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
         method = self.in_layer(layer, build.layers, build.tables)
-        read = self.operands(program, editor, node, build.letters)
+        read = self.operands(build, node)
         with editor.graph.inserting_before(node):
             table = build.tables.get(layer, {})
             read |= {n: editor.param(constant(layer, n), t) for n, t in table.items()}
-        declared = self.memory(heads, width)
+        declared = self.memory(heads, width, groups)
         states = [
             State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)
             for name, (dtype, tail) in declared.items()
@@ -117,10 +132,11 @@ class Tokens(Base):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
             slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
-            mask = Mask(x.mask, x.window)
+            mask = Form(x.mask, x.window, float(x.scale), float(x.softcap))
             choose = partial(method._chosen, list(read), list(declared), mask)
             key = "choose", method, mask, *read
-            nothing = partial(_everything, groups, self.sees_all, len(held), len(noted))
+            merges = int(sizes(x.v)[3]) if self.merges else 0
+            nothing = partial(_everything, groups, self.sees_all, merges, len(held), len(noted))
             region = Conditional(
                 f"choose.{layer}",
                 _graph(program, layer, choose, given, key),
@@ -137,6 +153,9 @@ class Tokens(Base):
                     _graph(program, layer, _as_chosen, given, "as chosen"),
                 )
                 (pages,) = _called(editor, region, given, node)
+            if self.merges:
+                out, lse, *after = after
+                node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}
             for i, old in enumerate(noted, len(states)):
                 after[i] = editor.call(kv_append.default, old, after[i], slots, like=node)
         states += longer
@@ -144,7 +163,7 @@ class Tokens(Base):
         return pages
 
     def _chosen(
-        self, names: list[str], kept: list[str], mask: Mask, *operands: Tensor
+        self, names: list[str], kept: list[str], mask: Form, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         """What `choose` lists, and the memory as it is after the call."""
         own = ("queries", "positions", "k_pos", "slots", *names)
@@ -153,8 +172,11 @@ class Tokens(Base):
         positions = x["positions"]
         if not kept:
             listed, new = self.choose(x, mask, {}, positions[:, 0] < 0)
-            whole = [new["whole"]] if self.sees_all else []
-            return (listed, *whole, *(new[name].float()[:, None] for name in self.lasting))
+            return (
+                listed,
+                *self._beside(new),
+                *(new[name].float()[:, None] for name in self.lasting),
+            )
         *values, places = held
         last = positions[:, :1] - 1  # [B,1]
         at = last.clamp(min=0).remainder(RING)
@@ -174,11 +196,16 @@ class Tokens(Base):
             written.append(torch.where(there, _entry(new[name], index), old))
         return (
             listed,
-            *([new["whole"]] if self.sees_all else []),
+            *self._beside(new),
             *written,
             torch.where(here, place, places),
             *(new[name].float()[:, None] for name in self.lasting),
         )
+
+    def _beside(self, new: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the memory of a call has beside what is kept."""
+        names = (*(["whole"] if self.sees_all else []), *(["out", "lse"] if self.merges else []))
+        return [new[name] for name in names]
 
 
 def constant(layer: int, name: str) -> str:
@@ -211,6 +238,7 @@ def _entry(values: Tensor, at: Tensor) -> Tensor:
 def _everything(
     groups: int,
     sees_all: bool,
+    merges: int,
     held: int,
     lasting: int,
     queries: Tensor,
@@ -219,7 +247,11 @@ def _everything(
 ) -> Any:
     """No list of tokens [B,G,0,1], since everything is read; and no memory of the call, or of others."""
     none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
-    first = (none, *([q_pos < -1] if sees_all else []))  # whoever has no list needs none of all
+    first = [none, *([q_pos < -1] if sees_all else [])]  # whoever has no list needs none of all
+    if merges:
+        heads = queries[..., 0].transpose(1, 2).float()  # [B,H,T]
+        first.append(torch.zeros_like(heads)[..., None].expand(-1, -1, -1, merges).clone())
+        first.append(torch.full_like(heads, torch.finfo(torch.float32).min))
     last = [torch.full_like(q_pos[:, None], -1, dtype=torch.float32) for _ in range(lasting)]
     if not held:
         return (*first, *last)
