@@ -193,8 +193,8 @@ def test_all_directions_of_all_chunks_are_the_model(stateful, whole):
         law_exact(case, whole, forgets)
 
     class Broken(Shadowkv):
-        def _rebuilt(self, mask, form, interleaved, queries, q_pos, k_pos, *rest):
-            return super()._rebuilt(mask, form, interleaved, queries, q_pos, k_pos - 1, *rest)
+        def _rebuilt(self, mask, interleaved, queries, q_pos, k_pos, *rest):
+            return super()._rebuilt(mask, interleaved, queries, q_pos, k_pos - 1, *rest)
 
     with pytest.raises(AssertionError):
         law_exact(

@@ -1,5 +1,5 @@
-"""SpeCache: levels of the copy, what a token reads by hand, whose rows it reads, what it keeps and where, builds against
-the oracle, bad input.
+"""SpeCache: levels of the copy, what a token reads by hand, whose rows it reads, what it keeps and where, builds
+against the oracle, bad input.
 """
 
 import models
@@ -15,7 +15,7 @@ from accel.ir.ops.pages import fetch_pages
 from accel.ir.recipe import Recipe
 from accel.ir.region import Conditional
 from accel.ir.state import Home
-from accel.passes.kv.select._tokens import Form
+from accel.passes.kv.select import Form
 from accel.passes.kv.select.specache import Specache
 
 from .select_case import Selecting, built, law_every_target, llama

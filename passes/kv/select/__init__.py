@@ -409,6 +409,19 @@ class Base(_Scored, Pass, Method, ABC):
 
 
 @dataclass(frozen=True)
+class Form(Mask):
+    """What a query sees, and what makes logits of its products with keys: a scale, and a cap where it is not 0."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Of products of any shape; the lowest number is not put where nothing is seen."""
+        logits = products * self.scale
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
+@dataclass(frozen=True)
 class Where:
     """Positions of a call [B,T] and in the slots [B,C], the call's first slots [B], and what its tokens see."""
 

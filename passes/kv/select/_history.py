@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +15,7 @@ from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Mask, operands_of
 from accel.ir.ops.choice import best_pages
 from accel.ir.ops.pages import kv_pages
-from accel.ir.program import Editor, Program, State
+from accel.ir.program import Editor, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.selection import Selection
 from accel.ir.sizes import FEW

@@ -31,7 +31,7 @@ from accel.passes.kv._shared.cached import cache_of
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.slots import written
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import Base, _Build, _called, _graph
+from accel.passes.kv.select import Base, Form, _Build, _called, _graph
 from accel.passes.state.recurrent import buffer
 
 CODED = name_of(Part.LOW_RANK, detail="coded")  # [B]: the keys of so many first tokens are kept
@@ -110,7 +110,7 @@ class LowRank(Base):
         stored = self._stored(build, node)
         low, basis, coded = self._kept(build, node)
         rotation = rotation_of(program, appended(node), "keys", _INSTEAD)
-        mask, form = Mask(x.mask, x.window), (float(x.scale), float(x.softcap))
+        mask = Form(x.mask, x.window, float(x.scale), float(x.softcap))
         with editor.graph.inserting_before(node):
             by_token = self._asked(build, node)
             slots = program.step.input("slots")
@@ -129,14 +129,14 @@ class LowRank(Base):
             chosen = editor.call(fetch_pages.default, chosen, x.v, self.page, like=node)
             given = build.chooses, by_token, x.q_pos, x.k_pos, chosen, low, basis, x.v
             interleaved = rotation is not None and rotation.interleaved
-            rebuild = partial(self._rebuilt, mask, form, interleaved)
+            rebuild = partial(self._rebuilt, mask, interleaved)
             nothing = partial(_no_part, value_width)
             table = rotation.named if rotation is not None else {}
             out, lse = _called(
                 editor,
                 Conditional(
                     f"rebuild.{layer}",
-                    _graph(program, layer, rebuild, given, ("rebuild", self, mask, form, interleaved), table),
+                    _graph(program, layer, rebuild, given, ("rebuild", self, mask, interleaved), table),
                     _graph(program, layer, nothing, given, ("no part", value_width)),
                 ),
                 given,
@@ -197,8 +197,7 @@ class LowRank(Base):
 
     def _rebuilt(
         self,
-        mask: Mask,
-        form: tuple[float, float],
+        mask: Form,
         interleaved: bool,
         queries: Tensor,
         q_pos: Tensor,
@@ -227,9 +226,7 @@ class LowRank(Base):
             q_pos[:, None, :, None], where.unflatten(2, (tokens, -1))
         )  # [B,G,T,N]
         by_group = queries.unflatten(2, (groups, -1)).transpose(1, 2)  # [B,G,T,heads,D]
-        scores = by_group.float() @ keys.unflatten(2, (tokens, -1)).mT * form[0]
-        if form[1]:
-            scores = torch.tanh(scores / form[1]) * form[1]
+        scores = mask.logits(by_group.float() @ keys.unflatten(2, (tokens, -1)).mT)
         scores = scores.masked_fill(~seen[:, :, :, None], torch.finfo(scores.dtype).min)
         top = scores.amax(-1, keepdim=True)
         shares = (scores - top).exp()
@@ -324,7 +321,7 @@ def _joined(
     keys: Tensor,
     *tables: Tensor,
 ) -> Tensor:
-    """Of keys [B,G,C,D] those in slots start..stop-1 [B], before RoPE and all heads together [B,N,G D]; 0 behind these."""
+    """Of keys [B,G,C,D] those in slots start..stop-1 [B], before RoPE, all heads together [B,N,G D]; 0 behind these."""
     count, width = keys.shape[2], keys.shape[3]
     slots = (start[:, None] + ranks).clamp(min=0, max=count - 1)  # [B,N]
     taken = keys.gather(2, slots[:, None, :, None].expand(-1, keys.shape[1], -1, width)).float()

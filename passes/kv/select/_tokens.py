@@ -11,13 +11,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, Program, State
+from accel.ir.program import Editor, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import SPARSE, Base, Sizes, _Build, _called, _graph
+from accel.passes.kv.select import SPARSE, Base, Form, Sizes, _Build, _called, _graph
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import Parts
 
@@ -25,19 +25,6 @@ RING = (
     FEW + 1
 )  # entries of a memory: a call of FEW tokens does not overwrite that of the token before it
 PLACES = "pos"
-
-
-@dataclass(frozen=True)
-class Form(Mask):
-    """What a query sees, and what makes logits of its products with keys: a scale, and a cap where it is not 0."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-
-    def logits(self, products: Tensor) -> Tensor:
-        """Of products of any shape; the lowest number is not put where nothing is seen."""
-        logits = products * self.scale
-        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
 
 
 @dataclass(frozen=True)

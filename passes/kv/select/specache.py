@@ -1,5 +1,5 @@
-"""SpeCache (arXiv:2503.16163): a copy of the cache in a few bits is read whole, and of the cache itself, outside memory,
-the rows that the step before asked for.
+"""SpeCache (arXiv:2503.16163): a copy of the cache in a few bits is read whole, and of the cache itself, outside
+memory, the rows that the step before asked for.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from accel.ir.program import Editor, State
 from accel.ir.region import sizes
 from accel.ir.state import Home, Part, output_of
 from accel.ir.trace import trace
-from accel.passes.kv.select import LARGEST, Sizes, _Build
-from accel.passes.kv.select._tokens import Form, Tokens
+from accel.passes.kv.select import LARGEST, Form, Sizes, _Build
+from accel.passes.kv.select._tokens import Tokens
 from accel.passes.state.recurrent import buffer
 
 _ROLES = {"k": "rows", "v": "channels"}  # of one scale: tokens of a channel, channels of a token
@@ -33,12 +33,12 @@ _BLOCKS = 13  # example size while shapes are worked out
 
 @dataclass(frozen=True)
 class Specache(Tokens):
-    """Keys and values lie in mapped files. In memory is a copy of them in `bits`, of blocks of `group` tokens: keys with
-    a scale for each channel of a block, values for `group` channels of a token, levels in the middle of 2^bits equal
-    parts. A token reads its own block as it is, and of the blocks before it the copy, but for `tokens_read` rows of each
-    KV head, which it reads as they are: those that the token before it gave most attention to in the copy, by the share
-    of the query head of the group that gave most. So they are known a step ahead, and are fetched while the step goes on
-    with later layers.
+    """Keys and values lie in mapped files. In memory is a copy of them in `bits`, of blocks of `group` tokens: keys
+    with a scale for each channel of a block, values for `group` channels of a token, levels in the middle of 2^bits
+    equal parts. A token reads its own block as it is, and of the blocks before it the copy, but for `tokens_read` rows
+    of each KV head, which it reads as they are: those that the token before it gave most attention to in the copy, by
+    the share of the query head of the group that gave most. So they are known a step ahead, and are fetched while the
+    step goes on with later layers.
 
     The paper asks a guess of the next token for these rows, which it feeds beside each token; here the token before
     does. The first token behind a prompt, or behind any call that reads everything, asks for its own, as in the paper.
@@ -134,7 +134,7 @@ class Specache(Tokens):
         self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         queries, k_pos, slots = x["queries"], x["k_pos"], x["slots"]
-        (batch, tokens, _, width), groups = queries.shape, x["keys"].shape[1]
+        tokens, width, groups = queries.shape[1], queries.shape[3], x["keys"].shape[1]
         keys, values = (
             self.decoded(role, [x[role], x[f"{role}.scale"], x[f"{role}.least"]], wide)
             for role, wide in (("k", width), ("v", x["values"].shape[3]))
@@ -180,8 +180,8 @@ class Specache(Tokens):
         return listed.contiguous(), {**new, "out": out.flatten(1, 2), "lse": lse.flatten(1, 2)}
 
     def _rows(self, worth: Tensor, seen: Tensor, x: Mapping[str, Tensor]) -> Tensor:
-        """The rows worth most [B,G,T,k] of those that are seen, none behind a token itself; -1 where there are fewer."""
+        """The rows worth most [B,G,T,k] of those that are seen, none behind a token; -1 where there are fewer."""
         following = x["positions"][:, : worth.shape[2]], x["k_pos"], x["slots"] + 1
         worth = worth.masked_fill(~seen, -torch.inf)
-        best = best_pages(worth, *following, self.tokens_read + 1, 1, "full", 0)
+        best: Tensor = best_pages(worth, *following, self.tokens_read + 1, 1, "full", 0)
         return best.index_select(3, torch.arange(1, self.tokens_read + 1, device=best.device))

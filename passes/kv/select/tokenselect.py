@@ -15,7 +15,7 @@ from accel.ir.ops.choice import best_pages, head_votes, key_products
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
-from accel.ir.program import Editor, Program
+from accel.ir.program import Editor
 from accel.passes.kv._shared.shift import tables
 from accel.passes.kv.select import Sizes, _Build
 from accel.passes.kv.select._tokens import Tokens, searches
