@@ -7,12 +7,10 @@ import pytest
 import torch
 
 import accel
-from accel.compiler.assemble import assemble
-from accel.ir.errors import RecipeError
+from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import attention
 from accel.ir.ops.groups import group_dequantize, group_quantize, midpoint_quantize
 from accel.ir.ops.pages import fetch_pages
-from accel.ir.recipe import Recipe
 from accel.ir.region import Conditional
 from accel.ir.state import Home
 from accel.passes.kv.select import Form
@@ -186,11 +184,9 @@ def test_every_way_through_a_session_is_that_of_the_oracle(bits, count):
 
 
 def test_a_codec_has_keys_of_its_own():
-    tables = {"kv.select": {"use": "specache"}, "kv.codec": {"use": "kv-int8"}}
-    with pytest.raises(
-        RecipeError, match="specache cannot be combined with .*kv-int8|kv-int8 cannot"
-    ):
-        assemble(Recipe(tables=tables))
+    tables = {"kv.select": {"use": "specache", "dense_layers": 0}, "kv.codec": {"use": "kv-int8"}}
+    with pytest.raises(PassError, match="kv.codec encodes its keys.*leave kv.codec out"):
+        accel.optimize(models.tiny(), tables, max_context=64)
 
 
 @pytest.mark.parametrize(

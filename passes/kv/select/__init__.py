@@ -84,6 +84,7 @@ class Base(_Scored, Pass, Method, ABC):
     page: int = 16
     dense_layers: int = 2
 
+    as_cached: ClassVar[bool] = False  # whether it takes keys and values for what the cache has
     fewest: ClassVar[int] = 1  # tokens_read that there may be
     width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
     homes: ClassVar[Mapping[Part, Home]] = {}
@@ -285,10 +286,17 @@ class Base(_Scored, Pass, Method, ABC):
         return ""
 
     def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
-        """Why there is no table or trained part of its layer, where the method has one."""
-        if not isinstance(self, Tables | Trained) or node.meta["layer"] in keys:
+        """Why its keys are not what the method knows; nothing where they are, or make no difference."""
+        if node.meta["layer"] in keys:
             return ""
-        return "kv.codec encodes its keys, and the method's file is checked by plain ones; leave one of the two out"
+        if isinstance(self, Tables | Trained):
+            return "kv.codec encodes its keys, and the method's file is checked by plain ones; leave one of the two out"
+        if self.as_cached:
+            return (
+                "kv.codec encodes its keys, or they are made of a latent, and the method takes rows of them as they "
+                "are; leave kv.codec out, or use kv.select = 'quest'"
+            )
+        return ""
 
     def _list(self, build: _Build, node: fx.Node) -> fx.Node:
         """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""

@@ -60,11 +60,8 @@ class LowRank(Base):
 
     low_rank: int = count(160, most=16384)
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
-    relies = Base.relies | {
-        Invariant.PLAIN_KEYS,
-        Invariant.TOKENS_CONTIGUOUS,
-        Invariant.UNIFORM_SLOTS,
-    }
+    as_cached: ClassVar[bool] = True
+    relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,11 +90,10 @@ class LowRank(Base):
 
     def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
         """Why the keys of its layer cannot be rebuilt; nothing where they can."""
-        layer = node.meta["layer"]
-        if layer not in keys:
-            return f"its keys are made of something else that is cached (a latent); {_INSTEAD}"
+        if why := super()._untold(program, node, keys):
+            return why
         try:
-            rotation_of(program, keys[layer], "keys", _INSTEAD)
+            rotation_of(program, keys[node.meta["layer"]], "keys", _INSTEAD)
         except PassError as error:
             return str(error)
         return ""

@@ -52,11 +52,8 @@ class Specache(Tokens):
     fewest: ClassVar[int] = 0
     merges: ClassVar[bool] = True
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
-    relies = Tokens.relies | {
-        Invariant.PLAIN_KEYS,
-        Invariant.TOKENS_CONTIGUOUS,
-        Invariant.UNIFORM_SLOTS,
-    }
+    as_cached: ClassVar[bool] = True
+    relies = Tokens.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
     breaks = Tokens.breaks | {Invariant.PLAIN_KEYS}
     small: ClassVar[Mapping[str, Any]] = {"tokens_read": 6, "group": 4, "dense_layers": 0}
 
