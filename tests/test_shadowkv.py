@@ -241,7 +241,7 @@ def test_directions_are_those_of_an_svd(stateful):
 
         def run(name, given):
             turn = {
-                n: np.roll(x, 1, axis=1) for n, x in given.items() if n.startswith("directions")
+                n: np.roll(x, 1, axis=3) for n, x in given.items() if n.startswith("directions")
             }
             return part(name, given | turn)
 

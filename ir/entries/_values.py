@@ -85,8 +85,9 @@ def some_keys(program: Program, name: str) -> dict[str, Tensor]:
             continue
         state = states.get(own)
         if state is None:  # directions
-            _, wide, rank = (int(n) if i else 2 for i, n in enumerate(holder.meta["val"].shape))
-            found[own] = torch.randn(2, wide, rank, generator=generator)
+            found[own] = torch.randn(
+                2, *map(int, holder.meta["val"].shape[1:]), generator=generator
+            )
         elif state.positions:
             found[own] = torch.arange(SLOTS).repeat(2, 1)
         else:

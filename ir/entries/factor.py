@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def directions_of(layer: int) -> str:
-    """The input with a layer's directions [B,G D,R], columns of length 1 that are at right angles."""
+    """The input with a layer's directions [B,G,R,D]: R of length 1 and at right angles, all heads together."""
     return f"directions.{layer}"
 
 

@@ -81,12 +81,17 @@ class LowRank(Base):
                 for layer, node in sorted(attentions(program).items())
                 if operands_of(node).beside is not None
             ]
-            widths = [_width(program, layer) for layer in layers]
-            ranks = [min(self.low_rank, width) for width in widths]
-            program.facts.low_rank = Plan(tuple(layers), tuple(widths), tuple(ranks))
+            shapes = [self._shape(program, layer) for layer in layers]
+            heads, ranks, widths = zip(*shapes, strict=True)
+            program.facts.low_rank = Plan(tuple(layers), heads, widths, ranks)
             program.entries[SQUARES.name] = self._entry(program, layers, SQUARES.name)
             program.entries[FACTOR.name] = self._entry(program, layers, FACTOR.name)
         return report
+
+    def _shape(self, program: Program, layer: int) -> tuple[int, int, int]:
+        """The sizes of a layer's directions [G,R,D]."""
+        _, groups, _, width = sizes(operands_of(attentions(program)[layer]).k)
+        return int(groups), min(self.low_rank, int(groups) * int(width)), int(width)
 
     def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
         """Why the keys of its layer cannot be rebuilt; nothing where they can."""
@@ -235,7 +240,7 @@ class LowRank(Base):
     def _entry(self, program: Program, layers: list[int], name: str) -> Entry:
         """`squares` or `factor`, over the caches of the layers. Inputs, beside the state: the slots `start` to `stop`
         [B] whose keys are taken; `ranks` 0..N-1, as many as any row has. `factor` also gets `coded` [B], which the
-        state then says, and of each layer `directions.<layer>` [B,G D,R], which become the basis of rows with a `stop`.
+        state then says, and of each layer `directions.<layer>` [B,G,R,D], which become the basis of rows with a `stop`.
         """
         graph, step = fx.Graph(), program.step
         source = Editor(program, step.graph)
@@ -264,8 +269,7 @@ class LowRank(Base):
             keys = cache_of(sites[layer], Part.KEYS)
             given[layer] = [holder(str(keys.target), keys.meta["val"])]
             if name == FACTOR.name:
-                width = _width(program, layer)
-                shape = batch, width, min(self.low_rank, width)
+                shape = batch, *self._shape(program, layer)
                 given[layer].append(
                     holder(directions_of(layer), blank(*shape, dtype=torch.float32))
                 )
@@ -294,12 +298,6 @@ class LowRank(Base):
 
 
 _INSTEAD = "use kv.select = 'quest' for this model"
-
-
-def _width(program: Program, layer: int) -> int:
-    """Numbers of a token's keys, all heads of a layer together."""
-    _, groups, _, width = sizes(operands_of(attentions(program)[layer]).k)
-    return int(groups) * int(width)
 
 
 def _held(layer: int) -> tuple[str, str]:
@@ -338,12 +336,10 @@ def _squared(joined: Tensor) -> Tensor:
 def _factored(
     start: Tensor, stop: Tensor, joined: Tensor, directions: Tensor, low: Tensor, basis: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """State after keys [B,N,G D] in slots start..stop-1 [B] were multiplied by directions [B,G D,R]."""
+    """State after keys [B,N,G D] in slots start..stop-1 [B] were multiplied by directions [B,G,R,D]."""
     at, end = start[:, None], stop[:, None]
-    groups, width = basis.shape[1], basis.shape[3]
-    turned = directions.unflatten(1, (groups, width)).mT
-    new = torch.where((stop > start)[:, None, None, None], turned, basis)
-    return written(low, (joined @ directions)[:, None], at, end), new
+    new = torch.where((stop > start)[:, None, None, None], directions, basis)
+    return written(low, (joined @ directions.mT.flatten(1, 2))[:, None], at, end), new
 
 
 def _moved(held: Tensor, told: Tensor) -> Tensor:

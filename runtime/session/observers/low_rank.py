@@ -43,13 +43,11 @@ class KeyDirections(SessionObserver):
         """Tell the state what a rewind took, before a token is written over it."""
         if (self._known != self._coded).any():
             none = np.zeros_like(self._coded)
-            directions = {
-                layer: np.zeros((none.size, wide, rank), np.float32)
-                for layer, wide, rank in zip(
-                    self.plan.layers, self.plan.widths, self.plan.ranks, strict=True
-                )
+            blank = {
+                layer: np.zeros((none.size, *shape), np.float32)
+                for layer, shape in self.plan.shapes.items()
             }
-            self._factor(backend, none, none, directions)
+            self._factor(backend, none, none, blank)
         return False
 
     def settle(self, backend: BackendSession, moment: str, lengths: Ints) -> int | None:
@@ -68,8 +66,7 @@ class KeyDirections(SessionObserver):
             for layer in squares:
                 squares[layer] = squares[layer] + found[squares_of(layer)].astype(np.float64)
         directions = {
-            layer: np.linalg.eigh(squares[layer])[1][..., ::-1][..., :rank].astype(np.float32)
-            for layer, rank in zip(self.plan.layers, self.plan.ranks, strict=True)
+            layer: _largest(squares[layer], *shape) for layer, shape in self.plan.shapes.items()
         }
         self._coded = np.where(due, lengths, self._coded)
         for start, end in stretches:
@@ -111,10 +108,19 @@ class KeyDirections(SessionObserver):
         stop: Ints,
         directions: dict[int, npt.NDArray[np.float32]],
     ) -> None:
-        """Write the products of keys in slots start..stop-1 [B] with directions [B,G D,R]."""
+        """Write the products of keys in slots start..stop-1 [B] with directions [B,G,R,D]."""
         told = {directions_of(layer): x for layer, x in directions.items()}
         backend.part(FACTOR.name, {**_stretch(start, stop), "coded": self._coded, **told})
         self._known = self._coded
+
+
+def _largest(
+    squares: npt.NDArray[np.float64], heads: int, rank: int, width: int
+) -> npt.NDArray[np.float32]:
+    """Of symmetric matrices [B,G D,G D] the eigenvectors of the R largest eigenvalues [B,G,R,D]."""
+    found = np.linalg.eigh(squares)[1][..., ::-1][..., :rank]  # [B,G D,R]
+    apart = found.reshape(len(squares), heads, width, rank).swapaxes(2, 3)
+    return np.ascontiguousarray(apart, np.float32)
 
 
 def _stretch(start: Ints, stop: Ints) -> Arrays:
