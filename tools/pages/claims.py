@@ -178,7 +178,7 @@ def _specache() -> Iterator[Row]:
     for bits in (1, 2):
         for rows in (0, 16, 64):
             tables = {"kv.select": {"use": "specache", "bits": bits, "tokens_read": rows}}
-            yield Row(f"`specache`, {bits} bits, {rows} rows as they are", tables)
+            yield Row(f"`specache`, {bits}-bit copy, {rows} rows as they are", tables)
     yield Row("`kivi`, 2 bits", _codec("kivi", residual=32))
 
 
