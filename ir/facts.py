@@ -9,6 +9,7 @@ from accel.ir.adapters import AdapterFacts
 from accel.ir.depth import Depth
 from accel.ir.diffusion import Diffusion
 from accel.ir.fields import Fields
+from accel.ir.low_rank import LowRank
 from accel.ir.prefill import Prefill
 from accel.ir.selection import Selection
 from accel.ir.units import Units
@@ -22,6 +23,7 @@ FEATURES = (
     "diffusion",
     "adapters",
     "units",
+    "low_rank",
     "selection",
     "window",
 )  # attributes of `Facts` that most models lack
@@ -152,6 +154,7 @@ class Facts:
     diffusion: Diffusion | None = None  # it sees both ways and fills masks; None: causal
     adapters: AdapterFacts | None = None  # None: no row chooses one
     units: Units | None = None  # None: attention reads no units of tokens
+    low_rank: LowRank | None = None  # None: keys are read as they are
     selection: Selection | None = None  # None: calls of a few tokens select as calls of one
     window: Window | None = None  # None: layers with a window keep all tokens
 
@@ -212,6 +215,7 @@ class Facts:
             else None,
             adapters=AdapterFacts.from_json(f.object("adapters")) if f.has("adapters") else None,
             units=Units.from_json(f.object("units")) if f.has("units") else None,
+            low_rank=LowRank.from_json(f.object("low_rank")) if f.has("low_rank") else None,
             selection=Selection.from_json(f.object("selection")) if f.has("selection") else None,
             window=Window.from_json(f.object("window")) if f.has("window") else None,
         )

@@ -21,6 +21,7 @@ class Part(StrEnum):
     NOTE = "note"  # what a score notes of a token
     PAGES = "pages"  # what is known of a page of slots
     UNITS = "units"  # which unit a slot's token is in, and what is known of units
+    LOW_RANK = "low_rank"  # what stands for the keys of a prompt: numbers of each slot, directions of a row
     CHOICE = "choice"  # of the newest tokens, for the choices of later ones
     ABSORBED = (
         "absorbed"  # of a whole row: what tokens that were evicted leave; `compress` writes it
@@ -55,6 +56,7 @@ class Writer(StrEnum):
     ENCODE = "encode"  # once
     COMPRESS = "compress"  # each time that it runs
     GROUP = "group"  # each time that it runs, where it lies
+    FACTOR = "factor"  # the same
     SESSION = "session"  # between calls
 
 
@@ -76,6 +78,7 @@ _WRITERS = {
 _DETAILED = (
     Part.PAGES,
     Part.UNITS,
+    Part.LOW_RANK,
     Part.CHOICE,
     Part.ABSORBED,
     Part.RECURRENT,
@@ -193,6 +196,8 @@ class StateValue:
         """Who writes it beside the step, which then only reads it; or the step."""
         if self.part is Part.UNITS:
             return Writer.GROUP
+        if self.part is Part.LOW_RANK:
+            return Writer.FACTOR
         if self.part is Part.ABSORBED:
             return Writer.COMPRESS
         return Writer.STEP if self.part is Part.MASS else _WRITERS[self.region]

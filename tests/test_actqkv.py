@@ -104,7 +104,7 @@ def test_one_token_s_probe_does_not_depend_on_the_table():
     found = method.search(x, {}, NONE)[0]
     other = {**x, "query_mean": x["query_mean"] + 9, "query_variance": x["query_variance"] * 7}
     assert torch.equal(found, method.search(other, {}, NONE)[0])
-    assert method.memory(H, D) == {}
+    assert method.memory(H, D, G) == {}
     torch.testing.assert_close(
         found, x["queries"] / x["queries"].flatten(2).norm(dim=2)[..., None, None]
     )

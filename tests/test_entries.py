@@ -19,6 +19,14 @@ from .tree_case import with_trees
 
 SPARSE = {"use": "critiprefill", "segment": 8, "block": 4, "budget": 8, "threshold": 16, "first": 1}
 CLUSTERS = {"use": "clusterkv", "tokens_read": 10, "size": 4, "every": 8, "sinks": 2, "rounds": 2}
+LOW_RANK = {
+    "use": "shadowkv",
+    "tokens_read": 8,
+    "page": 4,
+    "outliers": 1,
+    "low_rank": 6,
+    "dense_layers": 0,
+}
 PRUNED = {"use": "promptdistill", "tokens": 12, "layer": 0}
 BUILDS = {  # entries -> architecture, recipe
     "step, genai": ("llama", {}),
@@ -31,6 +39,7 @@ BUILDS = {  # entries -> architecture, recipe
     "sparse": ("llama", {"prefill.sparse": SPARSE}),
     "rank, attend": ("gemma2", {"prefill.ranks": {"use": "cp-ring"}}),
     "group": ("llama", {"kv.select": {**CLUSTERS, "dense_layers": 0}}),
+    "squares, factor": ("llama", {"kv.select": LOW_RANK}),
     "commit": ("llama", {"kv.codec": {"use": "kv-int8"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
     "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),

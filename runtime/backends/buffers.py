@@ -28,9 +28,9 @@ def moving(
         if value.pooled or (slots is not None and (value.kept or value.cross)):
             continue
         where = [slice(None)] * (len(value.shape) - 1)
-        # rows of the same tokens may have been grouped at other times; choices say of the newest tokens what may be
-        # of any slot
-        if value.part in (Part.UNITS, Part.CHOICE):
+        # rows of the same tokens may have been grouped, or their keys factored, at other times; choices say of the
+        # newest tokens what may be of any slot
+        if value.part in (Part.UNITS, Part.LOW_RANK, Part.CHOICE):
             yield value, tuple(where)
             continue
         for axis, size in enumerate(value.shape[1:]):

@@ -26,7 +26,7 @@ from .test_kv_select import law_rows, law_singles, lists
 
 TOKENS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Tokens)]
 UNITS = [name for name in TOKENS if issubclass(AXIS.method(name), Units)]
-MEMORY = [name for name in TOKENS if built(name).memory(4, 8)]
+MEMORY = [name for name in TOKENS if built(name).memory(4, 8, 2)]
 every = pytest.mark.parametrize("name", TOKENS)
 STANDS = {AXIS.method(name).__bases__: name for name in reversed(TOKENS)}.values()
 of_each_class = pytest.mark.parametrize(  # no choice counts
@@ -189,7 +189,7 @@ def law_labels(case, tokens):
 def law_rewind_prompts(case, tokens):
     """What was forgotten leaves no trace, of whole prompts, and of generated tokens behind them."""
     other = case.tokens(*tokens.shape, seed=9)
-    for length in (33,) if case.method.memory(4, 8) else (21, 33):
+    for length in (33,) if case.method.memory(4, 8, 2) else (21, 33):
         with case.session(2) as straight, case.session(2) as bent:
             for session in (straight, bent):
                 session.prompt(tokens[:, :20])

@@ -165,6 +165,23 @@ def _louiskv() -> Iterator[Row]:
     yield Row("`streaming-llm`, 128", evict("streaming-llm", 128))
 
 
+def _shadowkv() -> Iterator[Row]:
+    """G D is 128 here."""
+    shape = {"tokens_read": 96, "outliers": 3, "local": 1}
+    for low_rank in (128, 80, 48, 24, 8):
+        tables = {"kv.select": {"use": "shadowkv", **shape, "low_rank": low_rank}}
+        yield Row(f"`shadowkv`, keys in {low_rank} of 128 directions", tables)
+    yield Row("`quest`", {"kv.select": {"use": "quest", "tokens_read": 136, "page": 8}})
+
+
+def _specache() -> Iterator[Row]:
+    for bits in (1, 2):
+        for rows in (0, 16, 64):
+            tables = {"kv.select": {"use": "specache", "bits": bits, "tokens_read": rows}}
+            yield Row(f"`specache`, {bits}-bit copy, {rows} rows as they are", tables)
+    yield Row("`kivi`, 2 bits", _codec("kivi", residual=32))
+
+
 def _codec(use: str, **options: Any) -> Tables:
     return {"kv.codec": {"use": use, **options}}
 
@@ -202,7 +219,8 @@ def _squat() -> Iterator[Row]:
 
 CLAIMS: dict[str, Callable[[], Iterator[Row]]] = {
     "scope": _scope, "shotkv": _shotkv, "finch": _finch, "headkv-r2": _headkv, "duo-heads": _duo,
-    "prefixkv": _prefixkv, "louiskv": _louiskv, "gear": _gear, "leank": _leank, "squat": _squat,
+    "prefixkv": _prefixkv, "louiskv": _louiskv, "shadowkv": _shadowkv, "specache": _specache, "gear": _gear,
+    "leank": _leank, "squat": _squat,
 }  # fmt: skip
 
 

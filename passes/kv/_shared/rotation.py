@@ -27,13 +27,16 @@ class Rotation:
     factor: float
     nodes: tuple[fx.Node, fx.Node]  # of the step
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """cos and sin by the names of parameters, the model's own where it has them."""
+        names = (str(n.target) if n.op == "get_attr" else f"table.{n.name}" for n in self.nodes)
+        return dict(zip(names, (self.cos, self.sin), strict=True))
+
     def tables(self, editor: Editor) -> tuple[fx.Node, fx.Node]:
         """cos and sin as parameters, in the editor's graph."""
-        found = []
-        for node, value in zip(self.nodes, (self.cos, self.sin), strict=True):
-            known = node.op == "get_attr"
-            found.append(editor.param(str(node.target) if known else f"table.{node.name}", value))
-        return found[0], found[1]
+        cos, sin = (editor.param(name, value) for name, value in self.named.items())
+        return cos, sin
 
     def mean(self, count: int) -> tuple[Tensor, Tensor]:
         """cos and sin [1,R/2] of the mean of the rotations by 1 .. `count` positions, without the factor.

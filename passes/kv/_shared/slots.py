@@ -1,4 +1,4 @@
-"""Slots of a layer's heads: segments of their tokens, and the same token in several heads."""
+"""Slots of a layer's heads: segments of their tokens, the same token in several heads, stretches that are written."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def mean_of_heads(x: Tensor, positions: Tensor) -> Tensor:
 def same_token(positions: Tensor) -> Tensor:
     """Whether a slot of two heads holds the same token [B,G,G,S]."""
     return (positions[:, :, None] == positions[:, None]) & (positions >= 0)[:, :, None]
+
+
+def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
+    """old [B,G,S,…], whose entries at [B,1] .. end - 1 are those of new [B,G,N,…]."""
+    ahead = torch.arange(old.shape[2], device=old.device) - at  # [B,S]
+    index = ahead.clamp(min=0, max=new.shape[2] - 1)
+    here = (ahead >= 0) & (ahead < end - at)
+    shape = (*here.shape[:1], 1, -1, *[1] * (old.dim() - 3))
+    index, here = index.reshape(shape), here.reshape(shape)
+    return torch.where(here, new.gather(2, index.expand(old.shape)), old)

@@ -84,6 +84,8 @@ class Base(_Scored, Pass, Method, ABC):
     page: int = 16
     dense_layers: int = 2
 
+    as_cached: ClassVar[bool] = False  # whether it takes keys and values for what the cache has
+    fewest: ClassVar[int] = 1  # tokens_read that there may be
     width: ClassVar[int] = FEW  # tokens of a call up to which each chooses for itself
     homes: ClassVar[Mapping[Part, Home]] = {}
     """Where keys and values of layers lie that only lists are read of, but for calls that read everything: in memory,
@@ -110,8 +112,10 @@ class Base(_Scored, Pass, Method, ABC):
             raise RecipeError(
                 f"{name}: page = {self.page}; give a power of two up to {LARGEST}, so that buffers hold whole pages"
             )
-        if self.tokens_read < 1:
-            raise RecipeError(f"{name}: tokens_read = {self.tokens_read}; give 1 or more")
+        if self.tokens_read < self.fewest:
+            raise RecipeError(
+                f"{name}: tokens_read = {self.tokens_read}; give {self.fewest} or more"
+            )
         if self.dense_layers < 0:
             raise RecipeError(f"{name}: dense_layers = {self.dense_layers}; give 0 or more")
 
@@ -195,7 +199,7 @@ class Base(_Scored, Pass, Method, ABC):
         report = Report()
         sites = [n for n in program.step.graph.nodes if n.target is attention.default]
         keys = {layer: appended(node) for layer, node in attentions(program).items()}
-        why = {node: self._dense(program, node) or self._untold(node, keys) for node in sites}
+        why = {n: self._dense(program, n) or self._untold(program, n, keys) for n in sites}
         free = {node.meta["layer"] for node in sites if not why[node]}
         wanted = {self.chooser(layer) for layer in free if not self.reads_all(layer)} & free
         tables = constants(self, program, keys) if wanted and isinstance(self, Tables) else {}
@@ -281,11 +285,18 @@ class Base(_Scored, Pass, Method, ABC):
             return f"it reads the cache of layer {shares}, whose pages belong to that layer"
         return ""
 
-    def _untold(self, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
-        """Why there is no table or trained part of its layer, where the method has one."""
-        if not isinstance(self, Tables | Trained) or node.meta["layer"] in keys:
+    def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
+        """Why its keys are not what the method knows; nothing where they are, or make no difference."""
+        if node.meta["layer"] in keys:
             return ""
-        return "kv.codec encodes its keys, and the method's file is checked by plain ones; leave one of the two out"
+        if isinstance(self, Tables | Trained):
+            return "kv.codec encodes its keys, and the method's file is checked by plain ones; leave one of the two out"
+        if self.as_cached:
+            return (
+                "kv.codec encodes its keys, or they are made of a latent, and the method takes rows of them as they "
+                "are; leave kv.codec out, or use kv.select = 'quest'"
+            )
+        return ""
 
     def _list(self, build: _Build, node: fx.Node) -> fx.Node:
         """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""
@@ -307,10 +318,7 @@ class Base(_Scored, Pass, Method, ABC):
                 _graph(program, layer, choose, given, ("choose", self, mask), table),
                 _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
             )
-            call = editor.graph.call_function(region, given)
-            (out,) = region.graph.find_nodes(op="output")
-            call.meta |= {"val": (out.args[0][0].meta["val"],), "layer": layer}
-            pages = editor.call(operator.getitem, call, 0, like=node)
+            (pages,) = _called(editor, region, given, node)
         build.outputs |= {
             output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
         }
@@ -409,6 +417,19 @@ class Base(_Scored, Pass, Method, ABC):
 
 
 @dataclass(frozen=True)
+class Form(Mask):
+    """What a query sees, and what makes logits of its products with keys: a scale, and a cap where it is not 0."""
+
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Of products of any shape; the lowest number is not put where nothing is seen."""
+        logits = products * self.scale
+        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
+
+
+@dataclass(frozen=True)
 class Where:
     """Positions of a call [B,T] and in the slots [B,C], the call's first slots [B], and what its tokens see."""
 
@@ -484,6 +505,16 @@ def _graph(
     graph.output(found if isinstance(found, tuple) else (found,))
     remove_dead(graph)  # what a vote did not ask for
     return graph
+
+
+def _called(
+    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
+) -> list[fx.Node]:
+    """What a call of the region gives."""
+    call = editor.graph.call_function(region, given)
+    (out,) = region.graph.find_nodes(op="output")
+    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
+    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(out.args[0]))]
 
 
 def _nothing(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,14 +15,14 @@ from accel.ir.invariants import Invariant
 from accel.ir.ops.attention import Mask, operands_of
 from accel.ir.ops.choice import best_pages
 from accel.ir.ops.pages import kv_pages
-from accel.ir.program import Editor, Program, State
+from accel.ir.program import Editor, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.selection import Selection
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.ir.trace import trace
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import LEAST, SPARSE, _Build, _graph
+from accel.passes.kv.select import LEAST, SPARSE, _Build, _called, _graph
 from accel.passes.kv.select._tokens import PLACES, Tokens
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import ALL, Fitted
@@ -109,9 +107,7 @@ class Histories(Fitted, Tokens):
         `inside` (bool [M,N]); whatever elsewhere. shared: the tensors of `shared`.
         """
 
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """The keys."""
         return {"keys": operands_of(node).k}
 
@@ -346,16 +342,6 @@ def _looks(editor: Editor, build: _Build, method: Histories, node: fx.Node) -> f
         )
     found: fx.Node = build.shared["looks"]
     return found
-
-
-def _called(
-    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
-) -> list[fx.Node]:
-    """The results of a region."""
-    call = editor.graph.call_function(region, given)
-    (out,) = region.graph.find_nodes(op="output")
-    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
-    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(call.meta["val"]))]
 
 
 def _none(groups: int, heads: int, queries: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,13 +11,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.attention import operands_of
 from accel.ir.ops.kv import kv_append
-from accel.ir.program import Editor, Program, State
+from accel.ir.program import Editor, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import SPARSE, Base, Sizes, _Build, _graph
+from accel.passes.kv.select import SPARSE, Base, Form, Sizes, _Build, _called, _graph
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import Parts
 
@@ -42,10 +41,14 @@ class Tokens(Base):
 
     Where `sees_all` is set, the memory of a call also has `whole` (bool [B,T]): tokens that read everything. A call
     with such a token lists all slots for it, and reads them from the same list as others.
+
+    Where `merges` is set, it also has `out` [B,H,T,Dv] and `lse` [B,H,T]: attention over other forms of keys than those
+    of the list, and its log-sum-exp. Attention over the list is merged with it.
     """
 
     page: int = field(default=1, init=False)  # lists are of tokens
     sees_all: ClassVar[bool] = False  # whether some tokens of a call may read everything
+    merges: ClassVar[bool] = False  # whether a token reads more than its list
     lasting: ClassVar[tuple[str, ...]] = ()  # numbers of each token, [B,T] of a call
 
     breaks = SPARSE  # nothing is made of keys
@@ -55,14 +58,12 @@ class Tokens(Base):
     def count(self) -> int:
         """Tokens that a token reads at most."""
 
-    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
-        """What is kept of a token, of its H queries of D numbers: name -> (dtype, sizes after [B,T])."""
+    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
+        """What is kept of a token, of its H queries of D numbers for G KV heads: name -> (dtype, sizes after [B,T])."""
         return {}
 
     @abstractmethod
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """What `choose` reads beside queries and positions, of an attention."""
 
     def in_layer(self, layer: int, layers: tuple[int, ...], tables: Parts) -> Self:
@@ -71,7 +72,7 @@ class Tokens(Base):
 
     @abstractmethod
     def choose(
-        self, x: Mapping[str, Tensor], mask: Mask, before: Mapping[str, Tensor], known: Tensor
+        self, x: Mapping[str, Tensor], mask: Form, before: Mapping[str, Tensor], known: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The slots that tokens read [B,G,T,K], -1: none, each once; and the memory of these tokens [B,T,…].
 
@@ -97,11 +98,11 @@ class Tokens(Base):
         layer, groups = node.meta["layer"], int(sizes(x.k)[1])
         heads, width = int(sizes(x.q)[1]), int(sizes(x.q)[3])
         method = self.in_layer(layer, build.layers, build.tables)
-        read = self.operands(program, editor, node, build.letters)
+        read = self.operands(build, node)
         with editor.graph.inserting_before(node):
             table = build.tables.get(layer, {})
             read |= {n: editor.param(constant(layer, n), t) for n, t in table.items()}
-        declared = self.memory(heads, width)
+        declared = self.memory(heads, width, groups)
         states = [
             State(Part.CHOICE, layer, dtype, ("B", RING, *tail), detail=name)
             for name, (dtype, tail) in declared.items()
@@ -118,10 +119,11 @@ class Tokens(Base):
             by_token = editor.call(torch.ops.aten.transpose.int, x.q, 1, 2, like=node)
             slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, *read.values(), *held)
-            mask = Mask(x.mask, x.window)
+            mask = Form(x.mask, x.window, float(x.scale), float(x.softcap))
             choose = partial(method._chosen, list(read), list(declared), mask)
             key = "choose", method, mask, *read
-            nothing = partial(_everything, groups, self.sees_all, len(held), len(noted))
+            merges = int(sizes(x.v)[3]) if self.merges else 0
+            nothing = partial(_everything, groups, self.sees_all, merges, len(held), len(noted))
             region = Conditional(
                 f"choose.{layer}",
                 _graph(program, layer, choose, given, key),
@@ -138,6 +140,9 @@ class Tokens(Base):
                     _graph(program, layer, _as_chosen, given, "as chosen"),
                 )
                 (pages,) = _called(editor, region, given, node)
+            if self.merges:
+                out, lse, *after = after
+                node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}
             for i, old in enumerate(noted, len(states)):
                 after[i] = editor.call(kv_append.default, old, after[i], slots, like=node)
         states += longer
@@ -145,7 +150,7 @@ class Tokens(Base):
         return pages
 
     def _chosen(
-        self, names: list[str], kept: list[str], mask: Mask, *operands: Tensor
+        self, names: list[str], kept: list[str], mask: Form, *operands: Tensor
     ) -> tuple[Tensor, ...]:
         """What `choose` lists, and the memory as it is after the call."""
         own = ("queries", "positions", "k_pos", "slots", *names)
@@ -154,8 +159,11 @@ class Tokens(Base):
         positions = x["positions"]
         if not kept:
             listed, new = self.choose(x, mask, {}, positions[:, 0] < 0)
-            whole = [new["whole"]] if self.sees_all else []
-            return (listed, *whole, *(new[name].float()[:, None] for name in self.lasting))
+            return (
+                listed,
+                *self._beside(new),
+                *(new[name].float()[:, None] for name in self.lasting),
+            )
         *values, places = held
         last = positions[:, :1] - 1  # [B,1]
         at = last.clamp(min=0).remainder(RING)
@@ -175,26 +183,21 @@ class Tokens(Base):
             written.append(torch.where(there, _entry(new[name], index), old))
         return (
             listed,
-            *([new["whole"]] if self.sees_all else []),
+            *self._beside(new),
             *written,
             torch.where(here, place, places),
             *(new[name].float()[:, None] for name in self.lasting),
         )
 
+    def _beside(self, new: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the memory of a call has beside what is kept."""
+        names = (*(["whole"] if self.sees_all else []), *(["out", "lse"] if self.merges else []))
+        return [new[name] for name in names]
+
 
 def constant(layer: int, name: str) -> str:
     """The parameter that is a layer's constant of this name."""
     return f"choice.{layer}.{name}"
-
-
-def _called(
-    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
-) -> list[fx.Node]:
-    """What a call of the region gives."""
-    call = editor.graph.call_function(region, given)
-    (out,) = region.graph.find_nodes(op="output")
-    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
-    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(out.args[0]))]
 
 
 def _with_whole(pages: Tensor, whole: Tensor, k_pos: Tensor, slots: Tensor) -> Tensor:
@@ -222,6 +225,7 @@ def _entry(values: Tensor, at: Tensor) -> Tensor:
 def _everything(
     groups: int,
     sees_all: bool,
+    merges: int,
     held: int,
     lasting: int,
     queries: Tensor,
@@ -230,7 +234,11 @@ def _everything(
 ) -> Any:
     """No list of tokens [B,G,0,1], since everything is read; and no memory of the call, or of others."""
     none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
-    first = (none, *([q_pos < -1] if sees_all else []))  # whoever has no list needs none of all
+    first = [none, *([q_pos < -1] if sees_all else [])]  # whoever has no list needs none of all
+    if merges:
+        heads = queries[..., 0].transpose(1, 2).float()  # [B,H,T]
+        first.append(torch.zeros_like(heads)[..., None].expand(-1, -1, -1, merges).clone())
+        first.append(torch.full_like(heads, torch.finfo(torch.float32).min))
     last = [torch.full_like(q_pos[:, None], -1, dtype=torch.float32) for _ in range(lasting)]
     if not held:
         return (*first, *last)

@@ -25,9 +25,10 @@ from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.ir.units import Units as Plan
 from accel.passes import Report
+from accel.passes.kv._shared.slots import written
 from accel.passes.kv.inputs import call as named_call
 from accel.passes.kv.inputs import parameters
-from accel.passes.kv.select import Sizes
+from accel.passes.kv.select import Sizes, _Build
 from accel.passes.kv.select._tokens import Tokens, constant
 from accel.passes.state.recurrent import buffer
 
@@ -138,11 +139,10 @@ class Units(_Grouped, Tokens):
             program.entries[GROUP.name] = self._entry(program)
         return report
 
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """The origin, a layer's labels and parts."""
-        keys = operands_of(node).k
+        program, letters, keys = build.program, build.letters, operands_of(node).k
+        editor = Editor(program, program.step.graph)
         layer, groups, width = node.meta["layer"], int(sizes(keys)[1]), int(sizes(keys)[3])
         units = f"C/{self.size}"
         if ORIGIN not in program.step.inputs:
@@ -298,15 +298,6 @@ class Units(_Grouped, Tokens):
         known |= {"generated": start >= origin[:, None], **constants}
         known |= {"marks": marks[0]} if marks else {}
         labels, found = named_call(self.group, known)
-
-        def written(old: Tensor, new: Tensor, at: Tensor, end: Tensor) -> Tensor:
-            """old [B,G,S,…], whose entries at [B,1] .. end - 1 are those of new [B,G,N,…]."""
-            ahead = torch.arange(old.shape[2], device=old.device) - at  # [B,S]
-            index = ahead.clamp(min=0, max=new.shape[2] - 1)
-            here = (ahead >= 0) & (ahead < end - at)
-            shape = (*here.shape[:1], 1, -1, *[1] * (old.dim() - 3))
-            index, here = index.reshape(shape), here.reshape(shape)
-            return torch.where(here, new.gather(2, index.expand(old.shape)), old)
 
         new = [written(label, labels + first[:, None], start, stop)]
         new += [

@@ -113,7 +113,7 @@ class Actqkv(Tables, Units):
         """Scores of a group's heads [B,G,R,T,U] -> what units are worth to all groups [B,G,T,U]."""
         return scores.sum((1, 2))[:, None].expand(-1, scores.shape[1], -1, -1)
 
-    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
         """The weighted sum of the queries of a token's chunk so far, and the sum of the weights."""
         if self.chunk == 1:
             return {}

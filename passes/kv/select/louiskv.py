@@ -50,7 +50,7 @@ class Louiskv(Units):
                 f"Louiskv: boundary = {self.boundary}; give a cosine, -1..1, or more for a search by each token"
             )
 
-    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
         """A token's own query, and that of the last search."""
         if self.boundary > 1:
             return {}

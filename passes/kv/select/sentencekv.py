@@ -13,7 +13,7 @@ from accel.ir.errors import PassError, RecipeError, shown
 from accel.ir.program import Editor, Program
 from accel.ir.trace import trace
 from accel.passes import Report
-from accel.passes.kv.select import Sizes
+from accel.passes.kv.select import Sizes, _Build
 from accel.passes.kv.select._units import Units, _own, marked, means_of
 
 _FEWEST = 2  # queries that choose; before, a token reads everything
@@ -88,15 +88,14 @@ class Sentencekv(Units):
             )
         return super(Sentencekv, method).run(program)
 
-    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
         """The sum of the queries of a token's sentence so far, and how many they are; none where it ends one."""
         return {"sum": ("float32", (heads, width)), "count": ("float32", ())}
 
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """See Units; and which tokens of the call end a sentence."""
-        found = super().operands(program, editor, node, letters)
+        found, program = super().operands(build, node), build.program
+        editor = Editor(program, program.step.graph)
         with editor.graph.inserting_before(node):
             ids = editor.param("units.ends", torch.tensor(self.end_tokens or (-2,)))
             tokens = program.step.input("tokens")

@@ -1,4 +1,6 @@
-"""ShadowKV (arXiv:2410.21465): chunks are chosen by the mean of their keys, and values fetched from outside memory."""
+"""ShadowKV (arXiv:2410.21465): chunks are chosen by the mean of their keys, which are rebuilt of a few numbers, and
+values fetched from outside memory.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,33 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.state import Home, Part
-from accel.passes.kv.select import Base, Sizes, Where
+from accel.passes.kv.select import Sizes, Where
+from accel.passes.kv.select._low_rank import LowRank
 
 _LOCAL, _OUTLIER = 2.0, 1.0  # what such a chunk is worth: more than any logarithm of a share
 
 
 @dataclass(frozen=True)
-class Shadowkv(Base):
-    """Values lie in mapped files, keys in memory. A chunk of 8 tokens (`page`) has a landmark, the mean of its keys. A
-    token reads its own chunk and `local` before it; of those before these the `outliers` whose landmark is least like
-    one of its keys, by their cosine; and of the rest the `tokens_read / page` that get the largest share of a softmax
-    over landmarks from any query head.
+class Shadowkv(LowRank):
+    """A chunk of 8 tokens (`page`) has a landmark, the mean of its keys after RoPE. A token reads its own chunk and
+    `local` before it; of those before these the `outliers` whose landmark is least like one of its keys, by their
+    cosine; and of the rest the `tokens_read / page` that get the largest share of a softmax over landmarks from any
+    query head. Of the latter those of the prompt have keys of `low_rank` numbers a token, in the directions of an
+    SVD of the prompt's keys before RoPE, rotated to their positions; all others, and tokens behind the prompt, their
+    exact keys.
 
     The paper chooses outliers and landmarks once, at a prompt's end, and reads all generated tokens; here chunks of
-    generated tokens are as others, and outliers are those of what a token sees. The paper also stores keys in fewer
-    directions, of an SVD of the prompt's; here they are as they were.
+    generated tokens are as others, and outliers are those of what a token sees. The paper drops exact keys but for
+    outliers and local chunks; here they are in a file, beside the values, where these are read, and a later prompt,
+    whose end makes directions of all keys anew.
     """
 
     tokens_read: int = 2048
     page: int = 8
     outliers: int = count(48, most=4096)
     local: int = count(4, most=4096)
-    homes: ClassVar[Mapping[Part, Home]] = {Part.VALUES: Home.MAPPED}
     small: ClassVar[Mapping[str, Any]] = {
-        "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0,
+        "tokens_read": 12, "page": 4, "outliers": 1, "local": 1, "dense_layers": 0, "low_rank": 6,
     }  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -49,7 +53,12 @@ class Shadowkv(Base):
     @property
     def count(self) -> int:
         """Its own, the local ones, outliers, and those that it chooses."""
-        return max(1, self.tokens_read // self.page) + 1 + self.local + self.outliers
+        return max(1, self.tokens_read // self.page) + self.exact
+
+    @property
+    def exact(self) -> int:
+        """Its own, the local ones and outliers: they are worth most, so what is chosen comes behind them."""
+        return 1 + self.local + self.outliers
 
     def parts(self, width: int) -> dict[str, tuple[str, Sizes]]:
         return {"landmark": ("float32", (width,)), "likeness": ("float32", ())}

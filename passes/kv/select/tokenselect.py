@@ -15,9 +15,9 @@ from accel.ir.ops.choice import best_pages, head_votes, key_products
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
-from accel.ir.program import Editor, Program
+from accel.ir.program import Editor
 from accel.passes.kv._shared.shift import tables
-from accel.passes.kv.select import Sizes
+from accel.passes.kv.select import Sizes, _Build
 from accel.passes.kv.select._tokens import Tokens, searches
 
 _STEPS = 1024.0  # of a logit's unit: what is smaller is rounding
@@ -62,17 +62,16 @@ class Tokenselect(Tokens):
     def count(self) -> int:
         return self.sinks + self.tokens_read + self.window
 
-    def memory(self, heads: int, width: int) -> dict[str, tuple[str, Sizes]]:
+    def memory(self, heads: int, width: int, groups: int) -> dict[str, tuple[str, Sizes]]:
         """The query of the last search, and the position of its token."""
         if self.reuse > 1:
             return {}
         return {"query": ("float32", (heads * width,)), "at": ("int64", ())}
 
-    def operands(
-        self, program: Program, editor: Editor, node: fx.Node, letters: dict[str, Any]
-    ) -> dict[str, fx.Node]:
+    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
         """The keys, and the tables of their rotation, continued to negative positions."""
-        keys = operands_of(node).k
+        program, keys = build.program, operands_of(node).k
+        editor = Editor(program, program.step.graph)
         found, new = {"keys": keys}, operand_of(keys, "new") if _plain(keys) else None
         if isinstance(new, fx.Node) and new.target is rope.default:
             cos, sin = operand_of(new, "cos"), operand_of(new, "sin")

@@ -1,0 +1,369 @@
+"""Selection of pages whose keys are rebuilt: those of a prompt are kept in fewer directions, and those that a token
+chooses made of them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.axis import count
+from accel.ir.entries.factor import FACTOR, directions_of
+from accel.ir.entries.squares import SQUARES, squares_of
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.invariants import Invariant
+from accel.ir.low_rank import LowRank as Plan
+from accel.ir.ops.attention import Mask, operands_of
+from accel.ir.ops.pages import fetch_pages
+from accel.ir.ops.rows import take_rows
+from accel.ir.program import Editor, Program, State
+from accel.ir.region import Conditional, Entry, sizes
+from accel.ir.state import POSITIONS, Home, Part, name_of, output_of
+from accel.ir.trace import trace
+from accel.passes import Report
+from accel.passes.kv._shared.cached import cache_of
+from accel.passes.kv._shared.rotation import rotated, rotation_of
+from accel.passes.kv._shared.slots import written
+from accel.passes.kv._shared.tables import appended, attentions
+from accel.passes.kv.select import Base, Form, _Build, _called, _graph
+from accel.passes.state.recurrent import buffer
+
+CODED = name_of(Part.LOW_RANK, detail="coded")  # [B]: the keys of so many first tokens are kept
+_TOKENS = 53  # example size while shapes are worked out
+
+
+@dataclass(frozen=True)
+class LowRank(Base):
+    """Sparse attention over pages, the keys of which are made anew of fewer numbers.
+
+    low_rank: R, so many numbers of a token stand for its keys, before RoPE and all heads of a layer together, in the
+    directions in which the keys of its prompt are largest; no more than there are numbers, G D. The first `exact`
+    entries of a token's list, and pages with a token behind the prompt, are read as they are.
+
+    Keys as they are, and values, lie in mapped files. In memory are what pages are chosen by, and
+
+    | state | |
+    |---|---|
+    | `low_rank.<layer>.keys` [B,1,C,R] | of each slot's keys the products with the directions |
+    | `low_rank.<layer>.basis` [B,G,R,D] | of each row the directions |
+    | `low_rank.coded` [B] | how many of a row's first tokens the former is of |
+
+    which the step only reads. When a prompt is whole, the session's observer (`runtime/session/observers/low_rank.py`)
+    runs the entry `squares`, decomposes what it gives on the host, and runs `factor`.
+    """
+
+    low_rank: int = count(160, most=16384)
+    homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
+    as_cached: ClassVar[bool] = True
+    relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.low_rank < 1:
+            raise RecipeError(f"{type(self).__name__}: low_rank = {self.low_rank}; give 1 or more")
+
+    @property
+    @abstractmethod
+    def exact(self) -> int:
+        """Entries of a list, the first, that are read as they are."""
+
+    def run(self, program: Program) -> Report:
+        report = super().run(program)
+        if report.changed:
+            layers = [
+                layer
+                for layer, node in sorted(attentions(program).items())
+                if operands_of(node).beside is not None
+            ]
+            shapes = [self._shape(program, layer) for layer in layers]
+            heads, ranks, widths = zip(*shapes, strict=True)
+            program.facts.low_rank = Plan(tuple(layers), heads, widths, ranks)
+            program.entries[SQUARES.name] = self._entry(program, layers, SQUARES.name)
+            program.entries[FACTOR.name] = self._entry(program, layers, FACTOR.name)
+        return report
+
+    def _shape(self, program: Program, layer: int) -> tuple[int, int, int]:
+        """The sizes of a layer's directions [G,R,D]."""
+        _, groups, _, width = sizes(operands_of(attentions(program)[layer]).k)
+        return int(groups), min(self.low_rank, int(groups) * int(width)), int(width)
+
+    def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
+        """Why the keys of its layer cannot be rebuilt; nothing where they can."""
+        if why := super()._untold(program, node, keys):
+            return why
+        try:
+            rotation_of(program, keys[node.meta["layer"]], "keys", _INSTEAD)
+        except PassError as error:
+            return str(error)
+        return ""
+
+    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+        """List the pages that an attention reads as they are, and let it merge what those give that are rebuilt."""
+        program = build.program
+        editor, x = Editor(program, program.step.graph), operands_of(node)
+        layer, groups, value_width = node.meta["layer"], int(sizes(x.k)[1]), int(sizes(x.v)[3])
+        stored = self._stored(build, node)
+        low, basis, coded = self._kept(build, node)
+        rotation = rotation_of(program, appended(node), "keys", _INSTEAD)
+        mask = Form(x.mask, x.window, float(x.scale), float(x.softcap))
+        with editor.graph.inserting_before(node):
+            by_token = self._asked(build, node)
+            slots = program.step.input("slots")
+            given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, coded, *stored.values())
+            choose = partial(self._split, list(stored), mask)
+            pages, chosen = _called(
+                editor,
+                Conditional(
+                    f"choose.{layer}",
+                    _graph(program, layer, choose, given, ("split", self, mask)),
+                    _graph(program, layer, partial(_no_lists, groups), given, ("none", groups)),
+                ),
+                given,
+                node,
+            )
+            chosen = editor.call(fetch_pages.default, chosen, x.v, self.page, like=node)
+            given = build.chooses, by_token, x.q_pos, x.k_pos, chosen, low, basis, x.v
+            interleaved = rotation is not None and rotation.interleaved
+            rebuild = partial(self._rebuilt, mask, interleaved)
+            nothing = partial(_no_part, value_width)
+            table = rotation.named if rotation is not None else {}
+            out, lse = _called(
+                editor,
+                Conditional(
+                    f"rebuild.{layer}",
+                    _graph(program, layer, rebuild, given, ("rebuild", self, mask, interleaved), table),
+                    _graph(program, layer, nothing, given, ("no part", value_width)),
+                ),
+                given,
+                node,
+            )  # fmt: skip
+        node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}
+        build.outputs |= {
+            output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
+        }
+        return pages
+
+    def _kept(self, build: _Build, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+        """State of a layer's keys, and of rows."""
+        program, keys = build.program, operands_of(node).k
+        editor, layer = Editor(program, program.step.graph), node.meta["layer"]
+        groups, width = int(sizes(keys)[1]), int(sizes(keys)[3])
+        rank = min(self.low_rank, groups * width)
+        if CODED not in program.step.inputs:
+            build.letters["C"] = keys.meta["val"].shape[2]
+            rows = State(Part.LOW_RANK, None, "int64", ("B",), detail="coded")
+            buffer(program, editor, rows, build.letters)
+        shapes: dict[str, tuple[int | str, ...]] = {
+            "keys": ("B", 1, "C", rank),
+            "basis": ("B", groups, rank, width),
+        }
+        low, basis = (
+            buffer(
+                program,
+                editor,
+                State(Part.LOW_RANK, layer, "float32", shape, detail=n),
+                build.letters,
+            )
+            for n, shape in shapes.items()
+        )
+        return low, basis, program.step.input(CODED)
+
+    def _split(
+        self,
+        parts: list[str],
+        mask: Mask,
+        queries: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+        slots: Tensor,
+        coded: Tensor,
+        *values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What tokens choose: pages that they read as they are, and pages whose keys are rebuilt."""
+        chosen = self._choose(parts, [], mask, queries, q_pos, k_pos, slots, *values)
+        ahead = torch.arange(self.exact, device=chosen.device)
+        behind = torch.arange(
+            self.exact, self.count, device=chosen.device
+        )  # whoever chooses has them
+        first, rest = chosen.index_select(3, ahead), chosen.index_select(3, behind)
+        whole = coded.div(self.page, rounding_mode="floor")[:, None, None, None]
+        low = rest < whole
+        return torch.cat((first, rest.masked_fill(low, -1)), dim=3), rest.masked_fill(~low, -1)
+
+    def _rebuilt(
+        self,
+        mask: Form,
+        interleaved: bool,
+        queries: Tensor,
+        q_pos: Tensor,
+        k_pos: Tensor,
+        pages: Tensor,
+        low: Tensor,
+        basis: Tensor,
+        values: Tensor,
+        *tables: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries [B,T,H,D] over pages [B,G,T,K] of values [B,G,C,Dv], with keys made of low [B,1,C,R] and
+        basis [B,G,R,D]: [B,H,T,Dv], and its log-sum-exp [B,H,T]; the lowest number where a token has no such page.
+        """
+        batch, groups, tokens = pages.shape[:3]
+        ahead = torch.arange(self.page, device=pages.device)
+        listed = (pages >= 0)[..., None].expand(-1, -1, -1, -1, self.page).flatten(3)  # [B,G,T,N]
+        slots = (pages.clamp(min=0)[..., None] * self.page + ahead).flatten(2)  # [B,G,T N]
+        where = k_pos[:, None].expand(-1, groups, -1).gather(2, slots)
+        features = take_rows(low[:, 0], slots.flatten(1)).unflatten(1, (groups, -1))
+        keys = features @ basis
+        if tables:
+            cos, sin = (table[where.clamp(min=0)] for table in tables)
+            keys = rotated(keys, cos, sin, interleaved)
+        taken = take_rows(values.flatten(0, 1), slots.flatten(0, 1)).unflatten(0, (batch, groups))
+        seen = listed & mask.visible(
+            q_pos[:, None, :, None], where.unflatten(2, (tokens, -1))
+        )  # [B,G,T,N]
+        by_group = queries.unflatten(2, (groups, -1)).transpose(1, 2)  # [B,G,T,heads,D]
+        scores = mask.logits(by_group.float() @ keys.unflatten(2, (tokens, -1)).mT)
+        scores = scores.masked_fill(~seen[:, :, :, None], torch.finfo(scores.dtype).min)
+        top = scores.amax(-1, keepdim=True)
+        shares = (scores - top).exp()
+        total = shares.sum(-1, keepdim=True)
+        held = taken.unflatten(2, (tokens, -1)).masked_fill(~seen[..., None], 0.0)
+        out = shares @ held / total  # [B,G,T,heads,Dv]
+        lse = (top + total.log()).squeeze(-1)
+        return out.transpose(2, 3).flatten(1, 2), lse.transpose(2, 3).flatten(1, 2)
+
+    def _entry(self, program: Program, layers: list[int], name: str) -> Entry:
+        """`squares` or `factor`, over the caches of the layers. Inputs, beside the state: the slots `start` to `stop`
+        [B] whose keys are taken; `ranks` 0..N-1, as many as any row has. `factor` also gets `coded` [B], which the
+        state then says, and of each layer `directions.<layer>` [B,G,R,D], which become the basis of rows with a `stop`.
+        """
+        graph, step = fx.Graph(), program.step
+        source = Editor(program, step.graph)
+
+        def holder(name: str, value: Any) -> fx.Node:
+            node = graph.placeholder(name)
+            node.meta["val"] = value
+            return node
+
+        def blank(*shape: Any, dtype: torch.dtype = torch.int64) -> Tensor:
+            with source.fake:
+                return torch.empty(shape, dtype=dtype)
+
+        batch = step.input("tokens").meta["val"].shape[0]
+        stretch = [holder(n, blank(batch)) for n in ("start", "stop")]
+        stretch.append(holder("ranks", blank(source.symbol("N", _TOKENS))))
+        stretch.append(holder(POSITIONS, step.input(POSITIONS).meta["val"]))
+        editor = Editor(program, graph)
+        sites = attentions(program)
+        outputs: dict[str, fx.Node] = {}
+        given: dict[int, list[fx.Node]] = {}
+        if name == FACTOR.name:
+            told, held = holder("coded", blank(batch)), holder(CODED, blank(batch))
+            outputs[output_of(CODED)] = trace(editor, CODED, _moved, held, told, key="coded")
+        for layer in layers:
+            keys = cache_of(sites[layer], Part.KEYS)
+            given[layer] = [holder(str(keys.target), keys.meta["val"])]
+            if name == FACTOR.name:
+                shape = batch, *self._shape(program, layer)
+                given[layer].append(
+                    holder(directions_of(layer), blank(*shape, dtype=torch.float32))
+                )
+                for n in _held(layer):
+                    given[layer].append(holder(n, step.input(n).meta["val"]))
+        for layer in layers:
+            rotation = rotation_of(program, appended(sites[layer]), "keys", _INSTEAD)
+            tables = rotation.tables(editor) if rotation is not None else ()
+            form = (rotation.interleaved, rotation.factor) if rotation is not None else None
+            joined = trace(
+                editor, f"{name}.{layer}", partial(_joined, form), *stretch, given[layer][0],
+                *tables, key=("joined", form),
+            )  # fmt: skip
+            if name == SQUARES.name:
+                outputs[squares_of(layer)] = trace(
+                    editor, f"{name}.{layer}", _squared, joined, key="squared"
+                )
+                continue
+            new = trace(
+                editor, f"{name}.{layer}", _factored, *stretch[:2], joined, *given[layer][1:],
+                key="factored",
+            )  # fmt: skip
+            outputs |= {output_of(n): node for n, node in zip(_held(layer), new, strict=True)}
+        graph.output(tuple(outputs.values()))
+        return Entry(graph, list(outputs))
+
+
+_INSTEAD = "use kv.select = 'quest' for this model"
+
+
+def _held(layer: int) -> tuple[str, str]:
+    """The state of a layer."""
+    keys, basis = (name_of(Part.LOW_RANK, layer, detail=n) for n in ("keys", "basis"))
+    return keys, basis
+
+
+def _joined(
+    form: tuple[bool, float] | None,
+    start: Tensor,
+    stop: Tensor,
+    ranks: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    *tables: Tensor,
+) -> Tensor:
+    """Of keys [B,G,C,D] those in slots start..stop-1 [B], before RoPE, all heads together [B,N,G D]; 0 behind these."""
+    count, width = keys.shape[2], keys.shape[3]
+    slots = (start[:, None] + ranks).clamp(min=0, max=count - 1)  # [B,N]
+    taken = keys.gather(2, slots[:, None, :, None].expand(-1, keys.shape[1], -1, width)).float()
+    if form is not None:
+        at = positions.gather(1, slots).clamp(min=0)[:, None]  # [B,1,N]
+        cos, sin = (table[at] / form[1] ** 2 for table in tables)
+        taken = rotated(taken, cos, -sin, form[0])
+    real = ranks < (stop - start)[:, None]
+    return taken.transpose(1, 2).flatten(2).masked_fill(~real[..., None], 0.0)
+
+
+def _squared(joined: Tensor) -> Tensor:
+    """Of keys [B,N,G D] the sum of their outer products [B,G D,G D]; what is no number is left out."""
+    some = torch.nan_to_num(joined, posinf=0.0, neginf=0.0)
+    return some.mT @ some
+
+
+def _factored(
+    start: Tensor, stop: Tensor, joined: Tensor, directions: Tensor, low: Tensor, basis: Tensor
+) -> tuple[Tensor, Tensor]:
+    """State after keys [B,N,G D] in slots start..stop-1 [B] were multiplied by directions [B,G,R,D]."""
+    at, end = start[:, None], stop[:, None]
+    new = torch.where((stop > start)[:, None, None, None], directions, basis)
+    return written(low, (joined @ directions.mT.flatten(1, 2))[:, None], at, end), new
+
+
+def _moved(held: Tensor, told: Tensor) -> Tensor:
+    """What rows are told; -1: what they hold."""
+    return torch.where(told >= 0, told, held)
+
+
+def _no_lists(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    """No lists of pages [B,G,0,1], since everything is read."""
+    none = q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
+    return none, none.clone()
+
+
+def _no_part(
+    width: int,
+    queries: Tensor,
+    q_pos: Tensor,
+    k_pos: Tensor,
+    pages: Tensor,
+    low: Tensor,
+    basis: Tensor,
+    values: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A partial result over no keys."""
+    heads = queries[..., 0].transpose(1, 2).float()  # [B,H,T]
+    none = torch.full_like(heads, torch.finfo(torch.float32).min)
+    return torch.zeros_like(heads)[..., None].expand(-1, -1, -1, width).clone(), none
