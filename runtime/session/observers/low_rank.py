@@ -12,6 +12,7 @@ from accel.ir.entries.squares import SQUARES, squares_of
 from accel.ir.low_rank import LowRank
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import (
     ModelParts,
     ObserverFactory,
@@ -86,6 +87,11 @@ class KeyDirections(SessionObserver):
     def select(self, rows: Ints) -> None:
         """See SessionObserver."""
         self._coded, self._known = self._coded[rows], self._known[rows]
+
+    def join(self, backend: BackendSession, other: Self) -> None:
+        """See SessionObserver."""
+        self._coded = stacked(self._coded, other._coded)
+        self._known = stacked(self._known, other._known)
 
     def copy(self) -> Self:
         """Of its own: what it holds is replaced, never written."""
