@@ -74,7 +74,7 @@ class Trained(ABC):
         }
         if common := self.shared(widths[min(widths)]):
             want[ALL] = common
-        return _read(self.key, self.trained, ("train", "trained"), program, keys, want)
+        return read(self.key, self.trained, ("train", "trained"), program, keys, want)
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> 
         layer: method.sizes(int(sizes(node)[3]), int(sizes(node)[1]))
         for layer, node in keys.items()
     }
-    return _read(method.key, method.table, ("measure", "measured"), program, keys, want)
+    return read(method.key, method.table, ("measure", "measured"), program, keys, want)
 
 
-def _read(
+def read(
     key: str,
     named: str,
     verb: tuple[str, str],
@@ -112,7 +112,9 @@ def _read(
     keys: Mapping[int, fx.Node],
     want: Mapping[int, Sizes],
 ) -> Parts:
-    """The tensors of a method's file, checked. `named`: the recipe's option; `verb`: how such a file is made."""
+    """The tensors of a method's file, checked. `named`: the recipe's option; `verb`: how such a file is made; `want`:
+    their sizes, -1: any. Raises PassError, as `Trained.tensors`.
+    """
     do, done = verb
     option = "trained" if done == "trained" else "table"
     file = found(key, named)
