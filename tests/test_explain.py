@@ -35,7 +35,8 @@ REFUSED = {  # no rope; no gates or table for this model; no masks to fill
     "yoco": "read only caches of lower layers",
     **dict.fromkeys(("pie", "cacheblend", "kvshare"), "kv.reuse"),
     **dict.fromkeys(
-        ("trim-kv", "tokenbutler", "attention-predictor"), "trained for another model"
+        ("trim-kv", "tokenbutler", "attention-predictor", "cache-augment"),
+        "trained for another model",
     ),
     **dict.fromkeys(
         (

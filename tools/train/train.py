@@ -60,7 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=64, help="steps that a table is measured on")
     inner = "width of a gate or a head, or rank of a coprocessor's products"
     parser.add_argument("--inner", type=int, default=128, help=inner)
-    parser.add_argument("--latents", type=int, default=8, help="embeddings of cache-augment")
+    parser.add_argument("--latents", type=int, default=4, help="embeddings of cache-augment")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")

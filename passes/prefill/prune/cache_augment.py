@@ -43,7 +43,7 @@ class CacheAugment(Trained, Base):
     Prompts of an empty session are extended, later ones of a conversation are not.
     """
 
-    latents: int = count(8, most=512)
+    latents: int = count(4, most=512)
     key: ClassVar[str] = "cache-augment"
 
     rank = -1  # products have their own weights yet
@@ -105,9 +105,7 @@ class CacheAugment(Trained, Base):
         parts = self.tensors(program, keys)[ALL]
         program.entries[COPROCESS] = coprocessor(program, parts)
         program.entries[EMBEDDED] = embedded(program)
-        program.facts.prefill = replace(
-            program.facts.prefill or Prefill(), latents=self.latents
-        )
+        program.facts.prefill = replace(program.facts.prefill or Prefill(), latents=self.latents)
         more = sum(tensor.numel() for tensor in parts.values())
         program.facts.notes.append(
             f"cache-augment adds {self.latents} embeddings behind a prompt; its coprocessor has {more:,} parameters of "
@@ -147,7 +145,7 @@ def coprocessor(program: Program, parts: Mapping[str, Tensor] | None = None) -> 
     if parts is not None:
         with entry.graph.inserting_before(found):
             soft = editor.param(named(SOFT), parts[SOFT])
-            taken = editor.call(aten.embedding.default, soft, entry.input("tokens"))
+            taken = editor.call(aten.index.Tensor, soft, [entry.input("tokens")])
         found.replace_all_uses_with(taken)
         with entry.graph.inserting_before(hidden.next):
             given = editor.call(aten.mul.Tensor, hidden, editor.param(named(GAIN), parts[GAIN]))
@@ -197,9 +195,7 @@ def embedding_of(entry: Entry) -> fx.Node:
             if all(n in only or not isinstance(n.meta["val"], Tensor) for n in read):
                 only[node] = None
     wanted = [
-        n
-        for n in only
-        if any(u not in only and u.target is not aten.sym_size.int for u in n.users)
+        n for n in only if any(u not in only and u.target is not aten.sym_size.int for u in n.users)
     ]
     value = wanted[0].meta["val"] if len(wanted) == 1 else None
     if value is None or value.dim() != 3 or not value.is_floating_point():
