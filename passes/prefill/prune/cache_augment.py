@@ -23,9 +23,8 @@ from accel.ir.state import writes_state
 from accel.ir.tables import Sizes
 from accel.passes import Report
 from accel.passes.clean.clean import remove_dead
-from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.prefill.prune import Base
-from accel.passes.trained import ALL, Parts, Trained, read
+from accel.passes.trained import ALL, Trained, read, some_of
 
 aten = torch.ops.aten
 SOFT, GAIN = "soft", "gain"  # of the trained part; and `<weight>.a`, `<weight>.b` of each product
@@ -74,8 +73,8 @@ class CacheAugment(Trained, Base):
         """A layer has none of its own: the products of all are told by the names of their weights."""
         return {}
 
-    def tensors(self, program: Program, keys: Mapping[int, fx.Node]) -> Parts:
-        """See Trained."""
+    def parts(self, program: Program) -> dict[str, Tensor]:
+        """What was trained for this model. Raises PassError, as `Trained.tensors`."""
         entry = coprocessor(program)
         want: dict[str, tuple[int, ...]] = {
             SOFT: (-1, width_of(entry)),
@@ -84,13 +83,14 @@ class CacheAugment(Trained, Base):
         for name, (out, into) in shapes(program, entry).items():
             want |= {f"{name}.a": (into, -1), f"{name}.b": (-1, out)}
         wanted: dict[int, Sizes] = {ALL: want}
-        parts = read(self.key, self.trained, ("train", "trained"), program, keys, wanted)
-        ranks = {n.removesuffix(".a"): t.shape[1] for n, t in parts[ALL].items() if n[-2:] == ".a"}
-        if wrong := [n for n, rank in ranks.items() if parts[ALL][f"{n}.b"].shape[0] != rank]:
+        how, told = ("train", "trained"), known_by(program, entry)
+        parts = read(self.key, self.trained, how, program.facts.name, told, wanted)[ALL]
+        ranks = {n.removesuffix(".a"): t.shape[1] for n, t in parts.items() if n.endswith(".a")}
+        if wrong := [n for n, rank in ranks.items() if parts[f"{n}.b"].shape[0] != rank]:
             raise PassError(
                 f"cache-augment: {wrong[0]}.a and .b of its file are of two ranks; train it again for this model"
             )
-        if (there := len(parts[ALL][SOFT])) != self.latents:
+        if (there := len(parts[SOFT])) != self.latents:
             raise PassError(
                 f"cache-augment: latents is {self.latents}, but it was trained with {there}; set latents = {there}, or "
                 "train it again (--latents)"
@@ -101,8 +101,7 @@ class CacheAugment(Trained, Base):
         if not self.latents:
             return Report()
         check(program)
-        keys = {layer: appended(node) for layer, node in attentions(program).items()}
-        parts = self.tensors(program, keys)[ALL]
+        parts = self.parts(program)
         program.entries[COPROCESS] = coprocessor(program, parts)
         program.entries[EMBEDDED] = embedded(program)
         program.facts.prefill = replace(program.facts.prefill or Prefill(), latents=self.latents)
@@ -242,6 +241,11 @@ def shapes(program: Program, entry: Entry) -> dict[str, tuple[int, int]]:
         out, into = program.params.blank(name).shape
         found[name] = int(out), int(into)
     return found
+
+
+def known_by(program: Program, entry: Entry) -> str:
+    """By what a model is known again: a few numbers of the first of these weights."""
+    return some_of(program.params[next(iter(products(program, entry)))])
 
 
 def _adapt(program: Program, node: fx.Node, name: str, parts: Mapping[str, Tensor]) -> None:

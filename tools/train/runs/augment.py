@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from captured import keys_of, opened_program, shared
+from captured import opened_program, shared
 from run import Run
 from torch import Tensor, fx
 from torch.nn import functional as F
@@ -34,11 +34,12 @@ from accel.passes.prefill.prune.cache_augment import (
     coprocessor,
     embedded,
     embedding_of,
+    known_by,
     named,
     shapes,
     width_of,
 )
-from accel.passes.trained import ALL, Parts, sample
+from accel.passes.trained import ALL, Parts
 
 AHEAD = 16  # tokens behind an insertion that count
 INSERTIONS = 16  # of a row
@@ -61,7 +62,7 @@ class Augmented:
     @property
     def names(self) -> str:
         """By what the model is known again."""
-        return sample(self.program, keys_of(self.program))
+        return known_by(self.program, self.plain)
 
     def start(self, inner: int, seed: int) -> Parts:
         """Soft embeddings that are those of random tokens, products of rank `inner` that are 0, and a gain that makes
