@@ -76,15 +76,16 @@ class Ranks:
 @dataclass(frozen=True)
 class Fill:
     """Where only the last logits are asked for, all tokens but the last run by the entry `fill`, if these are `least`
-    or more.
+    or more. whole: it does not read the cache, so it takes tokens of empty rows alone, in one call.
     """
 
     least: int
+    whole: bool = False
 
     @classmethod
     def from_json(cls, f: Fields) -> Fill:
         """Raises ArtifactError."""
-        return cls(f.integer("least", 1))
+        return cls(f.integer("least", 1), f.boolean("whole") if "whole" in f.value else False)
 
 
 @dataclass(frozen=True)

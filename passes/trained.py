@@ -102,8 +102,20 @@ def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> 
         layer: method.sizes(int(sizes(node)[3]), int(sizes(node)[1]))
         for layer, node in keys.items()
     }
-    told = sample(program, keys)
+    told = measured_for(method, program, keys)
     return read(method.key, method.table, ("measure", "measured"), program.facts.name, told, want)
+
+
+def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> str:
+    """What tells the model of a table from others, as `sample`; and the model beside it, where the method has one."""
+    own = sample(program, keys)
+    if program.beside is None or not getattr(method, "beside", ""):
+        return own
+    weight = next(n.args[1] for n in program.beside.nodes(_LINEAR))
+    assert isinstance(weight, fx.Node)
+    return json.dumps(
+        json.loads(own) + json.loads(some_of(program.beside.params[str(weight.target)]))
+    )
 
 
 def read(

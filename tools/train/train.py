@@ -47,6 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path, default=REFERENCE, help=folder)
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     parser.add_argument("--draft", type=Path, help="the draft model's folder, for specdec-pp")
+    parser.add_argument("--aux", type=Path, help="a smaller model's folder, for kv-prediction")
     parser.add_argument(
         "--text", type=Path, help="what to train on; needed but for the bundled model"
     )
