@@ -15,6 +15,7 @@ the model reads of the text; the coprocessor of `cache-augment` predicts the tex
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
 
     python tools/train/train.py q-filter MODEL --text FILE --out filters.safetensors
+    python tools/train/train.py kv-prediction MODEL --aux SMALL --text FILE --out maps.safetensors
 """
 
 from __future__ import annotations
