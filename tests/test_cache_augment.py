@@ -5,6 +5,7 @@ embeddings; its training sees each insertion alone; and what is refused.
 import argparse
 import copy
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import accel
 from accel.compiler.assemble import assemble
+from accel.compiler.explain import costs
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.entries.augment import COPROCESS, EMBEDDED
@@ -23,6 +25,7 @@ from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune.cache_augment import GAIN, SOFT, CacheAugment
 from accel.passes.trained import ALL, write
+from accel.runtime.backends.buffers import STEP
 from accel.runtime.session.observers.prompt_latents import PromptLatents
 
 from .prefill_case import CONTEXT, LENGTHS, TOKENS, built, far, module
@@ -254,6 +257,27 @@ def test_drafts_and_codes_and_files(llama, tmp_path):
         session.save(tmp_path / "kept")
         with model.open_session(tmp_path / "kept") as again:
             assert far(again.run([[7]]), session.run([[7]])) < 1e-6
+
+
+@pytest.mark.long
+def test_explain_counts_the_latents(llama):
+    tables, count = (
+        {"prefill.prune": llama[2]},
+        STEP - 2,
+    )  # tokens, so that the latents need another buffer
+    found = partial(
+        accel.optimize, module("llama"), max_context=2 * STEP, target="eager", verify=False
+    )
+    tokens = np.random.default_rng(0).integers(3, 50, (1, count))
+    sizes = []
+    for asked in (tables, {}):
+        with found(asked) as model, model.session() as session:
+            session.prompt(tokens)
+            methods = assemble(Recipe(tables=asked)).methods
+            told = costs.cache(model.program, None, methods, (count,), 0)
+            assert told.bytes(count) == session.stats["kv_bytes"]
+            sizes.append(told.bytes(count))
+    assert sizes[0] == 2 * sizes[1]
 
 
 def test_what_cannot_be_extended_is_refused(llama, tmp_path):
