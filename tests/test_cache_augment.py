@@ -22,12 +22,14 @@ from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.capture.capture import capture
 from accel.ir.entries.augment import COPROCESS, EMBEDDED
 from accel.ir.errors import InputError, PassError, RecipeError
+from accel.ir.invariants import PROVIDED
 from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune.cache_augment import GAIN, SOFT, CacheAugment
 from accel.passes.trained import ALL, write
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.session.observers.prompt_latents import PromptLatents
 
+from .laws.test_invariants import TRIALS, holds
 from .prefill_case import CONTEXT, LENGTHS, TOKENS, built, far, module
 from .test_sharing import gemma3n
 
@@ -312,3 +314,10 @@ def test_models_that_cannot_be_extended(llama, model, why):
             max_context=64,
             target="eager",
         )
+
+
+@pytest.mark.long
+def test_what_it_breaks_fails_and_all_else_holds(llama):
+    model = built("llama", **llama[2])
+    found = {what for what, trial in TRIALS.items() if holds(trial, model)}
+    assert found == TRIALS.keys() - CacheAugment.breaks - PROVIDED
