@@ -76,15 +76,16 @@ class Ranks:
 @dataclass(frozen=True)
 class Fill:
     """Where only the last logits are asked for, all tokens but the last run by the entry `fill`, if these are `least`
-    or more.
+    or more. whole: it does not read the cache, so it takes tokens of empty rows alone, in one call.
     """
 
     least: int
+    whole: bool = False
 
     @classmethod
     def from_json(cls, f: Fields) -> Fill:
         """Raises ArtifactError."""
-        return cls(f.integer("least", 1))
+        return cls(f.integer("least", 1), f.boolean("whole") if "whole" in f.value else False)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Prefill:
     """filter: which tokens the model sees, by the entry `filter`. stages: which tokens the layers after each
     part of the step see; the parts are the entries `prompt.0`, `prompt.1`, … segments: how a prompt is cut
     where stretches of it read some of the keys. ranks: how it is shared. fill: which of its tokens run without logits.
+    latents: embeddings that a second model adds behind it, by the entries `augment.0` and `augment.1`.
     """
 
     filter: Pick | None = None
@@ -99,6 +101,11 @@ class Prefill:
     segments: Segments | None = None
     ranks: Ranks | None = None
     fill: Fill | None = None
+    latents: int = 0
+
+    def held(self, count: int) -> int:
+        """Slots that the model's own cache has of a prompt of `count` tokens."""
+        return (count if self.filter is None else self.filter.kept(count)) + self.latents
 
     @classmethod
     def from_json(cls, f: Fields) -> Prefill:
@@ -109,4 +116,5 @@ class Prefill:
             segments=Segments.from_json(f.object("segments")) if f.has("segments") else None,
             ranks=Ranks.from_json(f.object("ranks")) if f.has("ranks") else None,
             fill=Fill.from_json(f.object("fill")) if f.has("fill") else None,
+            latents=f.integer("latents") if "latents" in f.value else 0,
         )

@@ -45,6 +45,7 @@ class Program:
     dims: dict[str, str] = field(default_factory=dict)  # symbol -> letter, for text
     calibration: Calibration | None = None  # what passes over the weights go by
     spelling: Sequence[str] | None = None  # the text of each token, where a pass goes by it
+    beside: Program | None = None  # another model without state, where a pass goes by it
     traces: dict[Any, Any] = field(default_factory=dict)  # of accel.ir.trace; copies share them
     examples: dict[str, Tensor] = field(
         default_factory=dict

@@ -35,6 +35,11 @@ class Pass(ABC):
     reads_spelling: ClassVar[bool] = False  # it goes by `program.spelling`
     grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES
 
+    @property
+    def beside(self) -> str:
+        """The folder of another model that it goes by, which is then `program.beside`; empty: none."""
+        return ""
+
     def refuse(self, facts: Facts) -> str | None:
         """Why it cannot take a model; None where it may.
 

@@ -74,7 +74,8 @@ class Trained(ABC):
         }
         if common := self.shared(widths[min(widths)]):
             want[ALL] = common
-        return _read(self.key, self.trained, ("train", "trained"), program, keys, want)
+        told = sample(program, keys)
+        return read(self.key, self.trained, ("train", "trained"), program.facts.name, told, want)
 
 
 @dataclass(frozen=True)
@@ -101,18 +102,33 @@ def constants(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> 
         layer: method.sizes(int(sizes(node)[3]), int(sizes(node)[1]))
         for layer, node in keys.items()
     }
-    return _read(method.key, method.table, ("measure", "measured"), program, keys, want)
+    told = measured_for(method, program, keys)
+    return read(method.key, method.table, ("measure", "measured"), program.facts.name, told, want)
 
 
-def _read(
+def measured_for(method: Tables, program: Program, keys: Mapping[int, fx.Node]) -> str:
+    """What tells the model of a table from others, as `sample`; and the model beside it, where the method has one."""
+    own = sample(program, keys)
+    if program.beside is None or not getattr(method, "beside", ""):
+        return own
+    weight = next(n.args[1] for n in program.beside.nodes(_LINEAR))
+    assert isinstance(weight, fx.Node)
+    return json.dumps(
+        json.loads(own) + json.loads(some_of(program.beside.params[str(weight.target)]))
+    )
+
+
+def read(
     key: str,
     named: str,
     verb: tuple[str, str],
-    program: Program,
-    keys: Mapping[int, fx.Node],
+    model: str,
+    numbers: str,
     want: Mapping[int, Sizes],
 ) -> Parts:
-    """The tensors of a method's file, checked. `named`: the recipe's option; `verb`: how such a file is made."""
+    """The tensors of a method's file, checked. `named`: the recipe's option; `verb`: how such a file is made; `model`,
+    `numbers`: its name, and some of its weights; `want`: sizes, -1: any. Raises PassError, as `Trained.tensors`.
+    """
     do, done = verb
     option = "trained" if done == "trained" else "table"
     file = found(key, named)
@@ -122,11 +138,9 @@ def _read(
     )
     arrays, told = opened(key, file, another, PassError)
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    if not same_model(told.get("model", ""), sample(program, keys)):
+    if not same_model(told.get("model", ""), numbers):
         whose = str(file) if named else "the bundled file"
-        raise PassError(
-            f"{key}: {whose} was {done} for another model; for {program.facts.name}, {another}"
-        )
+        raise PassError(f"{key}: {whose} was {done} for another model; for {model}, {another}")
     parts: Parts = {}
     for layer, shapes in want.items():
         parts[layer] = {name: tensors.get(_named(layer, name), torch.empty(0)) for name in shapes}
@@ -213,7 +227,12 @@ def sample(program: Program, keys: Mapping[int, fx.Node]) -> str:
     found = program.params[str(weight.target)].float()
     if "{" in str(weight.target):  # else it was so when it was trained
         found = found[round(start * len(found)) : round(stop * len(found))]
-    flat = found.flatten()
+    return some_of(found)
+
+
+def some_of(weight: Tensor) -> str:
+    """A few numbers of a weight, as JSON."""
+    flat = weight.float().flatten()
     step = max(1, flat.numel() // _SAMPLES)
     return json.dumps([round(float(x), 6) for x in flat[::step][:_SAMPLES]])
 

@@ -3,8 +3,11 @@
 import models
 import pytest
 import torch
+from captured import over_state
+from matrix import random_part
 
 import accel
+from accel.ir.capture.capture import capture
 from accel.ir.entries import kind_of, kinds
 from accel.ir.entries.prompt import part_of
 from accel.ir.errors import Miscompiled
@@ -12,6 +15,7 @@ from accel.ir.prefill import Pick, Prefill
 from accel.ir.program import Editor
 from accel.lowering.onnx.rules.accel_ops import BLOCK
 from accel.lowering.onnx.verify import entry_error
+from accel.passes.prefill.prune.cache_augment import CacheAugment
 
 from .kv_case import recipe
 from .test_encoder_decoder import make
@@ -43,6 +47,7 @@ BUILDS = {  # entries -> architecture, recipe
     "commit": ("llama", {"kv.codec": {"use": "kv-int8"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
     "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),
+    "augment": ("llama", {"prefill.prune": {"use": "cache-augment"}}),
 }
 
 
@@ -57,6 +62,10 @@ def build(tmp_path_factory):
             model = make(architecture) if name == "encode" else models.ARCHITECTURES[architecture]()
             optimize = with_trees if name == "commit" else accel.optimize
             out = tmp_path_factory.mktemp("entries") / "artifact"
+            if name == "augment":
+                file = out.with_name("coprocessor.safetensors")
+                random_part(over_state(capture(model, max_context=64)), CacheAugment, file)
+                tables = {axis: {**table, "trained": str(file)} for axis, table in tables.items()}
             made[name] = optimize(model, {**tables}, max_context=64, out=out)
         return made[name]
 

@@ -36,7 +36,8 @@ REFUSED = {  # no rope; no gates or table for this model; no masks to fill
     "window-cache": "no layer sees a window",
     **dict.fromkeys(("pie", "cacheblend", "kvshare"), "kv.reuse"),
     **dict.fromkeys(
-        ("trim-kv", "tokenbutler", "attention-predictor"), "trained for another model"
+        ("trim-kv", "tokenbutler", "attention-predictor", "cache-augment"),
+        "trained for another model",
     ),
     **dict.fromkeys(
         (

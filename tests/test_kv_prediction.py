@@ -5,15 +5,18 @@ import numpy as np
 import pytest
 import torch
 from captured import keys_of, over_state
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import accel
+from accel.compiler.load.beside import beside
+from accel.compiler.optimize import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.region import Region
 from accel.ir.tables import Observed, Rows
 from accel.passes.kv._shared.tables import measured
 from accel.passes.prefill.prune.kv_prediction import KvPrediction, split
-from accel.passes.trained import sample, write
+from accel.passes.trained import measured_for, sample, write
 
 TOKENS = np.random.default_rng(5).integers(0, 90, (3, 40))
 COUNTS = np.array([30, 21, 1])
@@ -137,6 +140,105 @@ def test_maps_are_least_squares():
     assert [split(list(range(n))) for n in (2, 3, 4)] == [(0, [1]), (1, [2]), (1, [2, 3])]
 
 
+# By a model of its own
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model's folder, the model, and a smaller one of the same tokens."""
+    path = tmp_path_factory.mktemp("beside")
+    module = models.ARCHITECTURES["llama"]()
+    module.save_pretrained(path / "same")
+    small = LlamaForCausalLM(
+        LlamaConfig(**{**module.config.to_dict(), "num_hidden_layers": 2, "hidden_size": 24})
+    )
+    models.randomise(small, "small").save_pretrained(path / "small")
+    return path, module
+
+
+def mapped_by(folder, file, name="same", change=lambda parts: parts):
+    """Maps of the module, measured beside the model of a folder."""
+    path, module = folder
+    method = KvPrediction(aux=str(path / name))
+    program = over_state(capture(module, max_context=64))
+    program.beside = beside([method], pipeline(), program.facts, None)
+    ids = torch.randint(0, 90, (4, 41), generator=torch.Generator().manual_seed(1))
+    parts = change(measured(method, program, [(ids, torch.ones(4, 40))]))
+    write(method, file, parts, measured_for(method, program, keys_of(program)), {})
+    return parts
+
+
+def identity(parts):
+    """Of the same model: each layer's keys and values are its own."""
+    return {i: {"map": torch.eye(*part["map"].shape)} for i, part in parts.items()}
+
+
+def test_the_same_model_and_maps_that_change_nothing_give_an_exact_prompt(folder, tmp_path):
+    file, aux = tmp_path / "same.safetensors", str(folder[0] / "same")
+    maps = mapped_by(folder, file, change=identity)
+    assert all(part["map"].shape == (41, 40) for part in maps.values())
+    with built(folder[1], file, aux=aux) as model:
+        law_of_exact_maps(folder[1], model)
+        with (
+            model.session() as session
+        ):  # a later prompt has a past that the other model did not read
+            session.prompt(TOKENS[:1, :9])
+            before = session.stats["calls"]
+            session.prompt(TOKENS[:1, 9:20])
+            assert session.stats["calls"] == before + 1
+
+
+@pytest.mark.long
+def test_onnx_by_another_model_is_eager_and_decoding_is_as_before(folder, tmp_path):
+    file, aux = tmp_path / "same.safetensors", str(folder[0] / "same")
+    mapped_by(folder, file)
+    with built(folder[1], file, aux=aux) as model, built(folder[1], file, "onnx", aux=aux) as other:
+        a, b = prompted(model), prompted(other)
+        assert np.abs(a - b).max() < 1e-4 * np.abs(a).max()
+        with accel.optimize(folder[1], max_context=64, max_batch=3, target="eager") as plain:
+            assert str(model.program.step.graph) == str(plain.program.step.graph)
+            assert model.program.state == plain.program.state
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("broken", ["layers", "bias"])
+def test_the_law_catches_other_maps(folder, broken, tmp_path):
+    def change(parts):
+        found = identity(parts)
+        if broken == "bias":
+            found[1]["map"][-1] += 0.3
+        else:
+            found[1]["map"] = found[1]["map"].roll(20, dims=1)
+        return found
+
+    file = tmp_path / "maps.safetensors"
+    mapped_by(folder, file, change=change)
+    with built(folder[1], file, aux=str(folder[0] / "same")) as model:
+        with pytest.raises(AssertionError):
+            law_of_exact_maps(folder[1], model)
+
+
+@pytest.mark.long
+def test_a_smaller_model_fills_the_cache_and_another_is_refused(folder, tmp_path):
+    path, module = folder
+    file = tmp_path / "small.safetensors"
+    parts = mapped_by(folder, file, "small")
+    with built(module, file, aux=str(path / "small")) as model:
+        with accel.optimize(module, max_context=64, max_batch=3, target="eager") as plain:
+            assert prompted(model).shape == prompted(plain).shape
+            error = np.abs(prompted(model) - prompted(plain)).max()
+        assert error > 1e-3  # it is an approximation
+    assert [part["map"].shape[1] for part in parts.values()] == [40] * LAYERS
+    with pytest.raises(PassError, match="was measured for another model"):
+        built(module, file, aux=str(path / "same"))
+    other = LlamaForCausalLM(LlamaConfig(**{**module.config.to_dict(), "vocab_size": 77}))
+    other.save_pretrained(path / "other")
+    with pytest.raises(RecipeError, match="other has 77 tokens, and .* 101; set `aux`"):
+        built(module, file, aux=str(path / "other"))
+    with pytest.raises(RecipeError, match="nowhere is not a folder; set `aux`"):
+        built(module, file, aux=str(path / "nowhere"))
+
+
 @pytest.mark.long
 def test_what_cannot_be_predicted_is_refused(exact, tmp_path):
     module, file = exact
@@ -156,5 +258,8 @@ def test_maps_of_other_sizes_are_refused(exact, tmp_path):
     module = exact[0]
     short = tmp_path / "short.safetensors"
     written(module, short, lambda parts: {i: {"map": p["map"][:-2]} for i, p in parts.items()})
-    with pytest.raises(PassError, match="takes 38 numbers of a token, but layer 1 has 40"):
+    with pytest.raises(
+        PassError,
+        match="takes 38 numbers of a token, but the layer that it is predicted from has 40",
+    ):
         built(module, short)

@@ -24,6 +24,7 @@ from accel.compiler.draft_build import Build as BuildDraft
 from accel.compiler.draft_build import builder as draft_builder
 from accel.compiler.facts_json import kv_bytes, kv_mapped, model_facts, state_json
 from accel.compiler.genai import genai_config
+from accel.compiler.load.beside import beside
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.hub import model_folder
 from accel.compiler.load.merge import merged
@@ -313,6 +314,7 @@ def _compiled(
         )
     if tokenizer is not None and any(step.reads_spelling for step in job.plan.passes):
         program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
+    program.beside = beside(job.plan.passes, pipeline(), program.facts, tokenizer)
     check = NumericCheck(program) if job.options.verify else None
     with job.part("passes", 0.4):
         _rewrite(job, program, check)
@@ -380,7 +382,7 @@ def _rewrite(job: _Job, program: Program, check: NumericCheck | None) -> None:
         job.weights = storage(before, program)
         if check is not None:
             job.weights |= loss(before, program, program.calibration)
-    program.calibration = program.spelling = None
+    program.calibration = program.spelling = program.beside = None
 
 
 def _adapt(job: _Job, program: Program) -> None:

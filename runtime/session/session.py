@@ -196,8 +196,8 @@ class Session:
 
         Prompts are pruned only in an empty session. With `gemfilter` the session then holds the kept tokens, at
         positions from 0 on; these count towards max_context and can be rewound. With methods that prune between
-        layers (`promptdistill`) it holds all tokens, and can be rewound to the end of the prompt or to 0. Raises
-        InputError, as `run`.
+        layers (`promptdistill`) it holds all tokens, and can be rewound to the end of the prompt or to 0. With
+        `cache-augment` it also holds the latents, which count as tokens. Raises InputError, as `run`.
         """
         core = self._open()
         if empty := not core.lengths.any():
@@ -212,6 +212,9 @@ class Session:
                 if (shorter := one.shorten(core, ids, counts)) is not None:
                     tokens, lengths = ids, counts = shorter
         logits = core.run(tokens, lengths, True, prompt=empty)
+        for one in core.observers if empty else ():
+            if (last := one.extend(core)) is not None:
+                logits = last
         core.end_prompt()
         return logits
 

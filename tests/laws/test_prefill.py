@@ -16,6 +16,7 @@ from accel.ir.invariants import Invariant
 from accel.ir.prefill import Pick
 from accel.ir.tables import Tables
 from accel.passes.prefill.prune._layer import deciding
+from accel.passes.trained import Trained
 from accel.runtime.session import core
 from accel.runtime.session.observers import _prompt_parts as prefill
 
@@ -23,7 +24,9 @@ from ..prefill_case import KEPT, LENGTHS, TOKENS, best, built, far, hiding, last
 from ..spread import spread
 
 AXIS = find_axes()["prefill.prune"]
-NAMES = [n for n in AXIS.names() if not issubclass(AXIS.method(n), Tables)]  # of a random model
+NAMES = [  # of a random model
+    n for n in AXIS.names() if not issubclass(AXIS.method(n), Tables | Trained)
+]
 PICK = [n for n in NAMES if Invariant.ALL_TOKENS_HELD in AXIS.build(n).breaks]
 EXACT = [n for n in NAMES if n not in PICK]
 ROWS = TOKENS[:, : LENGTHS.max()]

@@ -8,12 +8,14 @@ Then a recipe names the file: `trained = "gates.safetensors"`. What is trained f
 softly as the method will run it, give what the model alone gives (KL), predict its text, and stay within
 `--budget`; what has an aim of its own (`threshold-evict`) comes near to it; what absorbs evicted tokens, as `less`,
 makes up for them in each layer; what foretells attention (`tokenbutler`) or changes it (`leank`) learns from what
-the model reads of the text; `specdec-pp` tells which tokens of a draft model stand. Each kind is a file in `runs/`.
+the model reads of the text; the coprocessor of `cache-augment` predicts the text behind random places of it;
+`specdec-pp` tells which tokens of a draft model stand. Each kind is a file in `runs/`.
 `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
 
     python tools/train/train.py q-filter MODEL --text FILE --out filters.safetensors
+    python tools/train/train.py kv-prediction MODEL --aux SMALL --text FILE --out maps.safetensors
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", type=Path, default=REFERENCE, help=folder)
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     parser.add_argument("--draft", type=Path, help="the draft model's folder, for specdec-pp")
+    parser.add_argument("--aux", type=Path, help="a smaller model's folder, for kv-prediction")
     parser.add_argument(
         "--text", type=Path, help="what to train on; needed but for the bundled model"
     )
@@ -57,7 +60,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=768, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=1, help="rows of a step")
     parser.add_argument("--samples", type=int, default=64, help="steps that a table is measured on")
-    parser.add_argument("--inner", type=int, default=128, help="width of a gate, or of a head")
+    inner = "width of a gate or a head, or rank of a coprocessor's products"
+    parser.add_argument("--inner", type=int, default=128, help=inner)
+    parser.add_argument("--latents", type=int, default=4, help="embeddings of cache-augment")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
@@ -76,10 +81,10 @@ def main() -> None:
             raise InputError("give the text to train on, as --text FILE")
         if any(
             getattr(options, n) <= 0
-            for n in ("minutes", "budget", "length", "rows", "samples", "inner", "rate")
+            for n in ("minutes", "budget", "length", "rows", "samples", "inner", "latents", "rate")
         ):
             raise InputError(
-                "minutes, budget, length, rows, samples, inner and rate must be more than 0"
+                "minutes, budget, length, rows, samples, inner, latents and rate must be more than 0"
             )
         kind = kind_of(methods[options.method])
         assert kind is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor, fx
 
 from accel.ir.ops.attention import attention, operands_of
@@ -13,6 +14,7 @@ from accel.ir.program import Program
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Tables
 from accel.passes.calibrate import calibrate
+from accel.passes.kv._shared.beside import reader
 from accel.passes.kv._shared.cached import appends
 from accel.passes.trained import Parts, product
 
@@ -53,6 +55,7 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
         for i, n in some.items()
         if n.target is rope.default
     }
+    read = None if program.beside is None else reader(program.beside)
     for tokens, known in text:
         found: dict[int, Observed] = {}
         hidden: list[Tensor] = []
@@ -77,4 +80,7 @@ def observed(program: Program, text: Text) -> Iterator[Rows]:
 
         wanted = [*nodes.values(), *turns, *([first] if first is not None else [])]
         calibrate(program, tokens[:, :-1], wanted, visit)
-        yield Rows(tokens, known, found, next(iter(hidden), None))
+        places = torch.arange(tokens.shape[1] - 1).repeat(len(tokens), 1)
+        with torch.no_grad():
+            others = () if read is None else read(tokens[:, :-1], places)
+        yield Rows(tokens, known, found, next(iter(hidden), None), others)

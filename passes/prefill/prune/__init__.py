@@ -1,4 +1,4 @@
-"""prefill.prune: which prompt tokens the model, or its deeper layers, continue with."""
+"""prefill.prune: what the model, or its deeper layers, continue with of a prompt."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Base(Pass, Method, ABC):
     Sessions prune prompts only (`Session.prompt`). The step is unchanged, so `Session.run` and the numeric
     check use the whole model.
 
-    A method that drops no token, but layers that most of a prompt does not need, has no score (`yoco.py`).
+    A method that drops no token has no score: one leaves out layers that most of a prompt does not need (`yoco.py`),
+    one adds to the cache behind it (`cache_augment.py`).
     """
 
     after = (Layers, Residual)

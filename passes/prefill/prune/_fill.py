@@ -20,10 +20,12 @@ def layers_with_state(program: Program) -> list[int]:
     return sorted({s.layer for s in program.state if s.layer is not None and not s.cross})
 
 
-def filling(program: Program, entry: Entry, least: int) -> None:
-    """Let sessions fill the cache by what the state that `entry`, a changed copy of the step, writes depends on."""
+def filling(program: Program, entry: Entry, least: int, whole: bool = False) -> None:
+    """Let sessions fill the cache by what the state that `entry`, a changed copy of the step, writes depends on.
+    `whole`: see `Fill`.
+    """
     entry.set_outputs({n: v for n, v in entry.output_nodes().items() if writes_state(n)})
     remove_dead(entry.graph)
     calls: list[fx.Node] = [n for n in entry.graph.nodes if isinstance(n.target, Region)]
     program.entries[FILL.name] = finished(entry, calls, entry.output_nodes())
-    program.facts.prefill = replace(program.facts.prefill or Prefill(), fill=Fill(least))
+    program.facts.prefill = replace(program.facts.prefill or Prefill(), fill=Fill(least, whole))

@@ -14,11 +14,12 @@ from accel.ir.invariants import Invariant
 from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor, Program
-from accel.ir.region import Entry, Region
+from accel.ir.region import Region
 from accel.ir.state import Part
 from accel.ir.tables import Observed, Rows, Sizes, Tables
 from accel.ir.trace import trace
 from accel.passes import Report
+from accel.passes.kv._shared.beside import joined, reader
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.prefill._entry import added, layer_calls
 from accel.passes.prefill.prune import Base
@@ -35,11 +36,15 @@ class KvPrediction(Tables, Base):
     (before RoPE) and values of each layer above are a linear map, with a bias, of those of the last layer that ran. The
     last token, and all later ones, run through the whole model.
 
+    aux: the folder of a smaller model of the same tokens, which then reads the prompt of an empty session in one call.
+    Keys and values of all layers are maps of those of its layers, which are spread evenly over them.
+
     The maps are least squares over a text: the part of the paper's loss that is of keys and values, without its L1 and
     without training the smaller model. Calls that leave fewer than `least` tokens to it run whole.
     """
 
     least: int = 16
+    aux: str = ""
     key: ClassVar[str] = "kv-prediction"
     small: ClassVar[Mapping[str, Any]] = {"least": 1}
 
@@ -59,41 +64,87 @@ class KvPrediction(Tables, Base):
                 f"prefill.prune.kv-prediction: least is {self.least}; give at least 1"
             )
 
+    @property
+    def beside(self) -> str:
+        """See Pass."""
+        return self.aux
+
     def sizes(self, width: int, heads: int) -> Sizes:
         """`map` [F+1,2 G D] of the F numbers that it is predicted from; a layer that runs has none."""
         return {"map": (-1, 2 * heads * width)}
 
     def measure(self, rows: Iterable[Rows]) -> dict[int, dict[str, Tensor]]:
-        """Least squares of each layer above the first half on the last one of that half."""
+        """Least squares of each layer above the first half on the last one of that half; or of each layer on one of
+        the model beside.
+        """
         squares: dict[int, Tensor] = {}
         products: dict[int, Tensor] = {}
         widths: dict[int, int] = {}
         for row in rows:
-            source, above = split(sorted(row.layers))
-            known = _numbers(row.layers[source])
-            squares[source] = squares.get(source, 0) + known.mT @ known
-            for layer, x in row.layers.items():
-                wanted = _numbers(x)[:, :-1]
+            layers = sorted(row.layers)
+            source, above = split(layers)
+            known = {source: _numbers(row.layers[source])}
+            sources = dict.fromkeys(above, source)
+            if self.aux:
+                known = {j: _with_one(x) for j, x in enumerate(row.beside)}
+                sources = spread(layers, len(known))
+            for j, x in known.items():
+                squares[j] = squares.get(j, 0) + x.mT @ x
+            for layer in layers:
+                wanted = _numbers(row.layers[layer])[:, :-1]
                 widths[layer] = wanted.shape[1]
-                if layer in above:
-                    products[layer] = products.get(layer, 0) + known.mT @ wanted
-        (square,) = squares.values()
-        square = square + _RIDGE * square.diagonal().mean() * torch.eye(len(square))
-        found = {i: torch.linalg.solve(square, p).float() for i, p in products.items()}
+                if layer in sources:
+                    product = known[sources[layer]].mT @ wanted
+                    products[layer] = products.get(layer, 0) + product
+        found = {}
+        for layer, product in products.items():
+            square = squares[sources[layer]]
+            square = square + _RIDGE * square.diagonal().mean() * torch.eye(len(square))
+            found[layer] = torch.linalg.solve(square, product).float()
         return {i: {"map": found.get(i, torch.zeros(0, w))} for i, w in widths.items()}
 
     def run(self, program: Program) -> Report:
+        if self.aux:
+            return self._by_another(program)
         source, above = _layers(program)
-        sites = attentions(program)
-        tables = constants(self, program, {i: appended(node) for i, node in sites.items()})
+        tables = self._maps(program)
         entry = program.copy().step
         calls = layer_calls(program, entry)
-        _predict(program, entry, calls, source, {i: tables[i]["map"] for i in above})
+        k, v = (added(calls[source], node) for node in _appended(calls[source], source))
+        with entry.graph.inserting_before(calls[above[0]]):
+            known = trace(Editor(program, entry.graph), "known", joined, k, v)
+        _predict(program, calls, dict.fromkeys(above, known), {i: tables[i] for i in above})
         filling(program, entry, self.least)
         program.facts.notes.append(
             f"kv-prediction predicts a prompt's keys and values of layers {above[0]}..{above[-1]} from layer {source}"
         )
         return Report(changed=len(above))
+
+    def _by_another(self, program: Program) -> Report:
+        """Let the model beside read prompts."""
+        _check(program)
+        if program.beside is None:
+            raise PassError("kv-prediction: the model of `aux` was not read; build the recipe")
+        layers, maps = layers_with_state(program), self._maps(program)
+        entry = program.copy().step
+        calls = layer_calls(program, entry)
+        given = (entry.input(name) for name in ("tokens", "positions"))
+        with entry.graph.inserting_before(calls[0]):
+            rows = trace(Editor(program, entry.graph), "beside", reader(program.beside), *given)
+        sources = spread(layers, len(rows))
+        _predict(program, calls, {i: rows[j] for i, j in sources.items()}, maps)
+        filling(program, entry, self.least, whole=True)
+        program.facts.notes.append(
+            f"kv-prediction predicts a prompt's keys and values from the {len(rows)} layers of "
+            f"{program.beside.facts.name}, which has {program.beside.facts.parameters:,} parameters"
+        )
+        return Report(changed=len(layers))
+
+    def _maps(self, program: Program) -> dict[int, Tensor]:
+        """Those of this model."""
+        sites = attentions(program)
+        tables = constants(self, program, {i: appended(node) for i, node in sites.items()})
+        return {i: table["map"] for i, table in tables.items()}
 
 
 def split(layers: list[int]) -> tuple[int, list[int]]:
@@ -102,9 +153,23 @@ def split(layers: list[int]) -> tuple[int, list[int]]:
     return layers[half - 1], layers[half:]
 
 
+def spread(layers: list[int], count: int) -> dict[int, int]:
+    """Layer -> which of `count` layers of another model it is predicted from: in order, evenly."""
+    return {layer: place * count // len(layers) for place, layer in enumerate(layers)}
+
+
 def _layers(program: Program) -> tuple[int, list[int]]:
     """The layer that is predicted from, and those that are. Raises PassError."""
-    facts, layers = program.facts.layers, layers_with_state(program)
+    _check(program)
+    layers = layers_with_state(program)
+    if len(layers) < 2:
+        raise PassError("kv-prediction: this model has one layer; leave prefill.prune out for it")
+    return split(layers)
+
+
+def _check(program: Program) -> None:
+    """Raise PassError where keys and values cannot be predicted."""
+    facts = program.facts.layers
     shared = any(layer.shares is not None for layer in facts)
     if program.facts.encoder is not None:
         reason = "the prompt of an encoder-decoder is a few tokens; leave prefill.prune out for it"
@@ -112,34 +177,27 @@ def _layers(program: Program) -> tuple[int, list[int]]:
         reason = "recurrent state is a sum over the tokens, not one value of each; use the recipe gemfilter"
     elif shared:
         reason = "upper layers of this model read caches of lower ones; use the recipe yoco, which is exact for it"
-    elif len(layers) < 2:
-        reason = "this model has one layer; leave prefill.prune out for it"
     else:
-        return split(layers)
+        return
     raise PassError(f"kv-prediction: {reason}")
 
 
 def _predict(
     program: Program,
-    entry: Entry,
     calls: list[fx.Node],
-    source: int,
+    sources: Mapping[int, fx.Node],
     maps: Mapping[int, Tensor],
 ) -> None:
-    """Let layers of an entry append what is predicted of the keys and values of a layer below."""
-    first = _appended(calls[source], source)
-    k, v = (added(calls[source], node) for node in first)
-    heads = {layer: _heads(_appended(calls[layer], layer)) for layer in maps}
-    with entry.graph.inserting_before(calls[min(maps)]):
-        known = trace(Editor(program, entry.graph), "known", joined, k, v)
+    """Let layers append what is predicted of their sources [B,T,F]."""
     for layer, found in maps.items():
         call, (keys, values) = calls[layer], _appended(calls[layer], layer)
+        known, heads = sources[layer], _heads((keys, values))
         region = call.target
         assert isinstance(region, Region)
         if len(found) != known.meta["val"].shape[2] + 1:
             raise PassError(
-                f"kv-prediction: the map of layer {layer} takes {len(found) - 1} numbers of a token, but layer "
-                f"{source} has {known.meta['val'].shape[2]}; measure it again for this model"
+                f"kv-prediction: the map of layer {layer} takes {len(found) - 1} numbers of a token, but the layer "
+                f"that it is predicted from has {known.meta['val'].shape[2]}; measure it again for this model"
             )
         with region.graph.inserting_after(list(region.graph.find_nodes(op="placeholder"))[-1]):
             holder = region.graph.placeholder("known")
@@ -152,17 +210,12 @@ def _predict(
             made = trace(
                 Editor(program, region.graph),
                 f"{region.name}.predicted",
-                mapped(found, *heads[layer]),
+                mapped(found, *heads),
                 holder,
             )
         for node, new in zip((keys, values), made, strict=True):
             for user in users[node]:
                 user.replace_input_with(node, new)
-
-
-def joined(keys: Tensor, values: Tensor) -> Tensor:
-    """Keys [B,G,T,D] and values [B,G,T,Dv] as one row of each token: [B,T,G D + G Dv]."""
-    return torch.cat([x.transpose(1, 2).flatten(2) for x in (keys, values)], dim=2)
 
 
 def mapped(weight: Tensor, keys: tuple[int, int], values: tuple[int, int]) -> Any:
@@ -204,6 +257,10 @@ def _heads(nodes: Iterable[fx.Node]) -> list[tuple[int, int]]:
 def _numbers(x: Observed) -> Tensor:
     """Of each token the keys before RoPE, the values, and 1: [tokens,F+1]."""
     keys = x.keys if x.unrotated is None else x.unrotated
-    rows = joined(keys, x.values).double().flatten(0, 1)
-    found: Tensor = torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)
-    return found
+    return _with_one(joined(keys, x.values))
+
+
+def _with_one(rows: Tensor) -> Tensor:
+    """Rows [B,T,F] and 1: [tokens,F+1]."""
+    rows = rows.double().flatten(0, 1)
+    return torch.cat([rows, torch.ones_like(rows[:, :1])], dim=1)

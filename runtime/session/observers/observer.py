@@ -242,6 +242,12 @@ class SessionObserver:
         """
         return None
 
+    def extend(self, calls: Calls) -> Logits | None:
+        """Prompts of a session that was empty have run: let rows hold more than these, and give the logits [B,1,V]
+        that then come last. None: nothing is added.
+        """
+        return None
+
     def edit(self, calls: Calls, start: int, stop: int, tokens: Any, row: int) -> Logits | None:
         """See `Session.edit`. None: this one cannot."""
         return None

@@ -51,10 +51,12 @@ class PromptFill(SessionObserver):
             counts = np.full(len(tokens), tokens.shape[1], np.int64)
         first, fills = calls.lengths, np.maximum(counts - self.last, 0)
         slots = first - calls.base
-        if (longest := int(fills.max())) < self.plan.least:
+        longest = int(fills.max())
+        if longest < self.plan.least or (self.plan.whole and first.any()):
             return None
-        for start in range(0, longest, calls.chunk):
-            part = tokens[:, start : min(start + calls.chunk, longest)]
+        chunk = longest if self.plan.whole else calls.chunk
+        for start in range(0, longest, chunk):
+            part = tokens[:, start : min(start + chunk, longest)]
             columns = start + np.arange(part.shape[1])
             real = columns < fills[:, None]
             positions = np.where(real, first[:, None] + columns, -1)

@@ -21,8 +21,8 @@ from accel.runtime.session.observers.observer import (
 
 
 def unseen(plan: Prefill | None, count: int) -> int:
-    """How many of a prompt's `count` tokens no layer sees as the model's own."""
-    return 0 if plan is None or plan.filter is None else count - plan.filter.kept(count)
+    """How many fewer slots than tokens the model's own cache has of a prompt of `count`; below 0: more."""
+    return 0 if plan is None else count - plan.held(count)
 
 
 class PromptFilter(SessionObserver):

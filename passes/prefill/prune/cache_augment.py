@@ -1,0 +1,271 @@
+"""Differentiable cache augmentation (arXiv:2412.17747): a second model reads the cache of a prompt, and embeddings that
+it gives extend the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from accel.ir.axis import count
+from accel.ir.entries.augment import COPROCESS, EMBEDDED, LATENTS
+from accel.ir.entries.step import LOGITS
+from accel.ir.errors import PassError, RecipeError
+from accel.ir.invariants import Invariant
+from accel.ir.prefill import Prefill
+from accel.ir.program import Editor, Program
+from accel.ir.region import Entry, sizes
+from accel.ir.state import writes_state
+from accel.ir.tables import Sizes
+from accel.passes import Report
+from accel.passes.clean.clean import remove_dead
+from accel.passes.prefill.prune import Base
+from accel.passes.trained import ALL, Trained, read, some_of
+
+aten = torch.ops.aten
+SOFT, GAIN = "soft", "gain"  # of the trained part; and `<weight>.a`, `<weight>.b` of each product
+_LEAVE = "leave prefill.prune out for it"
+
+
+@dataclass(frozen=True)
+class CacheAugment(Trained, Base):
+    """At the end of a prompt the coprocessor reads the cache as its past and `latents` trained embeddings as its input.
+    The model then takes the coprocessor's last hidden states as embeddings of as many tokens behind the prompt. Their
+    keys and values stay in the cache, and generation goes on behind them.
+
+    The coprocessor is the model itself with a low-rank product added to each of its products (LoRA), and a gain on what
+    it gives; the paper trains a whole copy. The model's weights stay as they are. 0 latents: nothing is added.
+    Prompts of an empty session are extended, later ones of a conversation are not.
+    """
+
+    latents: int = count(4, most=512)
+    key: ClassVar[str] = "cache-augment"
+
+    rank = -1  # products have their own weights yet
+    must_change = False
+    by_position = True  # no token is chosen
+    relies = Base.relies | {
+        Invariant.ALL_LAYERS_RUN,
+        Invariant.ALL_TOKENS_HELD,
+        Invariant.CALL_INDEPENDENT,
+        Invariant.CHAINS,
+        Invariant.FIXED_LAYERS,
+        Invariant.FULL_ATTENTION,
+        Invariant.ROW_PRIVATE,
+        Invariant.TOKENS_CONTIGUOUS,
+        Invariant.UNIFORM_SLOTS,
+    }
+    breaks = frozenset(
+        {Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT}
+    )
+
+    def __post_init__(self) -> None:
+        if self.latents < 0:
+            raise RecipeError(
+                f"prefill.prune.cache-augment: latents is {self.latents}; give 0 or more"
+            )
+
+    def sizes(self, width: int, heads: int) -> dict[str, tuple[int, ...]]:
+        """A layer has none of its own: the products of all are told by the names of their weights."""
+        return {}
+
+    def parts(self, program: Program) -> dict[str, Tensor]:
+        """What was trained for this model. Raises PassError, as `Trained.tensors`."""
+        entry = coprocessor(program)
+        want: dict[str, tuple[int, ...]] = {
+            SOFT: (-1, width_of(entry)),
+            GAIN: (width_of(entry),),
+        }
+        for name, (out, into) in shapes(program, entry).items():
+            want |= {f"{name}.a": (into, -1), f"{name}.b": (-1, out)}
+        wanted: dict[int, Sizes] = {ALL: want}
+        how, told = ("train", "trained"), known_by(program, entry)
+        parts = read(self.key, self.trained, how, program.facts.name, told, wanted)[ALL]
+        ranks = {n.removesuffix(".a"): t.shape[1] for n, t in parts.items() if n.endswith(".a")}
+        if wrong := [n for n, rank in ranks.items() if parts[f"{n}.b"].shape[0] != rank]:
+            raise PassError(
+                f"cache-augment: {wrong[0]}.a and .b of its file are of two ranks; train it again for this model"
+            )
+        if (there := len(parts[SOFT])) != self.latents:
+            raise PassError(
+                f"cache-augment: latents is {self.latents}, but it was trained with {there}; set latents = {there}, or "
+                "train it again (--latents)"
+            )
+        return parts
+
+    def run(self, program: Program) -> Report:
+        if not self.latents:
+            return Report()
+        check(program)
+        parts = self.parts(program)
+        program.entries[COPROCESS] = coprocessor(program, parts)
+        program.entries[EMBEDDED] = embedded(program)
+        program.facts.prefill = replace(program.facts.prefill or Prefill(), latents=self.latents)
+        more = sum(tensor.numel() for tensor in parts.values())
+        program.facts.notes.append(
+            f"cache-augment adds {self.latents} embeddings behind a prompt; its coprocessor has {more:,} parameters of "
+            "its own"
+        )
+        return Report(changed=2)
+
+
+def check(program: Program) -> None:
+    """Raise PassError where no second model can extend the cache."""
+    facts = program.facts
+    if facts.encoder is not None:
+        reason = f"the prompt of an encoder-decoder is a few tokens; {_LEAVE}"
+    elif facts.diffusion is not None:
+        reason = f"tokens of this model see later ones, so nothing is behind a prompt; {_LEAVE}"
+    elif any(layer.attention == "recurrent" for layer in facts.layers):
+        reason = (
+            "recurrent state is replaced by each call, so the model's own would be lost to the second model; "
+            f"{_LEAVE}"
+        )
+    elif facts.adapters is not None:
+        reason = "the second model was trained beside the model without adapters; merge one (merge_adapter=DIR)"
+    else:
+        return
+    raise PassError(f"cache-augment: {reason}")
+
+
+def coprocessor(program: Program, parts: Mapping[str, Tensor] | None = None) -> Entry:
+    """The step over the same state, that takes numbers of soft embeddings as tokens [B,T] and gives `latents` [B,T,E]:
+    the last hidden states. parts: what was trained; none: the model's own embeddings and weights. Raises PassError.
+    """
+    entry = program.copy().step
+    editor, found = Editor(program, entry.graph), embedding_of(entry)
+    hidden = hidden_of(entry, int(sizes(found)[2]))
+    state = {n: node for n, node in entry.output_nodes().items() if writes_state(n)}
+    given = hidden
+    if parts is not None:
+        with entry.graph.inserting_before(found):
+            soft = editor.param(named(SOFT), parts[SOFT])
+            taken = editor.call(aten.index.Tensor, soft, [entry.input("tokens")])
+        found.replace_all_uses_with(taken)
+        with entry.graph.inserting_before(hidden.next):
+            given = editor.call(aten.mul.Tensor, hidden, editor.param(named(GAIN), parts[GAIN]))
+    entry.set_outputs({LATENTS: given, **state})
+    _tidy(entry)
+    if parts is not None:
+        for name, nodes in products(program, entry).items():
+            for node in nodes:
+                _adapt(program, node, name, parts)
+    return entry
+
+
+def embedded(program: Program) -> Entry:
+    """The step over the same state, that takes embeddings `stream` [B,T,E] in place of tokens. Raises PassError."""
+    entry = program.copy().step
+    found = embedding_of(entry)
+    value = found.meta["val"]
+    stream = Editor(program, entry.graph).placeholder("stream", value.shape, value.dtype)
+    found.replace_all_uses_with(stream)
+    for node in entry.graph.find_nodes(op="call_function", target=aten.sym_size.int):
+        if node.args[0] is entry.input("tokens"):
+            node.update_arg(0, entry.input("positions"))
+    outputs = entry.output_nodes()
+    entry.set_outputs({n: v for n, v in outputs.items() if n == LOGITS or writes_state(n)})
+    _tidy(entry)
+    return entry
+
+
+def named(name: str) -> str:
+    """What the program calls a tensor of the trained part."""
+    return f"augment.{name}"
+
+
+def width_of(entry: Entry) -> int:
+    """The width E of what the coprocessor gives."""
+    return int(sizes(entry.output_nodes()[LATENTS])[2])
+
+
+def embedding_of(entry: Entry) -> fx.Node:
+    """The one value [B,T,E] by which a step reads its tokens, whatever stands where. Raises PassError."""
+    tokens = entry.input("tokens")
+    only: dict[fx.Node, None] = {tokens: None}
+    for node in entry.graph.nodes:
+        read = [n for n in node.all_input_nodes if n.op != "get_attr"]
+        of_tokens = [n for n in read if n in only]
+        if node.op == "call_function" and node.target is not aten.sym_size.int and of_tokens:
+            if all(n in only or not isinstance(n.meta["val"], Tensor) for n in read):
+                only[node] = None
+    wanted = [
+        n for n in only if any(u not in only and u.target is not aten.sym_size.int for u in n.users)
+    ]
+    value = wanted[0].meta["val"] if len(wanted) == 1 else None
+    if value is None or value.dim() != 3 or not value.is_floating_point():
+        raise PassError(
+            f"cache-augment: this model reads its tokens in {len(wanted)} ways, not as one embedding alone, so an "
+            f"embedding cannot stand for a token; {_LEAVE}"
+        )
+    return wanted[0]
+
+
+def hidden_of(entry: Entry, width: int) -> fx.Node:
+    """The last hidden state [B,N,E], which the output head reads. Raises PassError."""
+    node = entry.output_nodes()[LOGITS]
+    while node.target is not aten.linear.default:
+        data = [n for n in node.all_input_nodes if n.op == "call_function"]
+        if len(data) != 1:
+            raise PassError(f"cache-augment: no linear output head was found; {_LEAVE}")
+        node = data[0]
+    hidden = node.args[0]
+    assert isinstance(hidden, fx.Node)
+    if sizes(hidden)[2] != str(width):
+        raise PassError(
+            f"cache-augment: the last hidden state is {sizes(hidden)[2]} wide, and an embedding {width}, so one cannot "
+            f"stand for the other; {_LEAVE}"
+        )
+    return hidden
+
+
+def products(program: Program, entry: Entry) -> dict[str, list[fx.Node]]:
+    """The products of an entry, by the names of their weights."""
+    found: dict[str, list[fx.Node]] = {}
+    for node in program.nodes(aten.linear.default, entry=entry):
+        weight = node.args[1]
+        assert isinstance(weight, fx.Node)
+        if weight.op == "get_attr":
+            found.setdefault(str(weight.target), []).append(node)
+    return found
+
+
+def shapes(program: Program, entry: Entry) -> dict[str, tuple[int, int]]:
+    """The sizes (outputs, inputs) of these weights."""
+    found = {}
+    for name in products(program, entry):
+        out, into = program.params.blank(name).shape
+        found[name] = int(out), int(into)
+    return found
+
+
+def known_by(program: Program, entry: Entry) -> str:
+    """By what a model is known again: a few numbers of the first of these weights."""
+    return some_of(program.params[next(iter(products(program, entry)))])
+
+
+def _adapt(program: Program, node: fx.Node, name: str, parts: Mapping[str, Tensor]) -> None:
+    """linear(x, weight)  ->  linear(x, weight) + (x a) b"""
+    editor, x = Editor(program, node.graph), node.args[0]
+    with node.graph.inserting_before(node.next):
+        total = node.graph.call_function(aten.add.Tensor, (node, node))
+    with node.graph.inserting_before(total):
+        a, b = (editor.param(named(f"{name}.{n}"), parts[f"{name}.{n}"]) for n in "ab")
+        low = editor.call(aten.matmul.default, x, a, like=node)
+        more = editor.call(aten.matmul.default, low, b, like=node)
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+    total.args = (node, more)
+    total.meta = {**node.meta, "val": editor.value(total)}
+
+
+def _tidy(entry: Entry) -> None:
+    """Leave out what the outputs do not need."""
+    remove_dead(entry.graph)
+    for holder in entry.graph.find_nodes(op="placeholder"):
+        if not holder.users and holder.target not in ("positions", "slots", "rows"):
+            entry.graph.erase_node(holder)
+    entry.defaults = {n: v for n, v in entry.defaults.items() if n in entry.inputs}
