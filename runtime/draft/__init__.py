@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.invariants import Method
+from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -50,6 +51,11 @@ class Drafters(ABC):
     )
     probes: bool = False  # whether it can `probe`
 
+    @property
+    def kv_bytes(self) -> int:
+        """Most bytes of state that sessions of its own have held."""
+        return 0
+
     def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
         without a draft: how many tokens each, and how many of them stand, the newest last. For less than drafts cost.
@@ -85,6 +91,12 @@ class Base(Method):
 
     def draft_folder(self) -> Path | None:
         """The folder of a smaller model that a build puts into the artifact (`context.model.draft_model`), or None."""
+        return None
+
+    def draft_recipe(self) -> Recipe | None:
+        """The recipe by which a build makes `context.model.draft_model` of the model itself, over the same weights, or
+        None. Raises RecipeError.
+        """
         return None
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:

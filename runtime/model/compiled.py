@@ -16,7 +16,7 @@ from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
 from accel.ir.peft import read_adapter
 from accel.lowering.onnx.threads import MOST_THREADS
-from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact, own_draft
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import AUTO, Tuning
@@ -691,12 +691,14 @@ def from_artifact(
     program: Any = None,
     on_close: Callable[[], None] | None = None,
     in_turns: bool = False,
+    mapped: bool = False,
     plain: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that is already checked. `in_turns`: as in `OrtBackend`; `plain`: decode one token per
-    call, whatever the recipe. Raises ArtifactError.
+    """A model over an artifact that is already checked. `in_turns`, `mapped`: as in `OrtBackend`; `plain`: decode one
+    token per call, whatever the recipe. Raises ArtifactError.
 
-    A small draft model gets one thread, so that the target's threads need not stop while it computes.
+    A small draft model gets one thread, so that the target's threads need not stop while it computes. One over the
+    weights of the artifact itself reads them where the file is mapped, so that no second copy is packed.
     """
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
     if plain:
@@ -709,8 +711,11 @@ def from_artifact(
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
         draft_model = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
+    elif (own := own_draft(artifact)) is not None:
+        in_turns = True
+        draft_model = from_artifact(own, threads=threads, in_turns=True, mapped=True)
     return CompiledModel(
-        OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
+        OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels, mapped=mapped),
         facts,
         tokenizer=_tokenizer(artifact) if TOKENIZER in artifact.files else None,
         recipe=recipe,
