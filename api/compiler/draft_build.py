@@ -46,8 +46,8 @@ def own_plan(plan: Plan, max_context: int) -> Plan | None:
     theirs, ours = recipe.tables.get("weights"), plan.recipe.tables.get("weights")
     if theirs is not None and theirs != ours:
         raise RecipeError(
-            f"{name}: draft = {use} drafts by the model's own weights, and recipe '{recipe.name}' sets others (weights = "
-            f"{theirs['use']}); leave [weights] out of it, or build that model by itself and give its path"
+            f"{name}: draft = {use} drafts by the model's own weights, and recipe '{recipe.name}' sets others "
+            f"(weights = {theirs['use']}); leave [weights] out of it, or build that model by itself and give its path"
         )
     if host := [axis for axis in recipe.tables if axis in HOST]:
         raise RecipeError(
@@ -91,8 +91,8 @@ def share(own: Program, target: Program, calibrated: bool) -> None:
             same and (calibrated or own.params[name].equal(target.params[name]))
         ):
             raise RecipeError(
-                f"the model drafts by its own weights, but by the draft's recipe parameter {name!r} is another one; leave "
-                "out of that recipe what changes weights, or build that model by itself and give its path"
+                f"the model drafts by its own weights, but by the draft's recipe parameter {name!r} is another one; "
+                "leave out of that recipe what changes weights, or build that model by itself and give its path"
             )
         own.params[name] = there
 

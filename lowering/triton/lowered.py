@@ -58,7 +58,8 @@ class Lowered(Program):
 
 
 def lower_program(program: Program, held: dict[str, Tensor] | None = None) -> Lowered:
-    """Compile every entry for the device at hand. `held`: parameters on the device, by name, which it reads and adds to.
+    """Compile every entry for the device at hand. `held`: parameters on the device, by name, to which
+    it adds.
 
     Raises:
         LoweringError: this process can run no kernels.

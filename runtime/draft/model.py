@@ -58,8 +58,8 @@ class Model(Base):
     def __post_init__(self) -> None:
         if self.recipe and self.path != SELF:
             raise RecipeError(
-                f'draft.model: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another recipe; leave '
-                f'it out, or give path = "{SELF}"'
+                f'draft.model: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another recipe; '
+                f'leave it out, or give path = "{SELF}"'
             )
 
     def draft_recipe(self) -> Recipe | None:

@@ -34,7 +34,8 @@ class Output:
             - `exchanged_bytes`: what ranks that shared the prompts sent each other (`prefill.ranks`);
             - `prefill_seconds`, `decode_seconds`; `tokens_per_second`: in decoding, without the first
               token of each group;
-            - `kv_bytes`: state of the largest group, in bytes, with that of sessions that draft; `peak_memory`: of the process, in bytes;
+            - `kv_bytes`: state of the largest group, in bytes, with that of sessions that draft;
+              `peak_memory`: of the process, in bytes;
             - `kernels`: the kernel variant; `costs`: cost of a call of T tokens relative to one
               token, None if not measured on this machine;
             - `speculation`: None if the loop does not draft; else `drafted` and `accepted` tokens,
