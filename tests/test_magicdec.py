@@ -39,7 +39,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def built(module, tmp_path_factory):
-    """built(tokens) -> the model that drafts over so many (0: none); a call of several tokens has the bits of single ones."""
+    """built(tokens) -> the model that drafts over so many, 0: none; all with batch-invariant logits."""
     made = {}
 
     def get(tokens):
