@@ -15,21 +15,18 @@ from accel.ir.errors import ArtifactError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft.magicdec import cost_of
-from accel.runtime.model.output import Meter
 from accel.runtime.speculation.heir import Heir
 
 SIZES = {"max_context": 128, "max_batch": 3, "verify": False}
+COSTS = Costs((1, 32), (1.0, 1.0))
 RULE = {"verify": {"use": "sample-match"}}
-SMALL, WHOLE = (
-    8,
-    120,
-)  # tokens of a drafting cache: a part of the prompts, and all that there will be
-LENGTHS = (60, 33, 70)
+BUDGET = 34  # tokens of the drafting cache
+LONG, SHORT = (60, 43, 70), (20, 9, 33)  # prompts that it holds a part of, and all of
 
 
-def prompts(seed=0):
+def prompts(lengths=LONG, seed=0):
     rng = np.random.default_rng(seed)
-    return [rng.integers(3, 101, size).tolist() for size in LENGTHS]
+    return [rng.integers(3, 101, size).tolist() for size in lengths]
 
 
 @pytest.fixture(scope="module")
@@ -38,24 +35,20 @@ def module():
 
 
 @pytest.fixture(scope="module")
-def built(module, tmp_path_factory):
-    """built(tokens) -> the model that drafts over so many, 0: none; all with batch-invariant logits."""
-    made = {}
+def plain(module):
+    """A call of several tokens has the bits of single ones."""
+    with accel.optimize(module, "batch-invariant", **SIZES) as model:
+        model._costs = COSTS
+        yield model
 
-    def get(tokens):
-        if tokens not in made:
-            draft = {"draft": {"use": "magicdec", "tokens": tokens}} | RULE
-            recipe = [draft, "batch-invariant"] if tokens else "batch-invariant"
-            folder = tmp_path_factory.mktemp("magicdec") / "artifact"
-            made[tokens] = accel.optimize(module, recipe, out=folder, **SIZES)
-            for one in (made[tokens], made[tokens].draft_model):
-                if one is not None:
-                    one._costs = Costs((1, 32), (1.0, 1.0))
-        return made[tokens]
 
-    yield get
-    for each in made.values():
-        each.close()
+@pytest.fixture(scope="module")
+def drafts(module):
+    """The same, with drafts."""
+    draft = {"draft": {"use": "magicdec", "tokens": BUDGET}} | RULE
+    with accel.optimize(module, [draft, "batch-invariant"], **SIZES) as model:
+        model._costs = model.draft_model._costs = COSTS
+        yield model
 
 
 @pytest.fixture(autouse=True)
@@ -65,69 +58,60 @@ def no_guard(monkeypatch):
     monkeypatch.setattr("accel.runtime.speculation.guard.Guard.due", False)
 
 
-def test_every_draft_stands_where_the_budget_holds_the_context(built):
-    """The control, a cache of less, of which the target's tokens and the bits of their logits are the same, too. Up to
-    the end of the context.
+def test_every_draft_stands_where_the_budget_holds_the_context(plain, drafts):
+    """The control, prompts of which it holds a part: the tokens and the bits of their logits are the same, too.
+    Up to the end of the context.
     """
-    want = built(0).generate(prompts(), 90, eos=[], logprobs=3)
-    assert want.stats["finish"] == ["context", "length", "context"]
     stood = {}
-    for tokens in (WHOLE, SMALL):
-        got = built(tokens).generate(prompts(), 90, eos=[], logprobs=3)
+    for lengths in (SHORT, LONG):
+        want = plain.generate(prompts(lengths), 85, eos=[], logprobs=3)
+        got = drafts.generate(prompts(lengths), 85, eos=[], logprobs=3)
         assert got.tokens == want.tokens and got.logprobs == want.logprobs, "bit for bit"
+        assert got.stats["finish"] == want.stats["finish"]
         figures = got.stats["speculation"]
-        stood[tokens] = figures["accepted"] / figures["drafted"]
+        stood[lengths] = figures["accepted"] / figures["drafted"]
         assert figures["drafted"] > 20
-    assert stood[WHOLE] == 1 and stood[SMALL] < 0.5, stood
+    assert want.stats["finish"] == ["context", "length", "context"]
+    assert stood[SHORT] == 1 and stood[LONG] < 0.8, stood
     sampled = {"temperature": 0.8, "seed": 3, "eos": []}
-    got, want = (built(tokens).generate(prompts(), 20, **sampled) for tokens in (SMALL, 0))
+    got, want = (model.generate(prompts(), 20, **sampled) for model in (drafts, plain))
     assert got.tokens == want.tokens and got.stats["speculation"]["accepted"] > 0
 
 
-def test_rows_are_as_alone(built):
+def test_rows_are_as_alone(drafts):
     """Prompts of other rows, and rows that ended, change no draft of a row."""
-    together = built(SMALL).generate(prompts(), 30, eos=[])
-    alone = [built(SMALL).generate(prompt, 30, eos=[]) for prompt in prompts()]
+    together = drafts.generate(prompts(), 30, eos=[])
+    alone = [drafts.generate(prompt, 30, eos=[]) for prompt in prompts()]
     assert together.tokens == [one.tokens[0] for one in alone]
     figures = [one.stats["speculation"] for one in (together, *alone)]
     for name in ("drafted", "accepted"):
         assert figures[0][name] == sum(one[name] for one in figures[1:])
 
 
-def test_both_caches_are_counted(built, monkeypatch):
-    """By hand: a step's cache of each, and what was kept; the control, a meter that sees the target's alone."""
-    plain, drafts = built(0), built(SMALL)
+def test_both_caches_are_counted(plain, drafts, monkeypatch):
+    """By hand: a step's cache of each, and what was kept; the control, a drafter that tells of none."""
     facts = plain.facts
     each = 4 * 3 * sum(2 * one.num_kv_heads * one.head_dim for one in facts.layers)  # of a slot
     target = plain.generate(prompts(), 20, eos=[]).stats["kv_bytes"]
     assert target == 256 * (each + 8 * 3), "slots come by 256, with a position each"
-    got = drafts.generate(prompts(), 20, eos=[]).stats["kv_bytes"]
     heads = sum(one.num_kv_heads for one in facts.layers)
-    assert got == 2 * target + SMALL * (each + 8 * 3 * heads)
-    watch = Meter.watch
-
-    def blind(self, tokens, session, rows):
-        for pair in watch(self, tokens, session, rows):
-            rows[0].beside = 0
-            yield pair
-
-    monkeypatch.setattr(Meter, "watch", blind)
-    assert drafts.generate(prompts(), 20, eos=[]).stats["kv_bytes"] < got
+    want = 2 * target + BUDGET * (each + 8 * 3 * heads)
+    assert drafts.generate(prompts(), 20, eos=[]).stats["kv_bytes"] == want
+    monkeypatch.setattr("accel.runtime.draft._beside.Beside.kv_bytes", 0)
+    assert drafts.generate(prompts(), 20, eos=[]).stats["kv_bytes"] != want
 
 
-def test_weights_are_stored_once(built, tmp_path):
+def test_weights_are_stored_once(plain, drafts, tmp_path):
     """One file, which both manifests name; what is damaged is found, and a copy works at another place."""
-    plain, drafts = (built(tokens).artifact for tokens in (0, SMALL))
-    own = built(SMALL).draft_model.artifact
-    assert own.path == drafts.path and own.files["weights.bin"] == drafts.files["weights.bin"]
-    assert drafts.files["weights.bin"] == plain.files["weights.bin"]
-    assert drafts.files["step.native.onnx"].bytes == plain.files["step.native.onnx"].bytes
+    both, own, alone = (m.artifact for m in (drafts, drafts.draft_model, plain))
+    assert own.path == both.path and own.files["weights.bin"] == both.files["weights.bin"]
+    assert both.files["weights.bin"] == alone.files["weights.bin"], "nothing is stored twice"
     assert own.recipe["tables"]["kv.score"] == {"use": "snapkv"} and own.facts.kv.observe == 32
-    built(SMALL).save(tmp_path / "copy")
+    drafts.save(tmp_path / "copy")
     with accel.load(tmp_path / "copy") as model:
-        model._costs = Costs((1, 32), (1.0, 1.0))
+        model._costs = model.draft_model._costs = COSTS
         got = model.generate(prompts(), 9, eos=[])
-        assert got.tokens == built(0).generate(prompts(), 9, eos=[]).tokens
+        assert got.tokens == plain.generate(prompts(), 9, eos=[]).tokens
         assert got.stats["speculation"]["drafted"] > 0
     file = tmp_path / "copy" / "draft.json"
     told = json.loads(file.read_text())
@@ -137,11 +121,11 @@ def test_weights_are_stored_once(built, tmp_path):
         accel.load(tmp_path / "copy")
 
 
-def test_the_prompt_is_run_once(built, monkeypatch):
+def test_the_prompt_is_run_once(drafts, monkeypatch):
     """A drafting session takes keys and values over; its first logits are those of one that reads all, to rounding. The
     control, keys of another position.
     """
-    model, ran = built(SMALL), []
+    model, ran = drafts, []
     run = Heir.run
 
     def counted(self, rows, prompt=False, last_only=True):
@@ -169,12 +153,13 @@ def test_the_prompt_is_run_once(built, monkeypatch):
         assert not other.take(dropped, np.array([38])) and other.length == 0, "it dropped some"
 
 
+@pytest.mark.long
 def test_a_recipe_by_name_drafts_too(module):
-    """path = "self" of any recipe whose sessions take tokens back: the layers that are left, over the same weights."""
+    """path = "self" with any recipe whose sessions take tokens back, over the same weights."""
     recipe = {"draft": {"use": "model", "path": "self", "recipe": "kv-int8"}} | RULE
     with accel.optimize(module, [recipe, "int8"], **SIZES) as model:
         for one in (model, model.draft_model):
-            one._costs = Costs((1, 32), (1.0, 1.0))
+            one._costs = COSTS
         tables = model.draft_model.recipe["tables"]
         assert tables["kv.codec"]["use"] == "kv-int8" and tables["weights"] == {"use": "int8"}
         got = model.generate(prompts()[:1], 20, eos=[])
@@ -221,15 +206,15 @@ def test_other_weights_are_refused(module):
         share(other, target, calibrated=False)
 
 
-def test_an_artifact_without_its_draft_is_refused(built):
-    model = built(SMALL)
+def test_an_artifact_without_its_draft_is_refused(drafts):
+    model = drafts
     model.draft_model, kept = None, model.draft_model
     with pytest.raises(InputError, match="built without its drafting cache"):
         model.generate(prompts()[0], 9)
     model.draft_model = kept
 
 
-def test_a_draft_costs_what_it_reads(built):
-    facts = built(0).facts
+def test_a_draft_costs_what_it_reads(plain):
+    facts = plain.facts
     assert cost_of(facts, 100, 100, 1) == cost_of(facts, 50, 100, 4) == 1
     assert 0 < cost_of(facts, 1 << 20, 64, 1) < 0.01 < cost_of(facts, 4096, 64, 1) < 1

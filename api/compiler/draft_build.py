@@ -28,6 +28,7 @@ from accel.runtime.speculation.round_cost import unmeasured_cost
 
 Build = Callable[[Facts, Tokenizer | None, Path | None], CompiledModel]
 Compile = Callable[[Path, Recipe, BuildOptions, Path | None], CompiledModel]
+PLAIN = "autoregressive"  # the loop of a recipe that drafts nothing
 TREES = {
     "draft": {"use": "token-recycling"}
 }  # a recipe whose calls may be trees; nobody decodes by it
@@ -49,7 +50,8 @@ def own_plan(plan: Plan, max_context: int) -> Plan | None:
             f"{name}: draft = {use} drafts by the model's own weights, and recipe '{recipe.name}' sets others "
             f"(weights = {theirs['use']}); leave [weights] out of it, or build that model by itself and give its path"
         )
-    if host := [axis for axis in recipe.tables if axis in HOST]:
+    tables = {a: t for a, t in recipe.tables.items() if (a, t["use"]) != ("loop", PLAIN)}
+    if host := [axis for axis in tables if axis in HOST]:
         raise RecipeError(
             f"{name}: draft = {use} drafts by recipe '{recipe.name}', which sets {host[0]}; a model that drafts is run "
             f"token by token, so leave [{host[0]}] out of it"
@@ -62,7 +64,7 @@ def own_plan(plan: Plan, max_context: int) -> Plan | None:
             f"{max_context}; give fewer, or a larger max_context"
         )
     trees = TREES if "tree" in plan.methods and plan.methods["tree"].branches else {}
-    tables = {**recipe.tables, **({} if ours is None else {"weights": ours}), **trees}
+    tables = {**tables, **({} if ours is None else {"weights": ours}), **trees}
     own = assemble(Recipe(name=f"{plan.recipe.name}: draft", tables=tables))
     for axis, method in own.methods.items():
         if Invariant.REWIND in method.breaks:

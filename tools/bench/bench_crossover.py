@@ -4,8 +4,8 @@
         [--weights int4] [--tokens 48] [--repeat 3] [--out FILE]
 
 Greedy, over prompts of the bundled kinds that follow each other up to the context. Plain and drafting runs alternate;
-of each the time after the prompt is taken, and the ratio is the median of pairs. The guard is left out, so that
-what does not pay shows. The last column is what the page's formula says of the share that stands and of the bytes that are read.
+the ratio is the median of pairs, of the times after the prompts. The guard is left out, so that what does not pay
+shows. The last column is what the page's formula says of the share that stands and of the bytes that are read.
 """
 
 from __future__ import annotations
