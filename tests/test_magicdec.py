@@ -15,7 +15,10 @@ from accel.ir.errors import ArtifactError, InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft.magicdec import cost_of
+from accel.runtime.speculation.follow import BACK
 from accel.runtime.speculation.heir import Heir
+
+from .draft_case import rows_of
 
 SIZES = {"max_context": 128, "max_batch": 3, "verify": False}
 COSTS = Costs((1, 32), (1.0, 1.0))
@@ -151,6 +154,26 @@ def test_the_prompt_is_run_once(drafts, monkeypatch):
     with model.draft_model.session() as dropped, model.draft_model.session() as other:
         dropped.prompt([ids])
         assert not other.take(dropped, np.array([38])) and other.length == 0, "it dropped some"
+
+
+def test_it_looks_back_at_what_it_would_have_drafted(plain, drafts):
+    """Of tokens that came without drafts: all stand where the budget holds the context. The control, longer prompts."""
+    for lengths, whole in (((9, 12, 15), True), (LONG, False)):
+        given, new = prompts(lengths), 20
+        came = plain.generate(given, new, eos=[]).tokens
+        rows = rows_of(given, limit=60)
+        tokens = np.zeros((3, max(lengths) + new - 1), np.int64)
+        for i, row in enumerate(rows):
+            for token in came[i]:
+                row.accept(token, None)
+            tokens[i, : row.seen.size - 1] = row.seen[:-1]
+        with drafts.session(3) as session:
+            session.run(tokens, np.array(lengths) + new - 1)
+            drafters = drafts._methods["draft"].open(session, rows, drafts._context)
+            found = drafters.probe([0, 1, 2])
+            drafters.close()
+        assert sum(stood for _, stood in found) == 3 * BACK if whole else len(found) > 3
+        assert all(drafted == stood for drafted, stood in found) == whole
 
 
 @pytest.mark.long

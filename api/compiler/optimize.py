@@ -551,11 +551,11 @@ def _write(
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     if own is not None and job.own is not None:
-        told = _manifest(job.own, own, written[OWN_PREFIX])
+        drafting = _manifest(job.own, own, written[OWN_PREFIX])
         names = [WEIGHTS, *sorted(p.name for p in folder.glob(f"{OWN_PREFIX}*.onnx"))]
-        hashes = bind(folder, told, names)
-        told["report"] = _report(job.own, own, {})
-        write_manifest(folder, told, hashes, name=OWN_DRAFT, names=names)
+        hashes = bind(folder, drafting, names)
+        drafting["report"] = _report(job.own, own, {})
+        write_manifest(folder, drafting, hashes, name=OWN_DRAFT, names=names)
     manifest = _manifest(job, program, entries)
     hashes = bind(folder, manifest)
     there = [p for p in sorted(folder.rglob("*")) if p.is_file()]

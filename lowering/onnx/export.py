@@ -108,7 +108,7 @@ def export_all(
         LoweringError: an operator has no ONNX form.
     """
     load_rules()
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     with (folder / WEIGHTS).open("wb") as file:
         weights = WeightsFile(file)
         for prefix, program in programs.items():

@@ -706,14 +706,15 @@ def from_artifact(
             **recipe,
             "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST},
         }
-    elif f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
-        draft = open_artifact(artifact.path / DRAFT_FOLDER, hashes=False)
+    elif (draft := _draft(artifact)) is not None:
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
-        draft_model = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
-    elif (own := own_draft(artifact)) is not None:
-        in_turns = True
-        draft_model = from_artifact(own, threads=threads, in_turns=True, mapped=True)
+        draft_model = from_artifact(
+            draft,
+            threads=1 if alone else threads,
+            in_turns=in_turns,
+            mapped=draft.path == artifact.path,
+        )
     return CompiledModel(
         OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels, mapped=mapped),
         facts,
@@ -726,6 +727,15 @@ def from_artifact(
         on_close=on_close,
         adapters=None if facts.adapters is None else Adapters(facts.adapters, artifact.path),
     )
+
+
+def _draft(artifact: Artifact) -> Artifact | None:
+    """The model that drafts: a smaller one, or itself over the same weights. Its checksums are among the artifact's.
+    Raises ArtifactError.
+    """
+    if f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:
+        return open_artifact(artifact.path / DRAFT_FOLDER, hashes=False)
+    return own_draft(artifact)
 
 
 def _tokenizer(artifact: Artifact) -> Tokenizer:
