@@ -19,21 +19,31 @@ VARIED = {
     "trained": "tokens that the draft model was trained on",
     "batch": "rows of a call",
 }
+TITLES = {
+    "tokens": "tokens per check",
+    "cost": "plain steps per check",
+    "gain": "the first less the second",
+    "speed": "tokens/s",
+}
 LEAST = 3  # different values of a quantity that is fitted
 FAR = 10.0  # times beyond what was measured: a crossing there is not told
+SURE = 2.0  # standard errors that a slope or a mean must be from 0 to be told of
 Point = Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Law:
     """y = base + the sum of slopes[name] · ln(name), by least squares. errors: the standard error of each slope, NaN
-    where there are no more points than coefficients. r2: the share of the variance that it explains.
+    where there are no more points than coefficients. mean: of y, and `spread` its standard error. r2: the share of the
+    variance that it explains.
     """
 
     base: float
     slopes: Mapping[str, float]
     errors: Mapping[str, float]
     r2: float
+    mean: float
+    spread: float
 
     def at(self, point: Point) -> float:
         """Its value where each quantity is as in `point`."""
@@ -47,37 +57,41 @@ def fit(points: Sequence[Point], name: str, varied: Sequence[str]) -> Law:
     found, *_ = np.linalg.lstsq(x, y, rcond=None)
     left, whole = float(((y - x @ found) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
     free = len(y) - x.shape[1]
-    spread = np.full(x.shape[1], np.nan)
-    if free > 0:
-        spread = np.sqrt(np.diag(np.linalg.pinv(x.T @ x)) * left / free)
+    noise = math.sqrt(left / free) if free > 0 else math.nan
+    errors = noise * np.sqrt(np.diag(np.linalg.pinv(x.T @ x)))
     return Law(
         float(found[0]),
         dict(zip(varied, found[1:].tolist(), strict=True)),
-        dict(zip(varied, spread[1:].tolist(), strict=True)),
+        dict(zip(varied, errors[1:].tolist(), strict=True)),
         1 - left / whole if whole else 1.0,
+        float(y.mean()),
+        noise / math.sqrt(len(y)),
     )
 
 
-def break_even(tokens: Law, cost: Law, name: str, at: Point) -> float | None:
-    """Where a round's tokens come to what it costs, in plain steps, as the quantity `name` varies and others stay as
-    `at`; None where the two laws never meet.
+def break_even(gain: Law, name: str, at: Point) -> float | None:
+    """Where what a round gives beyond its cost comes to 0, as the quantity `name` varies and others stay as `at`; None
+    where it does not, or where its slope may as well be 0.
     """
-    slope = tokens.slopes[name] - cost.slopes[name]
-    if slope == 0:
+    slope = gain.slopes[name]
+    if not abs(slope) > SURE * gain.errors[name]:  # NaN: unknown
         return None
-    power = math.log(at[name]) - (tokens.at(at) - cost.at(at)) / slope
+    power = math.log(at[name]) - gain.at(at) / slope
     return math.exp(power) if abs(power) < 700 else None
 
 
 def point_of(result: Mapping[str, Any], trained: int | None = None) -> dict[str, float]:
     """A measurement (`speculation.measure`) as a point: means over the kinds of prompt. cost: of a round, in plain
-    steps.
+    steps, by the measured speed-up; gain: tokens of a round beyond it.
     """
     rows = result["rows"]
+    tokens = fmean(r["tokens_per_check"] for r in rows)
+    cost = fmean(r["tokens_per_check"] / r["speedup"] for r in rows)
     found = {
         "batch": float(result["batch"]),
-        "tokens": fmean(r["tokens_per_check"] for r in rows),
-        "cost": fmean(r["tokens_per_check"] / r["speedup"] for r in rows),
+        "tokens": tokens,
+        "cost": cost,
+        "gain": tokens - cost,
         "speed": fmean(r["tokens_per_second"] for r in rows),
     }
     if result["draft_parameters"]:
@@ -86,7 +100,7 @@ def point_of(result: Mapping[str, Any], trained: int | None = None) -> dict[str,
 
 
 def study(points: Sequence[Point]) -> dict[str, Any]:
-    """What the points say, as JSON: `laws` of the tokens of a round, of its cost and of tokens/s; `break_even` by
+    """What the points say, as JSON: `laws` of the tokens of a round, its cost, the gain and tokens/s; `break_even` by
     quantity; `warnings` and `notes` in words.
     """
     notes, varied = list[str](), list[str]()
@@ -109,26 +123,29 @@ def study(points: Sequence[Point]) -> dict[str, Any]:
             "warnings": [],
             "notes": notes,
         }
-    laws = {name: fit(points, name, varied) for name in ("tokens", "cost", "speed")}
+    laws = {name: fit(points, name, varied) for name in TITLES}
+    gain = laws["gain"]
+    if math.isnan(gain.spread):
+        notes.append(
+            "there are no more measurements than coefficients; measure more to see where it pays"
+        )
     crossings, warnings = dict[str, float | None](), list[str]()
     middle = {n: math.exp(fmean(math.log(p[n]) for p in points)) for n in varied}
     for name in varied:
         low, high = (f(p[name] for p in points) for f in (min, max))
-        found = break_even(laws["tokens"], laws["cost"], name, middle)
-        crossings[name] = found = (
-            found if found is not None and low / FAR <= found <= high * FAR else None
-        )
+        found = break_even(gain, name, middle)
+        near = found is not None and low / FAR <= found <= high * FAR
+        crossings[name] = found = found if near else None
         if found is not None:
-            rises = laws["tokens"].slopes[name] > laws["cost"].slopes[name]
+            side = "below" if gain.slopes[name] > 0 else "above"
             where = (
                 "" if low <= found <= high else f", beyond the {low:,.4g} to {high:,.4g} measured"
             )
             warnings.append(
-                f"drafting does not pay {'below' if rises else 'above'} {found:,.4g} {VARIED[name]} (fitted{where})"
+                f"drafting does not pay {side} {found:,.4g} {VARIED[name]} (fitted{where})"
             )
-    if not crossings or all(c is None for c in crossings.values()):
-        if laws["tokens"].at(middle) < laws["cost"].at(middle):
-            warnings.append("drafting does not pay anywhere near what was measured (fitted)")
+    if not warnings and gain.mean < -SURE * gain.spread:
+        warnings.append("drafting does not pay anywhere near what was measured")
     return {
         "points": list(points),
         "laws": {
@@ -143,9 +160,8 @@ def study(points: Sequence[Point]) -> dict[str, Any]:
 
 def show(found: Mapping[str, Any]) -> None:
     """On a screen."""
-    titles = {"tokens": "tokens per check", "cost": "plain steps per check", "speed": "tokens/s"}
     rows = [
-        [titles[name], f"{law['base']:.3g}", f"{law['r2']:.2f}"]
+        [TITLES[name], f"{law['base']:.3g}", f"{law['r2']:.2f}"]
         + [f"{law['slopes'][n]:+.3g} ± {law['errors'][n]:.2g}" for n in law["slopes"]]
         for name, law in found["laws"].items()
     ]
