@@ -517,7 +517,6 @@ def _write(
     from accel.compiler.report import write_html
     from accel.lowering.onnx.export import WEIGHTS, export_all
     from accel.lowering.onnx.native import library
-    from accel.lowering.onnx.verify import entry_error
 
     def told(step: str, share: float) -> None:
         if not share:
@@ -536,17 +535,9 @@ def _write(
         write_tokenizer(tokenizer, folder)
     if check is not None:
         with job.part("verify", 0.9):
-            for name, entry in entries.items():
-                if (kind := kind_of(name)) is None or kind.error is None:
-                    continue
-                graphs = {"": entry["file"], **entry.get("variants", {})}
-                if kind is STEP:
-                    for variant, file in graphs.items():
-                        found = entry_error(program, name, [folder / file], check.cases)
-                        job.errors[f"onnx {variant}".strip()] = found
-                else:
-                    files = [folder / file for file in graphs.values()]
-                    job.errors[name] = entry_error(program, name, files)
+            for prefix, one in programs.items():
+                found = _graph_errors(one, written[prefix], check, folder)
+                job.errors |= {f"{prefix}{name}": error for name, error in found.items()}
     if "genai" in entries:
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
@@ -567,6 +558,26 @@ def _write(
     if check is not None and "numerics" in job.plan.methods:
         check_rows(open_artifact(folder, hashes=False))
     job.progress("done", 1.0)
+
+
+def _graph_errors(
+    program: Program, entries: Mapping[str, Any], check: NumericCheck, folder: Path
+) -> dict[str, float]:
+    """The largest error of each entry's graphs, of the step by variant."""
+    from accel.lowering.onnx.verify import entry_error
+
+    errors: dict[str, float] = {}
+    for name, entry in entries.items():
+        if (kind := kind_of(name)) is None or kind.error is None:
+            continue
+        graphs = {"": entry["file"], **entry.get("variants", {})}
+        if kind is STEP:
+            for variant, file in graphs.items():
+                found = entry_error(program, name, [folder / file], check.cases)
+                errors[f"onnx {variant}".strip()] = found
+        else:
+            errors[name] = entry_error(program, name, [folder / file for file in graphs.values()])
+    return errors
 
 
 def _manifest(job: _Job, program: Program, entries: dict[str, Any]) -> dict[str, Any]:

@@ -27,26 +27,27 @@ class Heir(Follower):
         self._copies = kv is None or not (kv.repeats or kv.marks)  # else it goes by whole prompts
 
     def follow(self, rows: Mapping[int, Ints], sure: Mapping[int, int] | None = None) -> Logits:
-        self._begin(self._target.lengths)
+        self._begin(0)
         return super().follow(rows, sure)
 
     def probe(
         self, rows: Mapping[int, Ints], known: Mapping[int, int]
     ) -> dict[int, tuple[int, Logits]]:
-        self._begin(
-            np.maximum(self._target.lengths - BACK, 1)
-        )  # what is looked back at comes behind
+        self._begin(BACK)  # what is looked back at comes behind
         return super().probe(rows, known)
 
     def ending(self, row: int, known: int) -> None:
         """A row is held from its first token on, which costs little."""
 
-    def _begin(self, held: Ints) -> None:
-        """Hold so many tokens [B] of every row, whichever are asked for first."""
+    def _begin(self, back: int) -> None:
+        """Hold the tokens of every row, whichever are asked for first, but for the last and `back` before it."""
         if self._session.lengths.any():
             return
+        all_ = np.array([row.seen.size - 1 for row in self._rows])
+        held = np.maximum(all_ - back, 1)
         keep = np.maximum(held - self._runs, 0)
-        if not (self._copies and keep.any() and self._session.take(self._target, keep)):
+        whole = np.array_equal(self._target.lengths, all_)  # no prompt was pruned
+        if not (self._copies and whole and keep.any() and self._session.take(self._target, keep)):
             keep = np.zeros_like(held)
         texts = {i: row.seen[: held[i]] for i, row in enumerate(self._rows)}
         for i, ids in texts.items():
