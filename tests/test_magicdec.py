@@ -192,6 +192,29 @@ def test_a_recipe_by_name_drafts_too(module):
         assert names == {"weights.bin"}
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["kv-int8", "gemfilter", "int4-gptq"])
+def test_it_drafts_for_other_recipes(module, recipe):
+    """Where the caches differ, or the target read a part of the prompt, the draft reads all of it; rounding that goes
+    by what a program computes is done once.
+    """
+    draft = {"draft": {"use": "magicdec", "tokens": BUDGET}} | RULE
+    with (
+        accel.optimize(module, recipe, target="eager", **SIZES) as plain,
+        accel.optimize(module, [draft, recipe], target="eager", **SIZES) as model,
+    ):
+        model._costs = model.draft_model._costs = COSTS
+        want = plain.generate(prompts(), 8, eos=[]).tokens
+        got = model.generate(prompts(), 8, eos=[])
+        assert got.tokens == want and got.stats["speculation"]["drafted"] > 0
+        names = set(model.draft_model.program.params) & set(model.program.params)
+        for name in names:
+            assert model.draft_model.program.params.stored(name) is model.program.params.stored(
+                name
+            )
+        assert names
+
+
 def draft(**options):
     return {"draft": {"use": "model", "path": "self", **options}}
 
