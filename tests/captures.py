@@ -67,7 +67,9 @@ def rewritten(job: Any, program: Program, check: Any) -> None:
         _begun.clear()
 
 
-def run(program: Program, passes: list[Pass], check: Any, watch: Any) -> list[Step]:
+def run(
+    program: Program, passes: list[Pass], check: Any = None, watch: Any = lambda *_: None
+) -> list[Step]:
     """`run` of a build's passes."""
     if not _begun:
         return _run(program, passes, check, watch)

@@ -53,6 +53,10 @@ class Tables:
         logits = np.stack([self.says((*self.held, *path)) for path in paths])[None]
         return logits if columns is None else np.take_along_axis(logits, columns[:, :, None], 1)
 
+    def take(self, other, lengths):
+        self.held = other.held[: int(lengths[0])]
+        return True
+
     def rewind(self, length):
         del self.held[int(np.ravel(length)[0]) :]
 
@@ -100,7 +104,9 @@ class Opened:
         target = Tables(world.logits, self.logits, size)
         row = Row(np.array(PROMPT), world.sampler, None, limit=length, max_context=64)  # type: ignore[arg-type]
         facts = SimpleNamespace(depth=SimpleNamespace(plan=[0, 0]), layers=[], parameters=1)
-        beside = SimpleNamespace(session=self.session, tokenizer=None)
+        beside = SimpleNamespace(
+            session=self.session, tokenizer=None, facts=SimpleNamespace(kv=None)
+        )
         model = SimpleNamespace(draft_model=beside, tokenizer=None, facts=facts)
         methods = {"tree": self.shape, "verify": Walked(self.rule, chance), "length": Fixed(9)}
         drafters = self.method.open(target, [row], DecodeContext(methods, None, model))

@@ -61,10 +61,10 @@ def test_every_kind_is_measured(drafting, tmp_path):
 
 def test_what_stands_is_added_up():
     runs = [
-        {"ratios": [1.0, 2.0], "plain": 10.0, "drafting": 15.0, "whole": 15.0, "equal": True, "tokens": 11,
+        {"ratios": [1.0, 2.0], "plain": 10.0, "drafting": 15.0, "whole": 15.0, "equal": 1, "tokens": 12, "rows": 2,
          "speculation": {"drafted": 8, "accepted": 5, "fallback": 1, "by_place": [[4, 3], [3, 2]],
                          "seconds": {"draft": 1.0, "verify": 2.0, "host": 1.0}}},
-        {"ratios": [4.0, 4.0], "plain": 10.0, "drafting": 40.0, "whole": 40.0, "equal": False, "tokens": 11,
+        {"ratios": [4.0, 4.0], "plain": 10.0, "drafting": 40.0, "whole": 40.0, "equal": 0, "tokens": 11, "rows": 1,
          "speculation": {"drafted": 2, "accepted": 0, "fallback": 0, "by_place": [[2, 0]], "seconds": {"verify": 4.0}}},
     ]  # fmt: skip
     found = speculation._together(runs)

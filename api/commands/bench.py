@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel.commands import options
+from accel.commands import options, scaling
 from accel.commands.console import pairs, print_json, progress, size, table
 from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
@@ -25,6 +25,7 @@ Examples:
   accel-compile bench ./artifact
   accel-compile bench ./artifact --context 100 --context 2000 --tokens 64 --repeat 5 --json
   accel-compile bench ./drafting --speculation --prompts 4 --tokens 96
+  accel-compile bench ./drafting --speculation --batch 1 --batch 4 --batch 8
 """
 CONTEXTS = (16, 128, 512, 1024)
 
@@ -72,6 +73,29 @@ def bench(
         int,
         typer.Option(min=1, metavar="N", help="Number of prompts per kind, with --speculation."),
     ] = 3,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Prompts that run together, with --speculation. May be repeated: three or more are fitted.",
+        ),
+    ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Another artifact, of the same model with another draft model, with --speculation. May be repeated.",
+        ),
+    ] = None,
+    trained: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Tokens that the draft model of each artifact was trained on, in their order.",
+        ),
+    ] = None,
     threads: options.Threads = None,
     kernels: options.Kernels = "auto",
     as_json: options.Json = False,
@@ -81,24 +105,40 @@ def bench(
     Reports prefill and decode speed on random prompts, time outside onnxruntime, load time and peak memory.
     With --speculation, for a recipe that drafts: speed-up over plain decoding, tokens per call, acceptance
     rate and time by stage, on code completion, code editing, recall, repetitive text, free text and edited copies.
+    With several --batch or --beside it fits tokens per call and tokens/s against the logarithm of the batch, of the
+    size of the draft model and of its training tokens, and warns where drafting stops paying.
     """
     from accel.runtime.model.output import peak_memory
 
     if speculation:
         if context:
             raise InputError("--context is for random prompts; leave it out with --speculation")
-        with progress("bench") as tell:
-            found = measure(
-                path,
-                count=prompts,
-                tokens=tokens,
-                repeat=repeat,
-                threads=threads,
-                kernels=kernels,
-                show=tell,
+        paths = [path, *(beside or [])]
+        if trained and len(trained) != len(paths):
+            raise InputError(
+                f"--trained is given {len(trained)} times for {len(paths)} artifacts; give it once for each"
             )
-        print_json(found) if as_json else show(found)
+        results, points = [], []
+        for i, one in enumerate(paths):
+            for size in batch or [1]:
+                with progress(f"bench {one.name}, batch {size}") as tell:
+                    results.append(
+                        measure(
+                            one,
+                            count=prompts,
+                            tokens=tokens,
+                            repeat=repeat,
+                            batch=size,
+                            threads=threads,
+                            kernels=kernels,
+                            show=tell,
+                        )
+                    )
+                points.append(scaling.point_of(results[-1], trained[i] if trained else None))
+        _told(results, points, as_json)
         return
+    if batch or beside or trained:
+        raise InputError("--batch, --beside and --trained are of --speculation; give that too")
     start = time.perf_counter()
     model, timed, engine = _open(path, threads, kernels)
     loaded = time.perf_counter() - start
@@ -123,6 +163,20 @@ def bench(
         print_json(result)
     else:
         _show(result)
+
+
+def _told(results: list[dict[str, Any]], points: list[dict[str, float]], as_json: bool) -> None:
+    """Measurements of drafting, and what several of them say together."""
+    if len(results) == 1:
+        print_json(results[0]) if as_json else show(results[0])
+        return
+    found = scaling.study(points)
+    if as_json:
+        print_json({"artifacts": results, "scaling": found})
+        return
+    for result in results:
+        show(result)
+    scaling.show(found)
 
 
 def _open(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, Timed, OrtBackend]:

@@ -25,6 +25,7 @@ def measure(
     count: int,
     tokens: int,
     repeat: int,
+    batch: int = 1,
     threads: int | None = None,
     kernels: str = "auto",
     kinds: Sequence[str] = (),
@@ -32,20 +33,29 @@ def measure(
 ) -> dict[str, Any]:
     """Figures of an artifact that drafts, by kind of prompt (`accel.reference.kinds`): `count` prompts, each gone on
     with for `tokens` tokens, greedily, plainly and with drafts in turns, `repeat` times after one that warms up.
+    `batch`: prompts that run together; of each kind there are at least so many.
 
-    Raises InputError where the artifact does not draft, or has no tokenizer.
+    Raises InputError where the artifact does not draft, has no tokenizer, or takes no batch of that size.
     """
     from accel.reference.kinds import KINDS, prompts
 
     rows = []
     plain, drafting = _both(path, threads, kernels)
     with plain, drafting:
+        if batch > plain.facts.max_batch:
+            raise InputError(
+                f"--batch {batch} is more than max_batch = {plain.facts.max_batch} of {path}; build it with a larger "
+                "max_batch"
+            )
+        groups = -(-count // batch)
         wanted = list(kinds or KINDS)
         for i, kind in enumerate(wanted):
             runs = []
-            for j, prompt in enumerate(prompts(kind, count)):
-                show(kind, (i + j / count) / len(wanted))
-                runs.append(_prompt(plain, drafting, prompt, tokens, repeat))
+            texts = prompts(kind, groups * batch)
+            for j in range(groups):
+                show(kind, (i + j / groups) / len(wanted))
+                group = texts[j * batch : (j + 1) * batch]
+                runs.append(_prompts(plain, drafting, group, tokens, repeat))
             rows.append({"kind": kind, **_together(runs)})
         tuning = drafting.tuning
         return {
@@ -53,7 +63,11 @@ def measure(
             "recipe": drafting.recipe.get("name"),
             "kernels": tuning.kernels if tuning else None,
             "costs": drafting.costs.ratios,
-            "prompts": count,
+            "draft_parameters": drafting.draft_model.facts.parameters
+            if drafting.draft_model
+            else None,
+            "batch": batch,
+            "prompts": groups * batch,
             "new_tokens": tokens,
             "repeat": repeat,
             "rows": rows,
@@ -82,15 +96,17 @@ def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
     return from_artifact(artifact, threads=threads, kernels=kernels, plain=True), drafting
 
 
-def _prompt(
-    plain: CompiledModel, drafting: CompiledModel, prompt: str, tokens: int, repeat: int
+def _prompts(
+    plain: CompiledModel, drafting: CompiledModel, group: Sequence[str], tokens: int, repeat: int
 ) -> dict[str, Any]:
-    """Both ways in turns: the ratio of each pair of runs, and what the last one with drafts did."""
+    """Prompts that run together, both ways in turns: the ratio of each pair of runs, and what the last one with drafts
+    did.
+    """
     assert plain.tokenizer is not None
-    ids = plain.tokenizer.encode(prompt)
-    if len(ids) + tokens > plain.facts.max_context:
+    ids = [plain.tokenizer.encode(prompt) for prompt in group]
+    if (longest := max(map(len, ids))) + tokens > plain.facts.max_context:
         raise InputError(
-            f"a prompt of {len(ids)} tokens plus {tokens} new tokens exceeds max_context = "
+            f"a prompt of {longest} tokens plus {tokens} new tokens exceeds max_context = "
             f"{plain.facts.max_context}; give fewer --tokens"
         )
     ratios, speeds, wholes = [], [], []
@@ -99,7 +115,7 @@ def _prompt(
         outputs = {}
         for model in models:
             time.sleep(QUIET)
-            outputs[id(model)] = model.generate([ids], tokens, eos=[])
+            outputs[id(model)] = model.generate(ids, tokens, eos=[])
         before, after = outputs[id(plain)], outputs[id(drafting)]
         if turn:
             speeds.append((before.stats["tokens_per_second"], after.stats["tokens_per_second"]))
@@ -111,8 +127,9 @@ def _prompt(
         "plain": median(s[0] for s in speeds),
         "drafting": median(s[1] for s in speeds),
         "whole": median(wholes),
-        "equal": before.tokens == after.tokens,
+        "equal": sum(a == b for a, b in zip(before.tokens, after.tokens, strict=True)),
         "tokens": after.stats["tokens"],
+        "rows": len(ids),
         "speculation": after.stats["speculation"] or {},
     }
 
@@ -129,8 +146,8 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
             places[i] = [places[i][0] + tested, places[i][1] + stood]
     whole, new = (
         sum(seconds.values()),
-        sum(r["tokens"] - 1 for r in runs),
-    )  # the prompt's call gives the first
+        sum(r["tokens"] - r["rows"] for r in runs),
+    )  # the prompt's call gives the first of each row
     return {
         "speedup": median(ratio for r in runs for ratio in r["ratios"]),
         "slowest": min(median(r["ratios"]) for r in runs),
@@ -167,6 +184,6 @@ def show(result: dict[str, Any]) -> None:
         ("recipe", result["recipe"]),
         ("kernels", result["kernels"]),
         ("calls of T tokens", ", ".join(f"{t}: {c:.2f}" for t, c in result["costs"].items())),
-        ("measured", f"{result['prompts']} prompts per kind, {result['new_tokens']} tokens each, {result['repeat']} "
-                     "alternating runs with and without drafts; medians"),
+        ("measured", f"{result['prompts']} prompts per kind, {result['batch']} at a time, {result['new_tokens']} "
+                     f"tokens each, {result['repeat']} alternating runs with and without drafts; medians"),
     ])  # fmt: skip

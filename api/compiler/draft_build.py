@@ -1,5 +1,5 @@
-"""The smaller model that drafts for a model: where a build takes it from, where it lies in an artifact, and that it
-fits.
+"""The model that drafts for a model, a smaller one or itself by another recipe: where a build takes it from, where it
+lies in an artifact, and that it fits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,88 @@ from accel.compiler.build_options import BuildOptions
 from accel.ir.errors import RecipeError
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
+from accel.ir.invariants import Invariant
+from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop import HOST
 from accel.runtime.model.compiled import CompiledModel, load
 from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.round_cost import unmeasured_cost
 
 Build = Callable[[Facts, Tokenizer | None, Path | None], CompiledModel]
 Compile = Callable[[Path, Recipe, BuildOptions, Path | None], CompiledModel]
+PLAIN = "autoregressive"  # the loop of a recipe that drafts nothing
 TREES = {
     "draft": {"use": "token-recycling"}
 }  # a recipe whose calls may be trees; nobody decodes by it
+
+
+def own_plan(plan: Plan, max_context: int) -> Plan | None:
+    """The plan by which the model itself drafts: the drafter's recipe, and the weights as the target has them; None
+    where it does not. Raises RecipeError, before any work, where its sessions could not take drafts back, where it
+    would have other weights, or where a draft is longer than the context.
+    """
+    draft = plan.methods.get("draft")
+    recipe = None if draft is None else draft.draft_recipe()
+    if recipe is None:
+        return None
+    name, use = f"recipe '{plan.recipe.name}'", plan.recipe.tables["draft"]["use"]
+    theirs, ours = recipe.tables.get("weights"), plan.recipe.tables.get("weights")
+    if theirs is not None and theirs != ours:
+        raise RecipeError(
+            f"{name}: draft = {use} drafts by the model's own weights, and recipe '{recipe.name}' sets others "
+            f"(weights = {theirs['use']}); leave [weights] out of it, or build that model by itself and give its path"
+        )
+    tables = {a: t for a, t in recipe.tables.items() if (a, t["use"]) != ("loop", PLAIN)}
+    if host := [axis for axis in tables if axis in HOST]:
+        raise RecipeError(
+            f"{name}: draft = {use} drafts by recipe '{recipe.name}', which sets {host[0]}; a model that drafts is run "
+            f"token by token, so leave [{host[0]}] out of it"
+        )
+    length = plan.methods.get("length")
+    longest = 0 if length is None else length.begin(unmeasured_cost).limit()
+    if longest >= max_context:
+        raise RecipeError(
+            f"{name}: length = {plan.recipe.tables['length']['use']} drafts {longest} tokens, beyond max_context = "
+            f"{max_context}; give fewer, or a larger max_context"
+        )
+    trees = TREES if "tree" in plan.methods and plan.methods["tree"].branches else {}
+    tables = {**tables, **({} if ours is None else {"weights": ours}), **trees}
+    own = assemble(Recipe(name=f"{plan.recipe.name}: draft", tables=tables))
+    for axis, method in own.methods.items():
+        if Invariant.REWIND in method.breaks:
+            raise RecipeError(
+                f"{name}: draft = {use} drafts by recipe '{recipe.name}', and takes back what is rejected, but with "
+                f"{axis} = {own.recipe.tables[axis]['use']} no token can be taken back; "
+                "give one that evicts after the prompt only, such as snapkv"
+            )
+    if "recipe" in plan.recipe.tables["draft"]:  # by name: no path of this machine
+        table = {**plan.recipe.tables["draft"], "recipe": recipe.name}
+        plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, "draft": table})
+    return own
+
+
+def share(own: Program, target: Program, calibrated: bool) -> None:
+    """Let the program that drafts read the target's parameters. Raises RecipeError where one of a name holds other
+    numbers. `calibrated`: rounding them went by what the program computes, so each program rounds in its own way, and
+    the target's are taken.
+    """
+    for name in own.params:
+        if name not in target.params:
+            continue
+        here, there = own.params.stored(name), target.params.stored(name)
+        same = here.blank.shape == there.blank.shape and here.blank.dtype == there.blank.dtype
+        if here is not there and not (
+            same and (calibrated or own.params[name].equal(target.params[name]))
+        ):
+            raise RecipeError(
+                f"the model drafts by its own weights, but by the draft's recipe parameter {name!r} is another one; "
+                "leave out of that recipe what changes weights, or build that model by itself and give its path"
+            )
+        own.params[name] = there
 
 
 def builder(plan: Plan, compile_model: Compile, options: BuildOptions) -> Build | None:
@@ -75,9 +145,7 @@ def _build(
             copy_artifact(artifact, folder)
         model = load(folder or path)
         try:
-            Follower(
-                model, 1, plan.methods["tree"].branches
-            ).close()  # its sessions can take back, and grow, drafts
+            check_rewind(model, plan)
         except BaseException:
             model.close()
             raise
@@ -103,6 +171,11 @@ def _build(
         table = {**plan.recipe.tables["draft"], "path": DRAFT_FOLDER}
         plan.recipe = replace(plan.recipe, tables={**plan.recipe.tables, "draft": table})
     return model
+
+
+def check_rewind(model: CompiledModel, plan: Plan) -> None:
+    """Raise InputError where sessions of a model that drafts cannot take drafts back, or grow those of a recipe."""
+    Follower(model, 1, "tree" in plan.methods and plan.methods["tree"].branches).close()
 
 
 def _declared(path: Path) -> int | None:

@@ -22,6 +22,7 @@ from accel.compiler.assemble import Plan, assemble, check_target, fit
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.draft_build import Build as BuildDraft
 from accel.compiler.draft_build import builder as draft_builder
+from accel.compiler.draft_build import check_rewind, own_plan, share
 from accel.compiler.facts_json import kv_bytes, kv_mapped, model_facts, state_json
 from accel.compiler.genai import genai_config
 from accel.compiler.load.beside import beside
@@ -73,7 +74,13 @@ from accel.passes.weights._calibrated import Calibrated
 from accel.passes.weights._kept import keeping
 from accel.runtime.artifact.artifact import bind, open_artifact, write_manifest
 from accel.runtime.artifact.atomic import AtomicOutputDir, writable
-from accel.runtime.artifact.manifest import BATCH_INVARIANT, DRAFT_FOLDER, FORMAT
+from accel.runtime.artifact.manifest import (
+    BATCH_INVARIANT,
+    DRAFT_FOLDER,
+    FORMAT,
+    OWN_DRAFT,
+    OWN_PREFIX,
+)
 from accel.runtime.artifact.shipped import check_shipped, ship
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.backends.triton import TritonBackend
@@ -123,6 +130,7 @@ class _Job:
     errors: dict[str, float] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)  # what storing them in fewer bits did
     build_draft: BuildDraft | None = None  # makes the model that drafts
+    own: _Job | None = None  # that of the model as it drafts for itself
     given: dict[str, PeftAdapter] = field(default_factory=dict)  # adapters that sessions choose
     adapters: Adapters | None = None  # the same, as sessions take them
     calibration: str | Tensor | None = None  # what was given, read
@@ -285,6 +293,9 @@ def _started(recipe: Any, options: BuildOptions, progress: Progress | None) -> _
         job.dump = writable(options.dump)
     job.build_draft = draft_builder(job.plan, build, options)
     check_shipped(job.plan.recipe.tables, HOST)
+    if (own := own_plan(job.plan, options.max_context)) is not None:
+        job.own = _Job(own, replace(options, dump=None, adapters={}), lambda *_: None)
+        check_order(_passes(job.own))
     check_target(job.plan, job.target)
     job.given = {check_name(n): read_adapter(path) for n, path in options.adapters.items()}
     check_order(_passes(job))
@@ -316,11 +327,34 @@ def _compiled(
         program.spelling = [tokenizer.decode([i]) for i in range(program.facts.vocab_size)]
     program.beside = beside(job.plan.passes, pipeline(), program.facts, tokenizer)
     check = NumericCheck(program) if job.options.verify else None
+    captured = None if job.own is None else program.copy()
     with job.part("passes", 0.4):
         _rewrite(job, program, check)
+    own = None
+    if job.own is not None and captured is not None:
+        with job.part("draft passes", 0.8):
+            own = _drafting(job.own, captured, program, job.plan)
     if job.target != "onnx":
-        return _in_process(job, program, check, tokenizer)
-    return _artifact(job, program, check, tokenizer, out)
+        return _in_process(job, program, check, tokenizer, own)
+    return _artifact(job, program, check, tokenizer, out, own)
+
+
+def _drafting(job: _Job, captured: Program, target: Program, plan: Plan) -> Program:
+    """A captured program, by the recipe by which it drafts for the target, which has that `plan`."""
+    if captured.facts.encoder is not None:
+        raise RecipeError(
+            f"recipe '{job.plan.recipe.name}': {captured.facts.name} has an encoder; a draft model must be a decoder"
+        )
+    job.plan.passes = keeping(captured, job.plan.passes)
+    refuse(_passes(job), captured.facts, job.plan.recipe.name)
+    check = NumericCheck(captured) if job.options.verify else None
+    run(captured, pipeline(own=job.plan.every), check)
+    captured.calibration = captured.spelling = captured.beside = None
+    share(captured, target, any(isinstance(step, Calibrated) for step in job.plan.passes))
+    facts, recipe = model_facts(captured), job.plan.recipe.to_json()
+    with CompiledModel(EagerBackend(captured), facts, recipe=recipe) as model:
+        check_rewind(model, plan)
+    return captured
 
 
 def _passes(job: _Job, encoder: bool = False) -> list[Pass]:
@@ -400,17 +434,34 @@ def _adapt(job: _Job, program: Program) -> None:
 
 
 def _in_process(
-    job: _Job, program: Program, check: NumericCheck | None, tokenizer: Tokenizer | None
+    job: _Job,
+    program: Program,
+    check: NumericCheck | None,
+    tokenizer: Tokenizer | None,
+    own: Program | None,
 ) -> CompiledModel:
-    """A model that runs here and writes no artifact."""
+    """A model that runs here and writes no artifact. `own`: the program by which it drafts for itself."""
+    held: dict[str, Tensor] = {}  # on the device
     if job.target == "triton":
         with job.part("lower", 0.8):
-            program = lower_program(program)
+            program = lower_program(program, held)
         if check is not None:
             with job.part("verify", 0.9):
                 job.errors["triton"] = triton_error(program, check.cases)
+    draft_model = None
+    if own is not None and job.own is not None:
+        own = lower_program(own, held) if job.target == "triton" else own
+        draft_model = CompiledModel(
+            _backend(own),
+            model_facts(own),
+            recipe=job.own.plan.recipe.to_json(),
+            report=_report(job.own, own, {}),
+            program=own,
+        )
+    elif job.build_draft is not None:
+        draft_model = job.build_draft(model_facts(program), tokenizer, None)
     return CompiledModel(
-        TritonBackend(program) if isinstance(program, Lowered) else EagerBackend(program),
+        _backend(program),
         model_facts(program),
         tokenizer=tokenizer,
         recipe=job.plan.recipe.to_json(),
@@ -418,10 +469,13 @@ def _in_process(
         program=program,
         adapters=job.adapters,
         weights=lambda: _weights_digest(program),
-        draft_model=None
-        if job.build_draft is None
-        else job.build_draft(model_facts(program), tokenizer, None),
+        draft_model=draft_model,
     )
+
+
+def _backend(program: Program) -> TritonBackend | EagerBackend:
+    """What runs it here."""
+    return TritonBackend(program) if isinstance(program, Lowered) else EagerBackend(program)
 
 
 def _weights_digest(program: Program) -> str:
@@ -440,8 +494,9 @@ def _artifact(
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
     out: str | Path | None,
+    own: Program | None,
 ) -> CompiledModel:
-    """Write the artifact where it was asked for, or in a temporary folder, and open it."""
+    """Write the artifact where it was asked for, or in a temporary folder, and open it. `own`: as in `_in_process`."""
     remove = None
     if out is None:
         out = Path(tempfile.mkdtemp(prefix="accel-"))
@@ -453,7 +508,7 @@ def _artifact(
                     job.build_draft(model_facts(program), tokenizer, folder / DRAFT_FOLDER).close()
             recipe = job.plan.recipe
             job.plan.recipe = replace(recipe, tables=ship(recipe.tables, HOST, folder))
-            _write(job, program, check, tokenizer, folder)
+            _write(job, program, check, tokenizer, folder, own)
     except BaseException:
         if remove:
             remove()
@@ -468,11 +523,11 @@ def _write(
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
     folder: Path,
+    own: Program | None,
 ) -> None:
     from accel.compiler.report import write_html
-    from accel.lowering.onnx.export import export
+    from accel.lowering.onnx.export import WEIGHTS, export_all
     from accel.lowering.onnx.native import library
-    from accel.lowering.onnx.verify import entry_error
 
     def told(step: str, share: float) -> None:
         if not share:
@@ -481,7 +536,9 @@ def _write(
     with job.part("kernels", 0.8):
         library(told)
     with job.part("lower", 0.8):
-        entries = export(program, folder, batch_invariant="numerics" in job.plan.methods)
+        programs = {"": program, **({} if own is None else {OWN_PREFIX: own})}
+        written = export_all(programs, folder, batch_invariant="numerics" in job.plan.methods)
+        entries = written[""]
         gc.collect()  # the module, in cycles since its capture: its weights now lie in the file
     if job.adapters is not None:
         job.adapters.save(folder)
@@ -489,31 +546,49 @@ def _write(
         write_tokenizer(tokenizer, folder)
     if check is not None:
         with job.part("verify", 0.9):
-            for name, entry in entries.items():
-                if (kind := kind_of(name)) is None or kind.error is None:
-                    continue
-                graphs = {"": entry["file"], **entry.get("variants", {})}
-                if kind is STEP:
-                    for variant, file in graphs.items():
-                        found = entry_error(program, name, [folder / file], check.cases)
-                        job.errors[f"onnx {variant}".strip()] = found
-                else:
-                    files = [folder / file for file in graphs.values()]
-                    job.errors[name] = entry_error(program, name, files)
+            for prefix, one in programs.items():
+                found = _graph_errors(one, written[prefix], check, folder)
+                job.errors |= {f"{prefix}{name}": error for name, error in found.items()}
     if "genai" in entries:
         config = genai_config(model_facts(program).to_json(), state_json(program))
         (folder / "genai_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    if own is not None and job.own is not None:
+        drafting = _manifest(job.own, own, written[OWN_PREFIX])
+        names = [WEIGHTS, *sorted(p.name for p in folder.glob(f"{OWN_PREFIX}*.onnx"))]
+        hashes = bind(folder, drafting, names)
+        drafting["report"] = _report(job.own, own, {})
+        write_manifest(folder, drafting, hashes, name=OWN_DRAFT, names=names)
     manifest = _manifest(job, program, entries)
     hashes = bind(folder, manifest)
-    written = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    there = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     report = _report(
-        job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in written}
+        job, program, {p.relative_to(folder).as_posix(): p.stat().st_size for p in there}
     )
     write_html(folder / "report.html", report)
     write_manifest(folder, {**manifest, "report": report}, hashes)
     if check is not None and "numerics" in job.plan.methods:
         check_rows(open_artifact(folder, hashes=False))
     job.progress("done", 1.0)
+
+
+def _graph_errors(
+    program: Program, entries: Mapping[str, Any], check: NumericCheck, folder: Path
+) -> dict[str, float]:
+    """The largest error of each entry's graphs, of the step by variant."""
+    from accel.lowering.onnx.verify import entry_error
+
+    errors: dict[str, float] = {}
+    for name, entry in entries.items():
+        if (kind := kind_of(name)) is None or kind.error is None:
+            continue
+        graphs = {"": entry["file"], **entry.get("variants", {})}
+        if kind is STEP:
+            for variant, file in graphs.items():
+                found = entry_error(program, name, [folder / file], check.cases)
+                errors[f"onnx {variant}".strip()] = found
+        else:
+            errors[name] = entry_error(program, name, [folder / file for file in graphs.values()])
+    return errors
 
 
 def _manifest(job: _Job, program: Program, entries: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Program -> step.onnx, its variants, and weights.bin."""
+"""Programs -> step.onnx, its variants, and the weights.bin that they share."""
 
 from __future__ import annotations
 
@@ -91,38 +91,60 @@ def _write(file: BinaryIO, tensor: Tensor) -> None:
 
 
 def export(program: Program, folder: Path, *, batch_invariant: bool = False) -> dict[str, Any]:
-    """Write every entry and the weights that they share; returns the manifest's `entries`.
+    """`export_all` of one program."""
+    return export_all({"": program}, folder, batch_invariant=batch_invariant)[""]
+
+
+def export_all(
+    programs: Mapping[str, Program], folder: Path, *, batch_invariant: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Write every entry of programs, by what the names of their files begin with, and the weights that they share: a
+    name is one parameter, whichever program reads it. Returns `entries` for the manifest of each.
 
     The step has a file more for each variant that takes any of its nodes, and then small probes by
-    which the variants are compared. `batch_invariant` leaves out those that do not promise it.
+    which the variants are compared. `batch_invariant` leaves out those that do not promise it, of the first program;
+    nobody relies on it of others.
 
     Raises:
         LoweringError: an operator has no ONNX form.
     """
     load_rules()
-    entries: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     with (folder / WEIGHTS).open("wb") as file:
         weights = WeightsFile(file)
-        for name, entry in program.entries.items():
-            builder = Builder(weights.add, batch_invariant=batch_invariant and name == STEP.name)
-            onnx.save_model(lower_entry(program, entry, weights, builder), folder / f"{name}.onnx")
-            state = {s.name for s in program.state}
-            entries[name] = {
-                "file": f"{name}.onnx",
-                "inputs": [i for i in entry.inputs if i not in state],
-                "outputs": [o for o in entry.outputs if state_of(o) not in state],
-            }
-        tables = [t for t in variants() if t.batch_invariant or not batch_invariant]
-        for table in tables:
-            if reason := table.missing():
-                program.facts.notes.append(f"without the variant '{table.target}': {reason}")
-        tables = [t for t in tables if not t.missing()]
-        for name in entries:
-            if (kind := kind_of(name)) is not None and kind.variants:
-                entries[name].update(
-                    _variants(program, name, tables, weights, folder, batch_invariant)
-                )
-    _map_params(program, weights, folder / WEIGHTS)
+        for prefix, program in programs.items():
+            exact = batch_invariant and not found
+            found[prefix] = _entries(program, weights, folder, prefix, exact)
+    for program in programs.values():
+        _map_params(program, weights, folder / WEIGHTS)
+    return found
+
+
+def _entries(
+    program: Program, weights: WeightsFile, folder: Path, prefix: str, batch_invariant: bool
+) -> dict[str, Any]:
+    """Write every entry of a program; what its manifest says of them."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, entry in program.entries.items():
+        builder = Builder(weights.add, batch_invariant=batch_invariant and name == STEP.name)
+        file = f"{prefix}{name}.onnx"
+        onnx.save_model(lower_entry(program, entry, weights, builder), folder / file)
+        state = {s.name for s in program.state}
+        entries[name] = {
+            "file": file,
+            "inputs": [i for i in entry.inputs if i not in state],
+            "outputs": [o for o in entry.outputs if state_of(o) not in state],
+        }
+    tables = [t for t in variants() if t.batch_invariant or not batch_invariant]
+    for table in tables:
+        if reason := table.missing():
+            program.facts.notes.append(f"without the variant '{table.target}': {reason}")
+    tables = [t for t in tables if not t.missing()]
+    for name in entries:
+        if (kind := kind_of(name)) is not None and kind.variants:
+            entries[name].update(
+                _variants(program, name, tables, weights, folder, prefix, batch_invariant)
+            )
     return entries
 
 
@@ -132,6 +154,7 @@ def _variants(
     tables: list[Table],
     weights: WeightsFile,
     folder: Path,
+    prefix: str,
     batch_invariant: bool,
 ) -> dict[str, dict[str, str]]:
     """Write an entry's variants, and the step's probes; what the manifest says of them."""
@@ -140,7 +163,7 @@ def _variants(
         builder = Builder(weights.add, table, batch_invariant=batch_invariant)
         model = lower_entry(program, program.entries[entry], weights, builder)
         if builder.varied:
-            files[table.target] = f"{entry}.{table.target}.onnx"
+            files[table.target] = f"{prefix}{entry}.{table.target}.onnx"
             onnx.save_model(model, folder / files[table.target])
         for reason in builder.refused:
             program.facts.notes.append(f"variant '{table.target}' of {entry}: {reason}")
@@ -152,12 +175,12 @@ def _variants(
     for variant in (None, *(t for t in tables if t.target in files)):
         name = PORTABLE if variant is None else variant.target
         if program.nodes(attention.default, entry=program.step):
-            found["probes"][name] = f"probe.{name}.onnx"
+            found["probes"][name] = f"{prefix}probe.{name}.onnx"
             probe = attention_probe(program, variant, batch_invariant)
             onnx.save_model(probe, folder / found["probes"][name])
         own = variant is None or quantized_linear.default in variant.rules
         if own and program.nodes(quantized_linear.default, entry=program.step):
-            found["products"][name] = f"products.{name}.onnx"
+            found["products"][name] = f"{prefix}products.{name}.onnx"
             probe = products_probe(program, variant, weights.add)
             onnx.save_model(probe, folder / found["products"][name])
     return found

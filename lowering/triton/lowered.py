@@ -57,8 +57,9 @@ class Lowered(Program):
         return out | {output_of(name): inputs[name] for name in e.states}
 
 
-def lower_program(program: Program) -> Lowered:
-    """Compile every entry for the device at hand.
+def lower_program(program: Program, held: dict[str, Tensor] | None = None) -> Lowered:
+    """Compile every entry for the device at hand. `held`: parameters on the device, by name, to which
+    it adds.
 
     Raises:
         LoweringError: this process can run no kernels.
@@ -70,7 +71,7 @@ def lower_program(program: Program) -> Lowered:
     device = triton.device()
     same = {f.name: getattr(program, f.name) for f in fields(Program)}
     lowered = Lowered(**same, device=device)
-    tensors: dict[str, Tensor] = {}  # parameters on the device, which all entries share
+    tensors = {} if held is None else held  # which all entries share
     for name, entry in program.entries.items():
         builder = Builder(program, device, tensors)
         kind = kind_of(name)

@@ -22,7 +22,7 @@ from accel.ir.state import StateValue
 from accel.runtime.artifact.atomic import AtomicOutputDir, user_path
 from accel.runtime.artifact.contract import bind_graphs, check_graphs
 from accel.runtime.artifact.graph import read_graph, read_small
-from accel.runtime.artifact.manifest import FORMAT, Entry, File, Manifest, parse
+from accel.runtime.artifact.manifest import FORMAT, OWN_DRAFT, Entry, File, Manifest, parse
 from accel.runtime.artifact.signature import SIGNATURE, check_signature
 from accel.runtime.artifact.workspace import put_back
 
@@ -34,6 +34,7 @@ __all__ += [
     "copy_artifact",
     "digest",
     "open_artifact",
+    "own_draft",
     "write_manifest",
 ]
 
@@ -76,28 +77,36 @@ class Artifact:
         return self.manifest.report
 
 
-def bind(folder: Path, manifest: dict[str, Any]) -> dict[str, str]:
+def bind(
+    folder: Path, manifest: dict[str, Any], names: Iterable[str] | None = None
+) -> dict[str, str]:
     """Write into the graphs of a folder what they are built with: `manifest`, its `report` aside, and the files that
-    are no graphs; gives sha256 of those.
+    are no graphs (of these `names`; by default all); gives sha256 of those.
     """
-    hashes = _hashes(folder, [name for name in _names(folder) if not name.endswith(".onnx")])
+    names = _names(folder) if names is None else names
+    hashes = _hashes(folder, [name for name in names if not name.endswith(".onnx")])
     bind_graphs(folder, manifest, hashes)
     return hashes
 
 
 def write_manifest(
-    folder: Path, manifest: dict[str, Any], known: Mapping[str, str] | None = None
+    folder: Path,
+    manifest: dict[str, Any],
+    known: Mapping[str, str] | None = None,
+    *,
+    name: str = MANIFEST,
+    names: Iterable[str] | None = None,
 ) -> None:
-    """Write accel.json: `manifest` with `files` (bytes and sha256 of every file there) and `digest`
-    filled in. `known`: sha256 of some files.
+    """Write accel.json, or the manifest of this `name`: `manifest` with `files` (bytes and sha256 of every file there,
+    or of these `names`) and `digest` filled in. `known`: sha256 of some files.
     """
     known = known or {}
-    names = _names(folder)
-    hashes = {**known, **_hashes(folder, [name for name in names if name not in known])}
+    names = _names(folder) if names is None else sorted(names)
+    hashes = {**known, **_hashes(folder, [n for n in names if n not in known])}
     files = {n: {"bytes": (folder / n).stat().st_size, "sha256": hashes[n]} for n in names}
     whole = {**manifest, "files": files}
     whole["digest"] = digest(whole)
-    (folder / MANIFEST).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    (folder / name).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 def open_artifact(
@@ -118,23 +127,13 @@ def open_artifact(
     try:
         data = read_small(folder / MANIFEST)
     except OSError as error:
-        raise _unreadable(folder, error) from error
+        raise _unreadable(folder / MANIFEST, error) from error
     signer = None if public_key is None else check_signature(folder, data, public_key)
+    manifest = _read(folder, MANIFEST, data)
     try:
-        raw = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(folder, error) from error
-    try:
-        manifest = parse(raw)
-        if manifest.digest != digest(manifest.raw):
-            raise ArtifactError(
-                f"{MANIFEST} was changed after the build: its digest does not match; {BUILD_AGAIN}"
-            )
         for name, file in manifest.files.items():
             _check_file(folder, name, file)
-        named = {name for entry in manifest.entries.values() for name in entry.files}
-        named |= {name for name in manifest.files if name.endswith(".onnx")}
-        check_graphs(manifest, {name: read_graph(folder / name) for name in sorted(named)})
+        _check_graphs(folder, manifest)
         if hashes:
             _check_hashes(folder, manifest)
     except ArtifactError as error:
@@ -142,10 +141,56 @@ def open_artifact(
     return Artifact(folder.resolve(), manifest, signer)
 
 
-def _unreadable(folder: Path, error: Exception) -> ArtifactError:
-    return ArtifactError(
-        f"{folder / MANIFEST} cannot be read: {error}. It is damaged: build the artifact again"
-    )
+def own_draft(artifact: Artifact) -> Artifact | None:
+    """The draft model over the weights of this artifact, which was checked: its files are among the artifact's. None
+    where there is none. Raises ArtifactError.
+    """
+    if OWN_DRAFT not in artifact.files:
+        return None
+    folder = artifact.path
+    try:
+        data = read_small(folder / OWN_DRAFT)
+    except OSError as error:
+        raise _unreadable(folder / OWN_DRAFT, error) from error
+    manifest = _read(folder, OWN_DRAFT, data)
+    try:
+        for name, file in manifest.files.items():
+            if artifact.files.get(name) != file:
+                raise ArtifactError(
+                    f"{OWN_DRAFT}: file {name!r} is not the one of {MANIFEST}; {BUILD_AGAIN}"
+                )
+        _check_graphs(folder, manifest)
+    except ArtifactError as error:
+        raise ArtifactError(f"{folder}: {error}") from error
+    return Artifact(folder, manifest, artifact.signer)
+
+
+def _read(folder: Path, name: str, data: bytes) -> Manifest:
+    """The manifest in a file's bytes, as it was written. Raises ArtifactError."""
+    try:
+        raw = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(folder / name, error) from error
+    try:
+        manifest = parse(raw)
+        if manifest.digest != digest(manifest.raw):
+            raise ArtifactError(
+                f"{name} was changed after the build: its digest does not match; {BUILD_AGAIN}"
+            )
+    except ArtifactError as error:
+        raise ArtifactError(f"{folder}: {error}") from error
+    return manifest
+
+
+def _check_graphs(folder: Path, manifest: Manifest) -> None:
+    """Raise ArtifactError where a graph is not what the manifest says."""
+    named = {name for entry in manifest.entries.values() for name in entry.files}
+    named |= {name for name in manifest.files if name.endswith(".onnx")}
+    check_graphs(manifest, {name: read_graph(folder / name) for name in sorted(named)})
+
+
+def _unreadable(path: Path, error: Exception) -> ArtifactError:
+    return ArtifactError(f"{path} cannot be read: {error}. It is damaged: build the artifact again")
 
 
 def copy_artifact(source: Artifact, out: str | os.PathLike[str]) -> None:

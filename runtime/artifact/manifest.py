@@ -27,6 +27,8 @@ FORMAT = 3  # 3: attention of the compiled operators says whether it is partial,
 TARGET = "onnx"
 DATA_FOLDER = "data"  # of an artifact: what methods of the loop read as they run
 DRAFT_FOLDER = "draft"  # of an artifact, which holds the draft model whole
+OWN_DRAFT = "draft.json"  # the manifest of a draft model over the weights of the artifact itself
+OWN_PREFIX = "draft."  # of its graphs
 BATCH_INVARIANT = "batch-invariant"
 _RANGES = {
     **{f"int{n}": (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 32, 64)},

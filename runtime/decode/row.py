@@ -66,6 +66,7 @@ class Row:
             tuple[int, int]
         ]()  # of chains: tokens drafted, and how many of them stood
         self.seconds: dict[str, float] = {}  # of a group's drafts, on its first row: stage -> time
+        self.beside = 0  # most bytes of state that a group's drafters hold, on its first row
         self.began = 0.0  # when its prompt had run, by perf_counter
         self.finish = "" if room > 0 else "context"
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from accel.ir.facts import Facts
 from accel.ir.invariants import Method
+from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
@@ -56,6 +57,11 @@ class Drafters(ABC):
         0.0  # what a drafted token costs, in plain steps of the target, as far as is known before
     )
     probes: bool = False  # whether it can `probe`
+
+    @property
+    def kv_bytes(self) -> int:
+        """Most bytes of state that sessions of its own have held."""
+        return 0
 
     def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         """What drafts would have been of the tokens that these rows took since it last drafted or looked, all of them
@@ -107,6 +113,12 @@ class Base(Method):
 
     def draft_folder(self) -> Path | None:
         """The folder of a smaller model that a build puts into the artifact (`context.model.draft_model`), or None."""
+        return None
+
+    def draft_recipe(self) -> Recipe | None:
+        """The recipe by which a build makes `context.model.draft_model` of the model itself, over the same weights, or
+        None. Raises RecipeError.
+        """
         return None
 
     def open(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Drafters:

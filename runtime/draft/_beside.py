@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -32,17 +33,21 @@ class Beside(ByModel):
         draft_cost: float,
     ):
         super().__init__(rows, context, vocab_size, draft_cost)
-        self._follower = follower
+        self._follower, self._context = follower, context
         self.probes = all(row.sampler.greedy for row in rows)
-        draft_model, known = (
-            None if context.model is None else context.model.draft_model,
-            context.costs,
-        )
-        self._reading = 0.0  # plain steps that a token of a prompt takes
-        if draft_model is not None and known is not None:
-            self._reading = (
-                draft_model.costs.seconds[-1] / draft_model.costs.tokens[-1] / known.seconds[0]
-            )
+
+    @cached_property
+    def _reading(self) -> float:
+        """Plain steps that a token of a prompt takes; 0: unknown."""
+        model, known = self._context.model, self._context.costs
+        if model is None or model.draft_model is None or known is None:
+            return 0.0
+        costs = model.draft_model.costs
+        return costs.seconds[-1] / costs.tokens[-1] / known.seconds[0]
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._follower.kv_bytes
 
     def probe(self, rows: Sequence[int]) -> Sequence[tuple[int, int]]:
         known = {i: self.rows[i].prompt.size for i in rows}

@@ -41,6 +41,10 @@ class ByText(Drafters):
         self._there = there
         self._texts = [_Text(here, there) for _ in rows]
 
+    @property
+    def kv_bytes(self) -> int:
+        return self._follower.kv_bytes
+
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         heads, left = dict[int, Ints](), dict[int, int]()
         for i, limit in limits.items():

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
+from accel.ir.recipe import Recipe
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
@@ -24,12 +25,14 @@ from accel.runtime.draft._by_logits import ByLogits
 from accel.runtime.draft._texts import ByText
 from accel.runtime.inputs.text import same_tokens
 from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.heir import Heir
 
 TOKEN, LEVEL = (
     5e-5,
     4e-4,
 )  # seconds that a drafted token, or a level of a tree, takes beside the draft model's call
 OWN = "draft"  # of accel.reference: the draft model of the bundled one
+SELF = "self"  # the path of the model itself
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Model(Base):
     """`path`: an artifact, or a Hugging Face directory, which is compiled in the same build; both are copied
     into the artifact.
     Empty: the bundled draft model, for the bundled model. It samples with each row's sampler; with a
-    different tokenizer it decodes greedily.
+    different tokenizer it decodes greedily. "self": the model itself by another `recipe` (a name, or the path of a
+    TOML file; by default `base`), over the same weights.
 
     `weights`: the weight format of a Hugging Face directory, a method of the axis `weights` (empty:
     unchanged). With 8 bits
@@ -46,11 +50,24 @@ class Model(Base):
 
     path: str = ""
     weights: str = "int8"
+    recipe: str = ""
 
     asks = {"tree": "chain"}
     provides = frozenset({Invariant.DRAFT_MODEL, Invariant.PROBABILITIES})
 
+    def __post_init__(self) -> None:
+        if self.recipe and self.path != SELF:
+            raise RecipeError(
+                f'draft.model: recipe = {self.recipe!r} is of path = "{SELF}", the model itself by another recipe; '
+                f'leave it out, or give path = "{SELF}"'
+            )
+
+    def draft_recipe(self) -> Recipe | None:
+        return Recipe.load(self.recipe or "base") if self.path == SELF else None
+
     def draft_folder(self) -> Path | None:
+        if self.path == SELF:
+            return None
         return Path(self.path or str(files("accel.reference") / OWN)).expanduser()
 
     def open(self, session: Any, rows: Sequence[Row], context: DecodeContext) -> Drafters:
@@ -70,7 +87,11 @@ class Model(Base):
                     "only; build with tree = chain"
                 )
             return ByText(draft_model, rows, here, there, draft_cost)
-        follower = Follower(draft_model, len(rows), branches)
+        follower = (
+            Heir(draft_model, rows, session, branches)
+            if self.path == SELF
+            else Follower(draft_model, len(rows), branches)
+        )
         return (ByLevels if branches else self._chains)(
             follower, rows, context, session.vocab_size, draft_cost
         )

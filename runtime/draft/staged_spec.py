@@ -34,6 +34,7 @@ class StagedSpec(Model):
     relies = frozenset({Invariant.CHAINS})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name, least in (("ngram", 1), ("ahead", 0)):
             if getattr(self, name) < least:
                 raise RecipeError(

@@ -123,6 +123,7 @@ class _Rounds:
         for i in live:
             rows[i].drafting["fallback"] += rests and not alone
         rows[0].clock(seconds - call, call, perf_counter() - start)  # for all
+        rows[0].beside = max(rows[0].beside, self._follower.kv_bytes)
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _both(self, live: list[int], rests: bool) -> tuple[Logits, dict[int, Ints], float, float]:

@@ -127,6 +127,7 @@ class _Rounds:
         whole = perf_counter() - start
         self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
         self._rows[0].clock(self._drafting, call, whole)  # for all
+        self._rows[0].beside = max(self._rows[0].beside, self._drafters.kv_bytes)
         return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
 
     def _limit(self) -> int:

@@ -17,7 +17,7 @@ from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
 from accel.ir.peft import read_adapter
 from accel.lowering.onnx.threads import MOST_THREADS
-from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact
+from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact, own_draft
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.artifact.shipped import located
 from accel.runtime.backends.onnx.backend import OrtBackend
@@ -701,12 +701,14 @@ def from_artifact(
     program: Any = None,
     on_close: Callable[[], None] | None = None,
     in_turns: bool = False,
+    mapped: bool = False,
     plain: bool = False,
 ) -> CompiledModel:
-    """A model over an artifact that is already checked. `in_turns`: as in `OrtBackend`; `plain`: decode one token per
-    call, whatever the recipe. Raises ArtifactError.
+    """A model over an artifact that is already checked. `in_turns`, `mapped`: as in `OrtBackend`; `plain`: decode one
+    token per call, whatever the recipe. Raises ArtifactError.
 
-    A small draft model gets one thread, so that the target's threads need not stop while it computes.
+    A small draft model gets one thread, so that the target's threads need not stop while it computes. One over the
+    weights of the artifact itself reads them where the file is mapped, so that no second copy is packed.
     """
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
     if plain:
@@ -714,13 +716,17 @@ def from_artifact(
             **recipe,
             "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST},
         }
-    elif f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:  # whose checksums are among this one's
-        draft = open_artifact(artifact.path / DRAFT_FOLDER, hashes=False)
+    elif (draft := _draft(artifact)) is not None:
         alone = sum(file.bytes for file in draft.files.values()) < ALONE
         in_turns = in_turns or not alone
-        draft_model = from_artifact(draft, threads=1 if alone else threads, in_turns=in_turns)
+        draft_model = from_artifact(
+            draft,
+            threads=1 if alone else threads,
+            in_turns=in_turns,
+            mapped=draft.path == artifact.path,
+        )
     return CompiledModel(
-        OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels),
+        OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels, mapped=mapped),
         facts,
         tokenizer=_tokenizer(artifact) if TOKENIZER in artifact.files else None,
         recipe=recipe,
@@ -731,6 +737,15 @@ def from_artifact(
         on_close=on_close,
         adapters=None if facts.adapters is None else Adapters(facts.adapters, artifact.path),
     )
+
+
+def _draft(artifact: Artifact) -> Artifact | None:
+    """The model that drafts: a smaller one, or itself over the same weights. Its checksums are among the artifact's.
+    Raises ArtifactError.
+    """
+    if f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:
+        return open_artifact(artifact.path / DRAFT_FOLDER, hashes=False)
+    return own_draft(artifact)
 
 
 def _tokenizer(artifact: Artifact) -> Tokenizer:

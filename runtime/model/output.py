@@ -34,7 +34,8 @@ class Output:
             - `exchanged_bytes`: what ranks that shared the prompts sent each other (`prefill.ranks`);
             - `prefill_seconds`, `decode_seconds`; `tokens_per_second`: in decoding, without the first
               token of each group;
-            - `kv_bytes`: state of the largest group, in bytes; `peak_memory`: of the process, in bytes;
+            - `kv_bytes`: state of the largest group, in bytes, with that of sessions that draft;
+              `peak_memory`: of the process, in bytes;
             - `kernels`: the kernel variant; `costs`: cost of a call of T tokens relative to one
               token, None if not measured on this machine;
             - `speculation`: None if the loop does not draft; else `drafted` and `accepted` tokens,
@@ -184,7 +185,7 @@ class Meter:
             self.calls = before + int(stats["calls"])
             self.reused = reused + int(stats["reused"])
             self.exchanged = exchanged + int(stats.get("exchanged_bytes", 0))
-            self.kv_bytes = max(self.kv_bytes, session.kv_most)
+            self.kv_bytes = max(self.kv_bytes, session.kv_most + rows[0].beside)
             self.prefill_seconds += begun - start
             self.decode_seconds += end - begun
             self._decoded += pair is not None and not first

@@ -17,6 +17,7 @@ from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
 from accel.runtime.session.rows import wanted_rows
 from accel.runtime.session.saved import Origin, SavedSession, restore, save
+from accel.runtime.session.taken import take
 
 Observer = TypeVar("Observer", bound=SessionObserver)
 
@@ -351,6 +352,13 @@ class Session:
         other._parts(self._open(same=True).fork())
         other.tokens = self.tokens
         return other
+
+    def take(self, other: Session, lengths: Ints) -> bool:
+        """Hold, in an empty session, the first `lengths` [B] tokens of each row of another one, of a model with the
+        same weights and as many rows: their keys and values are copied, and nothing runs. Whether it can: not where
+        the two caches store tokens in different ways, or the other one dropped some; then the session stays empty.
+        """
+        return take(self._open(), other._open(same=True), lengths)
 
     def save(self, path: str | os.PathLike[str], tokens: Any = None) -> None:
         """Write the session into a file, from which `model.open_session(path)` goes on: the cache up to the tokens that

@@ -45,6 +45,11 @@ class Follower:
             )
         self._back = back
 
+    @property
+    def kv_bytes(self) -> int:
+        """Most bytes of state that its session has held."""
+        return self._session.kv_most
+
     def most(self, size: int, limit: int) -> int:
         """Tokens that a row of `size` tokens may draft, of `limit`; the last is not run."""
         room = self._session.max_context - size + 1

@@ -189,3 +189,18 @@ def test_the_laws_of_all_rows_catch():
             law_open(Changed(change=change))
     with pytest.raises(AssertionError):
         law_follows(Changed(change="stale"))
+
+
+def test_a_cache_that_is_taken_over_wrongly_is_caught(monkeypatch):
+    """Of a drafter that begins with the target's keys and values: those of other tokens."""
+    take = Tables.take
+
+    def others(self, other, lengths):
+        taken = take(self, other, lengths)
+        self.held = [1 - token for token in self.held]
+        return taken
+
+    law_follows(AXIS.build("magicdec"))
+    monkeypatch.setattr(Tables, "take", others)
+    with pytest.raises(AssertionError):
+        law_follows(AXIS.build("magicdec"))
