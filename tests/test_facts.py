@@ -11,6 +11,7 @@ from accel.ir.diffusion import Diffusion
 from accel.ir.errors import ArtifactError
 from accel.ir.facts import FEATURES, EncoderFacts, Facts, KvFacts, LayerFacts
 from accel.ir.fields import Fields
+from accel.ir.low_rank import LowRank
 from accel.ir.prefill import Fill, Pick, Prefill, Ranks, Segments
 from accel.ir.selection import Selection
 from accel.ir.units import Units
@@ -33,6 +34,7 @@ FULL = {
     "units": Units(80, 320, 16),
     "selection": Selection(1, history=True),
     "window": Window(512, 64),
+    "low_rank": LowRank((0, 2), (2, 2), (16, 16), (8, 32)),
 }
 
 

@@ -438,7 +438,7 @@ def _in_process(
     program: Program,
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
-    own: Program | None,
+    own: Program | None = None,
 ) -> CompiledModel:
     """A model that runs here and writes no artifact. `own`: the program by which it drafts for itself."""
     held: dict[str, Tensor] = {}  # on the device
@@ -494,7 +494,7 @@ def _artifact(
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
     out: str | Path | None,
-    own: Program | None,
+    own: Program | None = None,
 ) -> CompiledModel:
     """Write the artifact where it was asked for, or in a temporary folder, and open it. `own`: as in `_in_process`."""
     remove = None
@@ -523,7 +523,7 @@ def _write(
     check: NumericCheck | None,
     tokenizer: Tokenizer | None,
     folder: Path,
-    own: Program | None,
+    own: Program | None = None,
 ) -> None:
     from accel.compiler.report import write_html
     from accel.lowering.onnx.export import WEIGHTS, export_all
