@@ -283,7 +283,8 @@ def test_what_leaves_no_token_is_said(model):
 
 
 DRAFTS = sorted(
-    {n for n in bundled() if {"draft"} & Recipe.load(n).tables.keys()} | {"lookahead", "pearl"}
+    {n for n in bundled() if {"draft"} & Recipe.load(n).tables.keys()}
+    | {"jacobi", "lookahead", "pearl"}
 )
 
 

@@ -42,6 +42,11 @@ class Base(Method, ABC):
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
 
     @property
+    def weighs(self) -> bool:
+        """Whether it goes by what calls cost on this machine (`DecodeContext.costs`)."""
+        return bool(self.asks) or self.trees
+
+    @property
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.CHAINS}) if self.trees else frozenset()
 

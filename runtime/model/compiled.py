@@ -484,9 +484,10 @@ class CompiledModel:
     @property
     def _context(self) -> DecodeContext:
         """What the loop is given; costs are measured where it goes by them."""
-        measured = self._methods or self._loop.trees
         return DecodeContext(
-            self._methods, self.costs if measured else self._costs or self._costs_before, self
+            self._methods,
+            self.costs if self._loop.weighs else self._costs or self._costs_before,
+            self,
         )
 
     @cached_property
