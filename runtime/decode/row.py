@@ -85,6 +85,10 @@ class Row:
         """New tokens that there is still room for."""
         return self._room - len(self.tokens)
 
+    def ends(self, token: int) -> bool:
+        """Whether it is one of the tokens that end the row."""
+        return token in self._eos
+
     def pick(self, logits: Logits) -> int:
         """The sampler's choice from logits [V] that follow `seen`."""
         return self.sampler(logits, self.seen, self.rng)

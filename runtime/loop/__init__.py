@@ -41,6 +41,10 @@ class Base(Method, ABC):
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
 
+    writes: ClassVar[bool] = (
+        False  # whether text of its own comes, too, which no token's law allows or bans
+    )
+
     @property
     def weighs(self) -> bool:
         """Whether it goes by what calls cost on this machine (`DecodeContext.costs`)."""

@@ -576,6 +576,11 @@ class CompiledModel:
                 "leave it unset, or take a causal model"
             )
         score = None if params.logprobs is None else TopLogprobs(params.logprobs, self.tokenizer)
+        if self._loop.writes and params.structured_outputs is not None:
+            raise InputError(
+                "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "
+                "rule; leave it unset, or build with another [loop]"
+            )
         grammar = None
         if params.structured_outputs is not None:
             grammar = Grammar(params.structured_outputs, self.tokenizer, size)
