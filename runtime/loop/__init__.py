@@ -45,6 +45,8 @@ class Base(Method, ABC):
         False  # whether text of its own comes, too, which no token's law allows or bans
     )
 
+    judges: ClassVar[bool] = False  # whether it asks the request's `judge`
+
     @property
     def weighs(self) -> bool:
         """Whether it goes by what calls cost on this machine (`DecodeContext.costs`)."""

@@ -23,6 +23,7 @@ from accel.runtime.backends.onnx.tune import AUTO, Tuning
 from accel.runtime.backends.protocol import Backend, Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
+from accel.runtime.decode.judge import Judge, JudgeFunction
 from accel.runtime.decode.logits_processors import LogitsProcessor, Processed
 from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.row import Row
@@ -136,6 +137,7 @@ class CompiledModel:
         logit_bias: Mapping[int, float] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
+        judge: JudgeFunction | None = None,
     ) -> Output:
         """Continue prompts. Each prompt gets the tokens that it would get alone.
 
@@ -162,6 +164,8 @@ class CompiledModel:
             stop: strings that end a row; they are not part of the text.
             eos: token ids that end a row and stay in its tokens. None: the model's own; []: none.
             n, logprobs, logit_bias, logits_processors, structured_outputs: as in `SamplingParams`.
+            judge: a function (drafted text, the model's own text) -> bool: whether the first may stand for the second;
+                for a model whose loop drafts steps of text (`lookahead-reasoning`). None: the loop's own rule.
 
         Raises:
             InputError: a prompt or an option is out of range.
@@ -176,8 +180,9 @@ class CompiledModel:
         sources, prompts = self._sources(encoder_input, prompts)
         samples = self._samples(prompts, params)
         names = self._named(adapter, len(samples) // params.n)
-        meter = Meter(self.tuning, self._context.costs)
-        for _ in self._decode(samples, params.n, sources, names, meter):
+        context = self._context(judge)
+        meter = Meter(self.tuning, context.costs)
+        for _ in self._decode(samples, params.n, sources, names, meter, context):
             pass
         return Output(
             tokens=[one.row.tokens for one in samples],
@@ -211,6 +216,7 @@ class CompiledModel:
         logit_bias: Mapping[int, float] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
+        judge: JudgeFunction | None = None,
         session: Session | None = None,
     ) -> Stream:
         """Like `generate`, for one prompt: iterate over pieces of text (text prompt, or messages) or token ids.
@@ -238,7 +244,7 @@ class CompiledModel:
         names = self._named(adapter, 1)
         if session is not None:
             prompt = self._behind(session, prompt, adapter)
-        return self._stream(prompt, params, text, sources, names, session)
+        return self._stream(prompt, params, text, sources, names, session, judge)
 
     def chat(
         self,
@@ -481,13 +487,18 @@ class CompiledModel:
     def _cost_key(self) -> dict[str, Any] | None:
         return self._backend.cost_key if isinstance(self._backend, OrtBackend) else None
 
-    @property
-    def _context(self) -> DecodeContext:
-        """What the loop is given; costs are measured where it goes by them."""
+    def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
+        """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
+        if judge is not None and not self._loop.judges:
+            raise InputError(
+                "judge: this model's loop drafts no steps of text that it could judge; leave it out, or build with the "
+                "recipe 'lookahead-reasoning'"
+            )
         return DecodeContext(
             self._methods,
             self.costs if self._loop.weighs else self._costs or self._costs_before,
             self,
+            None if judge is None else Judge(judge),
         )
 
     @cached_property
@@ -617,6 +628,7 @@ class CompiledModel:
         sources: Sources,
         names: list[str | None],
         session: Session | None = None,
+        judge: JudgeFunction | None = None,
     ) -> Stream:
         """The stream of one sample of one prompt; `session`: as in `_decode`. Raises InputError."""
         if params.n > 1:
@@ -629,8 +641,9 @@ class CompiledModel:
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        meter = Meter(self.tuning, self._context.costs)
-        tokens = self._decode([sample], 1, sources, names, meter, session)
+        context = self._context(judge)
+        meter = Meter(self.tuning, context.costs)
+        tokens = self._decode([sample], 1, sources, names, meter, context, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)
 
     def _decode(
@@ -640,6 +653,7 @@ class CompiledModel:
         sources: Sources,
         names: list[str | None],
         meter: Meter,
+        context: DecodeContext,
         session: Session | None = None,
     ) -> Iterator[int]:
         """Run the loop over groups of prompts, of at most max_batch rows or else of one prompt; gives each token as
@@ -655,9 +669,7 @@ class CompiledModel:
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))
-                for _, token in meter.watch(
-                    self._loop.tokens(own, group, self._context), own, group
-                ):
+                for _, token in meter.watch(self._loop.tokens(own, group, context), own, group):
                     yield token
 
 
