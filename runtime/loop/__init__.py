@@ -10,6 +10,7 @@ from accel.ir.axis import host_method
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
 __all__ = ["HOST", "Base", "chosen"]
@@ -55,6 +56,9 @@ class Base(Method, ABC):
     @property
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.CHAINS}) if self.trees else frozenset()
+
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        """Raise InputError where the model's tokenizer (None: there is none) lacks what the loop needs."""
 
     @abstractmethod
     def tokens(

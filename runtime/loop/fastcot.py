@@ -47,15 +47,17 @@ class FastCoT(Base):
                     f"loop.fastcot: {name} is {getattr(self, name)}; give at least {least}"
                 )
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
-        tokenizer = None if context.model is None else context.model.tokenizer
+    def check(self, tokenizer: Tokenizer | None) -> None:
         if self.answer and tokenizer is None:
             raise InputError(
                 "loop.fastcot: answer is text, but this model has no tokenizer; build with tokenizer=, or with "
                 "answer = ''"
             )
+
+    def tokens(
+        self, session: Session, rows: list[Row], context: DecodeContext
+    ) -> Iterator[tuple[int, int]]:
+        tokenizer = None if context.model is None else context.model.tokenizer
         yield from first_tokens(session, rows)
         rounds = _Rounds(session, rows, self, tokenizer if self.answer else None)
         while rounds.live:

@@ -56,6 +56,12 @@ class LookaheadReasoning(Base):
                     f"loop.lookahead-reasoning: {name} is {getattr(self, name)}; give at least 1"
                 )
 
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        if tokenizer is None:
+            raise InputError(
+                "loop.lookahead-reasoning: steps are text, but this model has no tokenizer; build with tokenizer="
+            )
+
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
@@ -64,10 +70,7 @@ class LookaheadReasoning(Base):
             raise InputError(
                 "loop.lookahead-reasoning: this model was built without its draft model; build it again"
             )
-        if model.tokenizer is None:
-            raise InputError(
-                "loop.lookahead-reasoning: steps are text, but this model has no tokenizer; build with tokenizer="
-            )
+        assert model.tokenizer is not None, "checked"
         yield from first_tokens(session, rows)
         with closing(Follower(model.draft_model, len(rows))) as follower:
             rounds = _Rounds(session, rows, self, model.tokenizer, follower, context.judge)
@@ -271,7 +274,10 @@ class _Rounds:
                 step.accept(step.row.pick(line), line)
             for group in groups.values():
                 self._choose(group)
-        return first + [groups[i].chosen if i in groups else 0 for i in range(sizes.size)]
+        for i, group in groups.items():
+            assert group.chosen is not None
+            first[i] += group.chosen
+        return first
 
     def _due(self, groups: Mapping[int, _Group]) -> list[tuple[int, int]]:
         """The ways (row, number) that the next call goes on with: all that may be chosen, or the judge is to see."""

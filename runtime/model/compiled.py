@@ -579,6 +579,7 @@ class CompiledModel:
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
+        self._loop.check(self.tokenizer)
         stops = as_stops(params.stop, self.tokenizer)
         ends, size = params.ends(self.facts), self.facts.vocab_size
         if self._loop.masked_diffusion and (given := params.token_by_token):

@@ -135,8 +135,8 @@ def test_bad_input(toy):
     for options, why in (((-1,), "window is -1; give at least 0"), ((1, 0), "passes is 0")):
         with pytest.raises(RecipeError, match=f"loop.fastcot: {why}"):
             FastCoT(*options)
-    with toy.session() as session, pytest.raises(InputError, match="answer is text, but this"):
-        next(FastCoT(answer="x").tokens(session, rows_of(PROMPTS[:1]), DecodeContext()))
+    with pytest.raises(InputError, match="answer is text, but this model has no tokenizer"):
+        FastCoT(answer="x").check(None)
     artifact = open_artifact(toy.path)
     with CompiledModel(
         OrtBackend(artifact), artifact.facts, recipe={"tables": {"loop": {"use": "fastcot"}}},

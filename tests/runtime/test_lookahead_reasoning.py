@@ -287,10 +287,7 @@ def test_bad_input(toy, tokenizer):
             LookaheadReasoning(*options)
     with pytest.raises(RecipeError, match="loop = lookahead-reasoning needs .draft."):
         assemble(Recipe(tables={"loop": {"use": "lookahead-reasoning"}}))
-    with toy.session() as session:
-        for model, why in (
-            (DecodeContext(), "built without its draft model"),
-            (told(toy, None, None), "steps are text, but this model has no tokenizer"),
-        ):
-            with pytest.raises(InputError, match=why):
-                next(LookaheadReasoning().tokens(session, rows_of(PROMPTS[:1]), model))
+    with pytest.raises(InputError, match="steps are text, but this model has no tokenizer"):
+        LookaheadReasoning().check(None)
+    with toy.session() as session, pytest.raises(InputError, match="built without its draft model"):
+        next(LookaheadReasoning().tokens(session, rows_of(PROMPTS[:1]), DecodeContext()))

@@ -114,7 +114,8 @@ def generated(recipe):
     loop = recipe.get("loop", {"use": "autoregressive"})["use"]
     module = Filler(False) if AXES["loop"].method(loop).masked_diffusion else None
     prompt = PROMPT[:9] if module else PROMPT
-    with accel.optimize(module or models.llama(), recipe, **SIZES) as compiled:
+    text = {"tokenizer": text_tokenizer()} if AXES["loop"].method(loop).judges else {}
+    with accel.optimize(module or models.llama(), recipe, **SIZES, **text) as compiled:
         compiled.generate([prompt], max_new_tokens=8)
         compiled.generate([prompt[:7], prompt], max_new_tokens=8)
         if not module and not getattr(AXES["loop"].method(loop), "searches", False):
