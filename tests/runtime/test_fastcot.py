@@ -67,11 +67,13 @@ def law_of_parts(toy, sampler=Standard()):  # noqa: B008  (frozen)
     assert max(sizes) == 5 and min(sizes) == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampler", [Standard(), WARM])
 def test_its_parts(toy, sampler):
     law_of_parts(toy, sampler)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", ["trusts", "forgets"])
 def test_rationales_or_answers_that_are_others_are_caught(toy, monkeypatch, broken):
     if broken == "trusts":  # all guesses are taken
@@ -109,6 +111,7 @@ def test_a_row_that_writes_the_answer_itself_goes_on_by_itself(toy):
     assert calls > 30 - len(exact)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ends", [{"limit": 1}, {"limit": 5}, {"max_context": 24}, {"eos": 5}])
 def test_rows_end_within_what_is_taken(toy, ends):
     """A guess that would end a row is not taken."""

@@ -57,7 +57,7 @@ def run(toy, tokenizer, rows, judge, steps=3, size=4, every=5):
         return [row.tokens for row in rows], session.stats["calls"]
 
 
-def reference(toy, tokenizer, prompt, judge, steps=3, size=4, every=5, limit=30):
+def reference(toy, tokenizer, prompt, judge, steps=3, size=4, every=5, limit=20):
     """The greedy text, one step after the other, each from the whole text before it."""
 
     def step(ids, draft):
@@ -85,10 +85,10 @@ def law_of_steps(toy, tokenizer):
     """Drafted steps stand up to the first that is refused; then the model's own comes."""
     found = {}
     for name, judge in JUDGES.items():
-        got, _ = run(toy, tokenizer, rows_of(PROMPTS, limit=30), judge)
+        got, _ = run(toy, tokenizer, rows_of(PROMPTS, limit=20), judge)
         assert got == [reference(toy, tokenizer, prompt, judge) for prompt in PROMPTS]
         found[name] = got
-    assert found["no"] == plain(toy.session(batch=3), rows_of(PROMPTS, limit=30))
+    assert found["no"] == plain(toy.session(batch=3), rows_of(PROMPTS, limit=20))
     assert found["no"] != found["some"] != found["yes"] != found["no"]
 
 
@@ -96,6 +96,7 @@ def test_steps_are_those_of_the_reference(toy, tokenizer):
     law_of_steps(toy, tokenizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", ["blind", "own", "further"])
 def test_other_steps_are_caught(toy, tokenizer, monkeypatch, broken):
     rounds = lookahead_reasoning._Rounds
@@ -120,7 +121,7 @@ def test_other_steps_are_caught(toy, tokenizer, monkeypatch, broken):
 def law_of_samples(toy, tokenizer):
     """For each seed: steps that stand, because they have the same tokens, change nothing."""
     stood = 0
-    for seed in range(3):
+    for seed in range(2):
         want = plain(toy.session(batch=3), rows_of(PROMPTS, WARM, seed, limit=30))
         rows = rows_of(PROMPTS, WARM, seed, limit=30)
         assert run(toy, tokenizer, rows, JUDGES["no"], size=2)[0] == want
@@ -174,6 +175,7 @@ def law_of_orders(toy, tokenizer, sampler):
     assert found[0][2] < found[1][2], "the order did not change"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampler", [Standard(), WARM])
 def test_any_order_of_completion_gives_the_same(toy, tokenizer, sampler):
     law_of_orders(toy, tokenizer, sampler)
@@ -210,7 +212,7 @@ def test_a_step_is_text_up_to_a_blank_line(toy, tokenizer, monkeypatch):
         asked.extend((one, other))
         return True
 
-    run(toy, tokenizer, rows_of(PROMPTS, WARM, limit=200), judge, size=30, every=2)
+    run(toy, tokenizer, rows_of(PROMPTS, WARM, limit=80), judge, size=30, every=2)
     ends = [text for text in asked if "e" in text]
     assert len(ends) > 5 and all(
         "e" not in tokenizer.decode(tokenizer.encode(text)[:-1]) for text in ends
@@ -224,6 +226,7 @@ def test_a_step_is_text_up_to_a_blank_line(toy, tokenizer, monkeypatch):
     assert wholes[-1] and not any(wholes[:-1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("ends", [{"limit": 1}, {"limit": 3}, {"max_context": 24}, {"eos": 6}])
 def test_rows_end_where_they_would(toy, tokenizer, ends):
     if "eos" in ends:
@@ -235,6 +238,7 @@ def test_rows_end_where_they_would(toy, tokenizer, ends):
         assert [(r.tokens, r.finish) for r in got] == [(r.tokens, r.finish) for r in want]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ask", [1, 8])
 def test_after_a_judge_that_raises_the_session_goes_on(toy, tokenizer, ask):
     asked = itertools.count(1)

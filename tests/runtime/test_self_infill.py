@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import accel
 from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
@@ -124,6 +125,7 @@ def test_texts_are_those_of_the_reference(toy, tokenizer):
     law_of_texts(toy, tokenizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", ["sentinels", "order", "back"])
 def test_other_texts_are_caught(toy, tokenizer, monkeypatch, broken):
     filler = self_infill._Filler
@@ -173,6 +175,7 @@ def law_of_phases(toy, tokenizer, sampler, **options):
     return got
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampler", [Standard(), Standard(temperature=1.0, top_k=20)])
 def test_phases_come_in_their_order(toy, tokenizer, sampler):
     """And each row gets what it gets alone; a random interruption leaves some out."""
@@ -233,6 +236,7 @@ def test_loops_keep_what_is_before_the_rest(toy, tokenizer):
     assert again and [row.tokens for row in once] != got and plainly < len(PROMPTS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ends", [{"limit": 1}, {"limit": 5}, {"max_context": 24}])
 def test_rows_end_within_their_room(toy, tokenizer, ends):
     rows = rows_of(PROMPTS, eager(tokenizer), eos=ENDS, **ends)
@@ -268,5 +272,9 @@ def test_bad_input(toy, tokenizer):
     for given, why in ((None, "has no tokenizer"), (toy.path, "has a tokenizer without them")):
         with pytest.raises(InputError, match=f"fim_prefix>, <fim_suffix>, .*this model {why}"):
             SelfInfill().check(given and Tokenizer(given / "tokenizer.json"))
+    with pytest.raises(
+        InputError, match="has a tokenizer without them"
+    ):  # before the model is read
+        accel.optimize(object(), "self-infill", tokenizer=str(toy.path / "tokenizer.json"))
     with pytest.raises(RecipeError, match="self-infill cannot be combined|self-infill.*h2o"):
         assemble(Recipe(tables={"kv.score": {"use": "h2o"}, "loop": {"use": "self-infill"}}))
