@@ -154,10 +154,10 @@ class _Rounds:
         drafted = perf_counter()
         sizes = np.ones(len(rows), np.int64)
         try:
-            lines = self._read(drafts)
+            sizes[live] = [1 + len(drafts[i].ends) for i in live]
+            lines = self._read(drafts, sizes)
             groups = {i: self._ways(i, draft, lines.get(i)) for i, draft in drafts.items()}
-            sizes[live] = [len(groups[i].ways) for i in live]
-            chosen = self._written(groups, sizes, held)
+            chosen = self._written(groups, sizes)
         except BaseException:  # nothing was taken: the session holds what it did
             whole = self._session.batch == sizes.sum()
             with suppress(InputError):  # of a session that a failed call closed
@@ -178,11 +178,9 @@ class _Rounds:
 
     def _drafted(self, live: list[int]) -> dict[int, _Draft]:
         """What the draft model writes behind each row; a step that there is no room to end is left out."""
-        rows, back = self._rows, self._session.capabilities.back
+        rows = self._rows
         drafts = {i: _Draft() for i in live}
         most = {i: self._follower.most(rows[i].seen.size, rows[i].left) for i in live}
-        if back is not None:
-            most = {i: min(limit, back) for i, limit in most.items()}
         steps = {
             i: self._step(rows[i].branch(deepcopy(rows[i].rng), told=False))
             for i in live
@@ -216,16 +214,40 @@ class _Rounds:
         found[:size] = logits[:size]
         return found
 
-    def _read(self, drafts: Mapping[int, _Draft]) -> dict[int, Logits]:
-        """Let the session hold each row's drafted steps, but for the last token: the logits [n,V] that each of the
-        tokens follows from, where they are told.
+    def _read(self, drafts: Mapping[int, _Draft], sizes: Ints) -> dict[int, Logits]:
+        """Let the session have a row for each way, which holds its drafted steps but for the last token: the logits
+        [n,V] that each drafted token of a row follows from, where they are told.
+
+        The drafted steps are run once, and rewound for the ways that take fewer; by each way, where the session does
+        not go back any number of tokens.
+        """
+        session, first, last = self._session, sizes.cumsum() - sizes, sizes.cumsum() - 1
+        ends, of = np.zeros(int(sizes.sum()), np.int64), np.repeat(np.arange(sizes.size), sizes)
+        for i, draft in drafts.items():
+            ends[first[i] : last[i] + 1] = [0, *draft.ends]
+        alone = session.capabilities.back is not None
+        held = session.lengths
+        if alone:
+            session.select(of)
+            logits = self._run({n: drafts.get(i, _Draft()) for n, i in enumerate(of)}, of, ends)
+        else:
+            logits = self._run(drafts, np.arange(sizes.size), ends[last])
+            session.select(of)
+            if (held[of] + ends < session.lengths).any():
+                session.rewind(held[of] + ends)
+        if logits is None:
+            return {}
+        return {i: logits[last[i] if alone else i, : ends[last[i]]] for i in drafts}
+
+    def _run(self, drafts: Mapping[int, _Draft], of: Ints, counts: Ints) -> Logits | None:
+        """Run so many tokens [B], each row's newest and the drafted ones behind it, of which row of the loop a row of
+        the session is `of` [B]: the logits [B,T,V], where they are told.
         """
         told = any(row.scored for row in self._rows)
-        counts = np.zeros(len(self._rows), np.int64)
-        counts[list(drafts)] = [draft.ends[-1] if draft.ends else 0 for draft in drafts.values()]
-        tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
-        for i, draft in drafts.items():
-            tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *draft.tokens][: counts[i]]
+        tokens = np.zeros((counts.size, int(counts.max())), np.int64)
+        for n, draft in drafts.items():
+            ids = [self._rows[of[n]].tokens[-1:], draft.tokens]
+            tokens[n, : counts[n]] = np.concatenate(ids)[: counts[n]]
         parts, start = list[Logits](), 0
         while start < tokens.shape[1]:
             wide = int(self._session.room.min())
@@ -233,10 +255,7 @@ class _Rounds:
             lengths = np.clip(counts - start, 0, part.shape[1])
             parts.append(self._session.run(part, lengths, last_only=not told))
             start += wide
-        if not told or not parts:
-            return {}
-        logits = np.concatenate(parts, axis=1)
-        return {i: logits[i, : counts[i]] for i in drafts}
+        return np.concatenate(parts, axis=1) if told and parts else None
 
     def _ways(self, i: int, draft: _Draft, lines: Logits | None) -> _Group:
         """The ways that a row may go; lines [n,V]: what each drafted token follows from."""
@@ -250,21 +269,15 @@ class _Rounds:
             ways.append(self._step(way))
         return _Group(draft, ways)
 
-    def _written(self, groups: Mapping[int, _Group], sizes: Ints, held: Ints) -> Ints:
-        """Let the model write all ways that may be chosen; the rows [B] of the session, one for each way, that hold
-        those chosen.
+    def _written(self, groups: Mapping[int, _Group], sizes: Ints) -> Ints:
+        """Let the model write all ways that may be chosen; the rows [B] of the session, which has one for each way,
+        that hold those chosen.
         """
-        session, first = self._session, sizes.cumsum() - sizes
-        keep = np.repeat(held, sizes)
-        for i, group in groups.items():
-            keep[first[i] : first[i] + sizes[i]] += [0, *group.draft.ends]
-        session.select(np.repeat(np.arange(sizes.size), sizes))
-        if (keep < session.lengths).any():
-            session.rewind(keep)
+        session, first, ways = self._session, sizes.cumsum() - sizes, int(sizes.sum())
         for group in groups.values():
             self._choose(group)
         while due := self._due(groups):
-            column, counts = np.zeros((keep.size, 1), np.int64), np.zeros(keep.size, np.int64)
+            column, counts = np.zeros((ways, 1), np.int64), np.zeros(ways, np.int64)
             for i, k in due:
                 column[first[i] + k, 0] = groups[i].ways[k].row.tokens[-1]
                 counts[first[i] + k] = 1

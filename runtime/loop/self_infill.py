@@ -79,22 +79,16 @@ class SelfInfill(Base):
         bos = model.facts.bos
         places = np.array([int(row.prompt[0] == bos) for row in rows])  # of the prefix sentinel
         session.rewind(np.where(session.lengths > places, 0, session.lengths))
-        inner = _behind_prefix(rows, places, marks, session.max_context)
-        for i in live:
-            rows[i].finish = inner[i].finish
-        if not any(not row.finish for row in rows):
-            return
+        inner = _behind_prefix(rows, places, marks)
         logits = prompted(session, inner)
+        calls = _Calls(session, rows, [row.prompt for row in inner])
         fills, asks = dict[int, _Fill](), dict[int, _Ask]()
+        for i in live:
+            rows[i].began = inner[i].began
+            filler = _Filler(self, rows[i], int(places[i]), marks, tokenizer, calls.room(i))
+            fills[i] = filler.fill(logits[i, 0])
+        answers: dict[int, Logits | None] = dict.fromkeys(fills)
         try:
-            for i, row in enumerate(rows):
-                if not row.finish:
-                    row.began = inner[i].began
-                    filler = _Filler(
-                        self, row, int(places[i]), marks, tokenizer, session.max_context
-                    )
-                    fills[i] = filler.fill(logits[i, 0])
-            answers: dict[int, Logits | None] = dict.fromkeys(fills)
             while answers:
                 for i, lines in answers.items():
                     try:
@@ -102,7 +96,7 @@ class SelfInfill(Base):
                     except StopIteration:
                         asks.pop(i, None)
                         yield from ((i, token) for token in rows[i].tokens)
-                answers = _answers(session, rows, asks)
+                answers = calls(asks)
         finally:
             with suppress(InputError):  # of a session that a failed call closed
                 session.rewind(np.zeros_like(places))
@@ -150,7 +144,7 @@ class _Marks(NamedTuple):
         )
 
 
-def _behind_prefix(rows: list[Row], places: Ints, marks: _Marks, most: int) -> list[Row]:
+def _behind_prefix(rows: list[Row], places: Ints, marks: _Marks) -> list[Row]:
     """Rows whose prompts have the prefix sentinel; samples of one prompt still share it."""
     prompts = {
         id(row.prompt): np.insert(row.prompt, place, marks.prefix)
@@ -159,27 +153,49 @@ def _behind_prefix(rows: list[Row], places: Ints, marks: _Marks, most: int) -> l
     found = []
     for row in rows:
         ids = prompts[id(row.prompt)]
-        found.append(Row(ids, row.sampler, row.rng, limit=max(1, row.left), max_context=most))
-        found[-1].finish = row.finish or found[-1].finish
+        found.append(Row(ids, row.sampler, row.rng, limit=1, max_context=ids.size + 1))
+        found[-1].finish = row.finish
     return found
 
 
-def _answers(session: Session, rows: list[Row], asks: dict[int, _Ask]) -> dict[int, Logits | None]:
-    """One call for what rows ask."""
-    if not asks:
-        return {}
-    keep, counts = session.lengths, np.zeros(len(rows), np.int64)
-    for i, ask in asks.items():
-        keep[i], counts[i] = ask.hold, len(ask.tokens)
-    if (keep < session.lengths).any():
-        session.rewind(keep)
-    tokens = np.zeros((len(rows), int(counts.max())), np.int64)
-    for i, ask in asks.items():
-        tokens[i, : counts[i]] = ask.tokens
-    told = any(row.scored for row in rows)
-    lengths = None if (counts == tokens.shape[1]).all() else counts
-    logits = session.run(tokens, lengths, last_only=not told)
-    return {i: logits[i, : counts[i] if told else 1] for i in asks}
+class _Calls:
+    """The calls of a session that holds the prompts [n] of rows, or what a recipe kept of them."""
+
+    def __init__(self, session: Session, rows: list[Row], prompts: list[Ints]):
+        self._session = session
+        self._told = any(row.scored for row in rows)
+        self._held: list[list[int]] = [ids.tolist() for ids in prompts]
+        self._sizes = [ids.size for ids in prompts]
+        self._cut = np.array(self._sizes) - session.lengths  # tokens of prompts that it left out
+
+    def room(self, i: int) -> int:
+        """Most tokens of a row."""
+        return self._session.max_context + int(self._cut[i])
+
+    def __call__(self, asks: dict[int, _Ask]) -> dict[int, Logits | None]:
+        """One call for what rows ask. Where the session cannot go back so far, a row runs anew."""
+        if not asks:
+            return {}
+        session, keep, runs = self._session, self._session.lengths, dict[int, list[int]]()
+        least = session.held_from
+        for i, (hold, tokens) in asks.items():
+            at, back = hold - int(self._cut[i]), hold < len(self._held[i])
+            anew = back and (at < least[i] or self._cut[i] > 0 and hold < self._sizes[i])
+            runs[i] = [*self._held[i][:hold], *tokens] if anew else tokens
+            keep[i], self._cut[i] = (0, 0) if anew else (at, self._cut[i])
+            self._held[i][hold:] = tokens
+        if (keep < session.lengths).any():
+            session.rewind(keep)
+        counts = np.zeros(session.batch, np.int64)
+        counts[list(runs)] = [len(tokens) for tokens in runs.values()]
+        columns = np.zeros((session.batch, int(counts.max())), np.int64)
+        for i, tokens in runs.items():
+            columns[i, : counts[i]] = tokens
+        lengths = None if (counts == columns.shape[1]).all() else counts
+        logits = session.run(columns, lengths, last_only=not self._told)
+        if not self._told:
+            return {i: logits[i] for i in asks}
+        return {i: logits[i, counts[i] - len(ask.tokens) : counts[i]] for i, ask in asks.items()}
 
 
 class _Filler:

@@ -13,11 +13,14 @@ from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.judge import Judge
+from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import lookahead_reasoning
 from accel.runtime.loop.lookahead_reasoning import LookaheadReasoning
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.follow import Follower
 
 from ..draft_case import plain, rows_of
 from .test_pearl import context
@@ -94,6 +97,30 @@ def law_of_steps(toy, tokenizer):
 
 def test_steps_are_those_of_the_reference(toy, tokenizer):
     law_of_steps(toy, tokenizer)
+
+
+def test_where_a_session_cannot_go_back_each_way_runs_its_steps(toy, tokenizer, monkeypatch):
+    capabilities = Session.capabilities.fget
+    monkeypatch.setattr(
+        Session, "capabilities", property(lambda self: replace(capabilities(self), back=3))
+    )
+
+    def refused(self, length):
+        asked = self.lengths if self.batch > 3 else length  # the draft's rows may
+        assert (asked == length).all()
+        rewind(self, length)
+
+    rewind = Session.rewind
+    monkeypatch.setattr(Session, "rewind", refused)
+    monkeypatch.setattr(Follower, "most", lambda self, size, limit: limit)
+    law_of_steps(toy, tokenizer)
+    rows = rows_of(PROMPTS, limit=12, score=TopLogprobs(0))
+    run(toy, tokenizer, rows, JUDGES["yes"])
+    for row in rows:
+        for n, told in enumerate(row.logprobs):
+            logits = toy.oracle(np.concatenate([row.prompt, row.tokens[:n]]).astype(np.int64))[-1]
+            due = logits[row.tokens[n]] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+            assert abs(told[row.tokens[n]].logprob - due) < 2e-3
 
 
 @pytest.mark.few(1)

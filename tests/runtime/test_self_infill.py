@@ -18,6 +18,7 @@ from accel.runtime.loop import self_infill
 from accel.runtime.loop.self_infill import SelfInfill
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
+from accel.runtime.session.session import Session
 
 from ..draft_case import plain, rows_of
 
@@ -125,6 +126,21 @@ def test_texts_are_those_of_the_reference(toy, tokenizer):
     law_of_texts(toy, tokenizer)
 
 
+def test_where_a_session_cannot_go_back_rows_run_anew(toy, tokenizer, monkeypatch):
+    rewind = Session.rewind
+
+    def refused(self, length):
+        asked = np.broadcast_to(length, self.lengths.shape)
+        assert ((asked == self.lengths) | (asked == 0)).all()
+        rewind(self, length)
+
+    monkeypatch.setattr(Session, "rewind", refused)
+    with pytest.raises(AssertionError):  # the control: it does go back
+        law_of_texts(toy, tokenizer)
+    monkeypatch.setattr(Session, "held_from", property(lambda self: self.lengths))
+    law_of_texts(toy, tokenizer)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("broken", ["sentinels", "order", "back"])
 def test_other_texts_are_caught(toy, tokenizer, monkeypatch, broken):
@@ -140,15 +156,13 @@ def test_other_texts_are_caught(toy, tokenizer, monkeypatch, broken):
 
         monkeypatch.setattr(filler, "_filled", swapped)
     else:  # what was written in vain stays in the session
-        answers = self_infill._answers
+        call = self_infill._Calls.__call__
 
-        def kept(session, rows, asks):
-            held = session.lengths
-            return answers(
-                session, rows, {i: ask._replace(hold=held[i]) for i, ask in asks.items()}
-            )
+        def kept(self, asks):
+            held = self._session.lengths
+            return call(self, {i: ask._replace(hold=int(held[i])) for i, ask in asks.items()})
 
-        monkeypatch.setattr(self_infill, "_answers", kept)
+        monkeypatch.setattr(self_infill._Calls, "__call__", kept)
     with pytest.raises(AssertionError):
         law_of_texts(toy, tokenizer)
 
