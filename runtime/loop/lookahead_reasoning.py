@@ -229,7 +229,9 @@ class _Rounds:
         held = session.lengths
         if alone:
             session.select(of)
-            logits = self._run({n: drafts.get(i, _Draft()) for n, i in enumerate(of)}, of, ends)
+            logits = self._run(
+                {n: drafts.get(i, _Draft()) for n, i in enumerate(of.tolist())}, of, ends
+            )
         else:
             logits = self._run(drafts, np.arange(sizes.size), ends[last])
             session.select(of)
