@@ -251,7 +251,7 @@ def test_an_exit_that_is_none_is_refused(built):
         ):
             model.generate([5, 6], 9)
         model._methods["draft"] = kept
-    assert LayerSkip().layers(model._context).tolist() == [
+    assert LayerSkip().layers(model._context()).tolist() == [
         i < max(1, count // 4) for i in range(count)
     ]
 
@@ -264,7 +264,7 @@ def test_a_draft_model_grows_trees(modules, folder, small):
     ) as model:
         rows, model.draft_model._costs = rows_of(texts()), Costs((1, 32), (0.01, 0.01))
         with model.session(3) as session:
-            drafters = model._methods["draft"].open(session, rows, model._context)
+            drafters = model._methods["draft"].open(session, rows, model._context())
             for turn in range(3):
                 trees = drafters.draft({0: 9, 1: 6, 2: 12} if turn else {2: 9}, None)
                 for i, tree in trees.items():
@@ -284,7 +284,7 @@ def test_a_draft_model_grows_trees(modules, folder, small):
             model.session(1) as session,
             pytest.raises(InputError, match="draft model take no draft trees"),
         ):
-            model._methods["draft"].open(session, rows[:1], model._context)
+            model._methods["draft"].open(session, rows[:1], model._context())
         model.draft_model.close()
 
 

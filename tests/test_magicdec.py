@@ -169,7 +169,7 @@ def test_it_looks_back_at_what_it_would_have_drafted(plain, drafts):
             tokens[i, : row.seen.size - 1] = row.seen[:-1]
         with drafts.session(3) as session:
             session.run(tokens, np.array(lengths) + new - 1)
-            drafters = drafts._methods["draft"].open(session, rows, drafts._context)
+            drafters = drafts._methods["draft"].open(session, rows, drafts._context())
             found = drafters.probe([0, 1, 2])
             drafters.close()
         assert sum(stood for _, stood in found) == 3 * BACK if whole else len(found) > 3

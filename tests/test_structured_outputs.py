@@ -283,7 +283,9 @@ def test_what_leaves_no_token_is_said(model):
 
 
 DRAFTS = sorted(
-    {n for n in bundled() if {"draft"} & Recipe.load(n).tables.keys()} | {"lookahead", "pearl"}
+    {n for n in bundled() if {"draft"} & Recipe.load(n).tables.keys()}
+    - {"lookahead-reasoning"}  # keeps drafted steps that differ in blanks
+    | {"jacobi", "lookahead", "pearl"}
 )
 
 
@@ -318,7 +320,7 @@ def test_every_recipe_that_drafts_gives_the_same(plainly, name, monkeypatch):
     monkeypatch.setattr(
         accel.CompiledModel,
         "_context",
-        property(lambda self: DecodeContext(self._methods, None, self)),
+        lambda self, judge=None: DecodeContext(self._methods, None, self),
     )
     with accel.optimize(
         reference(), [name, "batch-invariant"], max_context=512, max_batch=4, verify=False

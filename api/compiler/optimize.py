@@ -247,6 +247,7 @@ def build(
     merge = None if options.merge_adapter is None else read_adapter(options.merge_adapter)
     path = model_folder(model, options.download) if isinstance(model, (str, Path)) else None
     tokenizer = read_tokenizer(options.tokenizer, path)
+    _check_tokenizer(job, tokenizer)
     stored: dict[Tensor, Stored] = {}
     notes: list[str] = []
     if path is not None:
@@ -282,6 +283,7 @@ def build_captured(
     """
     AtomicOutputDir(out).check()
     job = _started(recipe, options, progress)
+    _check_tokenizer(job, tokenizer)
     refuse(_passes(job), program.facts, job.plan.recipe.name)
     return _compiled(job, program.copy(), tokenizer, out)
 
@@ -306,6 +308,12 @@ def _started(recipe: Any, options: BuildOptions, progress: Progress | None) -> _
         )
     job.calibration = read_calibration(options.calibration)
     return job
+
+
+def _check_tokenizer(job: _Job, tokenizer: Tokenizer | None) -> None:
+    """Refuse a model whose text the recipe's loop cannot work with; one without a tokenizer may get it later."""
+    if tokenizer is not None and (loop := job.plan.methods.get("loop")) is not None:
+        loop.check(tokenizer)
 
 
 def _compiled(

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from accel.ir.facts import Facts
 from accel.runtime.decode.costs import Costs
+from accel.runtime.decode.judge import Judge
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
@@ -31,10 +32,12 @@ class Model(Protocol):
 @dataclass(frozen=True)
 class DecodeContext:
     """What a loop is given beside sessions: a method of each axis that it asks for, what calls cost here
-    (None: not known), what the sessions are of, and what outlives a request (`draft.Base.store`).
+    (None: not known), what the sessions are of, what outlives a request (`draft.Base.store`), and what the request says
+    of drafted text (None: nothing).
     """
 
     methods: Mapping[str, Any] = field(default_factory=dict)
     costs: Costs | None = None
     model: Model | None = None
     store: Any = None
+    judge: Judge | None = None

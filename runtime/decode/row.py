@@ -86,6 +86,10 @@ class Row:
         """New tokens that there is still room for."""
         return self._room - len(self.tokens)
 
+    def ends(self, token: int) -> bool:
+        """Whether it is one of the tokens that end the row."""
+        return token in self._eos
+
     def pick(self, logits: Logits) -> int:
         """The sampler's choice from logits [V] that follow `seen`."""
         return self.sampler(logits, self.seen, self.rng)
@@ -122,11 +126,19 @@ class Row:
         for stage, spent in zip(STAGES, (draft, verify, whole - draft - verify), strict=True):
             self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
-    def branch(self, rng: np.random.Generator | None = None) -> Row:
-        """Another that goes on from here by itself, with random numbers of its own where they are given."""
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are to be told of its tokens."""
+        return self._score is not None
+
+    def branch(self, rng: np.random.Generator | None = None, told: bool = True) -> Row:
+        """Another that goes on from here by itself, with random numbers of its own where they are given. `told`: it
+        tells log-probabilities, too, where this row does.
+        """
         other = copy(self)
         other.tokens, other._ids, other.drafting = list(self.tokens), self._ids.copy(), Counter()
         other.logprobs, other.sampler = list(self.logprobs), self.sampler.branch()
         other._watch = None if self._watch is None else self._watch.branch()
         other.rng = self.rng if rng is None else rng
+        other._score = self._score if told else None
         return other

@@ -10,6 +10,7 @@ from accel.ir.axis import host_method
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
 __all__ = ["HOST", "Base", "chosen"]
@@ -41,9 +42,23 @@ class Base(Method, ABC):
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
 
+    writes: ClassVar[bool] = (
+        False  # whether text of its own comes, too, which no token's law allows or bans
+    )
+
+    judges: ClassVar[bool] = False  # whether it asks the request's `judge`
+
+    @property
+    def weighs(self) -> bool:
+        """Whether it goes by what calls cost on this machine (`DecodeContext.costs`)."""
+        return bool(self.asks) or self.trees
+
     @property
     def breaks(self) -> frozenset[Invariant]:
         return frozenset({Invariant.CHAINS}) if self.trees else frozenset()
+
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        """Raise InputError where the model's tokenizer (None: there is none) lacks what the loop needs."""
 
     @abstractmethod
     def tokens(

@@ -70,7 +70,7 @@ def branched(
                 logits = _run(session, groups, sizes)
     finally:
         with suppress(InputError):  # of a session that a failed call closed
-            _leave(session, sizes, held)
+            leave(session, sizes, held)
 
 
 def _run(session: Session, groups: dict[int, BeamGroup], sizes: Ints) -> Logits:
@@ -97,7 +97,7 @@ def _nearest(branches: list[Row], best: Row) -> tuple[Ints, int]:
     return np.array([nearest]), found[nearest]
 
 
-def _leave(session: Session, sizes: Ints, held: Ints) -> None:
+def leave(session: Session, sizes: Ints, held: Ints) -> None:
     """Let the session have a row for each prompt again, of `held` [B] tokens; none where it cannot go back."""
     session.select(sizes.cumsum() - sizes)
     try:

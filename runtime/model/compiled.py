@@ -25,6 +25,7 @@ from accel.runtime.backends.onnx.tune import AUTO, Tuning
 from accel.runtime.backends.protocol import Backend, Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
+from accel.runtime.decode.judge import Judge, JudgeFunction
 from accel.runtime.decode.logits_processors import LogitsProcessor, Processed
 from accel.runtime.decode.logprobs import TopLogprobs
 from accel.runtime.decode.row import Row
@@ -142,6 +143,7 @@ class CompiledModel:
         logit_bias: Mapping[int, float] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
+        judge: JudgeFunction | None = None,
     ) -> Output:
         """Continue prompts. Each prompt gets the tokens that it would get alone.
 
@@ -168,6 +170,8 @@ class CompiledModel:
             stop: strings that end a row; they are not part of the text.
             eos: token ids that end a row and stay in its tokens. None: the model's own; []: none.
             n, logprobs, logit_bias, logits_processors, structured_outputs: as in `SamplingParams`.
+            judge: a function (drafted text, the model's own text) -> bool: whether the first may stand for the second;
+                for a model whose loop drafts steps of text (`lookahead-reasoning`). None: the loop's own rule.
 
         Raises:
             InputError: a prompt or an option is out of range.
@@ -182,8 +186,9 @@ class CompiledModel:
         sources, prompts = self._sources(encoder_input, prompts)
         samples = self._samples(prompts, params)
         names = self._named(adapter, len(samples) // params.n)
-        meter = Meter(self.tuning, self._context.costs)
-        for _ in self._decode(samples, params.n, sources, names, meter):
+        context = self._context(judge)
+        meter = Meter(self.tuning, context.costs)
+        for _ in self._decode(samples, params.n, sources, names, meter, context):
             pass
         return Output(
             tokens=[one.row.tokens for one in samples],
@@ -217,6 +222,7 @@ class CompiledModel:
         logit_bias: Mapping[int, float] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         structured_outputs: StructuredOutputsParams | None = None,
+        judge: JudgeFunction | None = None,
         session: Session | None = None,
     ) -> Stream:
         """Like `generate`, for one prompt: iterate over pieces of text (text prompt, or messages) or token ids.
@@ -244,7 +250,7 @@ class CompiledModel:
         names = self._named(adapter, 1)
         if session is not None:
             prompt = self._behind(session, prompt, adapter)
-        return self._stream(prompt, params, text, sources, names, session)
+        return self._stream(prompt, params, text, sources, names, session, judge)
 
     def chat(
         self,
@@ -487,15 +493,19 @@ class CompiledModel:
     def _cost_key(self) -> dict[str, Any] | None:
         return self._backend.cost_key if isinstance(self._backend, OrtBackend) else None
 
-    @property
-    def _context(self) -> DecodeContext:
-        """What the loop is given; costs are measured where it goes by them."""
-        measured = self._methods or self._loop.trees
+    def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
+        """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
+        if judge is not None and not self._loop.judges:
+            raise InputError(
+                "judge: this model's loop drafts no steps of text that it could judge; leave it out, or build with the "
+                "recipe 'lookahead-reasoning'"
+            )
         return DecodeContext(
             self._methods,
-            self.costs if measured else self._costs or self._costs_before,
+            self.costs if self._loop.weighs else self._costs or self._costs_before,
             self,
             self._store,
+            None if judge is None else Judge(judge),
         )
 
     @cached_property
@@ -577,6 +587,7 @@ class CompiledModel:
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
+        self._loop.check(self.tokenizer)
         stops = as_stops(params.stop, self.tokenizer)
         ends, size = params.ends(self.facts), self.facts.vocab_size
         if self._loop.masked_diffusion and (given := params.token_by_token):
@@ -585,6 +596,11 @@ class CompiledModel:
                 "leave it unset, or take a causal model"
             )
         score = None if params.logprobs is None else TopLogprobs(params.logprobs, self.tokenizer)
+        if self._loop.writes and params.structured_outputs is not None:
+            raise InputError(
+                "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "
+                "rule; leave it unset, or build with another [loop]"
+            )
         grammar = None
         if params.structured_outputs is not None:
             grammar = Grammar(params.structured_outputs, self.tokenizer, size)
@@ -621,6 +637,7 @@ class CompiledModel:
         sources: Sources,
         names: list[str | None],
         session: Session | None = None,
+        judge: JudgeFunction | None = None,
     ) -> Stream:
         """The stream of one sample of one prompt; `session`: as in `_decode`. Raises InputError."""
         if params.n > 1:
@@ -633,8 +650,9 @@ class CompiledModel:
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        meter = Meter(self.tuning, self._context.costs)
-        tokens = self._decode([sample], 1, sources, names, meter, session)
+        context = self._context(judge)
+        meter = Meter(self.tuning, context.costs)
+        tokens = self._decode([sample], 1, sources, names, meter, context, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)
 
     def _decode(
@@ -644,6 +662,7 @@ class CompiledModel:
         sources: Sources,
         names: list[str | None],
         meter: Meter,
+        context: DecodeContext,
         session: Session | None = None,
     ) -> Iterator[int]:
         """Run the loop over groups of prompts, of at most max_batch rows or else of one prompt; gives each token as
@@ -659,9 +678,7 @@ class CompiledModel:
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))
-                for _, token in meter.watch(
-                    self._loop.tokens(own, group, self._context), own, group
-                ):
+                for _, token in meter.watch(self._loop.tokens(own, group, context), own, group):
                     yield token
 
 

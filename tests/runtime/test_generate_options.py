@@ -14,7 +14,9 @@ from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.loop.beam_patience import BeamPatience
+from accel.runtime.loop.fastcot import FastCoT
 from accel.runtime.loop.first_finish import FirstFinish
+from accel.runtime.loop.jacobi import Jacobi
 from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.model.compiled import load
 from accel.runtime.sample.standard import Standard
@@ -61,6 +63,8 @@ LOOPS = {
     "speculative": lambda toy, session, rows: speculated(session, rows, PromptLookup(ngram=1), "sample-match"),
     "spec-chain": lambda toy, session, rows: speculated(session, rows, PromptLookup(ngram=1)),
     "pearl": lambda toy, session, rows: Pearl(3).tokens(session, rows, context(toy)),
+    "fastcot": lambda toy, session, rows: FastCoT(4, 5).tokens(session, rows, DecodeContext()),
+    "jacobi": lambda toy, session, rows: Jacobi(5).tokens(session, rows, DecodeContext()),
     "first-finish": lambda toy, session, rows: FirstFinish(3).tokens(session, rows, DecodeContext()),
     "beam-patience": lambda toy, session, rows: BeamPatience(3).tokens(session, rows, DecodeContext()),
 }  # fmt: skip

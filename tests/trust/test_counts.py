@@ -17,6 +17,8 @@ from accel.ir.tables import Tables
 from accel.lowering.onnx.threads import MOST_THREADS, default_threads
 from accel.passes.trained import Trained
 from accel.runtime.inputs.prompts import LONGEST_STOP, MOST_STOPS
+from accel.runtime.loop import Base
+from accel.runtime.loop.self_infill import SENTINELS
 
 from ..diffusion_case import Filler
 
@@ -114,7 +116,9 @@ def generated(recipe):
     loop = recipe.get("loop", {"use": "autoregressive"})["use"]
     module = Filler(False) if AXES["loop"].method(loop).masked_diffusion else None
     prompt = PROMPT[:9] if module else PROMPT
-    with accel.optimize(module or models.llama(), recipe, **SIZES) as compiled:
+    spells = AXES["loop"].method(loop).check is not Base.check  # its tokenizer has to
+    text = {"tokenizer": text_tokenizer()} if spells else {}
+    with accel.optimize(module or models.llama(), recipe, **SIZES, **text) as compiled:
         compiled.generate([prompt], max_new_tokens=8)
         compiled.generate([prompt[:7], prompt], max_new_tokens=8)
         if not module and not getattr(AXES["loop"].method(loop), "searches", False):
@@ -248,7 +252,8 @@ def text_tokenizer():
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers import models as kinds
 
-    vocabulary = {f"w{i}": i for i in range(101)}
+    vocabulary = {f"w{i}": i for i in range(98)}
+    vocabulary |= {name: 98 + i for i, name in enumerate(SENTINELS[1][:3])}
     tokenizer = Tokenizer(kinds.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return tokenizer

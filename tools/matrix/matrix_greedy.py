@@ -41,6 +41,7 @@ EACH, ROWS, LONGEST, NEW = (
 )  # prompts of a kind, rows of a session, tokens of a prompt, new ones
 EXACT = ("numerics", "batch-invariant")
 LOSSLESS = (
+    "jacobi",
     "lookahead",
     "pearl",
 )  # loops of their own that are to give the tokens of plain decoding

@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 import matrix
 import models
 import numpy as np
+import tokenizers
 from matrix import ARCHITECTURES, AXES, EXACT, ROUNDED, VOCABULARY, Case, Matrix, covered
 
 import accel
@@ -34,7 +36,9 @@ from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Base as Drafts
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST
+from accel.runtime.loop.self_infill import SENTINELS
 from accel.runtime.model.compiled import CompiledModel, from_artifact
 from accel.runtime.model.output import Output
 from accel.runtime.speculation.guard import MOST, Guard
@@ -88,16 +92,22 @@ class Loops(Matrix):
             tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
             if axis == "verify":
                 tables |= _reaching(name)
+        if axis == "loop" and find_axes()["loop"].method(name).asks.get("draft") == "":
+            tables["draft"] = {"use": "model"}
         drafts = tables.get("draft", {}).get("use")
         if drafts and find_axes()["draft"].method(drafts).draft_folder is not Drafts.draft_folder:
-            tables["draft"]["path"] = str(self._smaller(case.architecture))
+            tables["draft"]["path"] = str(
+                self._drafting(case.architecture, matrix.LAYERS if axis == "loop" else 1)
+            )
         return Recipe(name=str(case), tables={**graph.tables, **tables})
 
-    def _smaller(self, architecture: str) -> Path:
-        """A model of one layer that drafts for those of an architecture."""
-        folder = Path(self.folder.name) / f"smaller.{architecture}"
+    def _drafting(self, architecture: str, size: int) -> Path:
+        """A model of so many layers that drafts for those of an architecture: one that knows little, or, for a loop of
+        which no draft would come then, the same model.
+        """
+        folder = Path(self.folder.name) / f"{size}.{architecture}"
         if not folder.exists():
-            layers, models.LAYERS = models.LAYERS, 1
+            layers, models.LAYERS = models.LAYERS, size
             try:
                 module = models.ARCHITECTURES[architecture]()
             finally:
@@ -127,6 +137,7 @@ class Loops(Matrix):
                 oracle = building._in_process(job, program, None, None)
                 assert built.artifact is not None
                 with from_artifact(built.artifact, threads=1) as model:
+                    model.tokenizer = oracle.tokenizer = _words(model.facts.vocab_size)
                     return _searched(
                         oracle,
                         model,
@@ -166,8 +177,20 @@ def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]
         from_artifact(built.artifact, threads=1) as model,
     ):
         model._costs = FREE
+        model.tokenizer = _words(model.facts.vocab_size)
         with patch.object(Guard, "limit", MOST):
             yield plain, model
+
+
+@cache
+def _words(size: int) -> Tokenizer:
+    """A tokenizer of so many words, the last of which are sentinels: loops that read text find what they need."""
+    names = SENTINELS[1][:3]
+    vocabulary = {f"w{i}": i for i in range(size - len(names))}
+    vocabulary |= {name: len(vocabulary) + i for i, name in enumerate(names)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return Tokenizer(made.to_str().encode())
 
 
 def _generated(model: CompiledModel, prompts: list[Any]) -> Output:

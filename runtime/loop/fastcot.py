@@ -1,0 +1,184 @@
+"""FastCoT (arXiv:2311.08263): a rationale of a few calls, the last part of which is only guessed, then the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from accel.ir.axis import count
+from accel.ir.errors import InputError, RecipeError
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop import Base
+from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
+from accel.runtime.session.session import Session
+from accel.runtime.tree import Tree
+from accel.runtime.verify import Chance, Target, match
+
+
+@dataclass(frozen=True)
+class FastCoT(Base):
+    """`passes` calls, that of the prompt included, generate a rationale by Jacobi iteration: each runs the newest token
+    and `window` guesses, accepts what plain decoding would give, and replaces the other guesses. Then the guesses left
+    are taken as they are, the text `answer` follows, and the rest is plain decoding. A row that ends, or writes
+    `answer` itself, before that gets the tokens of plain decoding, as do all with `passes` enough. `window` = 0 is
+    plain decoding, of a rationale of `passes` tokens.
+    """
+
+    window: int = count(8, most=256)
+    passes: int = 64
+    answer: str = ""
+
+    grade = "approximate"
+    relies = DRAFTS_RELY
+    writes = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 0), ("passes", 1)):
+            if getattr(self, name) < least:
+                raise RecipeError(
+                    f"loop.fastcot: {name} is {getattr(self, name)}; give at least {least}"
+                )
+
+    def check(self, tokenizer: Tokenizer | None) -> None:
+        if self.answer and tokenizer is None:
+            raise InputError(
+                "loop.fastcot: answer is text, but this model has no tokenizer; build with tokenizer=, or with "
+                "answer = ''"
+            )
+
+    def tokens(
+        self, session: Session, rows: list[Row], context: DecodeContext
+    ) -> Iterator[tuple[int, int]]:
+        tokenizer = None if context.model is None else context.model.tokenizer
+        yield from first_tokens(session, rows)
+        rounds = _Rounds(session, rows, self, tokenizer if self.answer else None)
+        while rounds.live:
+            yield from rounds.run()
+
+
+class _Rounds:
+    """The rounds of one group of rows."""
+
+    def __init__(
+        self, session: Session, rows: list[Row], method: FastCoT, tokenizer: Tokenizer | None
+    ):
+        self._session, self._rows, self._method = session, rows, method
+        self._reach = reach(session.capabilities)
+        self._chances = [Chance(row.rng) for row in rows]
+        self._guesses: list[Ints] = [np.zeros(0, np.int64) for _ in rows]
+        self._reasons = [True] * len(rows)  # whether a row still writes its rationale
+        self._left = method.passes - 1
+        self._answer: Ints = np.zeros(0, np.int64)
+        self._found: list[_Finder] = []
+        if tokenizer is not None:
+            self._answer = np.array(tokenizer.encode(method.answer, special=False), np.int64)
+            self._found = [_Finder(tokenizer, method.answer, row) for row in rows]
+        for row in rows:
+            row.drafting.update(dict.fromkeys(FIGURES, 0))
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that run."""
+        return [i for i, row in enumerate(self._rows) if not row.finish]
+
+    def run(self) -> list[tuple[int, int]]:
+        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
+        live, rows, held = self.live, self._rows, self._session.lengths
+        for i, found in enumerate(self._found):
+            self._reasons[i] &= not found()
+        ends = not self._left
+        room = self._session.room
+        behind = {i: self._behind(i, int(room[i]), ends) for i in live}
+        before = {i: len(rows[i].tokens) for i in live}
+        start = perf_counter()
+        logits = self._called(behind)
+        spent = perf_counter() - start
+        try:
+            for i, ids in behind.items():
+                if self._reasons[i] and not ends:
+                    self._judge(i, ids, logits[i])
+                else:
+                    self._take(i, ids, logits[i])
+        finally:  # what was judged stands, even where a later row fails
+            taken = [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
+            if (held + taken < self._session.lengths).any():
+                self._session.rewind(np.minimum(held + taken, self._session.lengths))
+        if ends:
+            self._reasons = [False] * len(rows)
+        self._left = max(0, self._left - 1)
+        rows[0].clock(0.0, spent, perf_counter() - start)  # for all
+        return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
+
+    def _behind(self, i: int, room: int, ends: bool) -> Ints:
+        """What a row's call runs after its newest token: guesses; or at the end of its rationale those left and the
+        answer's beginning.
+        """
+        row, guesses = self._rows[i], self._guesses[i]
+        if not self._reasons[i]:
+            return self._guesses[i][:0]
+        if ends:
+            over = [place for place, token in enumerate(guesses) if row.ends(token)]
+            taken = guesses[: over[0] if over else None]
+            return np.concatenate([taken, self._answer])[: row.left]
+        size = min(self._method.window, self._reach, row.left - 1, room - 1)
+        known = np.array([row.tokens[-1], *guesses], np.int64)
+        return np.pad(known, (0, self._method.window), mode="edge")[1 : 1 + size]
+
+    def _called(self, behind: dict[int, Ints]) -> Logits:
+        """The logits [B,T,V] after each row's newest token and after each that follows."""
+        counts = np.zeros(len(self._rows), np.int64)
+        counts[list(behind)] = [1 + ids.size for ids in behind.values()]
+        tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
+        for i, ids in behind.items():
+            tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *ids]
+        return self._session.run(tokens, None if (counts == tokens.shape[1]).all() else counts)
+
+    def _judge(self, i: int, ids: Ints, logits: Logits) -> None:
+        """Let a row take the guesses that stand, up to its end, and guess again."""
+        row, tree, before = self._rows[i], Tree.chain(ids), len(self._rows[i].tokens)
+        target = Target(tree, logits[: ids.size + 1], row.seen, row.sampler)
+        verdict = match(target, self._chances[i])
+        said = [
+            int(target.scores(node).argmax()) for node in range(len(verdict.path), ids.size)
+        ]  # after each guess that falls
+        for token, line in target.taken(verdict):
+            row.accept(token, line)
+            if row.finish:
+                break
+        stood = min(len(verdict.path), len(row.tokens) - before)
+        self._guesses[i] = np.array(said, np.int64)
+        row.drafting.update(rounds=ids.size > 0, drafted=ids.size, accepted=stood)
+        if ids.size:
+            row.drafts[ids.size, stood] += 1
+
+    def _take(self, i: int, ids: Ints, logits: Logits) -> None:
+        """Let a row take tokens as they are, up to its end, and pick the one that follows."""
+        row = self._rows[i]
+        for token, line in zip(ids.tolist(), logits, strict=False):
+            row.accept(token, line)
+            if row.finish:
+                return
+        row.accept(row.pick(logits[ids.size]), logits[ids.size])
+
+
+class _Finder:
+    """Whether a row's new text has a text in it."""
+
+    def __init__(self, tokenizer: Tokenizer, what: str, row: Row):
+        self._stream, self._what, self._row = tokenizer.stream(), what, row
+        self._read, self._text, self._found = 0, "", False
+
+    def __call__(self) -> bool:
+        for token in self._row.tokens[self._read :]:
+            self._text = self._text[-len(self._what) :] + self._stream.push(token)
+            self._found |= self._what in self._text
+        self._read = len(self._row.tokens)
+        return self._found
