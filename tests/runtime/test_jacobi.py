@@ -79,7 +79,7 @@ def test_guesses_are_what_the_model_says_of_those_before(toy):
 
 @pytest.mark.parametrize("broken", ["kept", "late"])
 def test_guesses_that_are_not_replaced_or_misplaced_are_caught(toy, monkeypatch, broken):
-    def observe(self, verdict, logits):
+    def observe(self, tree, verdict, logits):
         stood = len(verdict.path)
         self._at += stood + 1
         if self._guesses is None or stood == self._guesses.size:
