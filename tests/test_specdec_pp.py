@@ -24,6 +24,7 @@ from accel.runtime.loop.speculative import Speculative
 from accel.runtime.speculation.round_cost import unmeasured_cost
 
 from .draft_case import plain, rows_of
+from .length_case import one
 
 METHODS = {"draft": "model", "tree": "chain", "verify": "sample-match"}
 SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
@@ -96,8 +97,9 @@ def lengths(threshold, least=2, most=9, head=None):
     for draft in range(12):
         rng, drafted, more = np.random.default_rng(draft), 0, True
         while more and drafted < pace.limit():
+            logits = [rng.standard_normal(30).astype(np.float32)]
+            more = pace.more(one(int(rng.integers(30)), drafted), logits)
             drafted += 1
-            more = pace.more(rng.standard_normal(30).astype(np.float32), int(rng.integers(30)))
         pace.observe(drafted, 0)
         found.append(drafted)
     return found
@@ -248,9 +250,9 @@ def test_a_head_of_other_models_is_refused(written):
     method.fit(model)
     assert model.asked == 1, "a model that is known is not asked again"
     model = Model(0, Model(1))
-    for one in (model, model.draft_model):
-        one.logits = (
-            one.logits + np.random.default_rng(5).standard_normal(100) * 0.2
+    for changed in (model, model.draft_model):
+        changed.logits = (
+            changed.logits + np.random.default_rng(5).standard_normal(100) * 0.2
         )  # as weights of few bits do
     method.fit(model)
     for wrong, words in ((Model(2, Model(1)), "another model"), (Model(0, Model(3)), "another draft model"),

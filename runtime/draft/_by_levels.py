@@ -17,34 +17,45 @@ from accel.runtime.tree import Guesses, Level, Tree, grown
 
 class ByLevels(Beside):
     """Each call is of all nodes so far: nothing of a tree is kept, and what stood runs again with what followed it. A
-    length is not asked after single tokens, which have no order here.
+    length is asked of the nodes that the tree goes on from.
     """
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         sizes = {i: self._follower.most(self.size(i) + 1, limit) for i, limit in limits.items()}
         nodes = {i: _Nodes(self.rows[i].seen) for i, most in sizes.items() if most > 0}
-        opened = False
+        said: dict[int, list[Logits]] = {}  # of each row, after each node that was expanded
+
+        def goes_on(i: int, level: Level) -> bool:
+            return more.more(i, level, [said[i][parent] for parent in level.parents])
 
         def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
-            nonlocal opened
-            if not opened:
-                opened = True
-                logits = self.follow(list(levels))
-                return {i: [self._law(i, logits[i, -1], nodes[i].seen)] for i in levels}
-            before = {i: len(nodes[i].tokens) for i in levels}
-            for i, level in levels.items():
-                nodes[i].add(level)
-            trees = {i: (np.array(nodes[i].tokens), nodes[i].mask) for i in levels}
-            logits = self._follower.guess(
-                trees, {i: level.tokens.size for i, level in levels.items()}
-            )
-            return {
-                i: [
-                    self._law(i, logits[i, n], nodes[i].path(before[i] + n))
-                    for n in range(level.tokens.size)
-                ]
+            first = not said
+            if first:
+                logits = self.follow(list(levels))[:, -1:]
+                said.update({i: [] for i in levels})
+            else:
+                levels = {i: level for i, level in levels.items() if goes_on(i, level)}
+                if not levels:
+                    return {}
+                for i, level in levels.items():
+                    nodes[i].add(level)
+                trees = {i: (np.array(nodes[i].tokens), nodes[i].mask) for i in levels}
+                logits = self._follower.guess(
+                    trees, {i: level.tokens.size for i, level in levels.items()}
+                )
+            new = {
+                i: [logits[i, n, : self._vocab] for n in range(level.tokens.size)]
                 for i, level in levels.items()
             }
+            found: dict[int, Guesses] = {}
+            for i in more.draws(new):
+                number = len(said[i])
+                said[i] += new[i]
+                found[i] = [
+                    self._law(i, line, nodes[i].path(number + n - 1))
+                    for n, line in enumerate(new[i])
+                ]
+            return found
 
         self._trees = grown(
             {i: self.shapes[i].grow(sizes[i], self.draws[i]) for i in nodes}, expand
@@ -53,7 +64,6 @@ class ByLevels(Beside):
 
     def _law(self, i: int, logits: Logits, seen: Ints) -> Distribution:
         """What may follow a node, by the row's sampler; all of it where a greedy row's children are chosen."""
-        logits = logits[: self._vocab]
         if self.rows[i].sampler.greedy:
             scores = self.rows[i].sampler.scores(logits, seen)
             return Distribution(np.arange(scores.size), np.exp(scores - scores.max()))

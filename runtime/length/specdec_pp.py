@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -15,8 +16,10 @@ from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.invariants import Invariant
 from accel.ir.trained import Tensors, found, opened
+from accel.runtime.backends.protocol import Logits
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
+from accel.runtime.tree import Level
 
 TOP, BLOCKS = 16, 3  # likeliest tokens that the head reads, and residual blocks that it has
 LEAST = -20.0  # the logarithm of a chance, at least
@@ -27,7 +30,8 @@ Array = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SpecdecPp(Base):
-    """Drafts of `least` to `most` tokens, ended when the probability of a rejection is above `threshold`.
+    """Drafts of `least` to `most` tokens, ended when the probability of a rejection is above `threshold`; trees, when
+    it is on every path (`least`: levels).
     `trained`: the head's
     file, from `tools/train/train.py specdec-pp`; empty: the bundled file, for the bundled model and its draft model.
     """
@@ -81,18 +85,26 @@ _FITS: WeakKeyDictionary[Any, set[str]] = (
 class _Pace(Pace):
     def __init__(self, of: SpecdecPp, head: Tensors):
         self._of, self._head = of, head
-        self._stand, self._drafted = 1.0, 0  # the chance that all of this draft do
+        self._begin()
 
     def limit(self) -> int:
         return self._of.most
 
-    def more(self, logits: Array, token: int) -> bool:
-        self._drafted += 1
-        self._stand *= float(chances(self._head, features(logits[None], np.array([token])))[0])
-        return self._drafted < self._of.least or 1 - self._stand <= self._of.threshold
+    def more(self, level: Level, logits: Sequence[Logits]) -> bool:
+        self._levels += 1
+        stand = chances(self._head, features(np.stack(logits), level.tokens))
+        new = [
+            self._stand[parent] * float(a) for parent, a in zip(level.parents, stand, strict=True)
+        ]
+        self._stand += new
+        return self._levels < self._of.least or 1 - max(new) <= self._of.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self._stand, self._drafted = 1.0, 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """A draft: the chance that each node that it went on from stands with those before it; the root does."""
+        self._stand, self._levels = [1.0], 0
 
 
 def features(logits: Array, tokens: npt.NDArray[np.int64]) -> Array:

@@ -10,6 +10,7 @@ from accel.runtime.length.fixed import Fixed
 from accel.runtime.tree import Tree
 
 from ..draft_case import Known, Says, plain, rows_of, speculated
+from ..length_case import one
 
 AXIS = Axis("length", "accel.runtime.length")
 
@@ -25,8 +26,8 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
         def begin(self, cost):
             return Stops()
 
-        def more(self, logits, token):
-            asked.append((id(self), token))
+        def more(self, level, logits):
+            asked.append((id(self), token := int(level.tokens[0])))
             return bool(token % 3)
 
     class Stepwise(Drafters):
@@ -40,7 +41,7 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
                 ends = [
                     n + 1
                     for n, token in enumerate(future)
-                    if not more(i, np.zeros(toy.vocab), token)
+                    if not more.more(i, one(token, n), [np.zeros(toy.vocab)])
                 ]
                 trees[i] = Tree.chain(future[: ends[0]] if ends else future)
                 lengths.append(len(trees[i]))
