@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from transformers.generation import candidate_generator
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError
+from accel.ir.trained import found
 from accel.runtime.draft.model import Model
 from accel.runtime.length import Base, Pace, Paces
+from accel.runtime.length._head import Head
 from accel.runtime.length.cost_optimal import CostOptimal
 from accel.runtime.length.hf_assist import HfAssist
 from accel.runtime.sample import Distribution
@@ -261,6 +264,26 @@ def test_a_length_that_knows_what_comes_is_caught(shape):
         gap = case.gap(2)
         assert (gap < 1e-12) if honest else (gap > 0.01)
         assert len(case.depths) > 1
+
+
+HEADS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Head)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_computes_as_it_was_trained(name):
+    """The file that comes along holds what it needs and is small; arrays and tensors give the same odds."""
+    method = AXIS.build(name)
+    head, rng = method.head, np.random.default_rng(0)
+    assert {n: t.shape for n, t in head.items()} == method.sizes(head["first"].shape[1])
+    assert found(name, "").stat().st_size < 50e3
+    x = rng.standard_normal((7, head["first"].shape[0])).astype(np.float32) * 5
+    tensors = {n: torch.from_numpy(t) for n, t in head.items()}
+    odds = method.odds(head, x)
+    assert odds.shape == (7,) and odds.std() > 0
+    np.testing.assert_allclose(
+        odds, method.odds(tensors, torch.from_numpy(x)), rtol=1e-4, atol=1e-4
+    )
+    assert np.isfinite(method.odds(head, x * 1e3)).all()
 
 
 def brute(history, fade, cost, most):
