@@ -122,7 +122,7 @@ def test_the_table_says_what_is_declared():
     for what, row in rows.items():
         assert row.startswith(f"| `{what.name}` | {what.value} |")
     relied, broken = rows[Invariant.REWIND].split(" | ")[2:]
-    assert relied == "`lookahead`, `pearl`, `retro-attention`, `speculative`"
+    assert relied == "`lookahead`, `pearl`, `retro-attention`, `specbranch`, `speculative`"
     assert {"`h2o`", "`every`"} <= {*broken.rstrip(" |").split(", ")}
     assert "all of kv.score" in rows[Invariant.TOKENS_CONTIGUOUS]
     assert "target `triton`" in rows[Invariant.HOST_MEMORY]

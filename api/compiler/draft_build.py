@@ -52,8 +52,13 @@ def _recipe(plan: Plan) -> Recipe:
     """That of a draft model which is built along."""
     weights = plan.methods["draft"].weights
     tables = {"weights": {"use": weights}} if weights else {}
-    trees = TREES if plan.methods["tree"].branches else {}
+    trees = TREES if _grows(plan) else {}
     return Recipe(name=f"{plan.recipe.name}: draft", tables={**tables, **trees})
+
+
+def _grows(plan: Plan) -> bool:
+    """Whether calls of the draft model are trees."""
+    return plan.methods["tree"].branches or plan.methods["loop"].grows
 
 
 def _build(
@@ -75,9 +80,7 @@ def _build(
             copy_artifact(artifact, folder)
         model = load(folder or path)
         try:
-            Follower(
-                model, 1, plan.methods["tree"].branches
-            ).close()  # its sessions can take back, and grow, drafts
+            Follower(model, 1, _grows(plan)).close()  # its sessions can take back, and grow, drafts
         except BaseException:
             model.close()
             raise

@@ -40,6 +40,7 @@ class Base(Method, ABC):
     # Whether a greedy request gets other tokens than those that the model finds likeliest one by one.
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
+    grows: ClassVar[bool] = False  # whether those of its draft model are, where its own are not
 
     @property
     def breaks(self) -> frozenset[Invariant]:
