@@ -38,6 +38,16 @@ class Tables:
     def lengths(self) -> np.ndarray:
         return np.array([len(self.held)])
 
+    @property
+    def room(self) -> np.ndarray:
+        return self.max_context - self.lengths
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
     def run(self, tokens, lengths=None, *, last_only=False, run_layers=None, coarse=False):
         says, found = self.less if coarse or run_layers is not None else self.says, []
         for token in tokens[0, : tokens.shape[1] if lengths is None else lengths[0]].tolist():

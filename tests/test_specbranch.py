@@ -59,19 +59,9 @@ class Table(Tables):
         super().__init__(says, says, SIZE)
         self.calls = 0
 
-    @property
-    def room(self):
-        return np.array([self.max_context - len(self.held)])
-
     def run(self, *args, **options):
         self.calls += 1
         return super().run(*args, **options)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
 
 
 def one(prompt, sampler=WARM, **ends):

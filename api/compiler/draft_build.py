@@ -58,7 +58,7 @@ def _recipe(plan: Plan) -> Recipe:
 
 def _grows(plan: Plan) -> bool:
     """Whether calls of the draft model are trees."""
-    return plan.methods["tree"].branches or plan.methods["loop"].grows
+    return bool(plan.methods["tree"].branches or plan.methods["loop"].grows)
 
 
 def _build(

@@ -14,6 +14,7 @@ from accel.ir.trained import found
 from accel.runtime.draft.model import Model
 from accel.runtime.length import Base, Pace, Paces
 from accel.runtime.length._head import Head
+from accel.runtime.length._of_rounds import OfRounds
 from accel.runtime.length.cost_optimal import CostOptimal
 from accel.runtime.length.hf_assist import HfAssist
 from accel.runtime.sample import Distribution
@@ -23,7 +24,7 @@ from accel.runtime.tree import Level
 from accel.runtime.verify import Target
 
 from ..grow_case import AXIS as SHAPES
-from ..length_case import one
+from ..length_case import by_the_first, one
 from ..open_case import Opened
 from ..verify_case import AXIS as RULES
 from ..verify_case import World, alone, distance, generated, sampled
@@ -130,7 +131,18 @@ def test_a_broken_one_is_caught(broken):
         law(broken)
 
 
-STOPS = {"hf-assist": {"threshold": 0.5}, "specdec-pp": {"least": 1}}
+STOPS = {
+    "hf-assist": {"threshold": 0.5},
+    "specdec-pp": {"least": 1},
+    **{n: {} for n in AXIS.names() if issubclass(AXIS.method(n), OfRounds)},
+}
+
+
+@pytest.fixture(autouse=True)
+def heads_for_tables(request, monkeypatch):
+    """Heads that learnt from rounds of a model are sure of tables of three tokens: there, others."""
+    if "law" in request.node.name:
+        monkeypatch.setattr(OfRounds, "head", property(by_the_first))
 
 
 def stopping_gap(method, rule, draft, drops=False):
@@ -186,7 +198,7 @@ def opened(method, shape, rule, draft="other"):
 def ends_drafts(name):
     """Whether a length asks for fewer tokens than it said before the draft."""
     method = AXIS.build(name)
-    if type(method).open is not Base.open:
+    if isinstance(method, Head) or type(method).open is not Base.open:
         return True
     return type(method.begin(unmeasured_cost)).more is not Pace.more
 
@@ -200,8 +212,9 @@ def test_samples_keep_their_law_wherever_levels_end(name):
         fit = [r for r in rules if r.grade != "approximate" and not r.relies & shape.breaks]
         case = opened(method, shape, next(r for r in fit if r.reads_q))
         assert case.gap(2) < 1e-12, shape
-        ends |= case.depths
-    assert len(ends) > 2, "no draft was ended"
+        if not shape.branches:
+            ends |= case.depths
+    assert len(ends) > 1, "all chains are whole"
 
 
 class Ahead:

@@ -3,10 +3,11 @@
 import pytest
 import run
 import train
-from runs import absorb, aimed, fit, head, soft, table
+from runs import absorb, aimed, fit, head, rounds, soft, table
 
 from accel.runtime.length import Base
 from accel.runtime.length._head import OfTokens
+from accel.runtime.length._of_rounds import OfRounds
 
 KINDS = {
     "trim-kv": soft.SoftRun, "threshold-evict": aimed.AimedRun, "less": absorb.AbsorbRun,
@@ -22,6 +23,7 @@ def test_each_method_is_of_one_kind():
 
 
 def test_a_length_with_a_head_is_found_by_its_base():
+    assert run.kind_of(type("Own", (OfRounds,), {})) is rounds.Logged
     assert run.kind_of(type("Own", (OfTokens,), {})) is head.HeadRun
     assert run.kind_of(type("Own", (Base,), {"trained": "", "key": "own"})) is None
 
