@@ -44,6 +44,8 @@ LENGTHS = {
     "disco": {"use": "disco"},
     "disco, threshold 0.2": {"use": "disco", "threshold": 0.2},
     "disco, threshold 0.5": {"use": "disco", "threshold": 0.5},
+    "mcsd-improved": {"use": "mcsd-improved"},
+    "mcsd-improved, threshold 0.7": {"use": "mcsd-improved", "threshold": 0.7},
 }
 
 
