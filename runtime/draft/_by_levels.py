@@ -9,9 +9,9 @@ import numpy as np
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.draft import More
 from accel.runtime.draft._beside import Beside
+from accel.runtime.draft._levels import Levels
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.sample import Distribution
-from accel.runtime.speculation.levels import Levels
 from accel.runtime.tree import Guesses, Level, Tree, grown
 
 

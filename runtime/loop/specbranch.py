@@ -12,11 +12,11 @@ import numpy as np
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.backends.protocol import Logits
+from accel.runtime.draft._levels import Levels
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop._parallel import Ahead, Parallel
 from accel.runtime.session.core import CHUNK
 from accel.runtime.speculation.follow import Follower
-from accel.runtime.speculation.levels import Levels
 from accel.runtime.tree import Level
 from accel.runtime.tree._nodes import top
 

@@ -134,7 +134,7 @@ def test_a_broken_one_is_caught(broken):
 STOPS = {
     "hf-assist": {"threshold": 0.5},
     "specdec-pp": {"least": 1},
-    **{n: {} for n in AXIS.names() if issubclass(AXIS.method(n), OfRounds)},
+    **{n: {"threshold": 0.5} for n in AXIS.names() if issubclass(AXIS.method(n), OfRounds)},
 }
 
 
