@@ -5,7 +5,7 @@ fall.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.session.observers.observer import Capabilities
+from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree import NONE
 from accel.runtime.verify import Chance, Target, Verdict
 
@@ -36,6 +37,16 @@ class Tables:
     @property
     def lengths(self) -> np.ndarray:
         return np.array([len(self.held)])
+
+    @property
+    def room(self) -> np.ndarray:
+        return self.max_context - self.lengths
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
     def run(self, tokens, lengths=None, *, last_only=False, run_layers=None, coarse=False):
         says, found = self.less if coarse or run_layers is not None else self.says, []
@@ -88,7 +99,10 @@ class Opened:
     world: World
     limit: int = 2
     misled: bool = False  # it says the contrary of the first two tokens
+    length: Any = Fixed(9)
+    beyond: int = 0  # tokens that a draft may have beyond a row's end
     drafted: int = 0
+    depths: set[int] = field(default_factory=set)  # levels of the trees that came
 
     def logits(self, seen: Prefix) -> np.ndarray:
         """What the drafter's model says."""
@@ -108,13 +122,15 @@ class Opened:
             session=self.session, tokenizer=None, facts=SimpleNamespace(kv=None)
         )
         model = SimpleNamespace(draft_model=beside, tokenizer=None, facts=facts)
-        methods = {"tree": self.shape, "verify": Walked(self.rule, chance), "length": Fixed(9)}
+        methods = {"tree": self.shape, "verify": Walked(self.rule, chance), "length": self.length}
         drafters = self.method.open(target, [row], DecodeContext(methods, None, model))
+        paces = self.length.open([row], unmeasured_cost)
         while not row.finish:
             seen = tuple(row.seen.tolist())
             target.held = list(seen[:-1])
-            most = min(self.limit, row.left - 1)
-            tree = drafters.draft({0: most}, lambda *_: True).get(0, NONE) if most else NONE
+            most = min(self.limit, row.left - 1 + self.beyond, paces.limits([0])[0])
+            tree = drafters.draft({0: most}, paces).get(0, NONE) if most else NONE
+            self.depths.add(max(tree.depths, default=0))
             assert len(tree) <= most and target.held == list(seen[:-1]), "it left something"
             after = [(*seen, *tree.tokens[list(tree.path(n))].tolist()) for n in range(len(tree))]
             logits = np.stack([world.logits(prefix) for prefix in (seen, *after)])
@@ -126,6 +142,8 @@ class Opened:
                 verdict = Verdict((), chance.draw(world.law(seen)))
                 taken = [verdict.token]
             drafters.observe(0, tree, verdict, logits)
+            if len(tree):
+                paces.observe(0, len(tree), len(verdict.path))
             self.drafted += len(tree)
             if not self.misled or len(seen) >= len(PROMPT) + 2:
                 fell += len(tree) - len(verdict.path)

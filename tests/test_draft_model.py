@@ -16,6 +16,8 @@ from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft.layerskip import LayerSkip
+from accel.runtime.length.fixed import Fixed
+from accel.runtime.speculation.round_cost import unmeasured_cost
 
 from .draft_case import rows_of
 
@@ -265,8 +267,9 @@ def test_a_draft_model_grows_trees(modules, folder, small):
         rows, model.draft_model._costs = rows_of(texts()), Costs((1, 32), (0.01, 0.01))
         with model.session(3) as session:
             drafters = model._methods["draft"].open(session, rows, model._context())
+            paces = Fixed(12).open(rows, unmeasured_cost)
             for turn in range(3):
-                trees = drafters.draft({0: 9, 1: 6, 2: 12} if turn else {2: 9}, None)
+                trees = drafters.draft({0: 9, 1: 6, 2: 12} if turn else {2: 9}, paces)
                 for i, tree in trees.items():
                     assert tree.branch is not None
                     for node in range(-1, len(tree)):

@@ -10,7 +10,7 @@ import reference_export
 import torch
 import train
 from runs import head as trainer
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 import accel
 from accel.compiler.assemble import assemble
@@ -19,11 +19,13 @@ from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.length import specdec_pp
-from accel.runtime.length.specdec_pp import SpecdecPp, chances, features, sizes
+from accel.runtime.length._head import chance, sample
+from accel.runtime.length.specdec_pp import SpecdecPp
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.speculation.round_cost import unmeasured_cost
 
 from .draft_case import plain, rows_of
+from .length_case import one
 
 METHODS = {"draft": "model", "tree": "chain", "verify": "sample-match"}
 SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
@@ -32,34 +34,33 @@ SHIPPED = reference_data.REFERENCE / "specdec-pp.safetensors"
 @pytest.fixture(scope="module")
 def pair():
     options = argparse.Namespace(model=reference_data.REFERENCE, draft=None, length=99)
-    return trainer.open_pair(options, reference_data.REFERENCE)
+    return trainer.open_pair(SpecdecPp, options, reference_data.REFERENCE)
 
 
 def head_of(file):
-    return specdec_pp._head(str(file))[0]
+    return SpecdecPp(trained=str(file)).head
 
 
 def a_head(inner=8, seed=0):
     rng = np.random.default_rng(seed)
     return {
         name: rng.standard_normal(size).astype(np.float32) / 3
-        for name, size in sizes(inner).items()
+        for name, size in SpecdecPp.sizes(inner).items()
     }
 
 
 def test_the_head_reads_odds_and_computes_as_it_was_trained():
     logits = np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32) * 3
     tokens = np.arange(5)
-    x, p = features(logits, tokens), torch.from_numpy(logits).softmax(-1)
+    x, p = SpecdecPp.features(logits, tokens), torch.from_numpy(logits).softmax(-1)
     np.testing.assert_allclose(x[:, 0], p[np.arange(5), tokens].log(), atol=1e-5)
     np.testing.assert_allclose(x[:, 1:-1], p.sort(descending=True).values[:, :16].log(), atol=1e-5)
     np.testing.assert_allclose(x[:, -1], -(p * p.log()).sum(-1), atol=1e-4)
     head = a_head()
-    want = trainer.forward(
-        {n: torch.from_numpy(t) for n, t in head.items()}, torch.from_numpy(x)
-    ).softmax(-1)
-    np.testing.assert_allclose(chances(head, x), want[:, 1], atol=1e-5)
-    few = features(np.array([[0, -np.inf, 1]], np.float32), np.array([2]))
+    tensors = {n: torch.from_numpy(t) for n, t in head.items()}
+    want = SpecdecPp.odds(tensors, torch.from_numpy(x)).sigmoid()
+    np.testing.assert_allclose(chance(SpecdecPp.odds(head, x)), want, atol=1e-5)
+    few = SpecdecPp.features(np.array([[0, -np.inf, 1]], np.float32), np.array([2]))
     assert few.shape == (1, 18) and np.isfinite(few).all()
 
 
@@ -72,19 +73,20 @@ def test_the_head_that_comes_along_tells_what_stands(pair):
 
     def lost(found):
         found = torch.as_tensor(found).clamp(1e-6, 1 - 1e-6)
-        return float(trainer.loss(torch.stack([(1 - found).log(), found.log()], -1), stands))
+        return float(trainer.loss(found.logit(), stands))
 
     constant = min(lost(torch.full((len(stands),), c)) for c in np.linspace(0.02, 0.98, 49))
-    found = chances(head_of(SHIPPED), x.numpy())
+    found = chance(SpecdecPp.odds(head_of(SHIPPED), x.numpy()))
     assert lost(found) < constant - 0.05
     untrained = {name: tensor.numpy() for name, tensor in pair.start(32, 0)[0].items()}
-    for control in (np.random.default_rng(0).permutation(found), chances(untrained, x.numpy())):
+    other = chance(SpecdecPp.odds(untrained, x.numpy()))
+    for control in (np.random.default_rng(0).permutation(found), other):
         assert lost(control) > constant
 
 
 def by_own_odds():
     """A head that goes by the token's own chance alone."""
-    head = {name: np.zeros(size, np.float32) for name, size in sizes(4).items()}
+    head = {name: np.zeros(size, np.float32) for name, size in SpecdecPp.sizes(4).items()}
     head["first"][0, 0] = head["last"][0, 1] = 1
     head["last.bias"][1] = 6
     return head
@@ -96,8 +98,9 @@ def lengths(threshold, least=2, most=9, head=None):
     for draft in range(12):
         rng, drafted, more = np.random.default_rng(draft), 0, True
         while more and drafted < pace.limit():
+            logits = [rng.standard_normal(30).astype(np.float32)]
+            more = pace.more(one(int(rng.integers(30)), drafted), logits)
             drafted += 1
-            more = pace.more(rng.standard_normal(30).astype(np.float32), int(rng.integers(30)))
         pace.observe(drafted, 0)
         found.append(drafted)
     return found
@@ -114,7 +117,7 @@ def test_a_draft_ends_where_a_token_has_likely_fallen():
 
 def test_the_chance_is_that_of_all_tokens_so_far():
     """Each stands with a chance of 1/2: after two, one of them falls with 3/4."""
-    head = {name: np.zeros(size, np.float32) for name, size in sizes(4).items()}
+    head = {name: np.zeros(size, np.float32) for name, size in SpecdecPp.sizes(4).items()}
     for threshold, drafted in ((0.4, 1), (0.5, 2), (0.74, 2), (0.75, 3), (0.9, 4)):
         assert set(lengths(threshold, 1, head=head)) == {drafted}
 
@@ -231,8 +234,8 @@ def written(tmp_path):
 
     def make(name="head", change=(), **metadata):
         told = {
-            "model": specdec_pp.sample(Model(0).session),
-            "draft": specdec_pp.sample(Model(1).session),
+            "model": sample(Model(0).session),
+            "draft": sample(Model(1).session),
         }
         metadata = {"method": "specdec-pp", "model": json.dumps(told)} | metadata
         tensors = {f"0.{n}": t for n, t in a_head().items()} | dict(change)
@@ -248,9 +251,9 @@ def test_a_head_of_other_models_is_refused(written):
     method.fit(model)
     assert model.asked == 1, "a model that is known is not asked again"
     model = Model(0, Model(1))
-    for one in (model, model.draft_model):
-        one.logits = (
-            one.logits + np.random.default_rng(5).standard_normal(100) * 0.2
+    for changed in (model, model.draft_model):
+        changed.logits = (
+            changed.logits + np.random.default_rng(5).standard_normal(100) * 0.2
         )  # as weights of few bits do
     method.fit(model)
     for wrong, words in ((Model(2, Model(1)), "another model"), (Model(0, Model(3)), "another draft model"),
@@ -287,12 +290,6 @@ def test_options_that_cannot_be():
     for options in ({"threshold": 2.0}, {"least": 0}, {"least": 5, "most": 4}):
         with pytest.raises(RecipeError, match="length.specdec-pp: .*give"):
             SpecdecPp(**options)
-
-
-def test_the_file_is_small():
-    assert SHIPPED.stat().st_size < 50e3 and set(load_file(SHIPPED)) == {
-        f"0.{name}" for name in sizes(1)
-    }
 
 
 def test_a_drafter_without_a_draft_model_is_refused():

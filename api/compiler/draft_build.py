@@ -122,8 +122,14 @@ def _recipe(plan: Plan) -> Recipe:
     """That of a draft model which is built along."""
     weights = plan.methods["draft"].weights
     tables = {"weights": {"use": weights}} if weights else {}
-    trees = TREES if plan.methods["tree"].branches else {}
+    trees = TREES if _grows(plan) else {}
     return Recipe(name=f"{plan.recipe.name}: draft", tables={**tables, **trees})
+
+
+def _grows(plan: Plan) -> bool:
+    """Whether calls of the draft model are trees."""
+    shaped = "tree" in plan.methods and plan.methods["tree"].branches
+    return bool(shaped or plan.methods["loop"].grows)
 
 
 def _build(
@@ -175,7 +181,7 @@ def _build(
 
 def check_rewind(model: CompiledModel, plan: Plan) -> None:
     """Raise InputError where sessions of a model that drafts cannot take drafts back, or grow those of a recipe."""
-    Follower(model, 1, "tree" in plan.methods and plan.methods["tree"].branches).close()
+    Follower(model, 1, _grows(plan)).close()
 
 
 def _declared(path: Path) -> int | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,14 +19,17 @@ from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
-from accel.runtime.tree import Tree
+from accel.runtime.tree import Level, Tree
 from accel.runtime.verify import Verdict
 
 __all__ = ["Base", "Drafter", "Drafters", "More"]
 
-More = Callable[
-    [int, npt.NDArray[np.float32], int], bool
-]  # row, logits [V], token: `length.Pace.more` of the row
+
+class More(Protocol):
+    """What a drafter asks while it drafts: the lengths of all rows (`length.Paces`)."""
+
+    def draws(self, said: Mapping[int, Sequence[npt.NDArray[np.float32]]]) -> Collection[int]: ...
+    def more(self, row: int, level: Level, logits: Sequence[npt.NDArray[np.float32]]) -> bool: ...
 
 
 class Drafter(ABC):
@@ -73,7 +76,7 @@ class Drafters(ABC):
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         """For each row asked, at most so many (1 or more) tokens that may follow its `seen`; a row that is
         missing has none. Rows may go unasked for any time: they ended, or drafting did not pay. What drafts
-        token by token by logits asks `more` after each token, and ends the row's draft where it says no.
+        level by level by logits asks `more` before and after each level, and ends the row's draft where it says no.
         """
 
     def observe(  # noqa: B027

@@ -53,14 +53,14 @@ class ByLogits(ByModel):
         last: dict[int, Logits] = {}  # what each row's newest token was chosen by
         told = dict.fromkeys(wanted, 0)  # tokens of each row that its length heard of
 
-        def goes_on(i: int, token: int) -> bool:
+        def goes_on(i: int, level: Level) -> bool:
             told[i] += 1
-            return more(i, last[i], token)
+            return more.more(i, level, [last[i]])
 
         def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
             if last:
-                tokens = {i: int(level.tokens[0]) for i, level in levels.items()}
-                tokens = {i: token for i, token in tokens.items() if goes_on(i, token)}
+                asked = {i: level for i, level in levels.items() if goes_on(i, level)}
+                tokens = {i: int(level.tokens[0]) for i, level in asked.items()}
                 for i, token in tokens.items():
                     paths[i][sizes[i]] = token
                     sizes[i] += 1
@@ -69,8 +69,9 @@ class ByLogits(ByModel):
                 tokens = dict.fromkeys(levels, 0)
                 logits = self.first(list(levels))
             guesses: dict[int, Guesses] = {}
-            for i in tokens:
-                last[i] = logits[i, -1, : self._vocab]
+            said = {i: [logits[i, -1, : self._vocab]] for i in tokens}
+            for i in more.draws(said):
+                last[i] = said[i][0]
                 guesses[i] = [self.rows[i].sampler.distribution(last[i], paths[i][: sizes[i]])]
             return guesses
 
@@ -81,7 +82,7 @@ class ByLogits(ByModel):
             self.done()
         for i, tree in trees.items():
             if len(tree) > told[i]:
-                goes_on(i, int(tree.tokens[-1]))
+                goes_on(i, Level(tree.tokens[-1:], np.array([told[i]])))
         self._trees = trees
         return trees
 

@@ -14,7 +14,7 @@ from accel.runtime.draft import Drafters, More
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.speculation.follow import Follower
-from accel.runtime.tree import Tree
+from accel.runtime.tree import Level, Tree
 
 LOOK = 16  # newest tokens whose text is always encoded again: what follows may join them
 UNSURE = "�"  # part of a character
@@ -56,8 +56,10 @@ class ByText(Drafters):
             return {}
         drafted: dict[int, list[int]] = {i: [] for i in heads}
         logits = self._follower.follow(heads, {i: self._texts[i].sure for i in heads})
+        step = 0  # tokens of each draft so far
         while left:
             fresh: dict[int, Ints] = {}
+            left = {i: left[i] for i in more.draws({i: [logits[i, -1]] for i in left})}
             for i in list(left):
                 token = int(logits[i, -1].argmax())
                 if token in self._ends:
@@ -65,10 +67,12 @@ class ByText(Drafters):
                     continue
                 drafted[i].append(token)
                 left[i] -= 1
-                if more(i, logits[i, -1], token) and left[i]:
+                level = Level(np.array([token]), np.array([step]))
+                if more.more(i, level, [logits[i, -1]]) and left[i]:
                     fresh[i] = np.array([token])
                 else:
                     del left[i]
+            step += 1
             if fresh:
                 logits = self._follower.run(fresh)
         return {

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from accel.ir.invariants import Method
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.row import Row
 from accel.runtime.speculation.round_cost import RoundCost
+from accel.runtime.tree import Level
 
-__all__ = ["Base", "Pace"]
+__all__ = ["Base", "Pace", "Paces"]
 
 
 class Pace(ABC):
@@ -21,10 +23,11 @@ class Pace(ABC):
     def limit(self) -> int:
         """Most tokens of the next draft, 0 or more."""
 
-    def more(self, logits: npt.NDArray[np.float32], token: int) -> bool:
-        """Whether to draft another token after one that the drafter chose by its logits [V] (not to be kept). Drafters
-        that work token by token ask after each one, in turn; the last that the limit allows is told too. The token
-        stays in the draft whatever the answer, or samples would lean towards what drafters are sure of.
+    def more(self, level: Level, logits: Sequence[Logits]) -> bool:
+        """Whether to draft another level after one whose tokens [n] were chosen by these logits, [V] each (not to be
+        kept). Drafters that run a model ask after each level that they could go on from, in turn; a chain's is one
+        token, and the last that its limit allows is told too. The tokens stay in the draft whatever the answer, or
+        samples would lean towards what drafters are sure of.
         """
         return True
 
@@ -32,12 +35,57 @@ class Pace(ABC):
         """What became of a draft: how many tokens it had, how many of them stand."""
 
 
+class Paces(ABC):
+    """Says it for all rows of a session, round by round; rows are named by their numbers."""
+
+    @abstractmethod
+    def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
+        """Most tokens of the next draft of each of these rows, 0 or more."""
+
+    def draws(self, said: Mapping[int, Sequence[Logits]]) -> Collection[int]:
+        """Which of these rows draft a level (more), before any token of it is drawn, by what the drafter says: the
+        logits [V] of each place that has no token yet (not to be kept). Only here rows may be compared: what is drawn
+        stays.
+        """
+        return said.keys()
+
+    @abstractmethod
+    def more(self, row: int, level: Level, logits: Sequence[Logits]) -> bool:
+        """As of `Pace`."""
+
+    @abstractmethod
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
+        """As of `Pace`."""
+
+
 class Base(Method, ABC):
-    """A method: a frozen dataclass whose fields are its options, shared by all rows."""
+    """A method: a frozen dataclass whose fields are its options, shared by all rows. It implements `begin` to decide
+    for each row, or `open` to decide for all rows of a session.
+    """
 
     def fit(self, model: Any) -> None:
         """Raises InputError where what it goes by was made for another model than sessions are of (`loop.Model`)."""
 
-    @abstractmethod
     def begin(self, cost: RoundCost) -> Pace:
         """For a new row; a method that remembers nothing is its own."""
+        raise NotImplementedError(f"{type(self).__name__} decides for all rows at once; use open")
+
+    def open(self, rows: Sequence[Row], cost: RoundCost) -> Paces:
+        """For the rows of a session. `cost`: of a round's call, in plain steps."""
+        return _Each([self.begin(cost) for _ in rows])
+
+
+@dataclass(frozen=True)
+class _Each(Paces):
+    """A pace per row."""
+
+    paces: Sequence[Pace]
+
+    def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
+        return {i: self.paces[i].limit() for i in rows}
+
+    def more(self, row: int, level: Level, logits: Sequence[Logits]) -> bool:
+        return self.paces[row].more(level, logits)
+
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
+        self.paces[row].observe(drafted, accepted)

@@ -5,15 +5,17 @@ confidence with an adaptive threshold.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError, unknown
+from accel.runtime.backends.protocol import Logits
 from accel.runtime.length import Base, Pace
 from accel.runtime.speculation.round_cost import RoundCost
+from accel.runtime.tree import Level
 
 SCHEDULES = ("constant", "heuristic")
 ENOUGH, KEPT = 5, 1000  # tokens that a threshold is found by: more than, and the newest of
@@ -23,7 +25,8 @@ MISSED = 3  # what a draft ended too early costs, where one that went on in vain
 @dataclass(frozen=True)
 class HfAssist(Base):
     """Drafts of up to `tokens`; with schedule "heuristic" plus two after each fully accepted draft, minus
-    one after any other. A drafter with logits stops after a token with probability below `threshold` (0: never).
+    one after any other. A drafter with logits stops after a token with probability below `threshold` (0: never); of a
+    tree, after a level that has no likelier one.
     """
 
     tokens: int = count(20, most=256)
@@ -48,7 +51,9 @@ class _Pace(Pace):
     def __init__(self, of: HfAssist):
         self._tokens, self._adapts = of.tokens, of.schedule == "heuristic"
         self.threshold = of.threshold
-        self._asked: list[float] = []  # how likely this draft's tokens were
+        self._asked: list[
+            float
+        ] = []  # how likely this draft's tokens were, of each level the likeliest
         self._known: deque[tuple[float, bool]] = deque(
             maxlen=KEPT
         )  # how likely a token was, and whether it stood
@@ -56,11 +61,15 @@ class _Pace(Pace):
     def limit(self) -> int:
         return self._tokens
 
-    def more(self, logits: npt.NDArray[np.float32], token: int) -> bool:
+    def more(self, level: Level, logits: Sequence[Logits]) -> bool:
         if not self.threshold:
             return True
         with np.errstate(over="ignore"):
-            self._asked.append(float(1 / np.exp(logits - logits[token]).sum()))
+            chances = [
+                float(1 / np.exp(line - line[token]).sum())
+                for token, line in zip(level.tokens, logits, strict=True)
+            ]
+        self._asked.append(max(chances))
         return self._asked[-1] >= self.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
-from accel.ir.invariants import Invariant
-from accel.ir.trained import Tensors, found, opened
-from accel.runtime.length import Base, Pace
+from accel.ir.errors import RecipeError
+from accel.ir.trained import Tensors
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.length import Pace
+from accel.runtime.length._head import Array, OfTokens, chance, silu, spread
 from accel.runtime.speculation.round_cost import RoundCost
+from accel.runtime.tree import Level
 
 TOP, BLOCKS = 16, 3  # likeliest tokens that the head reads, and residual blocks that it has
-LEAST = -20.0  # the logarithm of a chance, at least
-PROBE = 16  # tokens by whose logits a model is known again
-NUMBERS = 64  # of those logits
-Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class SpecdecPp(Base):
-    """Drafts of `least` to `most` tokens, ended when the probability of a rejection is above `threshold`.
+class SpecdecPp(OfTokens):
+    """Drafts of `least` to `most` tokens, ended when the probability of a rejection is above `threshold`; trees, when
+    it is on every path (`least`: levels).
     `trained`: the head's
     file, from `tools/train/train.py specdec-pp`; empty: the bundled file, for the bundled model and its draft model.
     """
@@ -38,8 +35,6 @@ class SpecdecPp(Base):
     trained: str = ""
 
     key: ClassVar[str] = "specdec-pp"
-    files = ("trained",)
-    relies = frozenset({Invariant.DRAFT_MODEL})
 
     def __post_init__(self) -> None:
         if not 0 <= self.threshold <= 1:
@@ -51,113 +46,52 @@ class SpecdecPp(Base):
                 f"length.specdec-pp: least is {self.least} and most {self.most}; give least >= 1 and most >= least"
             )
 
-    def fit(self, model: Any) -> None:
-        """Raises InputError where the head was trained for another model, or another draft of it."""
-        checked = _FITS.setdefault(model, set())
-        if self.trained in checked:
-            return
-        told = json.loads(_head(self.trained)[1])
-        for name, one in (("model", model), ("draft", model.draft_model)):
-            if one is None or not alike(told[name], sample(one.session)):
-                whose = self.trained or "the bundled file"
-                what = "model" if name == "model" else "draft model"
-                raise InputError(
-                    f"length.specdec-pp: {whose} was trained for another {what}; {ANOTHER}"
-                )
-        checked.add(self.trained)
-
     def begin(self, cost: RoundCost) -> Pace:
-        return _Pace(self, _head(self.trained)[0])
+        return _Pace(self, self.head)
 
+    @classmethod
+    def sizes(cls, inner: int) -> dict[str, tuple[int, ...]]:
+        """See Head."""
+        blocks = {f"block{i}": (inner, inner) for i in range(BLOCKS)}
+        found = {"first": (TOP + 2, inner), **blocks, "last": (inner, 2)}
+        return {**found, **{f"{name}.bias": size[1:] for name, size in found.items()}}
 
-ANOTHER = (
-    "train it: python tools/train/train.py specdec-pp MODEL --draft DRAFT --text TEXT --out FILE, and set `trained` "
-    "to the FILE in the recipe"
-)
-_FITS: WeakKeyDictionary[Any, set[str]] = (
-    WeakKeyDictionary()
-)  # model -> the files that are known to fit it
+    @classmethod
+    def features(cls, logits: Logits, tokens: npt.NDArray[np.int64]) -> Array:
+        """The logarithms of the tokens' chances and of the likeliest ones', and the entropy."""
+        all_, top, entropy = spread(logits, TOP)
+        own = np.take_along_axis(all_, tokens[:, None], -1)
+        return np.concatenate([own, top, entropy], -1).astype(np.float32)
+
+    @classmethod
+    def odds(cls, head: Mapping[str, Any], x: Any) -> Any:
+        """That tokens stand: residual blocks, and two logits."""
+        x = x @ head["first"] + head["first.bias"]
+        for block in range(BLOCKS):
+            x = x + silu(x @ head[f"block{block}"] + head[f"block{block}.bias"])
+        out = x @ head["last"] + head["last.bias"]
+        return out[:, 1] - out[:, 0]
 
 
 class _Pace(Pace):
     def __init__(self, of: SpecdecPp, head: Tensors):
         self._of, self._head = of, head
-        self._stand, self._drafted = 1.0, 0  # the chance that all of this draft do
+        self._begin()
 
     def limit(self) -> int:
         return self._of.most
 
-    def more(self, logits: Array, token: int) -> bool:
-        self._drafted += 1
-        self._stand *= float(chances(self._head, features(logits[None], np.array([token])))[0])
-        return self._drafted < self._of.least or 1 - self._stand <= self._of.threshold
+    def more(self, level: Level, logits: Sequence[Logits]) -> bool:
+        self._levels += 1
+        x = self._of.features(np.stack(logits), level.tokens)
+        stand = chance(self._of.odds(self._head, x)).tolist()
+        new = [self._stand[parent] * a for parent, a in zip(level.parents, stand, strict=True)]
+        self._stand += new
+        return self._levels < self._of.least or 1 - max(new) <= self._of.threshold
 
     def observe(self, drafted: int, accepted: int) -> None:
-        self._stand, self._drafted = 1.0, 0
+        self._begin()
 
-
-def features(logits: Array, tokens: npt.NDArray[np.int64]) -> Array:
-    """What the head reads [N,F] of tokens [N] and the draft's logits [N,V] that they were chosen by: the logarithms of
-    the token's chance and of the likeliest ones', and the entropy.
-    """
-    shifted = np.maximum(
-        logits - logits.max(-1, keepdims=True), -100
-    )  # what is ruled out has no chance, not -inf
-    weights = np.exp(shifted)
-    total = weights.sum(-1, keepdims=True)
-    entropy = np.log(total) - (weights * shifted).sum(-1, keepdims=True) / total
-    few = min(TOP, logits.shape[-1])
-    top = np.full((len(logits), TOP), LEAST, np.float32)
-    top[:, :few] = -np.sort(-np.partition(shifted, -few)[:, -few:]) - np.log(total)
-    own = np.take_along_axis(shifted, tokens[:, None], -1) - np.log(total)
-    return np.concatenate([np.maximum(own, LEAST), np.maximum(top, LEAST), entropy], -1).astype(
-        np.float32
-    )
-
-
-def chances(head: Tensors, x: Array) -> Array:
-    """That tokens stand [N], by what the head reads of them [N,F]."""
-    x = x @ head["first"] + head["first.bias"]
-    for block in range(BLOCKS):
-        inner = x @ head[f"block{block}"] + head[f"block{block}.bias"]
-        x = x + inner / (1 + np.exp(np.minimum(-inner, 80)))  # no overflow
-    out = x @ head["last"] + head["last.bias"]
-    found: Array = np.asarray(1 / (1 + np.exp(np.minimum(out[:, 0] - out[:, 1], 80))), np.float32)
-    return found
-
-
-def sizes(inner: int) -> dict[str, tuple[int, ...]]:
-    """Name -> size of a head's tensors."""
-    blocks = {f"block{i}": (inner, inner) for i in range(BLOCKS)}
-    found = {"first": (TOP + 2, inner), **blocks, "last": (inner, 2)}
-    return {**found, **{f"{name}.bias": size[1:] for name, size in found.items()}}
-
-
-@lru_cache(maxsize=8)
-def _head(trained: str) -> tuple[Tensors, str]:
-    """A file's tensors, and the samples of the models that it is for, as JSON."""
-    key, file = SpecdecPp.key, found(SpecdecPp.key, trained)
-    tensors, told = opened(key, file, ANOTHER, InputError)
-    tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-    want = sizes(tensors["first"].shape[-1] if "first" in tensors else 0)
-    for name, size in want.items():
-        if (has := np.shape(tensors.get(name, []))) != size:
-            raise InputError(
-                f"{key}: {file} has {name} of size {list(has)}, but {list(size)} is needed; {ANOTHER}"
-            )
-    return tensors, told["model"]
-
-
-def sample(session: Any) -> list[float]:
-    """Some of a model's logits after a row of tokens: by them it is known again, however its weights are stored.
-    `session`: opens one.
-    """
-    with session() as opened:
-        logits = opened.run(3 + np.arange(PROBE)[None] % (opened.vocab_size - 3))[0, -1]
-    return [round(float(x), 3) for x in logits[:: max(1, logits.size // NUMBERS)][:NUMBERS]]
-
-
-def alike(told: list[float], found: list[float]) -> bool:
-    """Whether two samples are of one model."""
-    a, b = (np.array(x, np.float64) - np.mean(x) for x in (told, found))
-    return a.shape == b.shape and bool(np.linalg.norm(a - b) < 0.5 * np.linalg.norm(a))
+    def _begin(self) -> None:
+        """A draft: the chance that each node that it went on from stands with those before it; the root does."""
+        self._stand, self._levels = [1.0], 0

@@ -41,6 +41,7 @@ class Base(Method, ABC):
     # Whether a greedy request gets other tokens than those that the model finds likeliest one by one.
     searches: ClassVar[bool] = False
     trees: ClassVar[bool] = False  # whether its calls are trees of guesses, some of which are kept
+    grows: ClassVar[bool] = False  # whether those of its draft model are, where its own are not
 
     writes: ClassVar[bool] = (
         False  # whether text of its own comes, too, which no token's law allows or bans

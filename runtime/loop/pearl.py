@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Mapping
 from dataclasses import dataclass
-from time import perf_counter
 
 import numpy as np
 
 from accel.ir.axis import count
-from accel.ir.errors import InputError, RecipeError
-from accel.ir.invariants import Invariant
-from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.prompts import first_tokens
-from accel.runtime.decode.row import Row
+from accel.ir.errors import RecipeError
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.loop import Base
-from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
-from accel.runtime.session.session import Session
+from accel.runtime.loop._parallel import Ahead, Parallel
 from accel.runtime.speculation.follow import Follower
-from accel.runtime.speculation.guard import Guard, round_costs
-from accel.runtime.tree import Tree
-from accel.runtime.verify import Chance, Target, match
-
-ALONE = 2  # steps without a draft, which say what those with one beside them cost
 
 
 @dataclass(frozen=True)
-class Pearl(Base):
+class Pearl(Parallel):
     """While a call verifies a draft, the draft model drafts `ahead` tokens that would follow. If the draft
     is fully accepted and the
     next token is the first of these, the next call verifies the others; otherwise they are rejected, and the
@@ -39,150 +24,22 @@ class Pearl(Base):
 
     ahead: int = count(4, most=256)
 
-    asks = {"draft": ""}
-    relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
-    grade = "lossless"
-
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise RecipeError(f"loop.pearl: ahead is {self.ahead}; give at least 1")
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
-        draft_model = None if context.model is None else context.model.draft_model
-        if draft_model is None:
-            raise InputError(
-                "loop.pearl: this model was built without its draft model; build it again"
-            )
-        yield from first_tokens(session, rows)
-        with ExitStack() as stack:
-            follower = stack.enter_context(closing(Follower(draft_model, len(rows))))
-            thread = stack.enter_context(
-                ThreadPoolExecutor(1)
-            )  # ends before the draft's session closes
-            rounds = _Rounds(session, rows, self.ahead, context, follower, thread)
-            while rounds.live:
-                yield from rounds.run()
-
-
-class _Rounds:
-    """The rounds of one group of rows; `_pending`: tokens of each that were drafted and are not checked."""
-
-    def __init__(
-        self, session: Session, rows: list[Row], ahead: int, context: DecodeContext,
-        follower: Follower, thread: ThreadPoolExecutor,
-    ):  # fmt: skip
-        self._session, self._rows, self._ahead = session, rows, ahead
-        self._follower, self._thread = follower, thread
-        self._chances = [Chance(row.rng) for row in rows]
-        self._pending = [np.zeros(0, np.int64) for _ in rows]
-        self._reach = reach(session.capabilities)
-        self._guard = None if context.costs is None else Guard(context.costs, session.batch)
-        self._round_cost = round_costs(context.costs, session.batch)
-        self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
-        for row in rows:
-            row.drafting.update(dict.fromkeys(FIGURES, 0))
-
-    @property
-    def live(self) -> list[int]:
-        """The rows that run."""
-        return [i for i, row in enumerate(self._rows) if not row.finish]
-
-    def run(self) -> list[tuple[int, int]]:
-        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
-        live, rows, held = self.live, self._rows, self._session.lengths
-        room = self._session.room
-        alone = self._guard is not None and len(self._plain) < ALONE
-        rests = alone or self._guard is not None and not self._guard.limit
-        for i in live:
-            self._pending[i] = self._pending[i][
-                : 0 if rests else min(self._reach, rows[i].left - 1, int(room[i]) - 1)
-            ]
-        before, stood = {i: len(rows[i].tokens) for i in live}, []
-        start = perf_counter()
-        try:
-            logits, ahead, call, seconds = self._both(live, rests)
-            for i in live:
-                stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i))))
-        finally:  # what was judged stands, even where a later row or the draft fails
-            taken = np.array(
-                [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
-            )
-            if (held + taken < self._session.lengths).any():
-                self._session.rewind(np.minimum(held + taken, self._session.lengths))
-        if alone:
-            self._plain.append(seconds)
-        elif self._guard is not None and rests:
-            self._guard.rest()
-        elif self._guard is not None:
-            usual = min(self._plain) * self._round_cost(max(drafted for drafted, _ in stood))
-            self._guard.observe(
-                float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1)
-            )
-        for i in live:
-            rows[i].drafting["fallback"] += rests and not alone
-        rows[0].clock(seconds - call, call, perf_counter() - start)  # for all
-        rows[0].beside = max(rows[0].beside, self._follower.kv_bytes)
-        return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
-
-    def _both(self, live: list[int], rests: bool) -> tuple[Logits, dict[int, Ints], float, float]:
-        """The call's logits [B,T,V], what was drafted meanwhile, the call's seconds, and those of both."""
-        start = perf_counter()
-        drafts = None if rests else self._thread.submit(self._drafted, live)
-        try:
-            logits = self._called(live)
-        finally:  # the draft's session is free again before anything else happens
-            end = perf_counter()
-            ahead = {} if drafts is None else drafts.result()
-        return logits, ahead, end - start, perf_counter() - start
-
-    def _drafted(self, live: list[int]) -> dict[int, Ints]:
-        """What the draft model says after each row's tokens and its pending ones."""
-        ids = {i: np.concatenate([self._rows[i].seen, self._pending[i]]) for i in live}
-        most = {i: self._follower.most(each.size, self._ahead) for i, each in ids.items()}
-        ids = {i: each for i, each in ids.items() if most[i] > 0}
-        if not ids:
-            return {}
-        found: dict[int, list[int]] = {i: [] for i in ids}
-        logits = self._follower.follow(ids, {i: self._rows[i].seen.size for i in ids})
+    def drafted(
+        self, follower: Follower, texts: Mapping[int, Ints], sure: Mapping[int, int]
+    ) -> Mapping[int, Ahead]:
+        """See Parallel."""
+        most = {i: follower.most(text.size, self.ahead) for i, text in texts.items()}
+        found: dict[int, list[int]] = {i: [] for i in texts}
+        logits = follower.follow(texts, sure)
         while True:
-            new = {i: int(logits[i, 0].argmax()) for i in ids if len(found[i]) < most[i]}
+            new = {i: int(logits[i, 0].argmax()) for i in texts if len(found[i]) < most[i]}
             for i, token in new.items():
                 found[i].append(token)
             new = {i: token for i, token in new.items() if len(found[i]) < most[i]}
             if not new:
-                return {i: np.array(tokens, np.int64) for i, tokens in found.items()}
-            logits = self._follower.run({i: np.array([token]) for i, token in new.items()})
-
-    def _called(self, live: list[int]) -> Logits:
-        """The logits [B,T,V] after each row's last token and after each pending one."""
-        counts = np.zeros(len(self._rows), np.int64)
-        counts[live] = [1 + self._pending[i].size for i in live]
-        tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
-        for i in live:
-            tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *self._pending[i]]
-        return self._session.run(tokens, None if (counts == tokens.shape[1]).all() else counts)
-
-    def _judged(self, i: int, logits: Logits, ahead: Ints | None) -> int:
-        """Let a row take what stands, up to its end; how many pending tokens that is. What was drafted behind them is
-        pending from now on, where its first token came.
-        """
-        row, tree, before = self._rows[i], Tree.chain(self._pending[i]), len(self._rows[i].tokens)
-        target = Target(tree, logits[: len(tree) + 1], row.seen, row.sampler)
-        verdict = match(target, self._chances[i])
-        for token, line in target.taken(verdict):
-            row.accept(token, line)
-            if row.finish:
-                break
-        stood = min(len(verdict.path), len(row.tokens) - before)
-        row.drafting.update(rounds=len(tree) > 0, drafted=len(tree), accepted=stood)
-        if len(tree):
-            row.drafts[len(tree), stood] += 1
-        on = ahead is not None and len(verdict.path) == len(tree) and ahead[0] == verdict.token
-        found = ahead[1:] if on and ahead is not None else np.zeros(0, np.int64)
-        wrong = np.flatnonzero(
-            found >= self._session.vocab_size
-        )  # tokens that only the draft model has
-        self._pending[i] = found[: wrong[0]] if wrong.size else found
-        return stood
+                return {i: {first: np.array(rest, np.int64)} for i, (first, *rest) in found.items()}
+            logits = follower.run({i: np.array([token]) for i, token in new.items()})

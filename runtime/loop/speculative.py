@@ -19,7 +19,7 @@ from accel.runtime.decode.prompts import first_tokens
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.length import Pace
+from accel.runtime.length import Paces
 from accel.runtime.loop import Base
 from accel.runtime.session.core import CHUNK
 from accel.runtime.session.observers.observer import Capabilities
@@ -91,7 +91,7 @@ class _Rounds:
             None if costs is None else Guard(costs, session.batch, draft_cost, shaped, probes)
         )
         cost = unmeasured_cost if self._guard is None else self._guard.cost
-        self._paces: list[Pace] = [context.methods["length"].begin(cost) for _ in rows]
+        self._paces: Paces = context.methods["length"].open(rows, cost)
         self._drafting = 0.0  # the drafters' time of this round, in seconds
         self._drafts: list[
             tuple[int, int]
@@ -179,7 +179,7 @@ class _Rounds:
     def _drafted(self, limit: int) -> dict[int, Tree]:
         """What each row that runs is to have checked. Raises InputError where that cannot be."""
         live = self.live
-        limits = {i: min(limit, self._paces[i].limit()) for i in live}
+        limits = {i: min(limit, most) for i, most in self._paces.limits(live).items()}
         for i, most in limits.items():
             self._rows[i].drafting["fallback"] += most < 1
         room = self._session.room
@@ -187,13 +187,10 @@ class _Rounds:
             i: min(most, self._rows[i].left - 1, int(room[i]) - 1) for i, most in limits.items()
         }
         limits = {i: most for i, most in limits.items() if most > 0}
-        found = self._drafters.draft(limits, self._more) if limits else {}
+        found = self._drafters.draft(limits, self._paces) if limits else {}
         for i, tree in found.items():
             self._check(tree, limits.get(i, 0))
         return {i: found.get(i, NONE) for i in live}
-
-    def _more(self, i: int, logits: Logits, token: int) -> bool:
-        return self._paces[i].more(logits, token)
 
     def _check(self, tree: Tree, most: int) -> None:
         """Raise InputError for a draft that cannot be checked."""
@@ -246,7 +243,7 @@ class _Rounds:
                 break
         taken = len(row.tokens) - before
         stood = min(len(verdict.path), taken)
-        self._paces[i].observe(len(tree), stood)
+        self._paces.observe(i, len(tree), stood)
         row.drafts[int(tree.depths.max()), stood] += 1
         self._drafts.append((len(tree), stood))
         row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)

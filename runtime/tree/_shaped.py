@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
+from accel.ir.errors import RecipeError, shown
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.tree import LEVEL, ROOT, Draw, Growth, Level
 from accel.runtime.tree._nodes import Nodes, children
@@ -25,6 +28,31 @@ def formed(paths: Sequence[Path]) -> Form:
     for path in paths:
         form[place[path[:-1]]].append(place[path])
     return form
+
+
+def checked_widths(name: str, widths: Any, most: int) -> tuple[int, ...]:
+    """How many children each node of a level has, of the shape `name`. Raises RecipeError for what is none, and for
+    more than `most` nodes.
+    """
+    whole = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) > 0
+    if not whole or not all(type(width) is int and width > 0 for width in widths):
+        raise RecipeError(
+            f"tree.{name}: widths are {shown(widths)}; give the children of each node of a level, such as [1, 1, 3, 1]"
+        )
+    nodes = sum(itertools.accumulate(widths, lambda a, b: min(a * b, most + 1)))
+    if nodes > most:
+        raise RecipeError(
+            f"tree.{name}: widths {shown(widths)} make more than {most} nodes; give smaller ones"
+        )
+    return tuple(widths)
+
+
+def level_paths(widths: Sequence[int]) -> list[Path]:
+    """The paths of a tree of these widths, level by level."""
+    paths: list[Path] = []
+    for level in range(len(widths)):
+        paths += itertools.product(*(range(width) for width in widths[: level + 1]))
+    return paths
 
 
 def likely(rates: Sequence[float], count: int, depth: int) -> list[Path]:

@@ -4,16 +4,13 @@ independently.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from accel.ir.errors import RecipeError, shown
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import Base, Draw, Growth, Shape, Siblings
-from accel.runtime.tree._shaped import Form, Path, formed, shaped
+from accel.runtime.tree._shaped import Form, checked_widths, formed, level_paths, shaped
 
 USUAL = (1, 1, 3, 1, 1, 1, 1, 1)
 MOST = 512  # nodes
@@ -31,18 +28,7 @@ class SpecinferTree(Base, Shape):
 
     def __post_init__(self) -> None:
         widths = USUAL if self.widths is None else self.widths
-        whole = isinstance(widths, Sequence) and not isinstance(widths, str) and len(widths) > 0
-        if not whole or not all(type(width) is int and width > 0 for width in widths):
-            raise RecipeError(
-                f"tree.specinfer-tree: widths are {shown(widths)}; give the children of each node of a level, such as "
-                "[1, 1, 3, 1]"
-            )
-        nodes = sum(itertools.accumulate(widths, lambda a, b: min(a * b, MOST + 1)))
-        if nodes > MOST:
-            raise RecipeError(
-                f"tree.specinfer-tree: widths {shown(widths)} make more than {MOST} nodes; give smaller ones"
-            )
-        object.__setattr__(self, "widths", tuple(widths))
+        object.__setattr__(self, "widths", checked_widths("specinfer-tree", widths, MOST))
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:
         return self
@@ -53,7 +39,4 @@ class SpecinferTree(Base, Shape):
 
 @lru_cache(maxsize=256)
 def _form(widths: tuple[int, ...], limit: int) -> Form:
-    paths: list[Path] = []
-    for level in range(len(widths)):
-        paths += itertools.product(*(range(width) for width in widths[: level + 1]))
-    return formed(paths[:limit])
+    return formed(level_paths(widths)[:limit])

@@ -14,7 +14,16 @@ from accel.ir.errors import RecipeError, shown
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.round_cost import RoundCost, unmeasured_cost
 from accel.runtime.tree import Base, Draw, Growth, Shape
-from accel.runtime.tree._shaped import Form, Path, chances, formed, likely, shaped
+from accel.runtime.tree._shaped import (
+    Form,
+    Path,
+    chances,
+    checked_widths,
+    formed,
+    level_paths,
+    likely,
+    shaped,
+)
 
 # How often the first, the second, … of what token recycling had for a token was the one that came: the bundled model at
 # temperature 0.5 over code that it has not seen. Greedy the first was 85%, at temperature 1 10%.
@@ -27,14 +36,21 @@ MOST = 512  # paths that may be given
 class Static(Base):
     """`paths`: nodes as paths of ranks from the root, like Medusa's choices ([0] is the root's first child,
     [0, 1] its second child);
-    with a lower limit the first nodes are used. Default: the most often accepted nodes of up to 80, by the
+    with a lower limit the first nodes are used. `widths` instead: how many children each node of a level has, as in
+    MCSD (arXiv:2401.06706). Default: the most often accepted nodes of up to 80, by the
     acceptance rates of token recycling, as many as give the most tokens per time.
     """
 
     paths: Any = None
+    widths: Any = None
 
     def __post_init__(self) -> None:
-        if self.paths is not None:
+        if self.widths is not None:
+            if self.paths is not None:
+                raise RecipeError("tree.static: paths and widths are both given; give one of them")
+            object.__setattr__(self, "widths", checked_widths("static", self.widths, MOST))
+            object.__setattr__(self, "paths", tuple(level_paths(self.widths)))
+        elif self.paths is not None:
             object.__setattr__(self, "paths", _checked(self.paths))
 
     def begin(self, cost: RoundCost = unmeasured_cost, level: float = 0.0) -> Shape:

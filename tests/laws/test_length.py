@@ -4,19 +4,29 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from transformers.generation import candidate_generator
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from accel.ir.axis import Axis
 from accel.ir.errors import RecipeError
-from accel.runtime.length import Base, Pace
+from accel.ir.trained import found
+from accel.runtime.draft.model import Model
+from accel.runtime.length import Base, Pace, Paces
+from accel.runtime.length._head import Head
+from accel.runtime.length._of_rounds import OfRounds
 from accel.runtime.length.cost_optimal import CostOptimal
 from accel.runtime.length.hf_assist import HfAssist
 from accel.runtime.sample import Distribution
 from accel.runtime.speculation.odds import PRIOR, WEIGHT
 from accel.runtime.speculation.round_cost import unmeasured_cost
+from accel.runtime.tree import Level
 from accel.runtime.verify import Target
 
+from ..grow_case import AXIS as SHAPES
+from ..length_case import by_the_first, one
+from ..open_case import Opened
+from ..verify_case import AXIS as RULES
 from ..verify_case import World, alone, distance, generated, sampled
 
 AXIS = Axis("length", "accel.runtime.length")
@@ -38,7 +48,7 @@ def drive(pace, rng, rounds, chance, most=REACH):
             drafted += 1
             logits = rng.standard_normal(VOCABULARY).astype(np.float32)
             before = logits.copy()
-            if not pace.more(logits, int(rng.integers(VOCABULARY))):
+            if not pace.more(one(int(rng.integers(VOCABULARY)), drafted - 1), [logits]):
                 break
             assert np.array_equal(before, logits), "it changed what it saw"
         if drafted:
@@ -108,8 +118,8 @@ class Writes(Pace):
     def limit(self):
         return 3
 
-    def more(self, logits, token):
-        logits[token] = 0
+    def more(self, level, logits):
+        logits[0][level.tokens] = 0
         return True
 
 
@@ -121,7 +131,18 @@ def test_a_broken_one_is_caught(broken):
         law(broken)
 
 
-STOPS = {"hf-assist": {"threshold": 0.5}, "specdec-pp": {"least": 1}}
+STOPS = {
+    "hf-assist": {"threshold": 0.5},
+    "specdec-pp": {"least": 1},
+    **{n: {"threshold": 0.5} for n in AXIS.names() if issubclass(AXIS.method(n), OfRounds)},
+}
+
+
+@pytest.fixture(autouse=True)
+def heads_for_tables(request, monkeypatch):
+    """Heads that learnt from rounds of a model are sure of tables of three tokens: there, others."""
+    if "law" in request.node.name:
+        monkeypatch.setattr(OfRounds, "head", property(by_the_first))
 
 
 def stopping_gap(method, rule, draft, drops=False):
@@ -137,7 +158,7 @@ def stopping_gap(method, rule, draft, drops=False):
             q = world.q((*seen, *tokens))
             token = chance.draw(Distribution(np.arange(world.size), q))
             with np.errstate(divide="ignore"):
-                more = pace.more(np.log(q), token)
+                more = pace.more(one(token, len(tokens)), [np.log(q)])
             if more or not drops:
                 tokens += (token,)
         lengths.add(len(tokens))
@@ -162,6 +183,120 @@ def test_what_is_sampled_keeps_its_law_wherever_drafts_end(name, rule):
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
 def test_a_token_that_is_left_out_is_missed(rule):
     assert stopping_gap(HfAssist(threshold=0.5), rule, "other", drops=True)[0] > 0.01
+
+
+# Whole generations of a draft model, whose levels end where a length says
+
+
+def opened(method, shape, rule, draft="other"):
+    """Of chains or trees of up to three nodes over two tokens."""
+    return Opened(
+        Model(), shape, rule, World(sampled(), draft, size=2), limit=3, length=method, beyond=2
+    )
+
+
+def ends_drafts(name):
+    """Whether a length asks for fewer tokens than it said before the draft."""
+    method = AXIS.build(name)
+    if isinstance(method, Head) or type(method).open is not Base.open:
+        return True
+    return type(method.begin(unmeasured_cost)).more is not Pace.more
+
+
+@pytest.mark.parametrize("name", filter(ends_drafts, AXIS.names()))
+def test_samples_keep_their_law_wherever_levels_end(name):
+    """By every shape and a rule that reads q."""
+    method, ends = AXIS.build(name, **STOPS.get(name, {})), set()
+    for shape in map(SHAPES.build, SHAPES.names()):
+        rules = [RULES.build(n) for n in RULES.names()]
+        fit = [r for r in rules if r.grade != "approximate" and not r.relies & shape.breaks]
+        case = opened(method, shape, next(r for r in fit if r.reads_q))
+        assert case.gap(2) < 1e-12, shape
+        if not shape.branches:
+            ends |= case.depths
+    assert len(ends) > 1, "all chains are whole"
+
+
+class Ahead:
+    """A rule whose draws can be made before they are asked for."""
+
+    def __init__(self, rule):
+        self.rule, self.early = rule, []
+
+    def drawing(self, sampler, chance):
+        self.chance, self.early = chance, []
+        return self.draw
+
+    def draw(self, law):
+        return self.early.pop() if self.early else self.chance.draw(law)
+
+    def __call__(self, target, chance):
+        return self.rule(target, chance)
+
+
+@dataclass(frozen=True)
+class Peeks(Base, Paces):
+    """Ends the draft before a token by which token it is to be; `honest`: by how sure the drafter is."""
+
+    ahead: Ahead
+    honest: bool
+
+    def open(self, rows, cost):
+        return self
+
+    def limits(self, rows):
+        return dict.fromkeys(rows, 9)
+
+    def draws(self, said):
+        q = np.exp(said[0][0].astype(np.float64))
+        token = (
+            int(q.argmax())
+            if self.honest
+            else self.ahead.chance.draw(Distribution(np.arange(q.size), q))
+        )
+        on = q[token] > 0.6 * q.sum()
+        if on and not self.honest:
+            self.ahead.early.append(token)
+        return said.keys() if on else ()
+
+    def more(self, row, level, logits):
+        return True
+
+    def observe(self, row, drafted, accepted):
+        pass
+
+
+@pytest.mark.parametrize("shape", ["chain", "specinfer-tree"])
+def test_a_length_that_knows_what_comes_is_caught(shape):
+    """Before a level is drawn it may go by what the drafter says, and not by what is then drawn."""
+    rule = RULES.build("specinfer-tree")
+    shape = SHAPES.build(shape, **({} if shape == "chain" else {"widths": [1, 1, 1]}))
+    for honest in (True, False):
+        ahead = Ahead(rule)
+        case = opened(Peeks(ahead, honest), shape, ahead)
+        gap = case.gap(2)
+        assert (gap < 1e-12) if honest else (gap > 0.01)
+        assert len(case.depths) > 1
+
+
+HEADS = [name for name in AXIS.names() if issubclass(AXIS.method(name), Head)]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_computes_as_it_was_trained(name):
+    """The file that comes along holds what it needs and is small; arrays and tensors give the same odds."""
+    method = AXIS.build(name)
+    head, rng = method.head, np.random.default_rng(0)
+    assert {n: t.shape for n, t in head.items()} == method.sizes(head["first"].shape[1])
+    assert found(name, "").stat().st_size < 50e3
+    x = rng.standard_normal((7, head["first"].shape[0])).astype(np.float32) * 5
+    tensors = {n: torch.from_numpy(t) for n, t in head.items()}
+    odds = method.odds(head, x)
+    assert odds.shape == (7,) and odds.std() > 0
+    np.testing.assert_allclose(
+        odds, method.odds(tensors, torch.from_numpy(x)), rtol=1e-4, atol=1e-4
+    )
+    assert np.isfinite(method.odds(head, x * 1e3)).all()
 
 
 def brute(history, fade, cost, most):
@@ -260,7 +395,7 @@ def test_hf_assist_follows_transformers(theirs, schedule, tokens):
             other.probs.append(float(1 / np.exp(logits - logits[0]).sum()))
             if accepted == drafted - 1 and rng.random() < chance:
                 accepted += 1
-            if not pace.more(logits, 0):
+            if not pace.more(one(0), [logits]):
                 break
         pace.observe(drafted, accepted)
         other.update_candidate_strategy(None, np.zeros((1, drafted + 1, 2)), accepted)
@@ -278,12 +413,12 @@ def test_hf_assist_counts_what_each_end_of_a_draft_costs(theirs, monkeypatch):
 
 
 def test_hf_assist_stops_where_the_drafter_is_unsure():
-    pace = HfAssist(threshold=0.4).begin(unmeasured_cost)
-    assert pace.more(np.log(np.float32([0.5, 0.5])), 1) and not pace.more(
-        np.log(np.float32([0.7, 0.3])), 1
-    )
-    assert not pace.more(np.float32([1e30, 0]), 1)
-    assert HfAssist(threshold=0).begin(unmeasured_cost).more(np.float32([9, 0]), 1)
+    pace, (even, odd) = HfAssist(threshold=0.4).begin(unmeasured_cost), np.log([[5, 5], [7, 3]])
+    assert pace.more(one(1), [even]) and not pace.more(one(1), [odd])
+    assert not pace.more(one(1), [np.float32([1e30, 0])])
+    assert HfAssist(threshold=0).begin(unmeasured_cost).more(one(1), [np.float32([9, 0])])
+    both = Level(np.array([1, 0]), np.array([0, 0]))
+    assert pace.more(both, [odd, odd]), "a level goes by its likeliest"
 
 
 @pytest.mark.parametrize(

@@ -271,8 +271,9 @@ def test_a_length_hears_of_every_token_and_may_end_the_draft(toy, groups):
         def limit(self):
             return 5
 
-        def more(self, logits, token):
-            assert logits.shape == (320,) and logits.argmax() == token
+        def more(self, level, logits):
+            (token,), (line,) = level.tokens, logits
+            assert line.shape == (320,) and line.argmax() == token
             told.append(token)
             return len(told) % 3 != 0
 

@@ -6,10 +6,12 @@ import pytest
 from accel.ir.axis import Axis
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Drafters
+from accel.runtime.length._head import Head
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.tree import Tree
 
 from ..draft_case import Known, Says, plain, rows_of, speculated
+from ..length_case import one
 
 AXIS = Axis("length", "accel.runtime.length")
 
@@ -25,8 +27,8 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
         def begin(self, cost):
             return Stops()
 
-        def more(self, logits, token):
-            asked.append((id(self), token))
+        def more(self, level, logits):
+            asked.append((id(self), token := int(level.tokens[0])))
             return bool(token % 3)
 
     class Stepwise(Drafters):
@@ -40,7 +42,7 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
                 ends = [
                     n + 1
                     for n, token in enumerate(future)
-                    if not more(i, np.zeros(toy.vocab), token)
+                    if not more.more(i, one(token, n), [np.zeros(toy.vocab)])
                 ]
                 trees[i] = Tree.chain(future[: ends[0]] if ends else future)
                 lengths.append(len(trees[i]))
@@ -57,7 +59,9 @@ def test_a_drafter_asks_after_each_token_whether_to_go_on(toy):
     assert len({pace for pace, _ in asked}) == 3 and len(set(lengths)) > 1
 
 
-@pytest.mark.parametrize("name", [name for name in AXIS.names() if name != "specdec-pp"])
+@pytest.mark.parametrize(
+    "name", [name for name in AXIS.names() if not issubclass(AXIS.method(name), Head)]
+)
 @pytest.mark.parametrize("costs", [None, Costs((1, 32), (1.0, 4.0))], ids=["free", "dear"])
 def test_tokens_are_those_without_a_draft(toy, name, costs):
     """Of three rows, with drafts that stand, that fall in part and that fall."""

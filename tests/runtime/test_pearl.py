@@ -13,7 +13,7 @@ from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs
-from accel.runtime.loop import pearl
+from accel.runtime.loop import _parallel
 from accel.runtime.loop.pearl import Pearl
 from accel.runtime.sample.standard import Standard
 
@@ -85,13 +85,13 @@ def test_they_are_at_work_at_the_same_time(toy, monkeypatch):
     """The draft waits for the call to begin, and the call for the draft: else they would wait for good."""
     meet = threading.Barrier(2, timeout=20)
     for name in ("_drafted", "_called"):
-        method = getattr(pearl._Rounds, name)
+        method = getattr(_parallel._Rounds, name)
 
         def waits(self, live, method=method):
             meet.wait()
             return method(self, live)
 
-        monkeypatch.setattr(pearl._Rounds, name, waits)
+        monkeypatch.setattr(_parallel._Rounds, name, waits)
     assert run(toy, rows_of(PROMPTS, limit=6))[0] == plain(
         toy.session(batch=3), rows_of(PROMPTS, limit=6)
     )
@@ -115,20 +115,20 @@ def test_one_after_the_other_gives_the_same(toy, monkeypatch):
             done.set_result(act(*args))
             return done
 
-    monkeypatch.setattr(pearl, "ThreadPoolExecutor", Now)
+    monkeypatch.setattr(_parallel, "ThreadPoolExecutor", Now)
     assert run(toy, rows_of(PROMPTS, limit=30)) == (threaded, calls)
 
 
 def test_what_stands_but_was_not_compared_is_caught(toy, monkeypatch):
-    judged = pearl._Rounds._judged
+    judged = _parallel._Rounds._judged
 
     def trusts(self, i, logits, ahead):
         stood = judged(self, i, logits, ahead)
-        if ahead is not None:
-            self._pending[i] = ahead[1:]
+        for rest in ahead.values():
+            self._pending[i] = rest
         return stood
 
-    monkeypatch.setattr(pearl._Rounds, "_judged", trusts)
+    monkeypatch.setattr(_parallel._Rounds, "_judged", trusts)
     rows = rows_of(PROMPTS, limit=30)
     run(toy, rows)
     good = rows_of(PROMPTS, limit=30)

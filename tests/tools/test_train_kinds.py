@@ -3,7 +3,11 @@
 import pytest
 import run
 import train
-from runs import absorb, aimed, fit, head, soft, table
+from runs import absorb, aimed, fit, head, rounds, soft, table
+
+from accel.runtime.length import Base
+from accel.runtime.length._head import OfTokens
+from accel.runtime.length._of_rounds import OfRounds
 
 KINDS = {
     "trim-kv": soft.SoftRun, "threshold-evict": aimed.AimedRun, "less": absorb.AbsorbRun,
@@ -16,6 +20,12 @@ def test_each_method_is_of_one_kind():
     assert all(sum(kind.takes(m) for kind in run.kinds()) == 1 for m in methods.values())
     assert {name: run.kind_of(methods[name]) for name in KINDS} == KINDS
     assert "knorm" not in methods
+
+
+def test_a_length_with_a_head_is_found_by_its_base():
+    assert run.kind_of(type("Own", (OfRounds,), {})) is rounds.Logged
+    assert run.kind_of(type("Own", (OfTokens,), {})) is head.HeadRun
+    assert run.kind_of(type("Own", (Base,), {"trained": "", "key": "own"})) is None
 
 
 def test_a_file_is_a_kind(tmp_path, monkeypatch):

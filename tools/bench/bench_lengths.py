@@ -1,9 +1,11 @@
 """What lengths make of the bundled draft model: tokens of a call of the model, and calls of the draft for each of them.
 
-    python tools/bench/bench_lengths.py [--prompts 2] [--tokens 96]
+    python tools/bench/bench_lengths.py [--prompts 2] [--tokens 96] [--temperature 0] [--recipe NAME] [--cost COST]
 
-Greedy, over the six kinds of prompts. The guard is left out (it goes by times, and so by what else the machine does):
-what is counted is the same on every machine.
+Greedy, or with --temperature, over the six kinds of prompts. --cost: what a call of the draft model takes, a call of
+the model being 1, whatever its width; by it the last column says how many times as fast as plain decoding that is. The
+guard is left out (it goes by times, and so by what else the machine does): what is counted is the same on every
+machine.
 """
 
 from __future__ import annotations
@@ -16,43 +18,59 @@ import numpy as np
 import typer
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.axis import find_axes
+from accel.ir.recipe import Recipe
 from accel.reference.kinds import KINDS, prompts
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.loop.speculative import Speculative
 from accel.runtime.sample.standard import Standard
 
+COST = 0.125  # 0.11 ms of 0.88: docs/figures/details/drafts.md, "What a draft model's weights cost"
 LENGTHS = {
     "fixed, 2": {"use": "fixed", "tokens": 2},
+    "fixed, 3": {"use": "fixed", "tokens": 3},
     "fixed, 5": {"use": "fixed", "tokens": 5},
+    "fixed, 7": {"use": "fixed", "tokens": 7},
     "fixed, 10": {"use": "fixed", "tokens": 10},
+    "fixed, 15": {"use": "fixed", "tokens": 15},
+    "fixed, 31": {"use": "fixed", "tokens": 31},
     "hf-assist": {"use": "hf-assist"},
     "hf-assist, heuristic": {"use": "hf-assist", "schedule": "heuristic"},
     "specdec-pp": {"use": "specdec-pp"},
     "specdec-pp, threshold 0.7": {"use": "specdec-pp", "threshold": 0.7},
     "specdec-pp, threshold 0.95": {"use": "specdec-pp", "threshold": 0.95},
+    "disco": {"use": "disco"},
+    "disco, threshold 0.2": {"use": "disco", "threshold": 0.2},
+    "disco, threshold 0.5": {"use": "disco", "threshold": 0.5},
+    "mcsd-improved": {"use": "mcsd-improved"},
+    "mcsd-improved, threshold 0.7": {"use": "mcsd-improved", "threshold": 0.7},
 }
 
 
 def run(
     count: Annotated[int, typer.Option("--prompts", min=1, help="Prompts of each kind.")] = 2,
     tokens: Annotated[int, typer.Option(min=2, help="New tokens of each.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0,
+    cost: Annotated[float, typer.Option(min=0, help="Of a call of the draft model.")] = COST,
+    recipe: Annotated[
+        str, typer.Option(help="Whose drafts, but for their lengths.")
+    ] = "draft-model",
+    only: Annotated[str, typer.Option(help="Lengths whose names begin so.")] = "",
 ) -> None:
     """A line for each length."""
     axes = find_axes()
-    with accel.optimize(str(files("accel.reference")), "draft-model") as model:
-        methods = {
-            axis: axes[axis].build(use)
-            for axis, use in (("verify", "sample-match"), ("tree", "chain"))
-        }
-        methods["draft"] = axes["draft"].build("model")
+    with accel.optimize(str(files("accel.reference")), recipe) as model:
+        methods = assemble(Recipe.load(recipe)).methods
         texts = [text for kind in KINDS for text in prompts(kind, count)]
         print(
-            "| length | tokens of a call | drafted tokens for each that stood | drafts that stood whole |"
+            "| length | tokens of a call | drafted tokens for each that stood | drafts that stood whole | speed |"
         )
-        print("|---|---|---|---|")
+        print("|---|---|---|---|---|")
         for name, table in LENGTHS.items():
+            if not name.startswith(only):
+                continue
             options = {k: v for k, v in table.items() if k != "use"}
             context = DecodeContext(
                 {**methods, "length": axes["length"].build(table["use"], **options)}, None, model
@@ -62,7 +80,7 @@ def run(
                 ids = np.array(model.tokenizer.encode(text), np.int64)
                 row = Row(
                     ids,
-                    Standard(),
+                    Standard(temperature=temperature) if temperature else Standard(),
                     np.random.default_rng(0),
                     limit=tokens,
                     max_context=model.facts.max_context,
@@ -75,9 +93,12 @@ def run(
             whole = sum(n for (drafted, stood), n in drafts.items() if drafted == stood) / max(
                 1, drafts.total()
             )
+            levels = sum(deep * n for (deep, _), n in drafts.items())
             waste = figures["drafted"] / max(1, figures["accepted"])
             print(
-                f"| {name} | {given / calls:.2f} | {waste:.2f} | {100 * whole:.0f} % |", flush=True
+                f"| {name} | {given / calls:.2f} | {waste:.2f} | {100 * whole:.0f} % | "
+                f"{given / (calls + cost * levels):.2f} |",
+                flush=True,
             )
 
 

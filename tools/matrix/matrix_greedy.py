@@ -44,6 +44,7 @@ LOSSLESS = (
     "jacobi",
     "lookahead",
     "pearl",
+    "specbranch",
 )  # loops of their own that are to give the tokens of plain decoding
 
 
@@ -71,7 +72,7 @@ class Greedy(matrix_loops.Loops):
 
     def _recipe(self, case: Case) -> Recipe:
         tables = {axis: {"use": name} for axis, name in case.tables}
-        if tables.get("loop", {}).get("use") == "pearl":
+        if tables.get("loop", {}).get("use") in ("pearl", "specbranch"):
             tables["draft"] = {"use": "model"}
         elif "draft" in tables:
             tables["verify"] = {"use": "sample-match"}

@@ -9,7 +9,7 @@ softly as the method will run it, give what the model alone gives (KL), predict 
 `--budget`; what has an aim of its own (`threshold-evict`) comes near to it; what absorbs evicted tokens, as `less`,
 makes up for them in each layer; what foretells attention (`tokenbutler`) or changes it (`leank`) learns from what
 the model reads of the text; the coprocessor of `cache-augment` predicts the text behind random places of it;
-`specdec-pp` tells which tokens of a draft model stand. Each kind is a file in `runs/`.
+a length's head (`specdec-pp`) tells what of a draft stands. Each kind is a file in `runs/`.
 `OUT.run` holds the state of a run; SIGTERM and Ctrl-C save it, `--resume` goes on.
 
 A table is measured instead, on `--samples` batches, and a recipe names it as `table`:
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     folder = "a model folder (default: the bundled one)"
     parser.add_argument("model", nargs="?", type=Path, default=REFERENCE, help=folder)
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
-    parser.add_argument("--draft", type=Path, help="the draft model's folder, for specdec-pp")
+    parser.add_argument("--draft", type=Path, help="the draft model's folder, for lengths")
     parser.add_argument("--aux", type=Path, help="a smaller model's folder, for kv-prediction")
     parser.add_argument(
         "--text", type=Path, help="what to train on; needed but for the bundled model"

@@ -1,13 +1,13 @@
-"""Training of `specdec-pp`'s head: a draft model's odds, and whether the model takes what it drew (SpecDec++,
-arXiv:2405.19715). Half the tokens are drawn and count as they would stand; half are the draft's likeliest, as greedy
-decoding drafts them, and count where the model has the same.
+"""Training of heads that foretell whether a token stands (`OfTokens`): a draft model's odds, and whether the model
+takes what it drew (SpecDec++, arXiv:2405.19715). Half the tokens are drawn and count as they would stand; half are the
+draft's likeliest, as greedy decoding drafts them, and count where the model has the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from accel.ir.errors import InputError
 from accel.passes.trained import Parts
-from accel.runtime.length.specdec_pp import BLOCKS, SpecdecPp, features, sample, sizes
+from accel.runtime.length._head import Head, OfTokens, sample
 
 FELL = 6.0  # what a token that fell weighs, where one that stood weighs 1
 
@@ -31,15 +31,11 @@ class Pair:
 
     model: Any
     draft: Any
-    method: SpecdecPp = field(default_factory=SpecdecPp)
+    method: OfTokens
 
     def start(self, inner: int, seed: int) -> Parts:
         generator = torch.Generator().manual_seed(seed)
-        parts = {name: torch.zeros(size) for name, size in sizes(inner).items()}
-        for tensor in parts.values():
-            if tensor.ndim == 2:
-                tensor.normal_(0, tensor.shape[0] ** -0.5, generator=generator)
-        return {0: parts}
+        return {0: untaught(self.method, inner, generator)}
 
     def examples(
         self, tokens: Tensor, known: Tensor, generator: torch.Generator
@@ -55,7 +51,7 @@ class Pair:
         at = torch.arange(len(y))
         sampled = (p.log_softmax(-1)[at, y] - q.log_softmax(-1)[at, y]).exp().clamp(max=1)
         stands = torch.where(greedy, (p.argmax(-1) == y).float(), sampled)
-        return torch.from_numpy(features(q.numpy(), y.numpy())), stands
+        return torch.from_numpy(self.method.features(q.numpy(), y.numpy())), stands
 
     @property
     def names(self) -> str:
@@ -85,22 +81,25 @@ class _Whole:
             return self.model(torch.from_numpy(tokens)).logits.float().numpy()
 
 
-def forward(part: dict[str, Tensor], x: Tensor) -> Tensor:
-    """The head's two logits [N,2], as `specdec_pp.chances` computes them."""
-    x = x @ part["first"] + part["first.bias"]
-    for block in range(BLOCKS):
-        x = x + F.silu(x @ part[f"block{block}"] + part[f"block{block}.bias"])
-    return x @ part["last"] + part["last.bias"]
+def untaught(
+    method: Head | type[Head], inner: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """A head's tensors before it has learnt anything."""
+    parts = {name: torch.zeros(size) for name, size in method.sizes(inner).items()}
+    for tensor in parts.values():
+        if tensor.ndim == 2:
+            tensor.normal_(0, tensor.shape[0] ** -0.5, generator=generator)
+    return parts
 
 
-def loss(logits: Tensor, stands: Tensor) -> Tensor:
-    """Cross-entropy with soft labels, in which tokens that fall weigh more."""
-    odds = logits.log_softmax(-1)
-    weights = torch.stack([FELL * (1 - stands), stands], -1)
-    return -(weights * odds).sum() / weights.sum()
+def loss(odds: Tensor, stands: Tensor) -> Tensor:
+    """Cross-entropy [] of log-odds [N] with soft labels [N], in which tokens that fall weigh more."""
+    fell, stood = FELL * (1 - stands), stands
+    lost = fell * F.softplus(odds) + stood * F.softplus(-odds)
+    return lost.sum() / (fell + stood).sum()
 
 
-def open_pair(options: argparse.Namespace, reference: Path) -> Pair:
+def open_pair(method: type[OfTokens], options: argparse.Namespace, reference: Path) -> Pair:
     """Raises InputError where the two do not share their tokens."""
     folders = options.model, options.draft or reference / "draft"
     model, draft = map(_read, folders)
@@ -112,7 +111,7 @@ def open_pair(options: argparse.Namespace, reference: Path) -> Pair:
     options.length = min(
         options.length, model.config.max_position_embeddings, draft.config.max_position_embeddings
     )
-    return Pair(model, draft)
+    return Pair(model, draft, method())
 
 
 def _read(folder: Path) -> Any:
@@ -123,31 +122,36 @@ def _read(folder: Path) -> Any:
         raise InputError(f"cannot read a model in {folder}: {error}") from error
 
 
+def lacks_draft(options: argparse.Namespace) -> str | None:
+    """What to tell where the draft model's folder must be given, and is not."""
+    needed = options.draft is None and options.model != REFERENCE
+    return "give the draft model's folder, as --draft DRAFT" if needed else None
+
+
 class HeadRun(Run):
     """Beside a `Pair`."""
 
     @classmethod
     def takes(cls, method: type[Any]) -> bool:
         """See Kind."""
-        return issubclass(method, SpecdecPp)
+        return issubclass(method, OfTokens)
 
     @classmethod
     def lacks(cls, options: argparse.Namespace) -> str | None:
         """See Kind."""
-        needed = options.draft is None and options.model != REFERENCE
-        return "give the draft model's folder, as --draft DRAFT" if needed else None
+        return lacks_draft(options)
 
     @classmethod
     def opened(cls, method: type[Any], options: argparse.Namespace) -> Pair:
         """See Run."""
-        return open_pair(options, REFERENCE)
+        return open_pair(method, options, REFERENCE)
 
     def learn(self, ids: Tensor, known: Tensor) -> dict[str, float]:
         """One step on rows [B,T+1], at the tokens that can be predicted."""
         generator = torch.Generator().manual_seed(self.options.seed + self.step)
         x, stands = self.soft.examples(ids[:, :-1], known, generator)
-        found = forward(self.parts[0], x)
+        found = self.soft.method.odds(self.parts[0], x)
         lost = loss(found, stands)
         self.descend(lost)
-        right = ((found.argmax(-1) > 0) == (stands > 0.5)).float().mean()
+        right = ((found > 0) == (stands > 0.5)).float().mean()
         return {"loss": lost.item(), "stand": stands.mean().item(), "right": right.item()}

@@ -1,0 +1,181 @@
+"""Loops in which the draft model drafts while the target verifies, each one step ahead of the other."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from time import perf_counter
+
+import numpy as np
+
+from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.loop import Base
+from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
+from accel.runtime.session.session import Session
+from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.guard import Guard, round_costs
+from accel.runtime.tree import Tree
+from accel.runtime.verify import Chance, Target, match
+
+ALONE = 2  # steps without a draft, which say what those with one beside them cost
+NOTHING = np.zeros(0, np.int64)
+Ahead = Mapping[int, Ints]  # what was drafted: of each token that may come next, those after it [n]
+
+
+class Parallel(Base):
+    """What was drafted is verified by the next call where all before it stood and its first token came; otherwise that
+    call takes one token. The output is that of plain decoding, also when sampling.
+    """
+
+    asks = {"draft": ""}
+    relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
+    grade = "lossless"
+
+    @abstractmethod
+    def drafted(
+        self, follower: Follower, texts: Mapping[int, Ints], sure: Mapping[int, int]
+    ) -> Mapping[int, Ahead]:
+        """What may follow each of these rows' tokens [n], of which the first `sure` are committed. There is room for a
+        token in each (`Follower.most`).
+        """
+
+    def tokens(
+        self, session: Session, rows: list[Row], context: DecodeContext
+    ) -> Iterator[tuple[int, int]]:
+        draft_model = None if context.model is None else context.model.draft_model
+        if draft_model is None:
+            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
+            raise InputError(
+                f"loop.{name}: this model was built without its draft model; build it again"
+            )
+        yield from first_tokens(session, rows)
+        with ExitStack() as stack:
+            follower = Follower(draft_model, len(rows), self.grows)
+            stack.enter_context(closing(follower))
+            thread = stack.enter_context(
+                ThreadPoolExecutor(1)
+            )  # ends before the draft's session closes
+            rounds = _Rounds(self, session, rows, context, follower, thread)
+            while rounds.live:
+                yield from rounds.run()
+
+
+class _Rounds:
+    """The rounds of one group of rows; `_pending`: tokens of each that were drafted and are not checked."""
+
+    def __init__(
+        self, of: Parallel, session: Session, rows: list[Row], context: DecodeContext,
+        follower: Follower, thread: ThreadPoolExecutor,
+    ):  # fmt: skip
+        self._of, self._session, self._rows = of, session, rows
+        self._follower, self._thread = follower, thread
+        self._chances = [Chance(row.rng) for row in rows]
+        self._pending = [np.zeros(0, np.int64) for _ in rows]
+        self._reach = reach(session.capabilities)
+        self._guard = None if context.costs is None else Guard(context.costs, session.batch)
+        self._round_cost = round_costs(context.costs, session.batch)
+        self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
+        for row in rows:
+            row.drafting.update(dict.fromkeys(FIGURES, 0))
+
+    @property
+    def live(self) -> list[int]:
+        """The rows that run."""
+        return [i for i, row in enumerate(self._rows) if not row.finish]
+
+    def run(self) -> list[tuple[int, int]]:
+        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
+        live, rows, held = self.live, self._rows, self._session.lengths
+        room = self._session.room
+        alone = self._guard is not None and len(self._plain) < ALONE
+        rests = alone or self._guard is not None and not self._guard.limit
+        for i in live:
+            self._pending[i] = self._pending[i][
+                : 0 if rests else min(self._reach, rows[i].left - 1, int(room[i]) - 1)
+            ]
+        before, stood = {i: len(rows[i].tokens) for i in live}, []
+        start = perf_counter()
+        try:
+            logits, ahead, call, seconds = self._both(live, rests)
+            for i in live:
+                stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i, {}))))
+        finally:  # what was judged stands, even where a later row or the draft fails
+            taken = np.array(
+                [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
+            )
+            if (held + taken < self._session.lengths).any():
+                self._session.rewind(np.minimum(held + taken, self._session.lengths))
+        if alone:
+            self._plain.append(seconds)
+        elif self._guard is not None and rests:
+            self._guard.rest()
+        elif self._guard is not None:
+            usual = min(self._plain) * self._round_cost(max(drafted for drafted, _ in stood))
+            self._guard.observe(
+                float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1)
+            )
+        for i in live:
+            rows[i].drafting["fallback"] += rests and not alone
+        rows[0].clock(seconds - call, call, perf_counter() - start)  # for all
+        rows[0].beside = max(rows[0].beside, self._follower.kv_bytes)
+        return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
+
+    def _both(
+        self, live: list[int], rests: bool
+    ) -> tuple[Logits, Mapping[int, Ahead], float, float]:
+        """The call's logits [B,T,V], what was drafted meanwhile, the call's seconds, and those of both."""
+        start = perf_counter()
+        drafts = None if rests else self._thread.submit(self._drafted, live)
+        try:
+            logits = self._called(live)
+        finally:  # the draft's session is free again before anything else happens
+            end = perf_counter()
+            ahead: Mapping[int, Ahead] = {} if drafts is None else drafts.result()
+        return logits, ahead, end - start, perf_counter() - start
+
+    def _drafted(self, live: list[int]) -> Mapping[int, Ahead]:
+        """What the draft model says after each row's tokens and its pending ones."""
+        texts = {i: np.concatenate([self._rows[i].seen, self._pending[i]]) for i in live}
+        texts = {i: text for i, text in texts.items() if self._follower.most(text.size, 1) > 0}
+        if not texts:
+            return {}
+        return self._of.drafted(self._follower, texts, {i: self._rows[i].seen.size for i in texts})
+
+    def _called(self, live: list[int]) -> Logits:
+        """The logits [B,T,V] after each row's last token and after each pending one."""
+        counts = np.zeros(len(self._rows), np.int64)
+        counts[live] = [1 + self._pending[i].size for i in live]
+        tokens = np.zeros((len(self._rows), int(counts.max())), np.int64)
+        for i in live:
+            tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *self._pending[i]]
+        return self._session.run(tokens, None if (counts == tokens.shape[1]).all() else counts)
+
+    def _judged(self, i: int, logits: Logits, ahead: Ahead) -> int:
+        """Let a row take what stands, up to its end; how many pending tokens that is. What was drafted behind them is
+        pending from now on, where its first token came.
+        """
+        row, tree, before = self._rows[i], Tree.chain(self._pending[i]), len(self._rows[i].tokens)
+        target = Target(tree, logits[: len(tree) + 1], row.seen, row.sampler)
+        verdict = match(target, self._chances[i])
+        for token, line in target.taken(verdict):
+            row.accept(token, line)
+            if row.finish:
+                break
+        stood = min(len(verdict.path), len(row.tokens) - before)
+        row.drafting.update(rounds=len(tree) > 0, drafted=len(tree), accepted=stood)
+        if len(tree):
+            row.drafts[len(tree), stood] += 1
+        found = ahead.get(verdict.token, NOTHING) if len(verdict.path) == len(tree) else NOTHING
+        wrong = np.flatnonzero(
+            found >= self._session.vocab_size
+        )  # tokens that only the draft model has
+        self._pending[i] = found[: wrong[0]] if wrong.size else found
+        return stood
