@@ -29,6 +29,7 @@ class Tables:
     """A session of one row whose logits are a function of the tokens that it holds, and another one for less."""
 
     batch, max_context, capabilities = 1, 64, Capabilities()
+    kv_most = 0
 
     def __init__(self, says: Says, less: Says, size: int):
         self.says, self.less, self.vocab_size = says, less, size

@@ -50,7 +50,6 @@ class CacheAugment(Trained, Base):
     by_position = True  # no token is chosen
     relies = Base.relies | {
         Invariant.ALL_LAYERS_RUN,
-        Invariant.ALL_TOKENS_HELD,
         Invariant.CALL_INDEPENDENT,
         Invariant.CHAINS,
         Invariant.FIXED_LAYERS,
@@ -59,9 +58,7 @@ class CacheAugment(Trained, Base):
         Invariant.TOKENS_CONTIGUOUS,
         Invariant.UNIFORM_SLOTS,
     }
-    breaks = frozenset(
-        {Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE, Invariant.CALL_INDEPENDENT}
-    )
+    breaks = frozenset({Invariant.ALL_TOKENS_HELD, Invariant.BATCH_INVARIANCE})
 
     def __post_init__(self) -> None:
         if self.latents < 0:
