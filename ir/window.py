@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from accel.ir.fields import Fields
 
-Ints = npt.NDArray[np.int64]
+if TYPE_CHECKING:  # facts are read by commands that need no numpy
+    import numpy as np
+    import numpy.typing as npt
+
+    Ints = npt.NDArray[np.int64]
+
 SLOTS = "C1"  # the size of their state, over slots of their own
 STAGE = 1  # whose positions are those of these slots
 
@@ -39,10 +42,14 @@ class Window:
 
     def stay(self, held: Ints, width: int) -> Ints:
         """Of `held` [B] tokens of rows, how many stay as a call of `width` tokens begins."""
+        import numpy as np
+
         return np.where(held + width <= self.most, held, np.minimum(held, self.kept))
 
     def slots(self, calls: Iterable[int]) -> int:
         """Slots of one row that calls of these numbers of tokens need."""
+        import numpy as np
+
         held, need = np.zeros(1, np.int64), 0
         for width in calls:
             held = self.stay(held, width) + width

@@ -422,7 +422,7 @@ def test_no_space_leaves_nothing(model, tmp_path, monkeypatch):
     "name, code, part",
     [
         ("SIGINT", 130, "compiler.optimize.capture_inspected"),
-        ("SIGTERM", 143, "lowering.onnx.export.export"),
+        ("SIGTERM", 143, "lowering.onnx.export.export_all"),
     ],
 )
 def test_signals_leave_nothing(model, tmp_path, monkeypatch, capsys, name, code, part):

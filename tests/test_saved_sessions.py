@@ -38,6 +38,7 @@ MORE = {  # recipes whose sessions know what those of CASES do not
     "clusterkv": tables("kv.select=clusterkv"),
     "sentencekv": tables("kv.select=sentencekv"),
     "tokenselect": tables("kv.select=tokenselect"),
+    "shadowkv": tables("kv.select=shadowkv"),
     "laq": tables("kv.score=laq"),
     "window": tables("window=newest"),
 }

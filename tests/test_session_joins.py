@@ -17,6 +17,7 @@ from accel.runtime.session.observers.prefix_cache import PrefixCache
 
 from .kv_case import evicting
 from .prefill_case import built, far
+from .test_saved_sessions import MORE
 from .test_session_capabilities import CASES
 
 TOKENS = np.random.default_rng(11).integers(3, 50, (3, 60))
@@ -79,21 +80,26 @@ def check(model):
 
 
 def model_of(name, stateful):
-    tables, claim = CASES[name]
+    if name in MORE:
+        return built("mistral" if name == "window" else "llama", tables=MORE[name])
+    tables, _ = CASES[name]
     if name not in ("mamba", "falcon_h1"):
-        return built("llama", tables=tables), claim
+        return built("llama", tables=tables)
     program = copy.copy(stateful(name))
     program.facts = replace(program.facts, max_batch=3)
     if tables:
         evicting(program, tables)
-    return CompiledModel(EagerBackend(program), program.facts, recipe={"tables": tables}), claim
+    return CompiledModel(EagerBackend(program), program.facts, recipe={"tables": tables})
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_rows_go_on_as_alone(name, stateful):
-    model, claim = model_of(name, stateful)
-    if not claim.joins:
+    model = model_of(name, stateful)
+    with model.session() as session:
+        joins = session.capabilities.joins
+    assert joins == CASES[name][1].joins if name in CASES else True
+    if not joins:
         with model.session(2) as session, model.session() as other:
             session.prompt(TOKENS[:2, :9])
             other.prompt(TOKENS[2:, :9])
@@ -102,13 +108,6 @@ def test_rows_go_on_as_alone(name, stateful):
             session.run(TOKENS[:2, :1])
             other.run(TOKENS[2:, :1])
         return
-    check(model)
-
-
-def test_rows_of_layers_with_a_window_go_on_as_alone():
-    tables = {"window": {"use": "newest", "back": 8}}
-    model = built("mistral", tables=tables)
-    assert model.facts.window.most < sum((1, 1, 4, 1, LENGTHS[0])), "nothing is dropped"
     check(model)
 
 

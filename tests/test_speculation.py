@@ -175,7 +175,7 @@ def test_what_assembles_is_what_sessions_can_do():
     [
         (
             {"loop": {"use": "speculative"}},
-            "loop = speculative needs .draft.; add it with one of iad, .*prompt-lookup",
+            "loop = speculative needs .draft.; add it with one of .*iad, .*prompt-lookup",
         ),
         (
             {"draft": {"use": "iad"}, "loop": {"use": "autoregressive"}},

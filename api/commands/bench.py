@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accel.commands import options, scaling
+from accel.commands import options
 from accel.commands.console import pairs, print_json, progress, size, table
 from accel.commands.speculation import measure, show
 from accel.ir.errors import InputError
@@ -118,6 +118,8 @@ def bench(
             raise InputError(
                 f"--trained is given {len(trained)} times for {len(paths)} artifacts; give it once for each"
             )
+        from accel.commands import scaling
+
         results, points = [], []
         for i, one in enumerate(paths):
             for size in batch or [1]:
@@ -167,6 +169,8 @@ def bench(
 
 def _told(results: list[dict[str, Any]], points: list[dict[str, float]], as_json: bool) -> None:
     """Measurements of drafting, and what several of them say together."""
+    from accel.commands import scaling
+
     if len(results) == 1:
         print_json(results[0]) if as_json else show(results[0])
         return
