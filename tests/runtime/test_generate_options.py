@@ -1,7 +1,6 @@
 """What generate tells beside the text, and several samples of a prompt: log-probabilities, ends, one prefill."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -154,14 +153,14 @@ def test_a_prompt_of_several_samples_runs_once(model):
     """Calls and tokens of the session that the loop is given."""
     seen, tokens = [], model._loop.tokens
 
-    def watched(session, rows, context):
-        yield from tokens(session, rows, context)
-        seen.append((session.stats["tokens"], session.stats["calls"], session.batch))
+    class Watched(type(model._loop)):
+        def tokens(self, session, rows, context):
+            yield from tokens(session, rows, context)
+            seen.append((session.stats["tokens"], session.stats["calls"], session.batch))
 
     prompt, n, limit = list(range(40, 90)), 3, 5
-    model_ = SimpleNamespace(tokens=watched, masked_diffusion=False, trees=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_loop", model_)
+        patch.setattr(model, "_loop", Watched())
         model.generate([prompt, prompt[:7]], limit, n=n, temperature=1.0, seed=1, eos=[])
     assert seen == [(size + n * (limit - 1), limit, n) for size in (50, 7)]
 
