@@ -138,7 +138,11 @@ def test_of_a_method_on_every_axis_all_holds_but_what_its_paper_claims(tmp_path)
 
 def test_a_recipe_is_begun_beside_those_of_its_axis(started):
     """A selection's is not among those of eviction, a loop's not among those of diffusion."""
-    for axis, group in (("kv.select", "selection"), ("kv.refine", "context"), ("loop", "search")):
+    for axis, group in (
+        ("kv.select", "selection"),
+        ("kv.refine", "context"),
+        ("loop", "speculation"),
+    ):
         assert Path("recipes", group, f"{NAME}.toml") in started(axis)
 
 
