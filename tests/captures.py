@@ -26,7 +26,7 @@ from accel.passes import Pass, Step
 
 from . import traces
 
-KEPT = 48  # programs, the last ones that were asked for
+KEPT = 16  # programs, the last ones that were asked for
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
 _real = capturing.capture_inspected
