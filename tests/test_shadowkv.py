@@ -269,8 +269,9 @@ def test_every_way_through_a_session_is_that_of_the_oracle():
             assert session.stats["kv_mapped"] == 2 * 256 * mapped
 
 
-def test_a_codec_has_keys_of_its_own():
-    tables = {"kv.select": {"use": "shadowkv", "dense_layers": 0}, "kv.codec": {"use": "kv-int8"}}
+@pytest.mark.parametrize("codec", ["kv-int8", "kivi"])
+def test_a_codec_has_keys_of_its_own(codec):
+    tables = {"kv.select": {"use": "shadowkv", "dense_layers": 0}, "kv.codec": {"use": codec}}
     with pytest.raises(PassError, match="kv.codec encodes its keys.*leave kv.codec out"):
         accel.optimize(models.tiny(), tables, max_context=64)
 

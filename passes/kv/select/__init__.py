@@ -287,7 +287,8 @@ class Base(_Scored, Pass, Method, ABC):
 
     def _untold(self, program: Program, node: fx.Node, keys: Mapping[int, fx.Node]) -> str:
         """Why its keys are not what the method knows; nothing where they are, or make no difference."""
-        if node.meta["layer"] in keys:
+        blocks = self.as_cached and operands_of(node).kept_k is not None  # of a codec
+        if node.meta["layer"] in keys and not blocks:
             return ""
         if isinstance(self, Tables | Trained):
             return "kv.codec encodes its keys, and the method's file is checked by plain ones; leave one of the two out"
