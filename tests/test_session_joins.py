@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import accel
 from accel.ir.errors import InputError
 from accel.ir.state import Part, name_of
 from accel.runtime.backends.eager import EagerBackend
@@ -17,6 +18,7 @@ from accel.runtime.session.observers.prefix_cache import PrefixCache
 
 from .kv_case import evicting
 from .prefill_case import built, far
+from .test_encoder_decoder import make
 from .test_saved_sessions import MORE
 from .test_session_capabilities import CASES
 
@@ -136,6 +138,15 @@ def test_blocks_of_another_row_are_caught(monkeypatch):
     monkeypatch.setattr(PrefixCache, "join", joined)
     with pytest.raises(AssertionError, match="goes on otherwise"):
         check(built("llama", tables=CASES["paged-prefix"][0]))
+
+
+def test_rows_of_an_encoder_decoder_are_refused():
+    model = accel.optimize(make("t5"), target="eager", max_context=64, max_batch=2)
+    with model.session() as session, model.session() as other:
+        with pytest.raises(
+            InputError, match="rows cannot join sessions of this model .EncoderInput"
+        ):
+            session.join(other)
 
 
 def test_every_observer_of_rows_can_join():

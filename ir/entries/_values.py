@@ -64,6 +64,17 @@ def filled(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator)
     return torch.randn(tuple(shape), generator=generator, dtype=dtype)
 
 
+def cached(value: Any, blank: Tensor, places: Tensor, generator: torch.Generator) -> Tensor:
+    """What a state value like `blank` holds where its slots have the positions `places` [B,C]."""
+    if value.positions:
+        return places
+    if blank.dtype not in (torch.float32, torch.int8):
+        return blank
+    found = filled(blank.shape, blank.dtype, generator)
+    plain = value.stored or blank.dtype is torch.int8
+    return found if plain else found.abs() + 0.1  # scales
+
+
 def numbers(values: Any) -> Tensor:
     """A table of whole numbers."""
     return torch.tensor(values, dtype=torch.int64)

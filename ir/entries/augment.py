@@ -29,7 +29,7 @@ class _Augment(EntryKind):
         """Two rows behind random keys and values, of which the second has fewer."""
         import torch
 
-        from accel.ir.entries._values import SLOTS, filled, numbers, random, taken
+        from accel.ir.entries._values import SLOTS, cached, numbers, random, taken
 
         entry, count, generator = program.entries[name], program.facts.prefill.latents, random()
         columns, slots = torch.arange(count).expand(2, -1), numbers(_HELD)
@@ -42,17 +42,10 @@ class _Augment(EntryKind):
         if "stream" in entry.inputs:
             width = int(entry.input("stream").meta["val"].shape[2])
             given["stream"] = torch.randn(2, count, width, generator=generator)
+        every = torch.arange(SLOTS).expand(2, -1)
+        places = torch.where(every < slots[:, None], every, -1)
         for state in program.state:
-            blank = state.allocate(B=2, C=SLOTS)
-            if state.positions:
-                places = torch.arange(SLOTS).expand(2, -1)
-                given[state.name] = torch.where(places < slots[:, None], places, -1)
-            elif blank.dtype in (torch.float32, torch.int8):
-                value = filled(blank.shape, blank.dtype, generator)
-                plain = state.stored or blank.dtype is torch.int8
-                given[state.name] = value if plain else value.abs() + 0.1  # scales
-            else:
-                given[state.name] = blank
+            given[state.name] = cached(state, state.allocate(B=2, C=SLOTS), places, generator)
         return taken(entry, given)
 
 

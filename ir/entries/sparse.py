@@ -22,7 +22,7 @@ class _Sparse(EntryKind):
         """One row behind random keys and values, as many as a segment may have before it."""
         import torch
 
-        from accel.ir.entries._values import SLOTS, call, filled, random, taken
+        from accel.ir.entries._values import SLOTS, cached, call, random, taken
 
         entry, plan = program.entries[name], program.facts.prefill.segments
         start = -(-plan.threshold // plan.tokens) * plan.tokens
@@ -33,14 +33,7 @@ class _Sparse(EntryKind):
         generator = random()
         for state in program.state:
             blank = state.allocate(B=1, C=slots)
-            if state.positions:
-                given[state.name] = torch.arange(slots)[None]
-            elif blank.dtype in (torch.float32, torch.int8):
-                value = filled(blank.shape, blank.dtype, generator)
-                plain = state.stored or blank.dtype is torch.int8
-                given[state.name] = value if plain else value.abs() + 0.1  # scales
-            else:
-                given[state.name] = blank
+            given[state.name] = cached(state, blank, torch.arange(slots)[None], generator)
         return taken(entry, given)
 
 

@@ -14,6 +14,7 @@ from accel.runtime.inputs.encoder_inputs import entry_inputs
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -24,6 +25,9 @@ class EncoderInput(SessionObserver):
     """Whether the encoder was given its input; the cross state is the backend's."""
 
     order = 0  # it refuses before others prepare a call
+    capabilities = Capabilities(
+        joins=False
+    )  # encoder inputs differ in length from session to session
 
     def __init__(self, encoder: EncoderFacts):
         self.encoder = encoder
