@@ -66,3 +66,13 @@ def members(
     for axis, use in methods:
         found.setdefault(kind(axis, use), (axis, use))
     return list(found.values())
+
+
+def alike(
+    axis: str, uses: Iterable[str], kind: Callable[[str, str], Hashable] = declared
+) -> list[list[str]]:
+    """The methods of an axis, by kind."""
+    found: dict[Hashable, list[str]] = {}
+    for use in uses:
+        found.setdefault(kind(axis, use), []).append(use)
+    return list(found.values())

@@ -106,33 +106,37 @@ def cases(
 ) -> list[Case]:
     """What is run, in a fixed order: methods are found by folder.
 
-    Pairs: all of them on the first architecture; on each other one, each method with one of each other axis. Of more
-    methods a cover: of every combination of axes, a member of each kind (`kinds.py`) once, of those of `having` if it
-    can, on one architecture after another. So a new method adds pairs, and a method of a new kind a few triples.
+    Every pair of kinds (`kinds.py`) once on the first architecture, by one member after the other; of every combination
+    of axes a member of each kind once, of those of `having` if it can, on one of the other architectures after another
+    (of two axes) or on one of all (of more); at last all further pairs of methods on the first. So a new method adds
+    pairs, and a method of a new kind a few triples.
     """
     axes = {n: a.names() for n, a in find_axes().items() if n.partition(".")[0] in AXES}
     methods = [(axis, use) for axis in axes for use in axes[axis]]
     few = kinds.members(sorted(methods, key=lambda m: m[1] not in having), kind)
     one = {axis: [use for a, use in few if a == axis] for axis in axes}
-    found = []
+    alike = {axis: kinds.alike(axis, axes[axis], kind) for axis in axes}
+    found, further = list[Case](), list[Case]()
     for size in sizes:
         for at, chosen in enumerate(itertools.combinations(sorted(axes), size)):
             if size == 2:
-                every = itertools.product(*(axes[axis] for axis in chosen))
-                found += [
-                    Case(ARCHITECTURES[0], tuple(zip(chosen, each, strict=True))) for each in every
-                ]
-                found += [
-                    Case(architecture, tables)
-                    for turn, architecture in enumerate(ARCHITECTURES[1:], at)
-                    for tables in covered(chosen, axes, turn)
-                ]
-            else:
-                found += [
-                    Case(ARCHITECTURES[(at + i) % len(ARCHITECTURES)], tables)
-                    for i, tables in enumerate(covered(chosen, one, at))
-                ]
-    return found
+                first = set(in_turn(*(alike[axis] for axis in chosen), at))
+                for each in itertools.product(*(axes[axis] for axis in chosen)):
+                    case = Case(ARCHITECTURES[0], tuple(zip(chosen, each, strict=True)))
+                    (found if each in first else further).append(case)
+            others = ARCHITECTURES[1:] if size == 2 else ARCHITECTURES
+            found += [
+                Case(others[(at + i) % len(others)], tables)
+                for i, tables in enumerate(covered(chosen, one, at))
+            ]
+    return found + further
+
+
+def in_turn(left: list[list[str]], right: list[list[str]], turn: int) -> Iterator[tuple[str, str]]:
+    """A pair of members for each pair of kinds, one member after the other."""
+    for i, some in enumerate(left):
+        for j, others in enumerate(right):
+            yield some[(j + turn) % len(some)], others[(i + turn) % len(others)]
 
 
 def covered(
