@@ -39,7 +39,7 @@ def test_greedy_tokens_are_the_references(built):
     assert row.equal >= 5 * 24 - 24 * row.excused and row.excused <= 1
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 def test_greedy_decoding_does_not_stall(built):
     """Tokens that never change would compare nothing."""
     out = built.compiled.generate([[5], [3, 1, 4], [2, 7]], max_new_tokens=24, eos=[])
