@@ -106,7 +106,7 @@ def test_logits_are_the_modules(built):
         law_of_steps(model, sources, tokens, want)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 def test_the_law_catches_a_broken_encoder(built):
     sources, tokens = sources_of(built), tokens_of(built)
     want = reference(built, sources, tokens)
