@@ -135,6 +135,7 @@ def shown(workplace):
         yield install
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     "name", [n for n, p in zip(NAMES, PAGES, strict=True) if blocks(p, "python")]
 )
