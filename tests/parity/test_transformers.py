@@ -8,8 +8,15 @@ import torch
 
 from accel.runtime.session import core as runtime_session
 
+FEW = "llama", "gpt2", "gemma2", "gpt_neox", "qwen3", "plain_latent"  # the others are long
 
-@pytest.fixture(scope="module", params=models.ARCHITECTURES)
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(n, marks=() if n in FEW else pytest.mark.long) for n in models.ARCHITECTURES
+    ],
+)
 def built(request, build):
     """One build per architecture."""
     return build(request.param)
