@@ -84,6 +84,7 @@ def greedy(module, tokens, count):
 # The law
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [None, "one", "two"])
 def test_a_session_computes_what_the_merged_model_does(trained, built, name):
     close(built.logits(TOKENS, adapter=name), trained.want[name])
@@ -265,6 +266,7 @@ def test_an_adapter_is_added_to_a_model_that_runs(trained, in_process, tmp_path)
         compiled.load_adapter("other", other)
 
 
+@pytest.mark.long
 def test_a_merged_adapter_goes_with_others(trained):
     """Merged first, then chosen: the deltas add up."""
     both = case.merged(trained.merged["one"], trained.folders["two"], 4 / 5)

@@ -166,7 +166,7 @@ def recognised(mix, max_context=300):
     return found[0], program
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "groups"),
     [
@@ -189,7 +189,7 @@ def test_a_layout_is_read(name, groups):
         torch.testing.assert_close(bias, want, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCORES)
 def test_what_is_done_to_scores_is_read(name):
     node, program = recognised(SCORES[name], 40)
@@ -221,6 +221,7 @@ def decoded(mix, **options):
     return got, want
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mix", [LAYOUTS["bloom"], LAYOUTS["grouped"], SCORES["sink"]])
 def test_the_compiled_model_is_right(mix):
     torch.testing.assert_close(*decoded(mix), atol=1e-4, rtol=1e-4)

@@ -238,6 +238,7 @@ def test_the_history_is_the_true_one_where_tokens_look(made, stateful):
     )
 
 
+@pytest.mark.long
 def test_with_every_token_looking_the_history_is_the_true_one(made, stateful):
     case = made(every=1)
     assert not law_history(case, case.tokens(1, 56), stateful("llama"))

@@ -108,6 +108,7 @@ def test_rows_have_the_same_bits(exactly, shape, weights, tied, threads):
                     assert batch_difference(live, batch, 40) == 0, (variant, rows)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("shape", "weights"), [("mha", "base"), ("mha", "int4")])
 def test_without_it_some_bit_differs(exactly, shape, weights):
     """The negative control: single tokens that stay alone."""

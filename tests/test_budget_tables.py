@@ -241,6 +241,7 @@ def files(stateful, name, folder):
     return {**recipe("streaming-llm"), "kv.budget": table(name, table=str(file))}, parts
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_session_keeps_what_its_table_says(stateful, tmp_path, name):
     tables, parts = files(stateful, name, tmp_path)
@@ -265,6 +266,7 @@ def test_a_session_keeps_what_its_table_says(stateful, tmp_path, name):
     close(logits[1:], decoded(alone, case.tokens(2, 44)[1:, 40:]))
 
 
+@pytest.mark.long
 def test_no_streaming_head_loses_nothing(stateful, tmp_path):
     tables, _ = files(stateful, "duo-heads", tmp_path)
     found = []

@@ -196,6 +196,7 @@ def test_the_law_of_insertions_catches(llama, broken, monkeypatch):
             test_an_insertion_does_not_depend_on_others_and_is_what_a_session_does(llama)
 
 
+@pytest.mark.long
 def test_training_makes_the_text_likelier_and_leaves_the_model():
     soft, parts = (
         Augmented(

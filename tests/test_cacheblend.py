@@ -224,6 +224,7 @@ def test_a_saved_session_goes_on(tmp_path):
         assert session.observer(PieceReuse).blended.tolist() == [2]
 
 
+@pytest.mark.long
 def test_an_artifact_does_as_the_eager_target():
     want, _ = asked(reusing("cacheblend"), *CHUNKS, PROMPT)
     artifact = reusing("cacheblend", target="onnx")

@@ -136,7 +136,7 @@ def moved(program, change=lambda fold: fold):
 FOLDS = {"llama": 9, "qwen2": 8, "gpt2": 6, "phi3": 9, "mamba": 5}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", FOLDS)
 def test_folded_scales_leave_the_logits(name, passed):
     count, worst = moved(passed(name))
@@ -262,6 +262,7 @@ def test_options_that_mean_nothing(option):
 # What a build says of it.
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_build_reports_bits_and_loss(verify, build):
     told = []

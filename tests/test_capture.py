@@ -243,6 +243,7 @@ def test_the_attention_implementation_is_left_as_it_was(monkeypatch):
 # Precision and ties
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions_are_computed_in_float32(dtype):
     model = tiny().to(dtype)
@@ -269,7 +270,7 @@ def test_tied_weights_stay_one():
 # Traps of torch.export
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("heads", "size"), [(5, 7), (7, 5), (11, 13)])
 def test_sizes_of_the_model_do_not_fix_the_length(heads, size):
     """The lengths tried first while tracing are sizes of this model."""
@@ -315,6 +316,7 @@ def test_a_compiled_module_is_taken_as_the_module_it_was():
     assert program.facts.name == "PlainSdpa" and "tokens.weight" in program.params
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["mpt", "xglm"])
 def test_the_configurations_own_limit_ends_the_context(kind):
     """MPT computes its biases up to there; XGLM's table is two longer, and it writes into positions."""

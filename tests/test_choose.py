@@ -432,6 +432,7 @@ def command(folder, model, *more, recipes=RECIPES):
     return model, "--prompts", folder / "p.jsonl", "--out", folder / "out", *named, *options
 
 
+@pytest.mark.long
 def test_the_whole(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr(measure, "QUIET", 0.0)
     written(tmp_path, PROMPTS)

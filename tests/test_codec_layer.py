@@ -112,7 +112,7 @@ def drive(case):
     return np.concatenate([one.reshape(3, -1) for one in found], 1)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_a_codec_that_loses_nothing_changes_nothing(stateful, codec):
     """And one that reads keys a hundredth too large does."""
@@ -122,7 +122,7 @@ def test_a_codec_that_loses_nothing_changes_nothing(stateful, codec):
     assert np.abs(broken - want).max() > 1e-3
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gemma2", "gpt_neox"])
 def test_windows_and_partial_rotations(stateful, name):
     for codec in (
@@ -207,6 +207,7 @@ def behind(case):
     return np.concatenate([one.reshape(3, -1) for one in found], 1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", [Plain(tokens=R), Plain(before_rope=True, tokens=R)], ids=str)
 def test_what_eviction_keeps_is_encoded_in_blocks(stateful, codec):
     """By a codec that loses nothing, and one that reads keys a hundredth too large."""

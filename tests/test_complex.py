@@ -94,6 +94,7 @@ def complex_nodes(program):
     return params + [v for v in values if isinstance(v, torch.Tensor) and v.is_complex()]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("turn", FORMS, ids=lambda f: f.__name__)
 def test_no_complex_number_is_left_and_nothing_changes(turn):
     program = program_of(turn)

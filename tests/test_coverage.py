@@ -40,7 +40,7 @@ SLOW = ("llama4_text", "mixtral")
 ALL = [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in TYPES]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ALL)
 def test_a_type_is_right(name):
     result = coverage.measure(name)

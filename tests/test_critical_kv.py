@@ -60,6 +60,7 @@ def test_larger_values_everywhere_change_nothing():
     assert sets(choose(x, 6, score, refine=method)) != want
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_projection_is_that_of_the_model(stateful, name):
     """The sum over heads of what each passes on is what the model's own layer gives."""

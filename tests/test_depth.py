@@ -53,6 +53,7 @@ def test_options_out_of_range_are_refused(options, words):
         accel.optimize("/nowhere", {"depth": options})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -160,6 +161,7 @@ def test_a_layer_that_does_nothing_goes_first_and_nothing_changes(deep):
         assert not any("layers.2." in name for name in compiled.program.params)
 
 
+@pytest.mark.long
 def test_a_path_is_kept_in_the_layers_that_are_left(deep):
     """What keeps a path of a tree moves the state that the step wrote, which counts from 0 again."""
     module, prompt = deep("llama")[0], TOKENS[:1, :9]
@@ -171,6 +173,7 @@ def test_a_path_is_kept_in_the_layers_that_are_left(deep):
         assert one.generate(prompt, 20, eos=[]).tokens == other.generate(prompt, 20, eos=[]).tokens
 
 
+@pytest.mark.long
 def test_a_method_that_picks_a_layer_finds_it_by_its_new_number(deep):
     module = copy.deepcopy(deep("llama")[0])
     recipe = {

@@ -36,6 +36,9 @@ PAGES = [
     *(p for p in sorted(DOCS.rglob("*.md")) if GENERATED not in p.parents),
 ]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
+GROWS = (
+    "docs/guides/shrink-a-long-context.md"  # with each method: its code takes as long as ten others
+)
 METHOD = re.compile(
     r"# ((?:passes|runtime)/[\w/]+)/(\w+)\.py\n"
 )  # the first line of a method's file
@@ -136,7 +139,12 @@ def shown(workplace):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n, p in zip(NAMES, PAGES, strict=True) if blocks(p, "python")]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.long if n == GROWS else ())
+        for n, p in zip(NAMES, PAGES, strict=True)
+        if blocks(p, "python")
+    ],
 )
 def test_python_blocks_run_in_order(name, shown, workplace, capsys):
     page = ROOT / name

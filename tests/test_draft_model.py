@@ -136,6 +136,7 @@ def test_an_artifact_holds_its_draft_model(built, tmp_path, monkeypatch):
         accel.load("second")
 
 
+@pytest.mark.long
 def test_a_hugging_face_directory_is_built_along(built, modules, folder, small):
     """It runs where the target does: here by the reference of each operator."""
     recipe = {"draft": {"use": "model", "path": str(folder)}}
@@ -258,6 +259,7 @@ def test_an_exit_that_is_none_is_refused(built):
     ]
 
 
+@pytest.mark.long
 def test_a_draft_model_grows_trees(modules, folder, small):
     """Children are what it finds likeliest after the path to each node, in each row, round after round."""
     recipe = {"draft": {"use": "model", "path": str(folder)}, "tree": {"use": "static"}}

@@ -88,7 +88,7 @@ def test_every_kind_is_built_here(build):
     assert found == set(kinds())
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("built", BUILDS)
 def test_an_example_is_what_the_entry_takes(build, built):
     program = build(built).program
@@ -100,7 +100,7 @@ def test_an_example_is_what_the_entry_takes(build, built):
         assert list(program.run(name, given)) == entry.outputs
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("built", BUILDS)
 def test_a_graph_that_gives_something_else_is_refused(build, built):
     model, program = build(built), build(built).program.copy()

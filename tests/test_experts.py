@@ -54,7 +54,7 @@ def both(request, model):
         yield request.param, compiled, eager
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_the_reference(both):
     """Each token is the reference's best; two that are nearly equal there may change places."""
     _, compiled, eager = both

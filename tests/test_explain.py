@@ -91,7 +91,7 @@ def kinds():
     return sorted({*found.values(), *REFUSED})
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", kinds())
 def test_every_kind_of_recipe_is_told(captured, name, tmp_path):
     e = told(captured, name)
@@ -169,7 +169,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use", CODECS)
 def test_bytes_of_a_codec_are_what_a_session_holds(tiny, use):
     plan = assemble(Recipe(tables={"kv.codec": {"use": use, **CODEC.small(use)}}))
@@ -179,7 +179,7 @@ def test_bytes_of_a_codec_are_what_a_session_holds(tiny, use):
         assert found.bytes(prompt) == held(program, plan, prompt)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_what_a_session_holds(tiny, name):
     plan = assemble(Recipe(tables=CASES[name]))

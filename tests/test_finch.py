@@ -53,6 +53,7 @@ def law_chunk(case, tokens, session):
                 close(own[row], want[0, :, :KEPT])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("which", ["plain", "moving"])
 def test_a_chunk_is_scored_by_the_question(which, request, monkeypatch):
     monkeypatch.setattr(core, "CHUNK", CHUNK)

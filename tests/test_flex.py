@@ -26,6 +26,7 @@ def decoder(**parts):
     return build(spec), spec
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "parts",
     [

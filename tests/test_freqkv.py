@@ -173,6 +173,7 @@ def test_graphs_give_what_the_oracle_does(monkeypatch):
             close(a, b, 1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "model, score, message",
     [

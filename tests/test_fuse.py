@@ -162,6 +162,7 @@ def layers(program):
 NAMES = ["llama", "qwen3", "phi3", "gpt2"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_products_of_a_layer(rewritten, name):
     """q, k and v in one, the output, the way up (gate and up in one), the way down."""
@@ -178,6 +179,7 @@ def test_heads_are_laid_out_once(rewritten, name):
         assert targets.count(aten.transpose.int) == 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "tiny"])
 def test_a_model_of_single_products_is_left_alone(rewritten, name):
     program, steps = rewritten(name)
@@ -196,6 +198,7 @@ def test_a_tied_head_is_left_with_the_reason():
     assert "model.embed_tokens.weight is the embedding too (tied)" in why
 
 
+@pytest.mark.long
 def test_a_router_stays_apart(captured):
     program = captured("mixtral")
     steps = {s.name: s for s in run(program, pipeline())}

@@ -66,6 +66,7 @@ def test_a_context_of_one_token_builds():
         assert compiled.logits([[5]]).shape == (1, 1, 31)
 
 
+@pytest.mark.few(1)
 def test_left_padding_is_not_seen(driver):
     built, session, config = driver
     tokens = np.random.default_rng(2).integers(0, 90, (1, 9))

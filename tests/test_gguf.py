@@ -175,6 +175,7 @@ def test_rows_of_llamas_queries_are_put_back(plain, model, monkeypatch):
     assert (logits(loaded.model, loaded.stored) - wanted).abs().max() > 0.01 * wanted.abs().max()
 
 
+@pytest.mark.long
 def test_factors_of_the_rotation(tmp_path):
     """As the converter writes Llama 3.1's: each frequency is divided by a number of its own."""
     model = made(hf.LlamaConfig(**SIZES, rope_parameters=LLAMA3))
@@ -223,6 +224,7 @@ def test_an_artifact(kind, model, tmp_path):
     assert report["weights"]["bytes"] == total
 
 
+@pytest.mark.long
 def test_offsets_are_added(tmp_path, monkeypatch):
     """The control of the test above: without them the artifact is far off."""
     from accel.passes.weights import _kept
@@ -242,6 +244,7 @@ def test_offsets_are_added(tmp_path, monkeypatch):
     assert errors[0] < 0.1 and errors[1] > 0.5
 
 
+@pytest.mark.long
 def test_experts_stay_codes(tmp_path):
     arch, config, more = MODELS["qwen3moe"]
     path = write(made(config()), arch, tmp_path / "m.gguf", "Q4_0", more=more)
@@ -299,6 +302,7 @@ def test_a_model_in_parts(model, plain, tmp_path):
         load_model(first)
 
 
+@pytest.mark.long
 def test_an_explanation(plain):
     told = explain("base", plain, max_context=32, speed=False)
     assert told.grade == "lossless"

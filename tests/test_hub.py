@@ -61,6 +61,7 @@ def put(cache: Path, name: str, model: Path, files=FILES) -> Path:
     return snapshot
 
 
+@pytest.mark.long
 def test_a_repository_in_the_cache_is_compiled_by_its_id(cache, model):
     snapshot = put(cache, "org/tiny-llama", model)
     assert model_folder("org/tiny-llama") == snapshot

@@ -205,6 +205,7 @@ def test_a_call_that_fails_after_tokens_moved_closes_the_session(case, monkeypat
         session.run(tokens[:, 20:40])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "model, tables, message",
     [
@@ -263,6 +264,7 @@ def test_finch_keeps_the_same_share_of_each_chunk():
     assert one == whole, "a chunk of all"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("chunk", "each"), [(5, 2), (128, None)])
 def test_finch_by_chunks_in_a_session(stateful, chunk, each):
     score = {"use": "finch", "window": 4, "chunk": chunk}

@@ -1,11 +1,13 @@
 """KeyDiff: what it must hold beyond the laws of its axis."""
 
 import matrix
+import pytest
 import torch
 
 from accel.passes.kv.score.keydiff import KeyDiff
 
 
+@pytest.mark.long
 def test_onnx_equals_the_oracle():
     case = matrix.Case("llama", (("kv.score", "keydiff"),))
     outcome = matrix.Matrix().run(case)

@@ -317,7 +317,7 @@ def operators(compiled):
     return {node.op_type for node in graph.node}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "plain_latent"])
 def test_every_graph_gives_what_the_oracle_does(name):
     layers, models.LAYERS = models.LAYERS, 2

@@ -59,7 +59,7 @@ def test_what_makes_no_sense_is_refused(options):
         AXIS.build("kv-adaquant", **options)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("score", [None, "snapkv"])
 @pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
 def test_the_compiled_attention_reads_codes_in_place(score):

@@ -75,6 +75,7 @@ def test_small_numbers_keep_their_precision_beside_large_ones():
     assert off["kv-fp8"] <= 2**-4 < 0.9 < off["kv-int8"]
 
 
+@pytest.mark.long
 def test_evicted_tokens_are_checked_though_some_bytes_are_no_number():
     """The example of the written graph's check holds every byte; a NaN on one side alone is an error."""
     recipe = {"kv.codec": {"use": "kv-fp8"}, "kv.score": {"use": "snapkv"}}

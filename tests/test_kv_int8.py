@@ -112,7 +112,7 @@ def drive(session, batch=2):
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [
@@ -159,6 +159,7 @@ def test_memory_is_its_formula(made):
     assert compiled.report["grade"] == "approximate"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weights", [(), ("int4",)], ids=str)
 def test_rows_are_equal_bit_for_bit_under_batch_invariant(made, weights):
     compiled = made("llama", "batch-invariant", *weights)
@@ -186,6 +187,7 @@ def nodes(compiled):
     return found
 
 
+@pytest.mark.long
 @needs_native
 def test_layers_under_conditions_read_codes_in_place():
     model = randomise(models.PlainSdpa(layers=4), "skip")
@@ -193,6 +195,7 @@ def test_layers_under_conditions_read_codes_in_place():
         assert nodes(compiled) >= {"If", "AttentionInt8"} and "Decode" not in nodes(compiled)
 
 
+@pytest.mark.long
 @needs_native
 def test_what_eviction_keeps_is_in_codes_too():
     model = models.ARCHITECTURES["plain_sdpa"]()

@@ -67,7 +67,7 @@ def bart():
     del models.ARCHITECTURES["bart"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_tokens_that_stay_are_seen(made, kind):
     """Against a full cache in which the rest is hidden."""
@@ -90,7 +90,7 @@ def test_only_the_tokens_that_stay_are_seen(made, kind):
     assert not np.allclose(dense.run(tokens[:, 24:]), some, atol=1e-3), "the rest does count"
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("score, axes", [("streaming-llm", {}), ("snapkv", {"budget": "ada-kv"})])
 def test_a_row_of_a_batch_is_that_row_alone(made, kind, score, axes):
@@ -209,6 +209,7 @@ def test_onnx_is_the_eager_target(score, axes):
                     close(got, there)
 
 
+@pytest.mark.long
 def test_smoke_compares_a_recipe_that_counts():
     """It is rewound to nothing."""
     layers, models.LAYERS = models.LAYERS, 2

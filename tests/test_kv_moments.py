@@ -74,7 +74,7 @@ def test_a_budget_is_asked_again_only_when_there_may_be_something_to_drop(case, 
     assert session.held_from.max() > 0
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("when", [{"use": "every", "tokens": 3}, {"use": "chunk"}])
 def test_rows_are_alone_at_every_moment(case, monkeypatch, name, when):

@@ -173,6 +173,7 @@ def identity(parts):
     return {i: {"map": torch.eye(*part["map"].shape)} for i, part in parts.items()}
 
 
+@pytest.mark.long
 def test_the_same_model_and_maps_that_change_nothing_give_an_exact_prompt(folder, tmp_path):
     file, aux = tmp_path / "same.safetensors", str(folder[0] / "same")
     maps = mapped_by(folder, file, change=identity)

@@ -98,6 +98,7 @@ def module():
     return made
 
 
+@pytest.mark.long
 def test_every_target_keeps_the_newest(module):
     tables = recipe("knorm", kept=KEPT, budget="ada-kv")
     ids = np.random.default_rng(0).integers(3, 99, (2, LENGTH + 1))

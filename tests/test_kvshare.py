@@ -172,6 +172,7 @@ def test_a_call_that_fails_leaves_all_as_it_was(monkeypatch):
         assert far(session.run(NEXT[None, :1]), want) < 1e-6
 
 
+@pytest.mark.long
 def test_an_artifact_does_as_the_eager_target():
     """And loops go on token by token."""
     model = reusing("kvshare", **OPTIONS)

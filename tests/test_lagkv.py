@@ -115,6 +115,7 @@ def law_freezes(score, share, kept):
                 assert evicted(x, [*(e for e in ends if e < end), end], score, share) == once
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("share", "kept"), [(0.34, 1), (0.67, 2), (1.0, 3)])
 def test_partitions_that_lost_tokens_are_frozen(share, kept):
     law_freezes(build("score", "lagkv", partition=3, freezes=True), share, kept)

@@ -26,6 +26,7 @@ def test_a_sweep_sets_the_option():
     assert len(rows) == 4 and all(c.tables["kv.score"] == {"use": "snapkv"} for c in rows)
 
 
+@pytest.mark.long
 def test_a_sweep_is_what_counts():
     rows = {r: [c.tables for c in leaderboard.cases() if c.recipe == r] for r in ("mikv", "quest")}
     assert [t["kv.budget"] for t in rows["mikv"]] == [

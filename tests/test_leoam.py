@@ -105,6 +105,7 @@ def test_pages_are_the_best_of_the_best_chunks():
                 assert {p for p in listed[1:] if p >= 0} == set(best)
 
 
+@pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle():
     small = {
         "use": "leoam",

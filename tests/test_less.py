@@ -178,6 +178,7 @@ def test_rows_are_as_they_are_alone(stateful, maps):
         close(found[[row]], decoded(alone, tokens[[row], 40:43]))
 
 
+@pytest.mark.long
 def test_graphs_give_what_the_oracle_does(tmp_path):
     layers, models.LAYERS = models.LAYERS, 2
     model = models.ARCHITECTURES["llama"]()

@@ -211,7 +211,7 @@ def ops(compiled):
     return [node.op_type for node in graph.node]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gpt2"])
 def test_heads_are_placed_by_one_node(build, name):
     """With and without norms, biases and rope; the build has compared each with the model."""
@@ -220,7 +220,7 @@ def test_heads_are_placed_by_one_node(build, name):
     assert not {"Transpose", "Reshape", "RotaryEmbedding"} & set(found)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2"])
 def test_joined_steps_compute_the_same(name, monkeypatch):
 

@@ -153,6 +153,7 @@ def test_rows_go_on_without_guesses_that_were_not_kept():
 ENDS = [*({"limit": n} for n in (1, 2, 5)), *({"max_context": n} for n in (20, 19, 64)), {"eos": 4}]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ends", ENDS)
 def test_rows_end_where_they_would(ends):
     """Also within an n-gram that stands, and where a call would be larger than the context left."""
@@ -196,6 +197,7 @@ def test_where_calls_cost_too_much_it_rests():
     assert rows[0].drafting["fallback"] > 20
 
 
+@pytest.mark.long
 def test_batch_invariant_tokens_are_those_without():
     models = [
         accel.optimize(module("llama"), recipe, max_context=64, max_batch=3)
@@ -265,6 +267,7 @@ def test_a_call_is_no_wider_than_is_said(shape):
     assert max(widths) + method.guesses * (method.ngram - 1) == method.widest
 
 
+@pytest.mark.long
 def test_it_goes_with_what_keeps_calls_alike():
     snapkv = {"kv.score": table("snapkv"), "kv.budget": table("uniform", tokens_kept=8)}
     model = built("llama", tables={**snapkv, "kv.codec": {"use": "kv-int8"}, **LOOP})

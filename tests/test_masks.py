@@ -157,6 +157,7 @@ def test_is_causal_alone():
     assert named(Masked(lambda *_: None, "theirs")) == Mask("causal")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize(
     ("create", "name"),
@@ -227,7 +228,7 @@ def test_a_mask_that_depends_on_tokens_is_refused():
 # The whole way
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mask", "form"),
     [

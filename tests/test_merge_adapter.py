@@ -96,6 +96,7 @@ def test_quantised_weights_are_of_the_merged_model(tmp_path, llama):
     close(got, want)
 
 
+@pytest.mark.long
 def test_a_half_precision_module_is_merged(tmp_path, llama):
     half = copy.deepcopy(llama).half()
     folder = case.write(tmp_path, half, ["o_proj"])

@@ -139,6 +139,7 @@ def test_a_model_whose_tokens_are_all_retained_is_the_model(four):
     assert np.abs(none - want).max() > 1e-2
 
 
+@pytest.mark.long
 def test_the_upper_layer_stores_no_directions(four, pair):
     case = Selecting(four(), codec(residual=8))
     sizes = {s.name: s.shape[3:] for s in case.program.state if s.name.startswith("kept.")}

@@ -190,7 +190,7 @@ def test_every_pass_has_a_miscompile():
     assert {type(s) for s in pipeline()} <= spoilt
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", MISCOMPILES)
 def test_a_miscompile_is_caught_and_the_pass_named(captured, monkeypatch, name):
     architecture, kind, spoil = MISCOMPILES[name]

@@ -168,6 +168,7 @@ def elsewhere(tmp_path, monkeypatch):
     native.forget()
 
 
+@pytest.mark.long
 def test_without_a_compiler_the_artifact_is_portable(elsewhere, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)

@@ -163,6 +163,7 @@ def slots_of_codes(shape, tokens, bits, kept, listed):
     return [*coded, *pages, *scales], [*plain, *pages], settings, settings | ours
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("bits", [(4, 2), (8, 8), (2, 1)], ids=str)
 @pytest.mark.parametrize("kept", [False, True])
 def test_attention_over_slots_of_codes_is_that_over_the_decoded(bits, kept):

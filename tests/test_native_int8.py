@@ -107,7 +107,7 @@ def attention(rng, shape, tokens, exact, mask):
     return coded, plain, settings
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_is_that_over_the_decoded_bit_for_bit(shape):
     rng = np.random.default_rng(sum(shape))

@@ -56,6 +56,7 @@ def given(x, coded, kept, pages):
     return [q, k[which], v[which], q_pos, held, None, None, *old, pages, *more], settings
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_attention_over_pages_is_the_references(shape):
     rng = np.random.default_rng(sum(shape))
@@ -200,6 +201,7 @@ def choices(rng, batch, groups, tokens, slots, page, spread):
     return [worth, q_pos, held, first]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("spread", [0.4, 1e3])
 @pytest.mark.parametrize(
     ("slots", "page"), [(1, 1), (7, 2), (40, 16), (33, 16), (900, 1), (5000, 4)], ids=str

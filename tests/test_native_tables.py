@@ -80,6 +80,7 @@ def test_numbers_of_a_table_and_of_columns_are_the_references():
         run("Columns", [want, index - 2 * width], ["float32"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("score", [None, "snapkv"])
 def test_a_step_reads_bytes_in_place(score):
     """Of eviction, too, what was kept."""

@@ -49,7 +49,7 @@ def matrices():
     return {"matrix": matrix.Matrix(), "matrix_loops": matrix_loops.Loops()}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("axis", AXES)
 def test_a_started_method_builds_and_computes_the_same(axis, started, matrices):
     made = started(axis)

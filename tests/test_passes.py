@@ -239,7 +239,7 @@ def regions(program):
     return [n.target.graph for n in program.step.graph.nodes if isinstance(n.target, Region)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", models.ARCHITECTURES)
 def test_layers_are_found(build, name):
     built = build(name)

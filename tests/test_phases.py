@@ -231,6 +231,7 @@ def test_the_other_generated_tokens_go_by_their_scores():
             assert found[row][head] == want
 
 
+@pytest.mark.long
 def test_evicting_now_and_then_holds_a_step_more(case):
     one = case(every=4, longest=19, decode_kept=7)
     budget = one.plan.budget

@@ -35,6 +35,7 @@ def tokens_of(model, *shape, seed=0):
     return np.random.default_rng(seed).integers(3, model.facts.vocab_size, shape)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ROPES)
 def test_forth_and_back_is_nothing_and_forth_is_the_later_position(stateful, name):
     model = made(stateful(name))
@@ -222,6 +223,7 @@ def test_what_it_cannot_go_with_is_refused(axis, use):
         assemble(recipe)
 
 
+@pytest.mark.long
 def test_an_artifact_edits_as_the_eager_target_does(build):
     model = build("llama").model
     built = accel.optimize(model, "pie", max_context=256, max_batch=2)

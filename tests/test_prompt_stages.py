@@ -73,7 +73,7 @@ def prompted(model, tokens, length, after):
     return np.concatenate(out, axis=1)[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "arch", "form"), CASES)
 def test_layers_read_what_the_brute_force_form_keeps(name, arch, form):
     model = built(arch, use=name, **AXIS.small(name))

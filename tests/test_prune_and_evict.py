@@ -88,7 +88,7 @@ def smallest_norms(keys, positions, count):
     return [sorted(positions[there][head].tolist()) for head in order]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("prune", STAGED)
 def test_each_layer_chooses_of_what_reached_it(prune):
     with pruned(prune).session(3) as before, pruned(prune, "knorm").session(3) as after:

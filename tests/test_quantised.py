@@ -73,7 +73,7 @@ def test_weights_are_those_of_the_formula(llama, tmp_path, name):
 FEW = ("gptq-order", "packed-zeros", "packed-8", "packed-24", "nvfp4", "fp8")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.long) for n in FORMATS]
 )
@@ -135,6 +135,7 @@ def test_an_artifact_of_codes(llama, tmp_path):
     assert report["weights"]["kl"] < 0.02
 
 
+@pytest.mark.long
 def test_an_explanation_counts_codes(llama, tmp_path):
     config, writer, _ = FORMATS["gptq"]
     quantise(llama, tmp_path, config, writer)
@@ -159,6 +160,7 @@ def test_a_recipe_rounds_only_what_is_not_in_codes(llama, tmp_path):
     assert sorted(bits) == [4, 4, 4, 4, 8]
 
 
+@pytest.mark.long
 def test_layers_of_unlike_codes_stay_apart(llama, tmp_path):
     """k_proj is left in float, up_proj has its own order: neither is stacked with the others."""
     config, writer, _ = FORMATS["gptq"]
@@ -184,6 +186,7 @@ def test_layers_of_unlike_codes_stay_apart(llama, tmp_path):
     assert torch.equal(kept_weight(program, turned), floats[f"{up}.weight"])
 
 
+@pytest.mark.long
 def test_uneven_groups_are_computed_in_float(llama, tmp_path):
     config, writer, _ = FORMATS["gptq"]
     quantise(llama, tmp_path, config, writer)
@@ -198,6 +201,7 @@ def test_uneven_groups_are_computed_in_float(llama, tmp_path):
     assert line.endswith("down_proj.weight: its groups are not of 32 columns each")
 
 
+@pytest.mark.long
 def test_experts_stay_codes(tmp_path):
     """A checkpoint holds each expert alone, and transformers stacks them."""
     config = Qwen3MoeConfig(
@@ -388,7 +392,7 @@ def test_transformers_reads_the_same_fp8(llama, tmp_path):
     assert torch.allclose(got, want, atol=1e-5 * float(want.abs().max()))
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gptq-order", "fp8"])
 def test_adapters_go_with_codes(llama, tmp_path, name):
     """Chosen per session they leave the codes as they are (QLoRA); merged they make floats of what they change."""

@@ -27,6 +27,7 @@ def logits(budget=None, codec=None):
         return np.concatenate([*out, *(session.run(np.array([[t]])) for t in (5, 6, 7, 8))], 1)
 
 
+@pytest.mark.long
 def test_a_budget_of_the_whole_prompt_is_the_codec_alone():
     assert np.allclose(logits(budget=64, codec=4), logits(codec=4), atol=1e-5)
     assert not np.allclose(logits(budget=8, codec=4), logits(codec=4), atol=1e-3)  # the control

@@ -55,6 +55,7 @@ def session_of(stateful, codec=CODEC, name="llama"):
     return case, case.session()
 
 
+@pytest.mark.long
 def test_a_coarse_call_reads_no_lower_bits_and_leaves_nothing(stateful):
     """What lies there is turned to noise; the control, that others read it."""
     case, session = session_of(stateful)

@@ -65,7 +65,7 @@ def same(a, b, tolerance=0.0):
     return all(np.abs(x - y).max() <= tolerance for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_sessions_are_as_with_padded_heads(stateful, monkeypatch, tmp_path, name):
     tables = recipe_of(stateful, tmp_path, name)

@@ -51,7 +51,7 @@ def test_a_random_decoder_is_right_or_refused(part):
         assert result.verdict in ("right", "refused"), about
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("case", [0, 10])
 def test_a_random_decoder_is_right_in_onnx(case):
     result = random_decoders.attempt(random_spec(case, seed=1), "onnx")

@@ -240,6 +240,7 @@ def test_long_prompts_carry_their_state_over_chunks(built, monkeypatch):
         close(live.run(ids), want)
 
 
+@pytest.mark.long
 def test_a_fork_goes_its_own_way(built):
     ids, want, compiled = built("mamba")
     with compiled.session(3) as live:

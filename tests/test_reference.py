@@ -100,6 +100,7 @@ def held_out_perplexity(model, tokenizer):
         return math.exp(model(ids, labels=ids).loss)
 
 
+@pytest.mark.long
 def test_held_out_code_is_not_news(model, tokenizer):
     """The bound is far above the measured figure, and far below what an untrained model gives."""
     torch.manual_seed(0)

@@ -98,6 +98,7 @@ def made(stateful):
     return get
 
 
+@pytest.mark.long
 def test_calls_of_one_token_are_quests(made):
     a, b = made("retro-attention"), made("quest")
     tokens = a.tokens(2, 60)

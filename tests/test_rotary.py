@@ -85,7 +85,7 @@ def rewritten(model, longest=LONGEST):
     return program
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", SCALED)
 def test_a_scaled_rotation_below_and_beyond_the_original_length(kind):
     model = llama(rope_type=kind, **SCALED[kind])

@@ -80,7 +80,7 @@ EAGER = ["kivi-4", "h2o", "quest", "paged-prefix", "promptdistill", "unified-ski
 ONNX = ["base", "snapkv", "mamba"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [*EAGER, *(f"{name}:onnx" for name in ONNX)])
 def test_rows_go_on_as_others(opened, name):
     law(opened(name))
@@ -110,6 +110,7 @@ def test_every_observer_takes_its_rows_along():
     assert all(c.select is not SessionObserver.select for c in knowing())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", STAY)
 def test_the_law_catches_a_observer_that_does_not(opened, name, monkeypatch):
     (cls,) = (c for c in knowing() if c.__name__ == name)

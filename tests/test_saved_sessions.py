@@ -125,7 +125,7 @@ def law(model, path):
         assert np.array_equal(want, got), "the opened session differs"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.long if n in LIKE_OTHERS else ()) for n in NAMES]
 )
@@ -153,6 +153,7 @@ def test_recurrent_state_on_onnx(tmp_path):
         law(mamba, tmp_path / "one.session")
 
 
+@pytest.mark.long
 def test_every_observer_is_saved(model):
     """Those of no case have nothing to know."""
     names = [name for name in NAMES if name not in LIKE_OTHERS]
@@ -166,6 +167,7 @@ def test_every_observer_is_saved(model):
     assert all(kind.numbers is not SessionObserver.numbers for kind in observer_classes())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "kind"), [("h2o", "EvictionState"), ("kivi-4", "BlockCodecState"), ("mamba", "RecurrentHistory"),
                        ("paged-prefix", "PrefixCache"), ("promptdistill", "PromptPruning"),
@@ -348,6 +350,7 @@ def test_a_prompt_is_computed_once(artifact, tmp_path):
             model.stream(question, session=session)
 
 
+@pytest.mark.long
 def test_the_command_line_saves_and_goes_on(artifact, tmp_path):
     path = tmp_path / "one.session"
     system, rest = "import os\nimport", " sys\n"

@@ -64,6 +64,7 @@ def reference(path):
 # Loading
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 @pytest.mark.parametrize("name", MAKERS)

@@ -116,7 +116,7 @@ def test_rows_go_on_as_alone(name, stateful):
 ONNX = ["base", "snapkv", "kivi-4", "quest", "promptdistill"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ONNX)
 def test_rows_go_on_as_alone_in_onnx(name):
     check(built("llama", "onnx", tables=CASES[name][0]))

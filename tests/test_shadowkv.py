@@ -252,6 +252,7 @@ def test_directions_are_those_of_an_svd(stateful):
         law_svd(case, others)
 
 
+@pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle():
     small = {"use": "shadowkv", **Shadowkv.small, "dense_layers": 1}
     with accel.optimize(llama(2), {"kv": {"select": small}}, max_context=128, max_batch=2) as made:

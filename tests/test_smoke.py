@@ -184,7 +184,7 @@ def test_a_model_that_fills_masks_is_written_over(monkeypatch):
     assert cell.status == "wrong" and "shorter" in cell.reason
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_an_encoder_decoder_is_compared_with_its_encoders_input(name):
     source = small_model(name)

@@ -160,6 +160,7 @@ def _behind(node):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("bits", "count"), [(1, 6), pytest.param(2, 0, marks=pytest.mark.long), pytest.param(4, 9, marks=pytest.mark.long)],
 )  # fmt: skip

@@ -168,6 +168,7 @@ def apart(function, made, length):
     return want.shape != got.shape or not torch.allclose(want, got, atol=1e-6)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", HOLD)
 def test_other_functions_hold_at_any_length(name):
     made = traced(HOLD[name])

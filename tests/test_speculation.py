@@ -55,7 +55,7 @@ def exactly():
         each.close()
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 4}], ids=["greedy", "sampled"]
@@ -108,7 +108,7 @@ def test_streams_too(exactly):
         assert stream.stats["speculation"]["rounds"] > 0
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_it_goes_with_what_keeps_calls_alike(name):
     """On the eager target, to rounding: greedy tokens of tiny models, none of them near a tie."""

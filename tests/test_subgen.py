@@ -103,6 +103,7 @@ def test_the_sketch_is_of_fixed_size_and_counts_every_token():
         assert size > 0 and all((keys[0, 0] == m).all(1).any() for m in members)
 
 
+@pytest.mark.long
 def test_more_samples_are_nearer():
     off = []
     for size in (4, 16):
@@ -169,6 +170,7 @@ def test_layers_with_a_window_leave_nothing_and_a_soft_cap_is_kept(stateful):
     torch.testing.assert_close(keep.read(queries, SCALE, 0.7, **held)[1].exp(), want)
 
 
+@pytest.mark.long
 def test_onnx_equals_the_oracle():
     outcome = matrix.Matrix().run(matrix.Case("llama", (("kv.keep", "subgen"),)))
     assert outcome.kind == "equal", outcome.why

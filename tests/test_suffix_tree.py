@@ -118,6 +118,7 @@ def test_the_oldest_texts_are_given_up():
     assert store.tokens.tolist() == [GAP, *range(401, 500)]
 
 
+@pytest.mark.long
 def test_a_model_keeps_it_between_requests():
     """The second of two like requests takes fewer calls; of another model of the same weights it does not."""
     tables = {"draft": {"use": "suffix-tree", "shared": True}, "verify": {"use": "sample-match"}}

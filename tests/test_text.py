@@ -87,7 +87,7 @@ def test_a_captured_program_reads_back_and_so_does_what_passes_make_of_it(captur
         assert torch.equal(got, want)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("step", [ByCall(), Quest(dense_layers=0)], ids=lambda s: type(s).__name__)
 def test_regions_that_may_be_left_out_read_back(captured, step):
     program = captured("llama")
@@ -99,7 +99,7 @@ def test_regions_that_may_be_left_out_read_back(captured, step):
         assert torch.equal(again.step.defaults[name], value)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("recipe", ["mikv", "kivi-2", "promptdistill", "paged-prefix"])
 def test_programs_of_several_entries_read_back(captured, recipe):
     """Shapes that are written are those that the operators give: of mikv's second layer they were the first's."""

@@ -158,6 +158,7 @@ def test_incremental_is_at_once(stateful, part):
     assert any(len(h) < 20 for h in found[0])
 
 
+@pytest.mark.long
 def test_without_a_threshold_nothing_is_lost(stateful, part):
     tokens = np.random.default_rng(0).integers(3, 60, (1, 30))
     whole = evicting(stateful("llama"), recipe("knorm", 1 << 20)).session(1)
@@ -251,6 +252,7 @@ def test_a_lesson_is_what_the_model_computes(stateful):
 # Builds
 
 
+@pytest.mark.long
 def test_onnx_equals_the_oracle():
     case = matrix.Case("llama", (("kv.budget", "threshold"), ("kv.score", "threshold-evict")))
     outcome = matrix.Matrix().run(case)

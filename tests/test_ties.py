@@ -62,6 +62,7 @@ def test_a_router_of_zeros_is_compared_past_its_ties():
         )
 
 
+@pytest.mark.long
 def test_where_rounding_decides_the_error_names_the_tie(monkeypatch):
     """Of two orders of the same sums one takes other experts: here the program's own takes the last."""
     monkeypatch.setattr(program, "topk", last_of_ties)

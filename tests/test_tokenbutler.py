@@ -189,6 +189,7 @@ def program(two_layers):
     return program
 
 
+@pytest.mark.long
 def test_training_comes_nearer_to_the_logits(program):
     fit = Fit(program, TokenButler())
     parts = fit.start(8, 0)
@@ -280,6 +281,7 @@ def compiled(two_layers, program, tmp_path_factory):
         yield made
 
 
+@pytest.mark.long
 def test_every_way_through_a_session_is_that_of_the_oracle(compiled):
     law_every_target(compiled)
 

@@ -162,7 +162,7 @@ def drive(session, tokens):
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("recipes", [(), ("kv-int8",)], ids=str)
 def test_every_way_through_a_session_is_that_of_the_oracle(recipes):
     layers, models.LAYERS = models.LAYERS, 2

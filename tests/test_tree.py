@@ -73,7 +73,7 @@ def alone(model, prompt, *rows):
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_each_path_is_as_if_alone(build, name):
     model, off = build(name)

@@ -36,7 +36,7 @@ def built(module, target, tables=EXIT):
     scope="module",
     params=[
         "yoco-eager",
-        "yoco-onnx-newest",
+        pytest.param("yoco-onnx-newest", marks=pytest.mark.long),
         pytest.param("yoco-onnx", marks=pytest.mark.long),
         pytest.param("gemma3n-eager", marks=pytest.mark.long),
         pytest.param("gemma3n-eager-newest", marks=pytest.mark.long),
@@ -129,6 +129,7 @@ def test_memory_is_its_formula():
         )
 
 
+@pytest.mark.long
 def test_bytes_are_one_global_cache_and_a_window_of_each_lower_layer(monkeypatch):
     """2 n_kv D of each token, and 2 H D of each slot of the lower half, whose number the text does not change."""
     for module in (core, costs):
@@ -186,6 +187,7 @@ def test_a_configuration_that_cannot_be_is_an_error(wrong):
         YocoConfig(**{**sizes, **wrong})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "tables",
     [

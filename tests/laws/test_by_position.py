@@ -129,12 +129,13 @@ def eager(axis, use):
     return built("llama", tables={axis: {"use": use, **kind.small}})
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("axis", "use"), BUILT)
 def test_what_is_read_goes_by_content_or_says_that_it_does_not(axis, use):
     law_of_reads(eager(axis, use), AXES[axis].method(use).by_position)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("axis", "use", "options"),
     [

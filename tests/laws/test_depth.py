@@ -74,7 +74,7 @@ def test_a_plan_runs_its_layers_and_no_others(name, cache, deep):
     assert far(oracle(module, TOKENS, wrong), oracle(module, TOKENS, ran)) > 1e-2
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "cache"), [*JOINTS[:2], ("llama", "calm")])
 def test_onnx_is_the_eager_oracle_for_any_plans(name, cache, deep):
     method = (

@@ -123,6 +123,7 @@ def test_nothing_is_kept_unless_asked():
             assert decode(method, [[1, 2, 3]])[1] == decode(method, [[1, 2, 3]])[1]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("law", [keeps_tokens, drafts_better, stays_small, outlives_threads])
 @pytest.mark.parametrize("name", SHARED)
 def test_every_store(name, law):

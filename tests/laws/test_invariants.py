@@ -246,7 +246,7 @@ def test_heads_that_hold_other_tokens_are_seen():
     assert not holds(heads_alike, built("llama", tables=tables("kv.score=knorm")))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("axis", "use"), METHODS)
 def test_what_is_broken_fails_and_all_else_holds(axis, use):
     asked = tables(f"{axis}={use}")
@@ -286,7 +286,7 @@ FORCED = {  # recipes that are refused for an invariant, one of each pair of axe
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("uses", FORCED, ids="+".join)
 def test_what_is_refused_is_refused_for_a_reason_that_is_true(uses, monkeypatch):
     """Built all the same, it cannot be built or run, or what one side relies on does not hold."""

@@ -285,7 +285,7 @@ def attentions(program, folder):
     return {n.op_type for n in nodes if n.op_type.startswith("Attention")}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", AXIS.names())
 def test_a_build_says_whether_codes_are_read_in_place(name, stateful, tmp_path, monkeypatch):
     """Native attention reads floats where, and only where, a note says that a step decodes; the control: a note of what

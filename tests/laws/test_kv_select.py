@@ -264,7 +264,7 @@ def law_unwritten(case, tokens):
 LAWS = [law_lists, law_singles, law_rewind, law_rows, law_unwritten]
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(6)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(made, law, name):
@@ -276,6 +276,7 @@ def test_law(made, law, name):
         law(case, case.tokens(2, 56))
 
 
+@pytest.mark.few(4)
 @each
 def test_what_is_read_matters(made, name):
     """Or the laws above would say nothing."""
@@ -289,7 +290,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @of_each_class
 @pytest.mark.parametrize("read", [64, 1 << 20])
 def test_who_reads_everything_decodes_what_the_model_does(made, name, read):
@@ -331,7 +332,7 @@ def broken(stateful, method, **changed):
     return Selecting(stateful("llama"), type("Broken", (type(method),), changed)(**vars(method)))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @of_each_class
 def test_tokens_that_choose_together_are_caught(stateful, name):
     if Invariant.DECODE_WIDTH in built(name).breaks:
@@ -368,6 +369,7 @@ def test_pages_that_are_not_kept_up_to_date_are_caught(made, name):
         law_rewind(case, case.tokens(2, 56), frozen)
 
 
+@pytest.mark.few(2)
 @of_each_class
 def test_a_page_that_is_listed_twice_is_caught(stateful, name):
     """The token's own, in the place of another."""

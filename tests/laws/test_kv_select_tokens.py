@@ -259,7 +259,7 @@ def law_back(case, tokens):
 LAWS = [law_lists, law_labels, law_rewind_prompts, law_forks]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @every
 @pytest.mark.parametrize("law", [law_listed_once, law_singles, law_rows, law_back])
 def test_law_of_lists(made, law, name):
@@ -269,7 +269,7 @@ def test_law_of_lists(made, law, name):
     law(case, distinct(2, 64))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @remembers
 def test_rewinds_into_unknown_choices_are_refused(made, name):
     """The end of a prompt, and what lies in it, has none."""
@@ -339,7 +339,7 @@ def test_searches_are_those_of_token_after_token(tokens, least):
         assert want == [list(range(1, tokens + 1))] * 3
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @each
 @pytest.mark.parametrize("law", LAWS)
 def test_law(made, law, name):
@@ -347,6 +347,7 @@ def test_law(made, law, name):
     law(case, case.tokens(2, 72 if law is law_rewind_prompts else 64))
 
 
+@pytest.mark.few(4)
 @every
 def test_what_is_read_matters(made, name):
     """Or the laws above would say nothing."""
@@ -360,7 +361,7 @@ def test_what_is_read_matters(made, name):
         )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @of_each_class
 def test_who_reads_everything_decodes_what_the_model_does(made, name):
     case, whole = made(name, tokens_read=64), made()
@@ -375,6 +376,7 @@ def broken(monkeypatch, **changed):
         monkeypatch.setattr(UnitGroups, name, function)
 
 
+@pytest.mark.few(2)
 @each
 def test_a_rewind_that_keeps_what_was_grouped_is_caught(made, name, monkeypatch):
     case = made(name)
@@ -383,6 +385,7 @@ def test_a_rewind_that_keeps_what_was_grouped_is_caught(made, name, monkeypatch)
         law_rewind_prompts(case, case.tokens(2, 72))
 
 
+@pytest.mark.few(2)
 @each
 def test_segments_that_are_read_at_once_are_caught(stateful, name):
     """By units, as soon as they are grouped: a call of several tokens cannot do so."""

@@ -169,6 +169,7 @@ def stopping_gap(method, rule, draft, drops=False):
     return distance(generated(step, 3), alone(world, 3)), lengths
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rule", ["spec-chain", "block-verify"])
 @pytest.mark.parametrize("name", AXIS.names())
 def test_what_is_sampled_keeps_its_law_wherever_drafts_end(name, rule):
@@ -203,6 +204,7 @@ def ends_drafts(name):
     return type(method.begin(unmeasured_cost)).more is not Pace.more
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", filter(ends_drafts, AXIS.names()))
 def test_samples_keep_their_law_wherever_levels_end(name):
     """By every shape and a rule that reads q."""

@@ -66,6 +66,7 @@ def decoded(compiled, use, given, new=NEW, **options):
 CASES = [(name, *case) for name in FILLS for case in reference("loop", name).CASES]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def driven(loop, compiled, prompt, sampler=None, new=NEW):
         return row.tokens, own.stats["calls"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("shift", [False, True], ids=["llada", "dream"])
 def test_freedave_gives_the_tokens_of_static_decoding(model, shift, cache):

@@ -57,7 +57,7 @@ def prompted(model, tokens=ROWS, lengths=LENGTHS, after=0):
         return np.concatenate(out, axis=1), session.lengths
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PICK)
 def test_what_is_no_longer_than_the_budget_is_seen_whole(name):
     model, base = pruned(name, **whole(name)), built("llama")
@@ -102,6 +102,7 @@ def test_run_sees_every_token(name):
     assert far(got, prompted(built("llama"))[0]) < 1e-5
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [512, 10])  # of 10: a last call of one token
 def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
@@ -116,7 +117,7 @@ def test_rows_are_pruned_as_if_alone(name, chunk, monkeypatch):
             assert session.length == held[row]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "arch"), spread("prefill.prune", NAMES, "llama", "gemma2", "gpt_neox")
 )
@@ -200,7 +201,7 @@ def test_the_law_of_stages_catches(name, broken, monkeypatch):
 # gemfilter
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["llama", "gpt_neox", "mistral", "gpt2"])
 def test_gemfilter_shows_the_model_what_its_early_layer_picks(arch):
     model, layer = module(arch), 1
@@ -286,6 +287,7 @@ def test_gemfilter_in_a_session():
     assert len(tokens.tokens[0]) == 20
 
 
+@pytest.mark.long
 def test_gemfilter_shares_the_weights_and_checks_its_entry():
     compiled, base = pruned("gemfilter", target="onnx"), built("llama", "onnx")
     weights = {m: m.artifact.files["weights.bin"].bytes for m in (compiled, base)}
@@ -342,6 +344,7 @@ def test_first_layers_hold_the_whole_prompt_and_the_others_what_was_picked(monke
         assert whole.stats["kv_bytes"] - session.stats["kv_bytes"] == saved - 3 * 8 * KEPT
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["eager", "onnx"])
 def test_promptdistill_rewinds_to_its_end_or_to_nothing(target, monkeypatch):
     monkeypatch.setattr("accel.runtime.session.core.STEP", 4)

@@ -265,6 +265,7 @@ def prompted(model, tokens=TOKENS[:, :30], lengths=LENGTHS, after=3, again=True)
         return np.concatenate(out, axis=1), session.stats
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "options"), FORMS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_session_goes_on_as_if_one_had_run_all(name, options, ranks):
@@ -291,12 +292,14 @@ def test_ranks_that_merge_by_equal_shares_are_caught(monkeypatch):
 ARCHITECTURES = "gemma2", "gpt_neox", "plain_latent"  # windows and caps, partial rotation, a latent
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "arch"), spread("prefill.ranks", NAMES, *ARCHITECTURES))
 def test_every_attention_by_position_is_shared(name, arch):
     got, _ = prompted(shared(name, arch, ranks=2))
     assert far(got, prompted(built(arch))[0]) < 1e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "arch"), spread("prefill.ranks", NAMES, "llama", "gemma2"))
 def test_onnx_is_the_eager_oracle(name, arch):
     want, figures = prompted(shared(name, arch, ranks=2))
@@ -403,6 +406,7 @@ def test_cp_ring_refuses_other_modes(option):
         method("cp-ring", **option)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "why"), [(mamba, "has 0 attentions"), (models.cla, "keys or values of another layer")]
 )

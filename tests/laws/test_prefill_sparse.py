@@ -40,7 +40,7 @@ def state(session):
     return {n: v.numpy() for n, v in session._core.backend._state.items()}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"threshold": 48}, {"budget": 48}, {"segment": 40}], ids=str)
 def test_prompts_below_the_sizes_read_all_keys(options):
     """The session decides, by sizes that all methods have."""
@@ -49,7 +49,7 @@ def test_prompts_below_the_sizes_read_all_keys(options):
     assert far(prompted(sparse("critiprefill")), want) > 1e-3  # the control
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_short_prompts_and_calls_read_all_keys(name):
     base, model = built("llama"), sparse(name)
@@ -63,7 +63,7 @@ def test_short_prompts_and_calls_read_all_keys(name):
     assert model.generate(short, 5, eos=[]).tokens == base.generate(short, 5, eos=[]).tokens
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
     options = {f.name for f in dataclasses.fields(AXIS.method(name))}
@@ -81,6 +81,7 @@ def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):
     assert calls == ["sparse"]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_layers_hold_what_they_do_in_the_whole_model(name):
     with sparse(name).session(3) as session, built("llama").session(3) as whole:
@@ -107,7 +108,7 @@ def test_rows_are_as_if_alone(name):
         assert far(np.concatenate(alone, 1)[0], together[row]) < 1e-5
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "arch"), spread("prefill.sparse", NAMES, "llama", "gemma2"))
 def test_onnx_is_the_eager_oracle(name, arch):
     want, compiled = prompted(sparse(name, arch)), sparse(name, arch, "onnx")

@@ -66,7 +66,7 @@ def worlds(rule, parents):
     return [World(sampler, draft, replacement=again) for sampler, (draft, again) in pairs]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "name, parents",
     [(n, p) for n in EXACT for p in CHAINS + TREES if p in CHAINS or AXIS.method(n).branches],
@@ -352,6 +352,7 @@ def surprise(rule, world, parents, rounds=4000):
     return sum((found[k] - rounds * w) ** 2 / (rounds * w) for k, w in want.items())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", EXACT)
 def test_frequencies(name):
     rule = AXIS.build(name)

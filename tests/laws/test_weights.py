@@ -28,7 +28,7 @@ def error(compiled, base) -> float:
     return float(np.abs(got - want).max() / max(1.0, np.abs(want).max()))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_stays_within_what_is_declared(name, build):
     base = build("llama")
@@ -46,6 +46,7 @@ def test_the_error_stays_within_what_is_declared(name, build):
         assert np.abs(want - compiled.logits(TOKENS)).max() < bound * max(1.0, np.abs(want).max())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_method_that_does_more_harm_is_caught(name, build, monkeypatch):
     cls = find_axes()["weights"].method(name)
@@ -64,6 +65,7 @@ def test_a_method_that_does_more_harm_is_caught(name, build, monkeypatch):
         accel.optimize(build("llama").model, small(name), max_context=64)
 
 
+@pytest.mark.long
 def test_weights_that_are_float16_already_lose_nothing(build):
     model = models.ARCHITECTURES["llama"]().half().float()
     with accel.optimize(model, small("float16"), max_context=64) as compiled:

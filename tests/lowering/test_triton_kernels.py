@@ -86,7 +86,7 @@ def made(shape, mask, window, seed=0):
     ]  # fmt: skip
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lowering_equals_the_reference(name):
     case = CASES[name]
@@ -113,6 +113,7 @@ def test_most_forms_of_attention_have_a_kernel():
     assert {"rope-10-halves", "kv_append-heads", "rms_norm", "expert_linear-True"} <= set(NAMES)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("form", REAL, ids=str)
 def test_attention_at_real_head_sizes(form):
     assert compare(made(form[:7], *form[7:]))

@@ -180,7 +180,7 @@ def test_copies_in_the_wrong_order_are_caught(toy, model, monkeypatch):
         assert got != model.generate(prompts, 7, seed=5, n=2, temperature=1.2).tokens
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["kv-int8", "snapkv", "quest", "paged-prefix", "gemfilter", "promptdistill"]
 )

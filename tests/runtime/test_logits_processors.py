@@ -119,6 +119,7 @@ def milder(ids, logits):
     return logits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loop", ["tree", "lookahead"])
 def test_trees_change_no_token(rows, loop):
     tables = RECYCLING if loop == "tree" else {"loop": {"use": "lookahead"}}
@@ -155,6 +156,7 @@ def lies(toy, rule, sampler, verifier=None):
     return surprise(toy, rule, drafter, 300, sampler, verifier)
 
 
+@pytest.mark.long
 def test_sampled_tokens_have_the_odds_of_the_processed_target(toy, tokenizer):
     warm = Standard(temperature=1.5, top_k=3)
     guide = Grammar(StructuredOutputsParams(regex="[a-h ]{20}"), tokenizer, toy.vocab).begin(3, ())

@@ -65,6 +65,7 @@ def test_equals_of_the_last_of_top_k_stay():
     assert Standard(1.0, top_k=2).filtered(logits)[0].tolist() == [1, 2, 3]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name, options", CASES, ids=str)
 def test_draws_follow_the_distribution(name, options):
     sampler = AXIS.build(name, **options)

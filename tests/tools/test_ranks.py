@@ -1,5 +1,6 @@
 """The search of slices: it measures real prompts, and what it prints is an option of the method."""
 
+import pytest
 import ranks
 
 from accel.ir.axis import find_axes
@@ -7,6 +8,7 @@ from accel.ir.axis import find_axes
 from ..prefill_case import built
 
 
+@pytest.mark.long
 def test_it_prints_shares_that_the_method_takes(capsys):
     table = {"use": "kv-runahead", "ranks": 2, "least": 4}
     model = built("llama", "onnx", {"prefill.ranks": table})

@@ -134,6 +134,7 @@ def test_a_kill_loses_what_came_since_the_last_checkpoint_and_no_more(folder):
     assert reached > 0
 
 
+@pytest.mark.long
 def test_a_run_that_is_left_goes_on_as_if_nothing_had_been(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("whole")
     for file in folder.iterdir():
@@ -158,7 +159,7 @@ def test_a_signal_ends_and_saves(folder):
     assert steps(folder)[-1] == int(last[1])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("harm", ["cut", "changed", "no digest", "gone"])
 def test_a_torn_checkpoint_is_passed_over_and_told_of(folder, harm, capsys):
     after(folder, 3 * 64)

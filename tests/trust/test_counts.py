@@ -177,6 +177,7 @@ def test_sizes_of_a_build_have_a_limit(name):
         explain("base", models.tiny(), max_context=2**70)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_largest_sizes_build(memory):
     most = {name: size for name, size in MOST.items() if name != "threads"}

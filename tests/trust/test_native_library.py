@@ -282,6 +282,7 @@ def test_a_compiler_that_hangs_is_given_up_and_not_remembered(compiler, cache, m
 ONE_LOAD = "from accel.lowering.onnx import native; path, why = native.library(); assert path, why"
 
 
+@pytest.mark.long
 def test_processes_that_start_together_compile_once(compiler, cache):
     compiler.then("sleep 0.3")
     loads = [

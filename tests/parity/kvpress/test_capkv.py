@@ -18,6 +18,7 @@ def test_the_same_tokens_stay(tau):
     )
 
 
+@pytest.mark.long
 def test_a_session_keeps_them(stateful):
     tables = {"kv.score": {"use": "capkv"}, "kv.budget": {"use": "uniform", "tokens_kept": 20}}
     agree_whole(stateful, tables, kvpress.CapPress(0.5))

@@ -1,5 +1,6 @@
 """`compactor` against CompactorPress, at lengths whose last chunk is whole (it reads padding in others)."""
 
+import pytest
 import torch
 
 from accel.passes.kv.score.compactor import Compactor, sketch
@@ -30,6 +31,7 @@ def test_the_same_tokens_stay(monkeypatch):
         agree(method, other, operands=back, batch=1, lengths=lengths)
 
 
+@pytest.mark.long
 def test_a_session_keeps_them(stateful, monkeypatch):
     method = Compactor(blending=BLENDING, chunk=8)
     score = {"use": "compactor", "blending": BLENDING, "chunk": 8}

@@ -35,6 +35,7 @@ def test_the_same_tokens_stay_where_heads_share():
     )
 
 
+@pytest.mark.long
 def test_the_same_tokens_stay_in_every_layer(stateful):
     tables = recipe("snapkv") | {
         "kv.refine": {"use": "critical-kv"},

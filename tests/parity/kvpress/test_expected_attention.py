@@ -18,6 +18,7 @@ def test_the_same_tokens_stay(future, epsilon):
     )
 
 
+@pytest.mark.long
 def test_a_session_keeps_them(stateful):
     tables = {
         "kv.score": {"use": "expected-attention"},

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from accel.runtime.kv.budget.pyramidkv import PyramidKV
 
 from ...kv_case import recipe
@@ -23,6 +25,7 @@ def test_layers_get_what_pyramids_give():
                     assert mine.tokens(length, i, layers) == want, (length, ratio, beta, window, i)
 
 
+@pytest.mark.long
 def test_the_same_tokens_stay_in_every_layer(stateful):
     budget = {"use": "pyramidkv", "compression_ratio": 0.5, "beta": 5.0, "window": 4}
     press = kvpress.PyramidKVPress(0.5, window_size=4, kernel_size=3, beta=5)

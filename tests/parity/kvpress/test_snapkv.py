@@ -33,6 +33,7 @@ def test_heads_share_as_with_ada_kv(safeguard):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("budget", ["uniform", "ada-kv"])
 def test_the_same_tokens_stay_in_every_layer(stateful, budget):
     tables = recipe("snapkv") | {"kv.budget": {"use": budget, "compression_ratio": 0.5}}

@@ -49,12 +49,14 @@ def tables(file, threshold, generated=1):
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("threshold", [-1.0, 0.0, 1.0])
 def test_the_same_tokens_of_a_prompt_stay(stateful, both, threshold):
     file, press = both
     agree_whole(stateful, tables(file, threshold, generated=1 << 20), press(threshold))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("threshold", [0.0])
 def test_the_same_generated_tokens_stay(stateful, both, threshold):
     from transformers import DynamicCache
