@@ -48,7 +48,7 @@ from accel.runtime.loop import HOST, chosen
 from accel.runtime.model.adapters import Adapters, Chosen, names_of
 from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import model_table
-from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
+from accel.runtime.model.output import Meter, Output, Prepared, Sample, Stream, Transcript, pieces
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
@@ -105,7 +105,7 @@ class CompiledModel:
         tables = self.recipe.get("tables", {})
         files = () if artifact is None else artifact.files
         there = Path() if artifact is None else artifact.path
-        self._loop, self._methods = chosen(located(tables, HOST, there, files))
+        self.loop, self._methods = chosen(located(tables, HOST, there, files))
         draft = self._methods.get("draft")
         self._store = None if draft is None else draft.store(facts, tokenizer)
         self._observers = observer_factories(
@@ -186,7 +186,7 @@ class CompiledModel:
         sources, prompts = self._sources(encoder_input, prompts)
         samples = self._samples(prompts, params)
         names = self._named(adapter, len(samples) // params.n)
-        context = self._context(judge)
+        context = self.context(judge)
         meter = Meter(self.tuning, context.costs)
         for _ in self._decode(samples, params.n, sources, names, meter, context):
             pass
@@ -275,7 +275,7 @@ class CompiledModel:
             )
         if self.facts.encoder is not None:
             raise InputError("this model is an encoder-decoder; give `generate` an encoder_input")
-        if self._loop.masked_diffusion:
+        if self.loop.masked_diffusion:
             raise InputError(
                 "this model fills masks, so no turn goes on from the one before; give `generate` the messages"
             )
@@ -493,20 +493,47 @@ class CompiledModel:
     def _cost_key(self) -> dict[str, Any] | None:
         return self._backend.cost_key if isinstance(self._backend, OrtBackend) else None
 
-    def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
+    def context(self, judge: JudgeFunction | None = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
-        if judge is not None and not self._loop.judges:
+        if judge is not None and not self.loop.judges:
             raise InputError(
                 "judge: this model's loop drafts no steps of text that it could judge; leave it out, or build with the "
                 "recipe 'lookahead-reasoning'"
             )
         return DecodeContext(
             self._methods,
-            self.costs if self._loop.weighs else self._costs or self._costs_before,
+            self.costs if self.loop.weighs else self._costs or self._costs_before,
             self,
             self._store,
             None if judge is None else Judge(judge),
         )
+
+    def prepare(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        encoder_input: Any = None,
+        adapter: str | None = None,
+        sample: int = 0,
+    ) -> Prepared:
+        """One sample of one prompt, checked before any work, for an engine (`accel.runtime.serve`); arguments as of
+        `generate`. `sample`: which of the samples of this seed. Raises InputError.
+        """
+        if params.n != 1:
+            raise InputError(
+                f"n = {params.n}: an engine takes a request for each sample; leave n at 1"
+            )
+        as_count(sample, "sample", 0)
+        sources, prompt = self._sources(encoder_input, prompt)
+        samples = self._samples(prompt, params)
+        if len(samples) != 1:
+            raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
+        if sample:
+            row = samples[0].row
+            row.rng = row.rng.spawn(sample)[-1]
+        names = self._named(adapter, 1)
+        return Prepared(samples[0], lambda: self._encoded(sources, names, 0, 1))
 
     @cached_property
     def _costs_before(self) -> Costs | None:
@@ -587,16 +614,16 @@ class CompiledModel:
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
-        self._loop.check(self.tokenizer)
+        self.loop.check(self.tokenizer)
         stops = as_stops(params.stop, self.tokenizer)
         ends, size = params.ends(self.facts), self.facts.vocab_size
-        if self._loop.masked_diffusion and (given := params.token_by_token):
+        if self.loop.masked_diffusion and (given := params.token_by_token):
             raise InputError(
                 f"{', '.join(given)}: this model fills masks in any order, so no token is known to follow others; "
                 "leave it unset, or take a causal model"
             )
         score = None if params.logprobs is None else TopLogprobs(params.logprobs, self.tokenizer)
-        if self._loop.writes and params.structured_outputs is not None:
+        if self.loop.writes and params.structured_outputs is not None:
             raise InputError(
                 "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "
                 "rule; leave it unset, or build with another [loop]"
@@ -650,7 +677,7 @@ class CompiledModel:
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        context = self._context(judge)
+        context = self.context(judge)
         meter = Meter(self.tuning, context.costs)
         tokens = self._decode([sample], 1, sources, names, meter, context, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)
@@ -678,7 +705,7 @@ class CompiledModel:
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))
-                for _, token in meter.watch(self._loop.tokens(own, group, context), own, group):
+                for _, token in meter.watch(self.loop.tokens(own, group, context), own, group):
                     yield token
 
 
