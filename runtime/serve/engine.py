@@ -63,7 +63,8 @@ class Engine:
         most = model.facts.max_batch
         self._most = most if max_batch is None else as_count(max_batch, "max_batch", 1, most)
         self._max_waiting = as_count(max_waiting, "max_waiting", 1)
-        self._model, self._context = model, model.context()
+        self._model = model
+        self._loop, self._context = model.decoding()
         self._changed = Condition()
         self._waiting = deque[_Job]()
         self._running: list[_Job] = []
@@ -174,7 +175,7 @@ class Engine:
             return job.end()
         with job.prepared.open() as session:
             self._count("prompt_tokens_total", row.prompt.size)
-            tokens = self._model.loop.tokens(session, [row], self._context)
+            tokens = self._loop.tokens(session, [row], self._context)
             with closing(cast(Generator[Any], tokens)):
                 for _ in tokens:
                     self._count("generated_tokens_total", job.tell())
