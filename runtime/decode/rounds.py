@@ -51,6 +51,11 @@ class Rounds(ABC):
         """
         return False
 
+    @property
+    def widest(self) -> int:
+        """Most tokens that a round adds to a row."""
+        return 1
+
     def start(self) -> Iterator[tuple[int, int]]:
         """Run the prompts of all rows that run, behind the tokens of them that the session holds, and let each row take
         a token: (row, token).

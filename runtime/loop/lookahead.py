@@ -78,10 +78,15 @@ class _Rounds(Rounds):
         self, session: Session, rows: Sequence[Row], method: Lookahead, context: DecodeContext
     ):
         super().__init__(session, rows)
+        self._method = method
         self._windows = [_Window(row, method) for row in rows]
         self._chances = [Chance(row.rng) for row in rows]
         self._guard = None if context.costs is None else Guard(context.costs, session.batch)
         begin_figures(rows)
+
+    @property
+    def widest(self) -> int:
+        return self._method.ngram
 
     def joined(self, other: Self) -> None:
         self._windows += other._windows

@@ -24,7 +24,7 @@ from accel.runtime.loop import Base
 from accel.runtime.session.core import CHUNK
 from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.guard import Guard
+from accel.runtime.speculation.guard import MOST, Guard
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
@@ -94,6 +94,10 @@ class _Rounds(Rounds):
     @property
     def joins(self) -> bool:
         return self._drafters.joins and self._paces.joins
+
+    @property
+    def widest(self) -> int:
+        return 1 + (self._reach if self._guard is None else min(self._reach, MOST))
 
     def joined(self, other: Self) -> None:
         self._chances += other._chances
