@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,8 +36,9 @@ class Row:
     """One sequence being decoded: what it has, how it picks tokens, when it ends. The same for
     every loop.
 
-    `finish` is "" while it runs, then why it ended: "eos", "stop" (a stop string, or the end of a grammar), "length"
-    or "context". Rows with the same array as `prompt` are samples of one prompt, which runs once for them.
+    `finish` is "" while it runs, then why it ended: "eos", "stop" (a stop string, or the end of a grammar), "length",
+    "context" or "failed" (`error`). Rows with the same array as `prompt` are samples of one prompt, which runs once for
+    them.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Row:
         self.beside = 0  # most bytes of state that a group's drafters hold, on its first row
         self.began = 0.0  # when its prompt had run, by perf_counter
         self.finish = "" if room > 0 else "context"
+        self.error: Exception | None = None  # what made it fail
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
         self._room = room
         self._at_end = "length" if room == limit else "context"
@@ -104,6 +106,10 @@ class Row:
             self.logprobs.append(self._score(token, logits))
         self._take(token)
 
+    def fail(self, error: Exception) -> None:
+        """It cannot go on, because of an error of its own: of its sampler, its processors or its text."""
+        self.finish, self.error = "failed", error
+
     def follow(self, branch: Row) -> None:
         """Take all that a branch of this row took since."""
         self.logprobs = list(branch.logprobs)
@@ -120,6 +126,18 @@ class Row:
             self.finish = "stop"
         elif len(self.tokens) == self._room:
             self.finish = self._at_end
+
+    def numbers(self) -> dict[str, Any]:
+        """All that a row of the same request lacks to go on from here, as JSON: its tokens and its random numbers."""
+        return {"tokens": list(self.tokens), "rng": self.rng.bit_generator.state}
+
+    def resume(self, numbers: Mapping[str, Any]) -> None:
+        """Go on from where another row of the same request was, which gave `numbers`; this one has no token yet. Texts
+        and grammars see its tokens again; log-probabilities are told of later ones only.
+        """
+        for token in numbers["tokens"]:
+            self._take(token)
+        self.rng.bit_generator.state = numbers["rng"]
 
     def clock(self, draft: float, verify: float, whole: float) -> None:
         """Add the seconds of a round: those of the drafters, of the call that checks, and of all of it."""

@@ -45,15 +45,16 @@ from accel.runtime.inputs.prompts import (
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
+from accel.runtime.loop import Base as Loop
 from accel.runtime.model.adapters import Adapters, Chosen, names_of
 from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import model_table
-from accel.runtime.model.output import Meter, Output, Sample, Stream, Transcript, pieces
+from accel.runtime.model.output import Meter, Output, Prepared, Sample, Stream, Transcript, pieces
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
 from accel.runtime.session.observers.prompt_filter import unseen
-from accel.runtime.session.saved import Origin, SavedSession, saved_session, saving
+from accel.runtime.session.saved import Origin, SavedSession, imported, saved_session, saving
 from accel.runtime.session.session import Session
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
@@ -367,7 +368,20 @@ class CompiledModel:
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
-        saved = saved_session(path)
+        return self._opened(saved_session(path))
+
+    def import_row(self, data: bytes) -> Session:
+        """A session of one row that goes on from what `session.export_row` gave, of this model in any process; it may
+        join others (`session.join`). Its stats start at 0. Take only bytes of someone you trust.
+
+        Raises SavedSessionError: the bytes are cut, damaged, or of another version, model, recipe or adapter.
+        """
+        if self._backend is None:
+            raise InputError("this model is closed; load or optimize it again")
+        return self._opened(imported(data))
+
+    def _opened(self, saved: SavedSession) -> Session:
+        """A session that goes on from a saved one, which fits this model. Raises SavedSessionError."""
         saved.check_rows(self._origin)
         names = self._named(saved.adapters, saved.batch)
         saved.check(self._origin)
@@ -507,6 +521,39 @@ class CompiledModel:
             self._store,
             None if judge is None else Judge(judge),
         )
+
+    def decoding(self) -> tuple[Loop, DecodeContext]:
+        """For an engine (`accel.runtime.serve`): the recipe's loop, and what it is given for any request. Costs are
+        measured where it goes by them. Raises InputError.
+        """
+        return self._loop, self._context()
+
+    def prepare(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        encoder_input: Any = None,
+        adapter: str | None = None,
+        sample: int = 0,
+    ) -> Prepared:
+        """One sample of one prompt, checked before any work, for an engine (`accel.runtime.serve`); arguments as of
+        `generate`. `sample`: which of the samples of this seed. Raises InputError.
+        """
+        if params.n != 1:
+            raise InputError(
+                f"n = {params.n}: an engine takes a request for each sample; leave n at 1"
+            )
+        as_count(sample, "sample", 0)
+        sources, prompt = self._sources(encoder_input, prompt)
+        samples = self._samples(prompt, params)
+        if len(samples) != 1:
+            raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
+        if sample:
+            row = samples[0].row
+            row.rng = row.rng.spawn(sample)[-1]
+        names = self._named(adapter, 1)
+        return Prepared(samples[0], lambda: self._encoded(sources, names, 0, 1))
 
     @cached_property
     def _costs_before(self) -> Costs | None:

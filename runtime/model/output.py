@@ -104,10 +104,11 @@ class Transcript:
         """The stop string that was reached."""
         return None if self._matcher is None else self._matcher.reason
 
-    def take(self) -> str:
-        """The text that became final since the last call."""
-        fresh = "".join(self._pieces[self._taken :])
-        self._taken = len(self._pieces)
+    def take(self, tokens: int | None = None) -> str:
+        """The text that became final since the last call, or with the next so many tokens of it."""
+        end = len(self._pieces) if tokens is None else self._taken + tokens
+        fresh = "".join(self._pieces[self._taken : end])
+        self._taken = min(end, len(self._pieces))
         return fresh
 
     def finish(self) -> str:
@@ -149,6 +150,14 @@ class Sample:
         if self.row.finish == "eos" and (token := self.row.tokens[-1]) not in self.own:
             return token
         return self.script.stop if self.row.finish == "stop" else None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A sample that is to be made, and how to open the empty session of one row that it is made in."""
+
+    sample: Sample
+    open: Callable[[], Session]
 
 
 class Meter:

@@ -1,0 +1,102 @@
+"""What an engine takes and gives: a request, its ticket, and the events of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from accel.ir.errors import AccelError
+from accel.runtime.decode.logprobs import Logprob
+from accel.runtime.decode.sampling_params import SamplingParams
+
+CANCELLED = "cancelled"
+
+
+class Full(AccelError):
+    """The engine's queue is full: the same request may be taken later."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be made.
+
+    Args:
+        prompt: token ids [n], or text.
+        params: as of `generate`; `n` is 1.
+        adapter: as of `generate`.
+        encoder_input: as of `generate`, for an encoder-decoder model.
+        sample: which sample of the prompt: request i of a seed gets the tokens of sample i of `generate(n=…)`.
+    """
+
+    prompt: Any
+    params: SamplingParams = field(default_factory=SamplingParams)
+    adapter: str | None = None
+    encoder_input: Any = None
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a request.
+
+    Attributes:
+        token: its id; -1 for the end of a request that was cancelled, which has no token.
+        text: what is certain of the text since the event before; "" without a tokenizer.
+        logprobs: of this token, as in `Output.logprobs`; None if they were not requested.
+        finish: None while the request runs, then why it ended: "stop" (an end token, a stop string, the end of a
+            grammar), "length" (`max_tokens`, or the context is full) or "cancelled".
+    """
+
+    token: int
+    text: str
+    logprobs: dict[int, Logprob] | None = None
+    finish: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of a request: those of its prompt, and those that were made so far."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Ticket:
+    """A request that an engine took. Its events are given once, to whichever thread asks; any thread may cancel it."""
+
+    def __init__(self, prompt_tokens: int, on_cancel: Callable[[], None]):
+        self._events = SimpleQueue[Event | BaseException]()
+        self._on_cancel = on_cancel
+        self._prompt_tokens, self._made = prompt_tokens, 0
+        self._ended = False
+        self.cancelled = False
+        """Whether `cancel` was called."""
+        self.stop_reason: int | str | None = None
+        """What ended it, as in `Output`; known when the last event was given."""
+
+    def __iter__(self) -> Iterator[Event]:
+        """Events as they come, until one has a `finish`. Raises what made the request fail."""
+        while not self._ended:
+            event = self._events.get()
+            if isinstance(event, BaseException):
+                self._ended = True
+                raise event
+            self._ended = event.finish is not None
+            yield event
+
+    def cancel(self) -> None:
+        """End the request at the next round's border. No effect on one that ended."""
+        self.cancelled = True
+        self._on_cancel()
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        return Usage(self._prompt_tokens, self._made)
+
+    def put(self, event: Event | BaseException) -> None:
+        """Give an event to whoever iterates; of the engine."""
+        self._made += isinstance(event, Event) and event.token >= 0
+        self._events.put(event)
