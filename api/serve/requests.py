@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -165,13 +164,14 @@ def _structured(given: ResponseFormat | None) -> StructuredOutputsParams | None:
     """What a `response_format` makes the text be; None: any text. Raises ApiError, InputError."""
     if given is None or given.type == "text":
         return None
-    schema: Any = {"type": "object"}
-    if given.type == "json_schema":
-        if given.json_schema is None:
-            raise ApiError(
-                400,
-                'response_format: "json_schema" is missing; give {"name": …, "schema": …}',
-                param="response_format",
-            )
-        schema = given.json_schema.json_schema
-    return StructuredOutputsParams(json=schema)
+    if given.type == "json_object":
+        return StructuredOutputsParams(json={"type": "object"})
+    if given.json_schema is None:
+        raise ApiError(
+            400,
+            'response_format: "json_schema" is missing; give {"name": …, "schema": …}',
+            param="response_format",
+        )
+    # compact, as OpenAI's: small models would write nothing but whitespace
+    schema = given.json_schema.json_schema
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
