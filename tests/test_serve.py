@@ -242,6 +242,8 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"prompt": [1, 99999]}, 400, "prompt", "not in the vocabulary"),
     ({"prompt": "\udc00"}, 400, "prompt", "lone surrogate"),
     ({"prompt": "x " * 600}, 400, "prompt", "max_context is 512"),
+    ({"prompt": "x y " * 50_000}, 400, "prompt", "far more tokens than max_context = 512"),
+    ({"prompt": ["a", " " * 900_000]}, 400, "prompt", "max_context"),
     ({"prompt": [5] * 512}, 400, None, "no room"),
     ({"prompt": ["a"] * 9}, 400, "prompt", "at most 8 may wait"),
     ({"n": 4}, 400, "n", "from 1 to 3"),
@@ -282,6 +284,7 @@ def test_wrong_fields_are_named(http, server):
         ([{"content": "a"}], "role"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url'"),
         ([{"role": "user", "content": "x " * 600}], "max_context"),
+        ([{"role": "user", "content": "x " * 60_000}], "far more tokens"),
     ):
         answer = http.post("/v1/chat/completions", json={**GREEDY, "messages": talk})
         assert words in error_of(answer, 400)["message"]

@@ -13,6 +13,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.serve.errors import ApiError
 from accel.serve.models import Served
 
+PER_TOKEN = 16  # characters of a text that is looked at first, for each token of the context
 _TAKEN = {*inspect.signature(Tokenizer.apply_chat_template).parameters, "config"}
 _VARIABLES = {"add_generation_prompt"}  # of a template's own names, those that a client may set
 
@@ -27,6 +28,9 @@ def count(prompt: Any) -> int:
 
 def of_completion(prompt: Any, served: Served) -> list[Ints]:
     """The prompts [n] of a completion. Raises ApiError."""
+    for text in items_of(prompt, "prompts"):
+        if isinstance(text, str):
+            _check_length(text, served, "prompt")
     return _checked(prompt, served, "prompt")
 
 
@@ -44,13 +48,33 @@ def of_chat(
     tokenizer = served.model.tokenizer
     assert tokenizer is not None, "the command refuses models without"
     try:
-        ids = tokenizer.apply_chat_template(
-            plain, **{**(variables or {}), "chat_template": served.chat_template}
-        )
+        given = {**(variables or {}), "chat_template": served.chat_template}
+        text = tokenizer.apply_chat_template(plain, tokenize=False, **given)
+        _check_length(text, served, "messages")
+        ids = tokenizer.encode(text, special=False)
     except InputError as error:
         raise ApiError(400, str(error), param="messages") from None
     (found,) = _checked(ids, served, "messages")
     return found
+
+
+def _check_length(text: str, served: Served, param: str) -> None:
+    """Raise ApiError for a text far past the context, before all of it is encoded: tokens take a hundred times the
+    memory of their text. A cut changes the last tokens of a part only, so twice the context is past any doubt.
+    """
+    tokenizer, most = served.model.tokenizer, served.model.facts.max_context
+    assert tokenizer is not None, "the command refuses models without"
+    size = PER_TOKEN * most
+    while size < len(text):
+        if len(tokenizer.encode(text[:size], special=False)) > 2 * most:
+            raise ApiError(
+                400,
+                f"the prompt has far more tokens than max_context = {most}; shorten it, or build with a larger "
+                "max_context",
+                param=param,
+                code="context_length_exceeded",
+            )
+        size *= 2
 
 
 def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
