@@ -182,14 +182,29 @@ def law_of_free_rewind(session, claim):
         assert (live.stats["tokens"] - before == live.batch) == claim.free_rewind
 
 
-LAWS = [law_of_width, law_of_back, law_of_free_rewind]
+def law_of_chunks(session, claim):
+    """A prompt in several calls gives the row that it gives in one."""
+    found = []
+    for sizes in ((), (7, 9)) if claim.chunks else ():
+        with session.fork() as live:
+            live.rewind(0)
+            for size in sizes:
+                start = int(live.lengths[0])
+                live.run(TOKENS[:, start : start + size], last_only=True)
+            rest = live.prompt(TOKENS[:, int(live.lengths[0]) : PROMPT])
+            found.append(np.concatenate([rest, ran(live, [1, 3])], axis=1))
+    assert not found or far(found[1], found[0]) < 1e-4, "prompts cannot run in chunks"
+
+
+LAWS = [law_of_width, law_of_back, law_of_free_rewind, law_of_chunks]
+CHUNKS = {"base", "kv-int8", "paged-prefix", "pie", "cp-ring", "mamba"}
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_session_does_what_it_says(prompted, name):
     session = prompted(name)
-    assert session.capabilities == CASES[name][1]
+    assert session.capabilities == replace(CASES[name][1], chunks=name in CHUNKS)
     for law in LAWS:
         law(session, session.capabilities)
 
@@ -249,3 +264,11 @@ def test_a_rewind_that_leaves_a_trace_is_caught(prompted, monkeypatch):
     monkeypatch.setattr(type(prompted("base")), "rewind", lambda self, length: None)
     with pytest.raises(AssertionError, match="left a trace"):
         law_of_back(prompted("base"), ANY)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["kivi-4", "gemfilter", "promptdistill", "snapkv-every"])
+def test_prompts_that_cannot_run_in_chunks_are_caught(prompted, name):
+    session = prompted(name)
+    with pytest.raises(AssertionError, match="cannot run in chunks"):
+        law_of_chunks(session, replace(session.capabilities, chunks=True))

@@ -20,6 +20,7 @@ from accel.ir.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = ("draft", "length", "loop", "tree", "verify")  # `matrix_loops.py` compares their tokens
+SERVING = ("schedule",)  # an engine's: nothing of a build or of one request
 TEMPLATE = "_template"
 BUILT = {
     "matrix": """import matrix
@@ -87,6 +88,7 @@ def files_of(axis: Axis, name: str) -> dict[Path, str]:
     if reference.exists():
         made[reference.with_name(f"{stem}.py")] = filled(reference)
     built = "matrix_loops" if axis.name in HOST else "matrix" if recipe.exists() else ""
+    built = "" if axis.name in SERVING else built
     head = f'"""{title}: what it must hold beyond the laws of its axis."""\n\n'
     test = head + (BUILT[built] + CLAIM).format(axis=axis.name, name=name)
     return {**made, ROOT / "tests" / f"test_{stem}.py": test}

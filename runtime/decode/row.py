@@ -36,8 +36,9 @@ class Row:
     """One sequence being decoded: what it has, how it picks tokens, when it ends. The same for
     every loop.
 
-    `finish` is "" while it runs, then why it ended: "eos", "stop" (a stop string, or the end of a grammar), "length"
-    or "context". Rows with the same array as `prompt` are samples of one prompt, which runs once for them.
+    `finish` is "" while it runs, then why it ended: "eos", "stop" (a stop string, or the end of a grammar), "length",
+    "context" or "failed" (`error`). Rows with the same array as `prompt` are samples of one prompt, which runs once for
+    them.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Row:
         self.beside = 0  # most bytes of state that a group's drafters hold, on its first row
         self.began = 0.0  # when its prompt had run, by perf_counter
         self.finish = "" if room > 0 else "context"
+        self.error: Exception | None = None  # what made it fail
         self._ids = np.concatenate([prompt, np.zeros(max(room, 0), np.int64)])
         self._room = room
         self._at_end = "length" if room == limit else "context"
@@ -103,6 +105,10 @@ class Row:
                 raise InputError("this loop gives no logprobs; leave logprobs unset")
             self.logprobs.append(self._score(token, logits))
         self._take(token)
+
+    def fail(self, error: Exception) -> None:
+        """It cannot go on, because of an error of its own: of its sampler, its processors or its text."""
+        self.finish, self.error = "failed", error
 
     def follow(self, branch: Row) -> None:
         """Take all that a branch of this row took since."""

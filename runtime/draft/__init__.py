@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from accel.ir.facts import Facts
 from accel.ir.invariants import Method
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
@@ -62,6 +63,11 @@ class Drafters(ABC):
     probes: bool = False  # whether it can `probe`
 
     @property
+    def joins(self) -> bool:
+        """Whether rows may `join` and `leave`."""
+        return False
+
+    @property
     def kv_bytes(self) -> int:
         """Most bytes of state that sessions of its own have held."""
         return 0
@@ -83,6 +89,16 @@ class Drafters(ABC):
         self, row: int, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
     ) -> None:
         """As of `Drafter`, of a row that runs, before it takes what stands."""
+
+    def join(self, other: Self) -> None:
+        """The rows of `other`, which drafts for another session of the model, go on behind these; it is not used any
+        more. The target's sessions have joined, and the list of rows that this one was opened with has them all.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares joins, but has no join method")
+
+    def leave(self, order: Ints) -> None:
+        """Row i [n] goes on as row order[i] was, and the others are gone; the list of rows is still as before."""
+        raise NotImplementedError(f"{type(self).__name__} declares joins, but has no leave method")
 
     def close(self) -> None:  # noqa: B027
         """Free what it holds. The target's session is still open."""
@@ -131,12 +147,13 @@ class Base(Method):
         return _Each([self.begin(row.prompt, context.store) for row in rows], rows)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Each(Drafters):
     """A drafter per row."""
 
-    drafters: Sequence[Drafter]
+    drafters: list[Drafter]
     rows: Sequence[Row]
+    joins = True
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         return {i: self.drafters[i].draft(self.rows[i].seen, limit) for i, limit in limits.items()}
@@ -145,6 +162,14 @@ class _Each(Drafters):
         self, row: int, tree: Tree, verdict: Verdict, logits: npt.NDArray[np.float32]
     ) -> None:
         self.drafters[row].observe(tree, verdict, logits)
+
+    def join(self, other: Self) -> None:
+        self.drafters += other.drafters
+
+    def leave(self, order: Ints) -> None:
+        for i in set(range(len(self.drafters))).difference(order.tolist()):
+            self.drafters[i].end(self.rows[i].seen)
+        self.drafters = picked(self.drafters, order)
 
     def close(self) -> None:
         for drafter, row in zip(self.drafters, self.rows, strict=True):

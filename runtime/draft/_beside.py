@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft._by_logits import ByModel
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.follow import Follower
 
 CHAIN = 4  # tokens of a draft that would have been
@@ -35,6 +37,18 @@ class Beside(ByModel):
         super().__init__(rows, context, vocab_size, draft_cost)
         self._follower, self._context = follower, context
         self.probes = all(row.sampler.greedy for row in rows)
+
+    @property
+    def joins(self) -> bool:
+        return self._follower.joins
+
+    def join(self, other: Self) -> None:
+        super().join(other)
+        self._follower.join(other._follower)
+
+    def leave(self, order: Ints) -> None:
+        super().leave(order)
+        self._follower.leave(order)
 
     @cached_property
     def _reading(self) -> float:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters, More
 from accel.runtime.inputs.ints import Ints
@@ -34,6 +36,15 @@ class ByModel(Drafters):
         self.shapes: list[Shape] = [context.methods["tree"].begin(cost, draft_cost) for _ in rows]
         self._vocab = vocab_size
         self._trees: Mapping[int, Tree] = {}
+
+    def join(self, other: Self) -> None:
+        self.draws += other.draws
+        self.shapes += other.shapes
+        self._trees = {}
+
+    def leave(self, order: Ints) -> None:
+        self.draws, self.shapes = picked(self.draws, order), picked(self.shapes, order)
+        self._trees = {}
 
     def observe(self, row: int, tree: Tree, verdict: Verdict, logits: Logits) -> None:
         if tree is self._trees.get(row):

@@ -17,6 +17,8 @@ from accel.runtime.session.session import Session
 class BySelf(ByLogits):
     """A token per call of the target's session; the draft is rewound, and the verification call writes it again."""
 
+    joins = True  # it drafts for all rows of the target's session, whatever these are
+
     def __init__(
         self,
         session: Session,

@@ -5,10 +5,12 @@ other, and back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 import numpy as np
 
 from accel.runtime.decode.context import Model
+from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters, More
 from accel.runtime.inputs.ints import Ints
@@ -40,6 +42,18 @@ class ByText(Drafters):
         self._ends = there.special | set(draft_model.facts.eos)
         self._there = there
         self._texts = [_Text(here, there) for _ in rows]
+
+    @property
+    def joins(self) -> bool:
+        return self._follower.joins
+
+    def join(self, other: Self) -> None:
+        self._follower.join(other._follower)
+        self._texts += other._texts
+
+    def leave(self, order: Ints) -> None:
+        self._follower.leave(order)
+        self._texts = picked(self._texts, order)
 
     @property
     def kv_bytes(self) -> int:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -143,6 +143,30 @@ class _Stacked(Drafters):
         for one in self.members:
             one.observe(row, tree, verdict, logits)
 
+    @property
+    def joins(self) -> bool:
+        return all(one.joins for one in self.members)
+
+    def join(self, other: Self) -> None:
+        for mine, its in zip(self.members, other.members, strict=True):
+            mine.join(its)
+        count = len(self._open)
+        self._odds.join(other._odds, count)
+        for i, drafts in other._open.items():
+            for draft in drafts:
+                draft.whose = (count + i, draft.whose[1])
+            self._open[count + i] = drafts
+
+    def leave(self, order: Ints) -> None:
+        for one in self.members:
+            one.leave(order)
+        place = {int(row): i for i, row in enumerate(order)}
+        self._odds.leave(place)
+        self._open = {place[i]: drafts for i, drafts in self._open.items() if i in place}
+        for i, drafts in self._open.items():
+            for draft in drafts:
+                draft.whose = (i, draft.whose[1])
+
     def close(self) -> None:
         self._opened.close()
 
@@ -199,6 +223,24 @@ class _Record:
     def __init__(self) -> None:
         self._all = defaultdict[tuple[int, int], Odds](lambda: Odds(FADE))
         self._sizes = dict[tuple[int, int, int], Odds]()
+
+    def join(self, other: _Record, count: int) -> None:
+        """Those of `other` go on as rows from number `count` on."""
+        for (row, member), odds in other._all.items():
+            self._all[count + row, member] = odds
+        for (row, member, size), odds in other._sizes.items():
+            self._sizes[count + row, member, size] = odds
+
+    def leave(self, place: Mapping[int, int]) -> None:
+        """Rows go on at these places; the others are forgotten."""
+        kept = {(place[row], m): odds for (row, m), odds in self._all.items() if row in place}
+        self._all.clear()
+        self._all.update(kept)
+        self._sizes = {
+            (place[row], m, size): odds
+            for (row, m, size), odds in self._sizes.items()
+            if row in place
+        }
 
     def of(self, draft: _Draft) -> Odds:
         key = (*draft.whose, draft.depth.bit_length())

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from threading import Lock
+from typing import Self
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from accel.ir.facts import Facts
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.draft._by_logits import ByModel
@@ -145,6 +147,8 @@ class Memory:
 
 
 class _Stand(ByModel):
+    joins = True
+
     def __init__(self, of: Stand, rows: Sequence[Row], context: DecodeContext, vocab_size: int):
         super().__init__(rows, context, vocab_size, 0.0)
         self._kept = of.kept
@@ -155,6 +159,14 @@ class _Stand(ByModel):
             prompt = row.prompt.tolist()
             for end in range(2, len(prompt)):
                 memory.suppose(grams(prompt[max(0, end - LONGEST) : end]), prompt[end])
+
+    def join(self, other: Self) -> None:
+        super().join(other)
+        self._memories += other._memories
+
+    def leave(self, order: Ints) -> None:
+        super().leave(order)
+        self._memories = picked(self._memories, order)
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         ends = {i: self.rows[i].seen[-LONGEST:].tolist() for i in limits}

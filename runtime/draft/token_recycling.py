@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base, Drafters, More
 from accel.runtime.inputs.ints import Ints
@@ -50,12 +52,21 @@ class TokenRecycling(Base):
         return _Recycled(rows, matrices, [context.methods["tree"].begin(cost) for _ in rows])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Recycled(Drafters):
     rows: Sequence[Row]
-    matrices: Sequence[Matrix]
-    shapes: Sequence[Shape]
+    matrices: list[Matrix]
+    shapes: list[Shape]
     drafted: dict[int, Tree] = field(default_factory=dict)
+    joins = True
+
+    def join(self, other: Self) -> None:
+        self.matrices += other.matrices
+        self.shapes += other.shapes
+
+    def leave(self, order: Ints) -> None:
+        self.matrices, self.shapes = picked(self.matrices, order), picked(self.shapes, order)
+        self.drafted = {}
 
     def draft(self, limits: Mapping[int, int], more: More) -> Mapping[int, Tree]:
         for i, limit in limits.items():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from accel.ir.invariants import Method
 from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.rounds import picked
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.speculation.round_cost import RoundCost
 from accel.runtime.tree import Level
 
@@ -37,6 +39,19 @@ class Pace(ABC):
 
 class Paces(ABC):
     """Says it for all rows of a session, round by round; rows are named by their numbers."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether rows may `join` and `leave`."""
+        return False
+
+    def join(self, other: Self) -> None:
+        """As of `draft.Drafters`."""
+        raise NotImplementedError(f"{type(self).__name__} declares joins, but has no join method")
+
+    def leave(self, order: Ints) -> None:
+        """As of `draft.Drafters`."""
+        raise NotImplementedError(f"{type(self).__name__} declares joins, but has no leave method")
 
     @abstractmethod
     def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
@@ -75,11 +90,18 @@ class Base(Method, ABC):
         return _Each([self.begin(cost) for _ in rows])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Each(Paces):
     """A pace per row."""
 
-    paces: Sequence[Pace]
+    paces: list[Pace]
+    joins = True
+
+    def join(self, other: Self) -> None:
+        self.paces += other.paces
+
+    def leave(self, order: Ints) -> None:
+        self.paces = picked(self.paces, order)
 
     def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
         return {i: self.paces[i].limit() for i in rows}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import ABC
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any, ClassVar
 
 from accel.ir.axis import host_method
 from accel.ir.invariants import Invariant, Method
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.session.session import Session
 
-__all__ = ["HOST", "Base", "chosen"]
+__all__ = ["HOST", "Base", "check_rows", "chosen"]
 
 HOST = ("draft", "loop", "length", "tree", "verify")  # what decides between calls of the model
 
@@ -61,7 +63,18 @@ class Base(Method, ABC):
     def check(self, tokenizer: Tokenizer | None) -> None:
         """Raise InputError where the model's tokenizer (None: there is none) lacks what the loop needs."""
 
-    @abstractmethod
+    @property
+    def in_rounds(self) -> bool:
+        """Whether it has `rounds`; a loop without them has `tokens` of its own, which no row can join."""
+        return type(self).rounds is not Base.rounds
+
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
+        """Decode a round at a time. The session has one row per `Row`; it is empty, or holds the first tokens of their
+        prompts. Each row gets the tokens that it would get alone, whoever joins or leaves. Raises InputError where the
+        loop cannot decode sessions of this model.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no rounds; use tokens")
+
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
@@ -70,5 +83,19 @@ class Base(Method, ABC):
 
         The session is empty and has one row per `Row`. Each row gets the tokens that it would get
         alone. At the end, or where the iteration is closed, a row of the session holds what its `Row` has, but
-        for the last token; after a search, what is left of that (`session.lengths`).
+        for the last token; after a search, what is left of that (`session.lengths`). An error of one row is raised when
+        the others have taken their tokens of its round.
         """
+        with closing(self.rounds(session, rows, context)) as rounds:
+            yield from rounds.start()
+            check_rows(rows)
+            while rounds.live:
+                yield from rounds.run()
+                check_rows(rows)
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise the error of the first row that failed."""
+    for row in rows:
+        if row.error is not None:
+            raise row.error

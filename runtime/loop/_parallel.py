@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from time import perf_counter
@@ -14,11 +14,11 @@ from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base
-from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
+from accel.runtime.loop.speculative import DRAFTS_RELY, reach
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.guard import Guard, round_costs
@@ -47,35 +47,37 @@ class Parallel(Base):
         token in each (`Follower.most`).
         """
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         draft_model = None if context.model is None else context.model.draft_model
         if draft_model is None:
             name = type(self).__module__.rpartition(".")[2].replace("_", "-")
             raise InputError(
                 f"loop.{name}: this model was built without its draft model; build it again"
             )
-        yield from first_tokens(session, rows)
         with ExitStack() as stack:
             follower = Follower(draft_model, len(rows), self.grows)
             stack.enter_context(closing(follower))
             thread = stack.enter_context(
                 ThreadPoolExecutor(1)
             )  # ends before the draft's session closes
-            rounds = _Rounds(self, session, rows, context, follower, thread)
-            while rounds.live:
-                yield from rounds.run()
+            found = _Rounds(self, session, rows, context, follower, thread)
+            found.opened = stack.pop_all()
+            return found
 
 
-class _Rounds:
-    """The rounds of one group of rows; `_pending`: tokens of each that were drafted and are not checked."""
+class _Rounds(Rounds):
+    """`_pending`: tokens of each row that were drafted and are not checked; `opened`: what is closed at the end.
+    `joins` is False: the draft's session is used by a thread of its own.
+    """
+
+    opened: ExitStack
 
     def __init__(
-        self, of: Parallel, session: Session, rows: list[Row], context: DecodeContext,
+        self, of: Parallel, session: Session, rows: Sequence[Row], context: DecodeContext,
         follower: Follower, thread: ThreadPoolExecutor,
     ):  # fmt: skip
-        self._of, self._session, self._rows = of, session, rows
+        super().__init__(session, rows)
+        self._of = of
         self._follower, self._thread = follower, thread
         self._chances = [Chance(row.rng) for row in rows]
         self._pending = [np.zeros(0, np.int64) for _ in rows]
@@ -83,16 +85,12 @@ class _Rounds:
         self._guard = None if context.costs is None else Guard(context.costs, session.batch)
         self._round_cost = round_costs(context.costs, session.batch)
         self._plain: list[float] = []  # seconds of the first steps, without a draft beside them
-        for row in rows:
-            row.drafting.update(dict.fromkeys(FIGURES, 0))
+        begin_figures(rows)
 
-    @property
-    def live(self) -> list[int]:
-        """The rows that run."""
-        return [i for i, row in enumerate(self._rows) if not row.finish]
+    def close(self) -> None:
+        self.opened.close()
 
     def run(self) -> list[tuple[int, int]]:
-        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         live, rows, held = self.live, self._rows, self._session.lengths
         room = self._session.room
         alone = self._guard is not None and len(self._plain) < ALONE
@@ -106,8 +104,12 @@ class _Rounds:
         try:
             logits, ahead, call, seconds = self._both(live, rests)
             for i in live:
-                stood.append((self._pending[i].size, self._judged(i, logits[i], ahead.get(i, {}))))
-        finally:  # what was judged stands, even where a later row or the draft fails
+                pending = self._pending[i].size
+                try:
+                    stood.append((pending, self._judged(i, logits[i], ahead.get(i, {}))))
+                except Exception as error:
+                    rows[i].fail(error)
+        finally:  # what was judged stands, even where the draft fails
             taken = np.array(
                 [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
             )
@@ -117,7 +119,7 @@ class _Rounds:
             self._plain.append(seconds)
         elif self._guard is not None and rests:
             self._guard.rest()
-        elif self._guard is not None:
+        elif self._guard is not None and stood:
             usual = min(self._plain) * self._round_cost(max(drafted for drafted, _ in stood))
             self._guard.observe(
                 float(taken.sum()) / len(live), stood, 0, max(0.0, seconds / usual - 1)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.prompts import prompted
+from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.loop import Base
 from accel.runtime.session.session import Session
@@ -18,20 +16,13 @@ from accel.runtime.session.session import Session
 class Template(Base):
     """How calls become tokens: here, one token per row and call."""
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
-        live = np.array([not row.finish for row in rows])
-        if not live.any():
-            return
-        logits = prompted(session, rows)
-        while True:
-            column = np.zeros((len(rows), 1), np.int64)
-            for i in np.flatnonzero(live):
-                token = rows[i].pick(logits[i, 0])
-                rows[i].accept(token, logits[i, 0])
-                column[i], live[i] = token, not rows[i].finish
-                yield int(i), token
-            if not live.any():
-                return
-            logits = session.run(column, None if live.all() else live.astype(np.int64))
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
+        return _Rounds(session, rows)
+
+
+class _Rounds(Rounds):
+    joins = True  # it remembers nothing of a row
+
+    def run(self) -> list[tuple[int, int]]:
+        live = self.live
+        return list(self._pick(live, self._call(live)))

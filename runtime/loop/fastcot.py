@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -12,12 +12,12 @@ from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base
-from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES, reach
+from accel.runtime.loop.speculative import DRAFTS_RELY, reach
 from accel.runtime.session.session import Session
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
@@ -54,23 +54,19 @@ class FastCoT(Base):
                 "answer = ''"
             )
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         tokenizer = None if context.model is None else context.model.tokenizer
-        yield from first_tokens(session, rows)
-        rounds = _Rounds(session, rows, self, tokenizer if self.answer else None)
-        while rounds.live:
-            yield from rounds.run()
+        return _Rounds(session, rows, self, tokenizer if self.answer else None)
 
 
-class _Rounds:
-    """The rounds of one group of rows."""
+class _Rounds(Rounds):
+    """`joins` is False: the passes of all rows are counted together."""
 
     def __init__(
-        self, session: Session, rows: list[Row], method: FastCoT, tokenizer: Tokenizer | None
+        self, session: Session, rows: Sequence[Row], method: FastCoT, tokenizer: Tokenizer | None
     ):
-        self._session, self._rows, self._method = session, rows, method
+        super().__init__(session, rows)
+        self._method = method
         self._reach = reach(session.capabilities)
         self._chances = [Chance(row.rng) for row in rows]
         self._guesses: list[Ints] = [np.zeros(0, np.int64) for _ in rows]
@@ -81,16 +77,9 @@ class _Rounds:
         if tokenizer is not None:
             self._answer = np.array(tokenizer.encode(method.answer, special=False), np.int64)
             self._found = [_Finder(tokenizer, method.answer, row) for row in rows]
-        for row in rows:
-            row.drafting.update(dict.fromkeys(FIGURES, 0))
-
-    @property
-    def live(self) -> list[int]:
-        """The rows that run."""
-        return [i for i, row in enumerate(self._rows) if not row.finish]
+        begin_figures(rows)
 
     def run(self) -> list[tuple[int, int]]:
-        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         live, rows, held = self.live, self._rows, self._session.lengths
         for i, found in enumerate(self._found):
             self._reasons[i] &= not found()
@@ -103,11 +92,12 @@ class _Rounds:
         spent = perf_counter() - start
         try:
             for i, ids in behind.items():
-                if self._reasons[i] and not ends:
-                    self._judge(i, ids, logits[i])
-                else:
-                    self._take(i, ids, logits[i])
-        finally:  # what was judged stands, even where a later row fails
+                judge = self._judge if self._reasons[i] and not ends else self._take
+                try:
+                    judge(i, ids, logits[i])
+                except Exception as error:
+                    rows[i].fail(error)
+        finally:  # what was judged stands, even where it is interrupted
             taken = [len(row.tokens) - before.get(i, len(row.tokens)) for i, row in enumerate(rows)]
             if (held + taken < self._session.lengths).any():
                 self._session.rewind(np.minimum(held + taken, self._session.lengths))

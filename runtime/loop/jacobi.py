@@ -4,7 +4,7 @@ says of it, until nothing changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
+from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Base as DraftBase
 from accel.runtime.draft import Drafter
@@ -45,15 +46,13 @@ class Jacobi(Base):
         if self.block < 1:
             raise RecipeError(f"loop.jacobi: block is {self.block}; give at least 1")
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         methods = {
             "draft": _Blocks(self.block - 1),
             "verify": SampleMatch(),
             "length": Fixed(max(1, self.block - 1)),
         }
-        return Speculative().tokens(session, rows, replace(context, methods=methods))
+        return Speculative().rounds(session, rows, replace(context, methods=methods))
 
 
 @dataclass(frozen=True)

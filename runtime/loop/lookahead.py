@@ -5,10 +5,11 @@ the stored n-grams that begin with the newest token.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
+from typing import Self
 
 import numpy as np
 
@@ -16,11 +17,11 @@ from accel.ir.axis import count
 from accel.ir.errors import InputError, RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.rounds import Rounds, begin_figures, picked
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.loop import Base
-from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES
+from accel.runtime.loop.speculative import DRAFTS_RELY
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.guard import Guard
 from accel.runtime.tree import Tree
@@ -59,9 +60,7 @@ class Lookahead(Base):
             n * (self.window + rows - n) for n in range(1, rows + 1)
         )  # while it fills
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         wide = session.capabilities.width
         if wide is not None and wide < self.widest:
             raise InputError(
@@ -69,32 +68,39 @@ class Lookahead(Base):
                 f"of up to {self.widest} tokens, but this model gives exact results only up to "
                 f"{wide} (session.capabilities); build with smaller values"
             )
-        yield from first_tokens(session, rows)
-        rounds = _Rounds(session, rows, self, context)
-        while rounds.live:
-            yield from rounds.run()
+        return _Rounds(session, rows, self, context)
 
 
-class _Rounds:
-    """The rounds of one group of rows."""
+class _Rounds(Rounds):
+    joins = True
 
     def __init__(
-        self, session: Session, rows: list[Row], method: Lookahead, context: DecodeContext
+        self, session: Session, rows: Sequence[Row], method: Lookahead, context: DecodeContext
     ):
-        self._session, self._rows = session, rows
+        super().__init__(session, rows)
+        self._method = method
         self._windows = [_Window(row, method) for row in rows]
         self._chances = [Chance(row.rng) for row in rows]
         self._guard = None if context.costs is None else Guard(context.costs, session.batch)
-        for row in rows:
-            row.drafting.update(dict.fromkeys(FIGURES, 0))
+        begin_figures(rows)
 
     @property
-    def live(self) -> list[int]:
-        """The rows that run."""
-        return [i for i, row in enumerate(self._rows) if not row.finish]
+    def widest(self) -> int:
+        return self._method.ngram
+
+    def joined(self, other: Self) -> None:
+        self._windows += other._windows
+        self._chances += other._chances
+        if self._guard is not None:
+            self._guard.of_batch(self._session.batch)
+
+    def left(self, order: Ints) -> None:
+        self._windows = picked(self._windows, order)
+        self._chances = picked(self._chances, order)
+        if self._guard is not None:
+            self._guard.of_batch(self._session.batch)
 
     def run(self) -> list[tuple[int, int]]:
-        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         live, rows = self.live, self._rows
         rests = self._guard is not None and not self._guard.limit
         start = perf_counter()
@@ -108,10 +114,14 @@ class _Rounds:
         spent = perf_counter() - called
         try:
             for i, call in calls.items():
-                paths[i] = self._judged(i, call, logits[i])
-        finally:  # what was judged stands, even where a later row fails
+                try:
+                    paths[i] = self._judged(i, call, logits[i])
+                except Exception as error:
+                    rows[i].fail(error)
+        finally:  # what was judged stands, even where it is interrupted
             self._session.keep(paths)
-        if self._guard is not None:
+        calls = {i: call for i, call in calls.items() if rows[i].error is None}
+        if self._guard is not None and calls:
             stood = [(call.tokens.size - 1, paths[i].size - 1) for i, call in calls.items()]
             self._guard.observe(sum(p.size for p in paths) / len(calls), stood, 0, 0.0)
         rows[0].clock(called - start, spent, perf_counter() - start)  # for all
@@ -119,22 +129,17 @@ class _Rounds:
 
     def _plain(self, live: list[int], rests: bool) -> list[tuple[int, int]]:
         """A step without guesses: they do not pay for now, or a row has no room for them."""
-        column, counts = (
-            np.zeros((len(self._rows), 1), np.int64),
-            np.zeros(len(self._rows), np.int64),
-        )
-        column[live, 0], counts[live] = [self._rows[i].tokens[-1] for i in live], 1
         start = perf_counter()
-        logits = self._session.run(column, None if counts.all() else counts)
+        logits = self._call(live)
         spent = perf_counter() - start
-        for i in live:
-            self._rows[i].accept(self._rows[i].pick(logits[i, 0]), logits[i, 0])
+        taken = list(self._pick(live, logits))
+        for i, _ in taken:
             self._windows[i].note(self._rows[i].seen, 1)
             self._rows[i].drafting["fallback"] += rests
         if self._guard is not None:
             self._guard.rest()
         self._rows[0].clock(0.0, spent, perf_counter() - start)
-        return [(i, self._rows[i].tokens[-1]) for i in live]
+        return taken
 
     def _guessed(self, calls: dict[int, _Call]) -> Logits:
         """The logits [B,N,V] of what each row's call asks for."""

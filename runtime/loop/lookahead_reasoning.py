@@ -4,8 +4,8 @@ all at once, and a judge says whether they mean the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -18,13 +18,13 @@ from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.judge import Judge
-from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.rounds import Rounds, begin_figures
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base
 from accel.runtime.loop._branches import leave
-from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES
+from accel.runtime.loop.speculative import DRAFTS_RELY
 from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower
 
@@ -62,20 +62,15 @@ class LookaheadReasoning(Base):
                 "loop.lookahead-reasoning: steps are text, but this model has no tokenizer; build with tokenizer="
             )
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
         model = context.model
         if model is None or model.draft_model is None:
             raise InputError(
                 "loop.lookahead-reasoning: this model was built without its draft model; build it again"
             )
         assert model.tokenizer is not None, "checked"
-        yield from first_tokens(session, rows)
-        with closing(Follower(model.draft_model, len(rows))) as follower:
-            rounds = _Rounds(session, rows, self, model.tokenizer, follower, context.judge)
-            while rounds.live:
-                yield from rounds.run()
+        follower = Follower(model.draft_model, len(rows))
+        return _Rounds(session, rows, self, model.tokenizer, follower, context.judge)
 
 
 @dataclass
@@ -128,25 +123,22 @@ class _Group:
     chosen: int | None = None
 
 
-class _Rounds:
-    """The rounds of one group of rows."""
+class _Rounds(Rounds):
+    """`joins` is False: a round gives each row several of the session."""
 
     def __init__(
-        self, session: Session, rows: list[Row], method: LookaheadReasoning, tokenizer: Tokenizer,
+        self, session: Session, rows: Sequence[Row], method: LookaheadReasoning, tokenizer: Tokenizer,
         follower: Follower, judge: Judge | None,
     ):  # fmt: skip
-        self._session, self._rows, self._method = session, rows, method
+        super().__init__(session, rows)
+        self._method = method
         self._tokenizer, self._follower, self._judge = tokenizer, follower, judge
-        for row in rows:
-            row.drafting.update(dict.fromkeys(FIGURES, 0))
+        begin_figures(rows)
 
-    @property
-    def live(self) -> list[int]:
-        """The rows that run."""
-        return [i for i, row in enumerate(self._rows) if not row.finish]
+    def close(self) -> None:
+        self._follower.close()
 
     def run(self) -> list[tuple[int, int]]:
-        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         rows, live, held = self._rows, self.live, self._session.lengths
         before = {i: len(rows[i].tokens) for i in live}
         start = perf_counter()

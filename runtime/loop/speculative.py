@@ -4,10 +4,10 @@ accepts or rejects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Self
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
-from accel.runtime.decode.prompts import first_tokens
+from accel.runtime.decode.rounds import Rounds, begin_figures, picked
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
 from accel.runtime.inputs.ints import Ints
@@ -24,14 +24,13 @@ from accel.runtime.loop import Base
 from accel.runtime.session.core import CHUNK
 from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.guard import Guard
+from accel.runtime.speculation.guard import MOST, Guard
 from accel.runtime.speculation.round_cost import unmeasured_cost
 from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
 # of every loop that drafts: `session.capabilities` says the same of what was built
 DRAFTS_RELY = frozenset({Invariant.DECODE_WIDTH, Invariant.REWIND})
-FIGURES = ("drafted", "accepted", "rounds", "fallback")  # of each row, see `Meter.stats`
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,8 @@ class Speculative(Base):
     asks = {"draft": "", "verify": "spec-chain", "length": "fixed"}
     relies = DRAFTS_RELY
 
-    def tokens(
-        self, session: Session, rows: list[Row], context: DecodeContext
-    ) -> Iterator[tuple[int, int]]:
-        with closing(_Rounds(session, rows, context)) as rounds:
-            yield from first_tokens(session, rows)
-            while rounds.live:
-                yield from rounds.run()
+    def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
+        return _Rounds(session, rows, context)
 
 
 def reach(capabilities: Capabilities) -> int:
@@ -70,19 +64,16 @@ def reach(capabilities: Capabilities) -> int:
     return found
 
 
-class _Rounds:
-    """The rounds of one group of rows."""
-
-    def __init__(self, session: Session, rows: list[Row], context: DecodeContext):
-        self._session, self._rows = session, rows
+class _Rounds(Rounds):
+    def __init__(self, session: Session, rows: Sequence[Row], context: DecodeContext):
+        super().__init__(session, rows)
         self._reach = reach(session.capabilities)
         self._draft, self._rule = context.methods["draft"], context.methods["verify"]
         self._chances = [Chance(row.rng) for row in rows]
-        for row in rows:
-            row.drafting.update(dict.fromkeys(FIGURES, 0))
+        begin_figures(rows)
         if context.model is not None:
             context.methods["length"].fit(context.model)
-        self._drafters: Drafters = self._draft.open(session, rows, context)
+        self._drafters: Drafters = self._draft.open(session, self._rows, context)
         draft_cost, costs = self._drafters.draft_cost, context.costs
         probes = self._drafters.probes
         shaping = (self._draft, context.methods.get("tree", self._draft))
@@ -90,8 +81,7 @@ class _Rounds:
         self._guard = (
             None if costs is None else Guard(costs, session.batch, draft_cost, shaped, probes)
         )
-        cost = unmeasured_cost if self._guard is None else self._guard.cost
-        self._paces: Paces = context.methods["length"].open(rows, cost)
+        self._paces: Paces = context.methods["length"].open(self._rows, self._cost)
         self._drafting = 0.0  # the drafters' time of this round, in seconds
         self._drafts: list[
             tuple[int, int]
@@ -102,12 +92,29 @@ class _Rounds:
         self._drafters.close()
 
     @property
-    def live(self) -> list[int]:
-        """The rows that run."""
-        return [i for i, row in enumerate(self._rows) if not row.finish]
+    def joins(self) -> bool:
+        return self._drafters.joins and self._paces.joins
+
+    @property
+    def widest(self) -> int:
+        return 1 + (self._reach if self._guard is None else min(self._reach, MOST))
+
+    def joined(self, other: Self) -> None:
+        self._chances += other._chances
+        self._drafters.join(other._drafters)
+        self._paces.join(other._paces)
+        other._guard = self._guard  # whose costs the paces of its rows go by
+        if self._guard is not None:
+            self._guard.of_batch(self._session.batch)
+
+    def left(self, order: Ints) -> None:
+        self._chances = picked(self._chances, order)
+        self._drafters.leave(order)
+        self._paces.leave(order)
+        if self._guard is not None:
+            self._guard.of_batch(self._session.batch)
 
     def run(self) -> list[tuple[int, int]]:
-        """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
         self._drafts = []
         start = perf_counter()
         limit = self._limit()
@@ -121,14 +128,22 @@ class _Rounds:
         self._drafting, call = called - start, perf_counter() - called
         try:
             for i, tree in trees.items():
-                kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
-        finally:  # what was judged stands, even where a later row fails
+                try:
+                    kept[i] = self._judged(i, tree, logits[i, : len(tree) + 1])
+                except Exception as error:
+                    self._rows[i].fail(error)
+        finally:  # what was judged stands, even where it is interrupted
             back = self._settle(kept, held, branches)
         whole = perf_counter() - start
-        self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
+        if self._drafts:
+            self._weigh(kept, back, self._drafting / max(call, 1e-9), whole)
         self._rows[0].clock(self._drafting, call, whole)  # for all
         self._rows[0].beside = max(self._rows[0].beside, self._drafters.kv_bytes)
-        return [(i, token) for i in trees for token in self._rows[i].tokens[-len(kept[i]) :]]
+        return [(i, token) for i in kept for token in self._rows[i].tokens[-len(kept[i]) :]]
+
+    def _cost(self, drafted: int) -> float:
+        """Of a round that drafts so many tokens for each row, in plain steps."""
+        return unmeasured_cost(drafted) if self._guard is None else self._guard.cost(drafted)
 
     def _limit(self) -> int:
         """Most tokens of a draft, by what can be taken back and what pays."""
@@ -143,21 +158,24 @@ class _Rounds:
     def _plain(self, live: list[int], start: float, told: bool) -> list[tuple[int, int]]:
         """A round in which no row has a draft, as quick as any loop's; `told`: whether drafters hear of it."""
         rows, taken = self._rows, list[tuple[int, int]]()
-        column, counts = np.zeros((len(rows), 1), np.int64), np.zeros(len(rows), np.int64)
-        for i in live:
-            column[i, 0], counts[i] = rows[i].tokens[-1], 1
         called = perf_counter()
-        logits = self._session.run(column, None if len(live) == len(rows) else counts)
+        logits = self._call(live)
         self._drafting, call = called - start, perf_counter() - called
         try:
             for i in live:
-                token = rows[i].pick(logits[i, 0])
-                if told:
-                    self._observe(i, NONE, Verdict((), token), logits[i])
-                rows[i].accept(token, logits[i, 0])
-                taken.append((i, token))
-        finally:
-            if len(taken) < len(live):  # what was taken stands, even where a later row fails
+                try:
+                    token = rows[i].pick(logits[i, 0])
+                    if told:
+                        self._observe(i, NONE, Verdict((), token), logits[i])
+                    rows[i].accept(token, logits[i, 0])
+                except Exception as error:
+                    rows[i].fail(error)
+                else:
+                    taken.append((i, token))
+        finally:  # what was taken stands, even where it is interrupted
+            if len(taken) < len(live):
+                counts = np.zeros(len(rows), np.int64)
+                counts[live] = 1
                 counts[[i for i, _ in taken]] = 0
                 self._session.rewind(self._session.lengths - counts)
         whole = perf_counter() - start

@@ -45,6 +45,7 @@ from accel.runtime.inputs.prompts import (
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
+from accel.runtime.loop import Base as Loop
 from accel.runtime.model.adapters import Adapters, Chosen, names_of
 from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import model_table
@@ -105,7 +106,7 @@ class CompiledModel:
         tables = self.recipe.get("tables", {})
         files = () if artifact is None else artifact.files
         there = Path() if artifact is None else artifact.path
-        self.loop, self._methods = chosen(located(tables, HOST, there, files))
+        self._loop, self._methods = chosen(located(tables, HOST, there, files))
         draft = self._methods.get("draft")
         self._store = None if draft is None else draft.store(facts, tokenizer)
         self._observers = observer_factories(
@@ -186,7 +187,7 @@ class CompiledModel:
         sources, prompts = self._sources(encoder_input, prompts)
         samples = self._samples(prompts, params)
         names = self._named(adapter, len(samples) // params.n)
-        context = self.context(judge)
+        context = self._context(judge)
         meter = Meter(self.tuning, context.costs)
         for _ in self._decode(samples, params.n, sources, names, meter, context):
             pass
@@ -275,7 +276,7 @@ class CompiledModel:
             )
         if self.facts.encoder is not None:
             raise InputError("this model is an encoder-decoder; give `generate` an encoder_input")
-        if self.loop.masked_diffusion:
+        if self._loop.masked_diffusion:
             raise InputError(
                 "this model fills masks, so no turn goes on from the one before; give `generate` the messages"
             )
@@ -493,20 +494,26 @@ class CompiledModel:
     def _cost_key(self) -> dict[str, Any] | None:
         return self._backend.cost_key if isinstance(self._backend, OrtBackend) else None
 
-    def context(self, judge: JudgeFunction | None = None) -> DecodeContext:
+    def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
-        if judge is not None and not self.loop.judges:
+        if judge is not None and not self._loop.judges:
             raise InputError(
                 "judge: this model's loop drafts no steps of text that it could judge; leave it out, or build with the "
                 "recipe 'lookahead-reasoning'"
             )
         return DecodeContext(
             self._methods,
-            self.costs if self.loop.weighs else self._costs or self._costs_before,
+            self.costs if self._loop.weighs else self._costs or self._costs_before,
             self,
             self._store,
             None if judge is None else Judge(judge),
         )
+
+    def decoding(self) -> tuple[Loop, DecodeContext]:
+        """For an engine (`accel.runtime.serve`): the recipe's loop, and what it is given for any request. Costs are
+        measured where it goes by them. Raises InputError.
+        """
+        return self._loop, self._context()
 
     def prepare(
         self,
@@ -614,16 +621,16 @@ class CompiledModel:
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
-        self.loop.check(self.tokenizer)
+        self._loop.check(self.tokenizer)
         stops = as_stops(params.stop, self.tokenizer)
         ends, size = params.ends(self.facts), self.facts.vocab_size
-        if self.loop.masked_diffusion and (given := params.token_by_token):
+        if self._loop.masked_diffusion and (given := params.token_by_token):
             raise InputError(
                 f"{', '.join(given)}: this model fills masks in any order, so no token is known to follow others; "
                 "leave it unset, or take a causal model"
             )
         score = None if params.logprobs is None else TopLogprobs(params.logprobs, self.tokenizer)
-        if self.loop.writes and params.structured_outputs is not None:
+        if self._loop.writes and params.structured_outputs is not None:
             raise InputError(
                 "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "
                 "rule; leave it unset, or build with another [loop]"
@@ -677,7 +684,7 @@ class CompiledModel:
                 f"stream takes one prompt, not {len(samples)}; use generate for several"
             )
         sample = samples[0]
-        context = self.context(judge)
+        context = self._context(judge)
         meter = Meter(self.tuning, context.costs)
         tokens = self._decode([sample], 1, sources, names, meter, context, session)
         return Stream(pieces(tokens, sample.script if text else None), meter, sample)
@@ -705,7 +712,7 @@ class CompiledModel:
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))
-                for _, token in meter.watch(self.loop.tokens(own, group, context), own, group):
+                for _, token in meter.watch(self._loop.tokens(own, group, context), own, group):
                     yield token
 
 

@@ -2,86 +2,93 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Generator, Mapping
-from contextlib import closing
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Generator, Mapping, Sequence
 from threading import Condition, Thread
+from time import monotonic
 from typing import Any, cast
 
-from accel.ir.errors import InputError
+import numpy as np
+
+from accel.ir.axis import host_method
+from accel.ir.errors import AccelError, InputError
+from accel.runtime.decode.rounds import Rounds
+from accel.runtime.decode.row import Row
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.model.output import Prepared
-from accel.runtime.serve.request import CANCELLED, Event, Full, Request, Ticket, Usage
+from accel.runtime.sample.standard import Standard
+from accel.runtime.schedule import Base as Schedule
+from accel.runtime.schedule import Limits, Plan, State
+from accel.runtime.schedule.continuous_batching import ContinuousBatching
+from accel.runtime.serve.job import Job
+from accel.runtime.serve.ledger import Ledger
+from accel.runtime.serve.request import Event, Full, Request, Ticket, Usage
 
 __all__ = ["Engine", "Event", "Full", "Request", "Ticket", "Usage"]
 
-
-@dataclass(eq=False)
-class _Job:
-    """A request on its way; `told`: how many of its tokens the ticket has."""
-
-    prepared: Prepared
-    ticket: Ticket
-    told: int = 0
-
-    def tell(self) -> int:
-        """Give the ticket what the row took since; how many tokens."""
-        sample = self.prepared.sample
-        row, script, before = sample.row, sample.script, self.told
-        finish = sample.finish_reason
-        for at in range(before, len(row.tokens)):
-            last = finish is not None and at == len(row.tokens) - 1
-            if last:
-                self.ticket.stop_reason = sample.stop_reason
-            self.ticket.put(
-                Event(
-                    row.tokens[at],
-                    script.take(1) + (script.finish() if last else ""),
-                    row.logprobs[at] if row.scored else None,
-                    finish if last else None,
-                )
-            )
-        self.told = len(row.tokens)
-        return self.told - before
-
-    def end(self) -> None:
-        """Tell that it was cancelled."""
-        self.ticket.put(Event(-1, self.prepared.sample.script.finish(), None, CANCELLED))
+BLOCK = 16  # tokens
+COUNTS = (
+    "requests_total", "prompt_tokens_total", "generated_tokens_total", "preemptions_total",
+    "drafted_total", "accepted_total", "kv_bytes",
+)  # fmt: skip
 
 
 class Engine:
     """Serves requests of any threads over one model, whose sessions its own thread runs. Each request gets the tokens
     that `generate` gives it alone.
+
+    An iteration follows the plan of the recipe's `schedule`: the requests that decode take a round together, and
+    prompts run, each in a session of its own, which then joins. `how` says where requests cannot share a session.
     """
 
     def __init__(
-        self, model: CompiledModel, *, max_batch: int | None = None, max_waiting: int = 64
+        self,
+        model: CompiledModel,
+        *,
+        max_batch: int | None = None,
+        max_waiting: int = 64,
+        blocks: int | None = None,
     ):
-        """`max_batch`: most requests that run at once (default: the model's). `max_waiting`: most that wait."""
-        most = model.facts.max_batch
-        self._most = most if max_batch is None else as_count(max_batch, "max_batch", 1, most)
+        """`max_batch`: most requests that run at once (default: the model's). `max_waiting`: most that wait. `blocks`:
+        of 16 tokens, those that all requests together may hold (default: enough for `max_batch` whole contexts). Raises
+        InputError, RecipeError.
+        """
+        facts = model.facts
+        self._most = (
+            facts.max_batch
+            if max_batch is None
+            else as_count(max_batch, "max_batch", 1, facts.max_batch)
+        )
         self._max_waiting = as_count(max_waiting, "max_waiting", 1)
-        self._model, self._context = model, model.context()
+        self._model = model
+        self._loop, self._context = model.decoding()
+        self._alone, chunks, step = self._sharing()
+        self._schedule: Schedule = host_method(
+            model.recipe.get("tables", {}), "schedule", "continuous-batching"
+        )
+        if not chunks and self._schedule.chunks:
+            self._schedule = ContinuousBatching()
+        everything = self._most * -(-facts.max_context // BLOCK)
+        count = everything if blocks is None else as_count(blocks, "blocks", 1)
+        self._limits = Limits(self._most, count, BLOCK, step, recompute=chunks)
+        self._ledger = Ledger(count)
         self._changed = Condition()
-        self._waiting = deque[_Job]()
-        self._running: list[_Job] = []
+        self._waiting = deque[Job]()
+        self._running: dict[int, Job] = {}  # by number, in the order of arrival
+        self._groups: dict[str | None, Rounds] = {}  # those that decode together, by their adapter
         self._closing = self._halted = False
-        self._counts = dict.fromkeys(
-            (
-                "requests_total", "prompt_tokens_total", "generated_tokens_total", "preemptions_total",
-                "drafted_total", "accepted_total", "kv_bytes",
-            ),
-            0.0,
-        )  # fmt: skip
+        self._counts = Counter[str](dict.fromkeys(COUNTS, 0))
         self._thread = Thread(target=self._work, name="accel-engine", daemon=True)
         self._thread.start()
 
     @property
     def how(self) -> str:
         """How requests share the model, in a sentence."""
-        return "requests run one after the other"
+        name = type(self._schedule).__module__.rpartition(".")[2].replace("_", "-")
+        if self._alone:
+            return f"requests take turns, each in a session of its own: {self._alone} ({name})"
+        prompts = "in chunks" if self._schedule.chunks else "whole"
+        return f"requests share calls; prompts run {prompts} ({name})"
 
     def submit(self, request: Request) -> Ticket:
         """Take a request. Raises Full where as many wait as may, and InputError where it can never be served."""
@@ -98,16 +105,24 @@ class Engine:
                 f"the prompt has {row.prompt.size} tokens, which leaves no room for one more in max_context = "
                 f"{self._model.facts.max_context}; shorten it, or build with a larger max_context"
             )
+        ticket = Ticket(int(row.prompt.size), self._wake)
         with self._changed:
+            job = Job(
+                int(self._counts["requests_total"]), prepared, ticket, request.adapter, monotonic()
+            )
+            if not self._limits.fits(job.task(0)):
+                raise InputError(
+                    f"the request may hold {job.most} tokens, and this engine has room for "
+                    f"{self._limits.blocks * BLOCK}; shorten it, lower max_tokens, or give the engine more blocks"
+                )
             if self._closing:
                 raise InputError("this engine is closed; make another")
             if len(self._waiting) >= self._max_waiting:
                 raise Full(f"{self._max_waiting} requests wait already; try again later")
-            job = _Job(prepared, Ticket(row.prompt.size, self._wake))
             self._waiting.append(job)
             self._counts["requests_total"] += 1
             self._changed.notify_all()
-        return job.ticket
+        return ticket
 
     @property
     def stats(self) -> Mapping[str, float]:
@@ -116,11 +131,7 @@ class Engine:
         ended; `kv_bytes` of state now.
         """
         with self._changed:
-            return {
-                "running": len(self._running),
-                "waiting": len(self._waiting),
-                **self._counts,
-            }
+            return {"running": len(self._running), "waiting": len(self._waiting), **self._counts}
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests, let those taken end (`drain`; those that run after `timeout` seconds are cancelled),
@@ -131,11 +142,10 @@ class Engine:
             self._halted |= not drain
             self._changed.notify_all()
         self._thread.join(timeout)
-        if self._thread.is_alive():
-            with self._changed:
-                self._halted = True
-                self._changed.notify_all()
-            self._thread.join()
+        with self._changed:
+            self._halted = True
+            self._changed.notify_all()
+        self._thread.join()
 
     def __enter__(self) -> Engine:
         return self
@@ -143,48 +153,238 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _sharing(self) -> tuple[str, bool, int]:
+        """Why requests cannot share a session (""; they can), whether prompts may run in chunks, and the most tokens
+        that a round adds to a row.
+        """
+        if not self._loop.in_rounds:
+            return "its loop has no rounds", False, 1
+        with self._model.session() as session:
+            able = session.capabilities
+            if not able.joins:
+                return "rows cannot join its sessions (session.capabilities.joins)", False, 1
+            row = Row(
+                np.zeros(1, np.int64),
+                Standard(),
+                np.random.default_rng(0),
+                limit=1,
+                max_context=self._model.facts.max_context,
+            )
+            rounds = self._loop.rounds(session, [row], self._context)
+            try:
+                joins, step = rounds.joins, rounds.widest
+            finally:
+                rounds.close()
+        if not joins:
+            return "rows cannot join rounds of its loop and drafter", False, 1
+        return "", able.chunks, step
+
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
+    # What follows is of the engine's own thread.
+
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._waiting and not self._closing:
+                while not (self._waiting or self._running or self._closing):
                     self._changed.wait()
-                if not self._waiting:
+                if not (self._waiting or self._running):
                     return
-                job = self._waiting.popleft()
-                self._running = [job]
             try:
-                self._alone(job)
-            except Exception as error:  # the request's alone: others go on
-                job.ticket.put(error)
+                self._iteration()
+            except Exception as error:  # no request is left without an end
+                self._abandon(error)
+
+    def _iteration(self) -> None:
+        """Plan, reserve, run, commit."""
+        self._sweep()
+        with self._changed:
+            waiting = list(self._waiting)
+        if not waiting and not self._running:
+            return
+        tasks = [job.task(0) for job in waiting]
+        held = [job.task(self._ledger.owned(i)) for i, job in self._running.items()]
+        state = State(tasks, held, self._ledger.free, monotonic())
+        plan = self._schedule.plan(state, self._limits)
+        if not (plan.decodes or plan.chunks or plan.preempted or plan.refused):
+            raise AccelError("the schedule plans nothing, though requests wait; it is broken")
+        self._preempt([self._running[i] for i in plan.preempted])
+        self._admit(plan, waiting)
+        self._ledger.reserve(plan.blocks)
+        self._decode(plan.decodes)
+        for i, tokens in plan.chunks:
+            self._prompt(self._running[i], tokens)
+        self._ledger.commit()
+        self._sweep()
+        self._ledger.check()
+
+    def _sweep(self) -> None:
+        """Let go of requests that ended, failed or were cancelled."""
+        with self._changed:
+            gone = [job for job in self._waiting if job.over or self._halted]
+            for job in gone:
+                self._waiting.remove(job)
+        for job in gone:
+            job.end()
+        over = [job for job in self._running.values() if job.over or self._halted]
+        self._leave(over)
+        for job in over:
+            self._drop(job, job.row.error)
+        sessions = [group.session for group in self._groups.values()]
+        sessions += [job.session for job in self._running.values() if job.session is not None]
+        with self._changed:
+            self._counts["kv_bytes"] = sum(int(one.stats["kv_bytes"]) for one in sessions)
+
+    def _drop(self, job: Job, error: BaseException | None) -> None:
+        """A request that runs is over, and in no group any more."""
+        job.close()
+        self._ledger.drop(job.id)
+        with self._changed:
+            del self._running[job.id]
+            for name in ("drafted", "accepted"):
+                self._counts[f"{name}_total"] += job.row.drafting[name]
+        job.end(error)
+
+    def _leave(self, jobs: Sequence[Job]) -> None:
+        """Take requests out of their groups."""
+        gone = {id(job.row) for job in jobs}
+        for adapter, group in list(self._groups.items()):
+            rows = [i for i, row in enumerate(group.rows) if id(row) in gone]
+            if len(rows) == len(group.rows):
+                del self._groups[adapter]
+                group.close()
+                group.session.close()
+            elif rows:
+                group.leave(rows)
+
+    def _preempt(self, jobs: Sequence[Job]) -> None:
+        """They lose what they hold, and wait in front of the others."""
+        self._leave(jobs)
+        for job in sorted(jobs, key=lambda job: -job.id):
+            self._ledger.drop(job.id)
+            job.again()
             with self._changed:
-                drafting = job.prepared.sample.row.drafting
-                self._counts["drafted_total"] += drafting["drafted"]
-                self._counts["accepted_total"] += drafting["accepted"]
-                self._counts["kv_bytes"] = 0
-                self._running = []
+                del self._running[job.id]
+                self._waiting.appendleft(job)
+                self._counts["preemptions_total"] += 1
 
-    def _alone(self, job: _Job) -> None:
-        """Serve one request from its prompt to its end."""
-        row = job.prepared.sample.row
-        if self._gone(job):
-            return job.end()
-        with job.prepared.open() as session:
-            self._count("prompt_tokens_total", row.prompt.size)
-            tokens = self._model.loop.tokens(session, [row], self._context)
-            with closing(cast(Generator[Any], tokens)):
-                for _ in tokens:
-                    self._count("generated_tokens_total", job.tell())
-                    self._counts["kv_bytes"] = session.stats["kv_bytes"]
-                    if not row.finish and self._gone(job):
-                        return job.end()
+    def _admit(self, plan: Plan, waiting: Sequence[Job]) -> None:
+        """Requests of the plan leave the queue."""
+        admitted = {i for i, _ in plan.chunks}
+        with self._changed:
+            for job in waiting:
+                if job.id in admitted or job.id in plan.refused:
+                    self._waiting.remove(job)
+                if job.id in admitted:
+                    self._running[job.id] = job
+            self._running = dict(sorted(self._running.items()))
+        for job in waiting:
+            if job.id in plan.refused:
+                job.end(InputError("the request can never fit into this engine; shorten it"))
 
-    def _gone(self, job: _Job) -> bool:
-        return job.ticket.cancelled or self._halted
+    def _decode(self, ids: Sequence[int]) -> None:
+        """A round of all that decode."""
+        if self._alone:
+            for i in ids:
+                self._pull(self._running[i])
+            return
+        for adapter, group in list(self._groups.items()):
+            jobs = self._of(group)
+            try:
+                group.run()
+            except Exception as error:  # a call of all of them failed
+                self._fail(adapter, error)
+            else:
+                self._tell(jobs)
 
-    def _count(self, name: str, more: float) -> None:
+    def _prompt(self, job: Job, tokens: int) -> None:
+        """Run so many tokens of a prompt; behind its last one the request takes a token, and joins the others."""
+        try:
+            if job.session is None:
+                job.session = job.prepared.open()
+                if self._alone:
+                    given = self._loop.tokens(job.session, [job.row], self._context)
+                    job.tokens = cast(Generator[Any], given)
+                else:
+                    job.rounds = self._loop.rounds(job.session, [job.row], self._context)
+            left = job.left
+            if self._alone:
+                job.ran(tokens)
+                self._pull(job)
+            elif tokens < left.size or job.row.tokens:
+                job.session.run(left[None, :tokens], last_only=True)
+                job.ran(tokens)
+            else:
+                assert job.rounds is not None
+                list(job.rounds.start())
+                job.ran(tokens)
+                self._tell([job])
+        except Exception as error:
+            self._drop(job, error)
+            return
+        if tokens == left.size:
+            self._count("prompt_tokens_total", job.row.prompt.size)
+            if not self._alone and not job.over:
+                self._join(job)
+
+    def _join(self, job: Job) -> None:
+        """Let a request whose prompt has run decode with the others of its adapter."""
+        rounds, group = job.rounds, self._groups.get(job.adapter)
+        assert rounds is not None
+        if group is None:
+            self._groups[job.adapter] = rounds
+        else:
+            try:
+                group.join(rounds)
+            except Exception as error:
+                if len(group.rows) == group.session.batch and job.row not in group.rows:
+                    self._drop(job, error)  # nothing has changed
+                else:
+                    self._fail(job.adapter, error)
+                return
+        job.rounds = job.session = None
+
+    def _pull(self, job: Job) -> None:
+        """The next token of a request that nothing joins."""
+        assert job.tokens is not None
+        try:
+            next(job.tokens, None)
+        except Exception as error:
+            self._drop(job, error)
+        else:
+            self._tell([job])
+
+    def _of(self, group: Rounds) -> list[Job]:
+        """The requests of a group."""
+        rows = {id(row) for row in group.rows}
+        return [job for job in self._running.values() if id(job.row) in rows]
+
+    def _fail(self, adapter: str | None, error: Exception) -> None:
+        """A group cannot go on."""
+        group = self._groups[adapter]
+        jobs = self._of(group)
+        self._leave(jobs)
+        for job in jobs:
+            self._drop(job, error)
+
+    def _abandon(self, error: Exception) -> None:
+        """The engine itself failed: all that it has taken fail with it."""
+        with self._changed:
+            waiting, self._waiting = list(self._waiting), deque()
+        running, self._running = list(self._running.values()), {}
+        groups, self._groups = list(self._groups.values()), {}
+        self._ledger = Ledger(self._limits.blocks)
+        for group in groups:
+            group.session.close()
+        for job in (*running, *waiting):
+            job.close()
+            job.end(error)
+
+    def _tell(self, jobs: Sequence[Job]) -> None:
+        self._count("generated_tokens_total", sum(job.tell() for job in jobs))
+
+    def _count(self, name: str, more: int) -> None:
         with self._changed:
             self._counts[name] += more

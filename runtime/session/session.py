@@ -94,7 +94,7 @@ class Session:
     def capabilities(self) -> Capabilities:
         """The capabilities of this session, fixed before anything runs."""
         backend = self._core.backend
-        found = Capabilities(width=backend.alike, trees=backend.trees)
+        found = Capabilities(width=backend.alike, trees=backend.trees, chunks=backend.alike is None)
         for one in self._core.observers:
             found &= one.capabilities
         return found

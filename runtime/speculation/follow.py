@@ -164,5 +164,25 @@ class Follower:
         tokens[tokens >= self._session.vocab_size] = 0
         return self._session.guess(tokens, tree, counts, columns)
 
+    @property
+    def joins(self) -> bool:
+        """Whether rows of another may join."""
+        return self._session.capabilities.joins
+
+    def join(self, other: Follower) -> None:
+        """The rows of `other` go on behind these; its session is closed."""
+        self._session.join(other._session)
+        self._log.join(other._log)
+        self._sure = np.concatenate([self._sure, other._sure])
+        self.cut = np.concatenate([self.cut, other.cut])
+
+    def leave(self, order: Ints) -> None:
+        """Row i goes on as row order[i]; the others are dropped."""
+        gone = np.setdiff1d(np.arange(self._session.batch), order)
+        if not np.array_equal(self._session.leave(gone), order):
+            raise AssertionError("rows of a draft and of its target leave in one order")
+        self._log.select(order)
+        self._sure, self.cut = self._sure[order], self.cut[order]
+
     def close(self) -> None:
         self._session.close()

@@ -42,8 +42,8 @@ class Guard:
     def __init__(
         self, costs: Costs, batch: int, draft_cost: float = 0.0, shaped: bool = False, probes: bool = False
     ):  # fmt: skip
-        self._costs = list(map(round_costs(costs, batch), range(MOST + 1)))
-        self._step = costs.seconds[0] * _cost(costs, batch)  # seconds of a plain one
+        self._known = costs
+        self.of_batch(batch)
         self._odds, self._shaped = Odds(FADE), shaped
         self._drafted, self._drafting = (
             1.0,
@@ -53,7 +53,6 @@ class Guard:
         self._resting = 0
         self._rounds, self._given, self._spent = 0, 0.0, 0.0  # of this trial
         self._won = 0.0  # steps, by all rounds
-        self._best: int | None = None  # `limit`, where nothing was observed since
         self._can_probe = self._probes = probes  # at all; before the next trial
         self._host = HOST / self._step if probes else 0.0  # plain steps of a round with a draft
         self._plain = deque[float](maxlen=FIRST)  # seconds of steps without drafts
@@ -61,6 +60,12 @@ class Guard:
             self._resting = FIRST
         elif draft_cost and not self._odds.best(self.cost, 0, MOST):
             self._resting = self._pause = LONGEST
+
+    def of_batch(self, batch: int) -> None:
+        """Calls have so many rows from now on."""
+        self._costs = list(map(round_costs(self._known, batch), range(MOST + 1)))
+        self._step = self._known.seconds[0] * _cost(self._known, batch)  # seconds of a plain one
+        self._best: int | None = None  # `limit`, where nothing was observed since
 
     @property
     def due(self) -> bool:

@@ -39,6 +39,11 @@ class Heir(Follower):
     def ending(self, row: int, known: int) -> None:
         """A row is held from its first token on, which costs little."""
 
+    @property
+    def joins(self) -> bool:
+        """A row takes the target's cache over before anything else, which is not told of rows that join."""
+        return False
+
     def _begin(self, back: int) -> None:
         """Hold the tokens of every row, whichever are asked for first, but for the last and `back` before it."""
         if self._session.lengths.any():

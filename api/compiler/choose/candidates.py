@@ -40,11 +40,12 @@ BASE = Candidate()
 
 
 def singles(recipes: Sequence[str] | None = None) -> list[Candidate]:
-    """The bundled recipes, or the given ones, each once: one of each kind before the second of any.
+    """The bundled recipes, but for schedules, which say nothing of one request, or the given ones, each once: one of
+    each kind before the second of any.
 
     Raises RecipeError where a given one does not exist.
     """
-    names = list(recipes) if recipes else list(bundled())
+    names = list(recipes) if recipes else [n for n in bundled() if not _schedules(n)]
     kinds: dict[frozenset[str], list[str]] = {}
     for name in dict.fromkeys(names):
         if name != "base":
@@ -52,6 +53,11 @@ def singles(recipes: Sequence[str] | None = None) -> list[Candidate]:
     order = sorted(kinds, key=lambda kind: (len(kind), "weights" not in kind))
     turns = itertools.zip_longest(*(sorted(kinds[kind], key=_slow) for kind in order))
     return [Candidate((name,)) for turn in turns for name in turn if name is not None]
+
+
+def _schedules(name: str) -> bool:
+    """Whether all that it sets is how an engine serves many."""
+    return set(Recipe.load(name).tables) == {"schedule"}
 
 
 def _kind(recipe: Recipe) -> frozenset[str]:

@@ -29,7 +29,7 @@ class BlockCodecState(EvictionState):
     @property
     def capabilities(self) -> Capabilities:
         """The newest block stays as it is."""
-        return Capabilities(back=self.plan.flush)
+        return Capabilities(back=self.plan.flush, chunks=False)
 
     def call_room(self, lengths: Ints) -> Ints:
         """A call that fills the second block is one of a single token: the first then goes into codes for good."""

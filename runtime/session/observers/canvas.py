@@ -30,7 +30,7 @@ class CanvasState(SessionObserver):
     """
 
     rewrites = True
-    capabilities = Capabilities(width=1)  # rows of a call see each other
+    capabilities = Capabilities(width=1, chunks=False)  # rows of a call see each other
 
     def __init__(self, diffusion: Diffusion, batch: int):
         self.diffusion = diffusion

@@ -26,7 +26,7 @@ class ChoiceMemory(SessionObserver):
     than the one before, which wide calls leave, too.
     """
 
-    capabilities = Capabilities(back=FEW, width=FEW, trees=False)
+    capabilities = Capabilities(back=FEW, width=FEW, trees=False, chunks=False)
 
     def __init__(self, history: bool, batch: int):
         self._history = history

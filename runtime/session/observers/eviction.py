@@ -197,7 +197,11 @@ class EvictionState(SessionObserver):
         single = self.plan.when.single
         lost = single or self.plan.counts
         return Capabilities(
-            back=0 if lost else None, width=1 if single else None, trees=not lost, joins=not single
+            back=0 if lost else None,
+            width=1 if single else None,
+            trees=not lost,
+            joins=not single,
+            chunks=False,
         )
 
     @property

@@ -57,7 +57,7 @@ class LayerSchedule(SessionObserver):
         together leave out what one of them left out.
         """
         same = all(self.depth.plan) and self.depth.threshold is None
-        return Capabilities(width=None if same else 1, joins=same)
+        return Capabilities(width=None if same else 1, joins=same, chunks=same)
 
     def begin(
         self, backend: BackendSession, before: Ints, after: Ints, run_layers: Any, threshold: Any

@@ -14,6 +14,7 @@ from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers.observer import (
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -28,6 +29,8 @@ class KeyDirections(SessionObserver):
     Those of all tokens that a row has at the end of a prompt: the directions are the singular vectors of their keys, as
     eigenvectors of the sum of outer products, in float64. What a rewind takes tokens of keeps its directions.
     """
+
+    capabilities = Capabilities(chunks=False)
 
     def __init__(self, plan: LowRank, batch: int):
         self.plan = plan

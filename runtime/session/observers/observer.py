@@ -24,6 +24,7 @@ class Capabilities:
             any number, as far as `Session.room` allows.
         trees: a call may be a draft tree (`Session.guess`).
         joins: rows of another session may join (`Session.join`), and each goes on as it would alone.
+        chunks: a prompt may run in several calls, the last one `Session.prompt`, and its row goes on as after one.
     """
 
     free_rewind: bool = True
@@ -31,6 +32,7 @@ class Capabilities:
     width: int | None = None
     trees: bool = True
     joins: bool = True
+    chunks: bool = True
 
     def __and__(self, other: Capabilities) -> Capabilities:
         """What both have."""
@@ -40,6 +42,7 @@ class Capabilities:
             _least(self.width, other.width),
             self.trees and other.trees,
             self.joins and other.joins,
+            self.chunks and other.chunks,
         )
 
 

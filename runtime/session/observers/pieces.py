@@ -23,6 +23,7 @@ from accel.runtime.session.observers._store import Piece, Store
 from accel.runtime.session.observers._two_parts import TwoParts, Values
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -81,6 +82,8 @@ class PieceReuse(SessionObserver):
     stored, so that errors do not add up. Some of what was taken over may be computed again later, before a token that
     reads much of it. `reused`: tokens that were not run, or not by all layers; `repaired`: those that were later.
     """
+
+    capabilities = Capabilities(chunks=False)
 
     order = 40
 

@@ -10,6 +10,7 @@ from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -21,6 +22,8 @@ class PromptFill(SessionObserver):
 
     `last`: how many tokens the step runs, those whose queries an eviction reads among them.
     """
+
+    capabilities = Capabilities(chunks=False)
 
     order = 30
 

@@ -14,6 +14,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers._prompt_parts import Part, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -27,6 +28,8 @@ def unseen(plan: Prefill | None, count: int) -> int:
 
 class PromptFilter(SessionObserver):
     """Scores a prompt with the entry `filter`, over an empty cache that is closed after."""
+
+    capabilities = Capabilities(chunks=False)
 
     order = 30
 

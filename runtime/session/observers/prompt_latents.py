@@ -12,6 +12,7 @@ from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -24,6 +25,8 @@ class PromptLatents(SessionObserver):
     The second model writes its own keys and values into the slots behind the prompt, and the model then writes over
     them, so it needs no cache of its own.
     """
+
+    capabilities = Capabilities(chunks=False)
 
     order = 10
 

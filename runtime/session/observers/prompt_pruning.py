@@ -16,6 +16,7 @@ from accel.runtime.inputs.stack import stacked
 from accel.runtime.session.observers._prompt_parts import Part, Scores, picks, taken
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -27,6 +28,8 @@ class PromptPruning(SessionObserver):
 
     `dropped` [stages,B]: how many. `ends` [B]: tokens of a prompt that was pruned; 0: none was.
     """
+
+    capabilities = Capabilities(chunks=False)
 
     order = 30
 

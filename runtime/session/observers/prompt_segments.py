@@ -10,6 +10,7 @@ from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
+    Capabilities,
     ModelParts,
     ObserverFactory,
     SessionObserver,
@@ -18,6 +19,8 @@ from accel.runtime.session.observers.observer import (
 
 class PromptSegments(SessionObserver):
     """Runs a long prompt segment by segment: the last of each row by the step, those before it by `sparse`."""
+
+    capabilities = Capabilities(chunks=False)
 
     order = 30
 

@@ -27,7 +27,7 @@ class Selected(SessionObserver):
     @property
     def capabilities(self) -> Capabilities:
         """See SessionObserver."""
-        return Capabilities(width=self.selection.width, trees=False)
+        return Capabilities(width=self.selection.width, trees=False, chunks=False)
 
     def numbers(self, backend: BackendSession) -> Arrays:
         """See SessionObserver. What it goes by is the model's."""

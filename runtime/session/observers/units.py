@@ -61,7 +61,7 @@ class UnitGroups(SessionObserver):
     @property
     def capabilities(self) -> Capabilities:
         """Calls of more tokens read everything."""
-        return Capabilities(width=FEW, trees=False)
+        return Capabilities(width=FEW, trees=False, chunks=False)
 
     def mark(self, units: Any, question: Any, lengths: Any) -> bool:
         """See SessionObserver."""

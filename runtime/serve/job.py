@@ -1,0 +1,99 @@
+"""A request on its way through an engine: what it waits for, what runs it, what its ticket was told."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+from accel.runtime.decode.rounds import Rounds
+from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.model.output import Prepared
+from accel.runtime.schedule import Task
+from accel.runtime.serve.request import CANCELLED, Event, Ticket
+from accel.runtime.session.session import Session
+
+
+@dataclass(eq=False)
+class Job:
+    """A request: `session` and `rounds` are its own until it joins others, or for good where none can join; `tokens`:
+    what a loop without rounds gives; `length`: tokens that run before it decodes.
+    """
+
+    id: int
+    prepared: Prepared
+    ticket: Ticket
+    adapter: str | None
+    arrived: float
+
+    def __post_init__(self) -> None:
+        self.session: Session | None = None
+        self.rounds: Rounds | None = None
+        self.tokens: Generator[Any] | None = None
+        self.length = int(self.row.prompt.size)
+        self.most = self.length + self.row.left
+        self._computed = self._told = 0
+
+    @property
+    def row(self) -> Row:
+        return self.prepared.sample.row
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes of it, or nobody waits for that."""
+        return bool(self.row.finish) or self.ticket.cancelled
+
+    def task(self, blocks: int) -> Task:
+        """It as a schedule sees it."""
+        return Task(self.id, self.length, self.most, self._computed, blocks, self.arrived)
+
+    @property
+    def left(self) -> Ints:
+        """Tokens [n] that are to run before it decodes."""
+        return self.row.seen[self._computed : self.length]
+
+    def ran(self, tokens: int) -> None:
+        """So many more tokens of its prompt ran."""
+        self._computed += tokens
+
+    def again(self) -> None:
+        """It lost what it held, and is to run from its first token on: of what it made, all but the last."""
+        self.length = int(self.row.seen.size) - (1 if self.row.tokens else 0)
+        self._computed = 0
+        self.close()
+
+    def tell(self) -> int:
+        """Give the ticket what the row took since; how many tokens."""
+        sample, row, before = self.prepared.sample, self.row, self._told
+        finish = sample.finish_reason
+        for at in range(before, len(row.tokens)):
+            last = finish is not None and at == len(row.tokens) - 1
+            text = sample.script.take(1)
+            if last:
+                self.ticket.stop_reason = sample.stop_reason
+                text += sample.script.finish()
+            logprobs = row.logprobs[at] if row.scored else None
+            self.ticket.put(Event(row.tokens[at], text, logprobs, finish if last else None))
+        self._told = len(row.tokens)
+        if row.tokens:
+            self._computed = max(self._computed, int(row.seen.size) - 1)
+        return self._told - before
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell the ticket that no more comes, where it does not know: the request failed, or was cancelled."""
+        if error is not None:
+            self.ticket.put(error)
+        elif not self.row.finish:
+            self.ticket.put(Event(-1, self.prepared.sample.script.finish(), None, CANCELLED))
+
+    def close(self) -> None:
+        """Free what is its own."""
+        tokens, rounds, session = self.tokens, self.rounds, self.session
+        self.tokens = self.rounds = self.session = None
+        if tokens is not None:
+            tokens.close()
+        if rounds is not None:
+            rounds.close()
+        if session is not None:
+            session.close()

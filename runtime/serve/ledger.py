@@ -1,0 +1,52 @@
+"""Which blocks of an engine's memory are free, reserved for an iteration, or owned by a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from accel.ir.errors import AccelError
+
+
+class Ledger:
+    """Counts of blocks: free + reserved + owned = all, at each step. An iteration reserves what its plan asks for
+    before it runs; what ran is committed, what failed is given back.
+    """
+
+    def __init__(self, blocks: int):
+        self.blocks = self.free = blocks
+        self._reserved = dict[int, int]()
+        self._owned = dict[int, int]()
+
+    def reserve(self, wanted: Mapping[int, int]) -> None:
+        """Set blocks aside for requests, by id. Raises AccelError where there are not so many; nothing is reserved
+        then.
+        """
+        if (both := sum(wanted.values())) > self.free or min(wanted.values(), default=0) < 0:
+            raise AccelError(
+                f"the schedule plans {both} more blocks, but {self.free} are free; it is broken"
+            )
+        self.free -= both
+        for one, count in wanted.items():
+            self._reserved[one] = self._reserved.get(one, 0) + count
+
+    def commit(self) -> None:
+        """What was reserved is owned."""
+        for one, count in self._reserved.items():
+            self._owned[one] = self._owned.get(one, 0) + count
+        self._reserved.clear()
+
+    def drop(self, one: int) -> None:
+        """A request gives back all that it has."""
+        self.free += self._reserved.pop(one, 0) + self._owned.pop(one, 0)
+
+    def owned(self, one: int) -> int:
+        """The blocks of a request."""
+        return self._owned.get(one, 0)
+
+    def check(self) -> None:
+        """Raise AccelError where a block was lost or is in two places."""
+        counts = (self.free, sum(self._reserved.values()), sum(self._owned.values()))
+        if sum(counts) != self.blocks or min(counts) < 0:
+            raise AccelError(
+                f"{counts[0]} free + {counts[1]} reserved + {counts[2]} owned blocks are not {self.blocks}"
+            )
