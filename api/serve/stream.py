@@ -69,6 +69,7 @@ class EventStream(Response):
             async with asyncio.timeout(self._seconds):
                 async for chunk in self._chunks:
                     await send(_event(json.dumps(chunk)))
+                    await asyncio.sleep(0)  # others get in, and the watch for the client
                 await send(_event("[DONE]"))
                 await send({"type": "http.response.body", "body": b""})
                 return
