@@ -23,6 +23,7 @@ from accel.commands import (
     inspect,
     recipes,
     run,
+    serve,
     sign,
     smoke,
     verify,
@@ -35,6 +36,7 @@ Examples:
   accel-compile build ./my-model --out ./artifact
   accel-compile run ./artifact --prompt "def quicksort("
   accel-compile chat ./artifact
+  accel-compile serve ./artifact
   accel-compile recipes float16
   accel-compile explain snapkv
   accel-compile choose ./my-model --prompts prompts.jsonl
@@ -79,6 +81,7 @@ for module in (
     build,
     run,
     chat,
+    serve,
     recipes,
     explain,
     choose,

@@ -44,13 +44,7 @@ def chat(
             metavar="FILE", exists=True, dir_okay=False, help="Go on from a file that /save wrote."
         ),
     ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|NAME",
-            help="Jinja file, or the name of one of the model's templates. Default: the model's own.",
-        ),
-    ] = None,
+    chat_template: options.ChatTemplate = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -93,7 +87,7 @@ def chat(
         "trust_remote_code": trust_remote_code,
         "download": download,
     }
-    template = None if chat_template is None else {"chat_template": _template(chat_template)}
+    template = None if chat_template is None else {"chat_template": options.template(chat_template)}
     with open_model(
         path, context, threads=threads, kernels=kernels, public_key=public_key, **build
     ) as model:
@@ -269,16 +263,6 @@ def _line_editing() -> None:
         import readline  # noqa: F401
     except ImportError:  # Windows: the console has its own
         pass
-
-
-def _template(given: str) -> str:
-    """The text of a file, or a template's name."""
-    path = Path(given)
-    if path.is_file():
-        return options.utf8(path.read_bytes(), given)
-    if path.suffix or path.parent != Path("."):
-        raise InputError(f"--chat-template {given}: there is no such file; give a Jinja file")
-    return given
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -90,6 +90,13 @@ Adapter = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Adapter of the artifact (listed by inspect)."),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|NAME",
+        help="Jinja file, or the name of one of the model's templates. Default: the model's own.",
+    ),
+]
 MergeAdapter = Annotated[
     Path | None,
     typer.Option(
@@ -110,6 +117,16 @@ def was_given(context: typer.Context, name: str) -> bool:
     """Whether an option was typed, and not left at its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+
+
+def template(given: str) -> str:
+    """The text of a Jinja file, or a template's name. Raises InputError."""
+    path = Path(given)
+    if path.is_file():
+        return utf8(path.read_bytes(), given)
+    if path.suffix or path.parent != Path("."):
+        raise InputError(f"--chat-template {given}: there is no such file; give a Jinja file")
+    return given
 
 
 def utf8(data: bytes, name: str) -> str:

@@ -162,6 +162,22 @@ class Tokenizer:
         found: str | None = self._inner.id_to_token(index)
         return found
 
+    def token_bytes(self, index: int) -> bytes | None:
+        """What a token adds to a text, as bytes, which need not be whole characters; None for one that is left out of
+        texts (special, or a number that the vocabulary lacks).
+        """
+        written = self.token(index)
+        if written is None or index in self.special:
+            return None
+        if self.byte_level:
+            try:
+                return bytes(_BYTE_OF[c] for c in written)
+            except KeyError:  # an added token, written as itself
+                return written.encode("utf-8")
+        if self.byte_fallback and _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(written[3:5], 16)])
+        return self.decode([index]).encode("utf-8")
+
     def stream(self) -> StreamDecoder:
         """A decoder that takes tokens one by one."""
         return _ByteStream(self) if self.byte_level else StreamDecoder(self)
@@ -231,14 +247,7 @@ class _ByteStream(StreamDecoder):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        written = self._tokenizer.token(token)
-        if written is None or token in self._tokenizer.special:
-            return ""
-        try:
-            data = bytes(_BYTE_OF[c] for c in written)
-        except KeyError:  # an added token, written as itself
-            data = written.encode("utf-8")
-        return self._utf8.decode(data)
+        return self._utf8.decode(self._tokenizer.token_bytes(token) or b"")
 
     def branch(self) -> StreamDecoder:
         other = copy(self)

@@ -1,0 +1,132 @@
+"""serve: an OpenAI-compatible HTTP server over artifacts."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from accel.commands import options
+from accel.ir.errors import InputError, extra
+
+if TYPE_CHECKING:
+    from accel.serve.models import Models
+
+EXAMPLES = """\b
+Examples:
+  accel-compile serve ./artifact
+  accel-compile serve ./artifact ./artifact-int4 --port 9000
+  ACCEL_API_KEY=secret accel-compile serve ./artifact --host 0.0.0.0
+"""
+
+
+def serve(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Artifacts. A model's id is the name of its folder."),
+    ],
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes any that is free.")
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ACCEL_API_KEY",
+            metavar="KEY",
+            help="Ask clients for this key under /v1. Default: ask for none.",
+        ),
+    ] = None,
+    max_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most texts that run at once. Default: the artifact's max_batch.",
+        ),
+    ] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Most texts that wait; beyond it clients are answered 429."
+        ),
+    ] = 64,
+    max_body: Annotated[
+        float, typer.Option(min=0.001, metavar="MB", help="Largest body of a request.")
+    ] = 4.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Longest time of a request, in seconds.")
+    ] = 600.0,
+    drain: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="S", help="After SIGTERM: seconds that the requests taken have to end."
+        ),
+    ] = 30.0,
+    chat_template: options.ChatTemplate = None,
+    threads: options.Threads = None,
+    kernels: options.Kernels = "auto",
+    public_key: options.PublicKey = None,
+) -> None:
+    """Serve artifacts to OpenAI clients, with a page at / that compares them.
+
+    GET /v1/models, POST /v1/completions and /v1/chat/completions (whole, or streamed as server-sent
+    events), GET /health, GET /metrics (Prometheus). Ctrl-C or SIGTERM ends it: no new requests, and those
+    taken end within --drain seconds. Needs the extra `serve`.
+    """
+    with extra("serve"):
+        import prometheus_client as _  # noqa: F401  (the rest of the extra comes by the next two)
+
+        from accel.serve.app import Limits, application
+        from accel.serve.server import LOOPBACK, bound, server
+
+    if api_key is not None and not (api_key.isascii() and api_key.strip()):
+        raise InputError("--api-key is empty or not ASCII; give letters, digits and signs")
+    with bound(host, port) as listener, ExitStack() as stack:
+        models = _opened(
+            paths, stack, max_batch, max_waiting, chat_template, threads, kernels, public_key
+        )
+        app = application(models, key=api_key, limits=Limits(round(max_body * 1e6), timeout))
+        for one in models.served:
+            typer.echo(f"{one.name}: {one.engine.how}", err=True)
+        address, number = listener.getsockname()[:2]
+        if address not in LOOPBACK and api_key is None:
+            typer.echo("whoever reaches this address may use it: no --api-key is set", err=True)
+        shown = f"[{address}]" if ":" in address else address
+        typer.echo(f"serving on http://{shown}:{number}")
+        server(app, drain).run(sockets=[listener])
+
+
+def _opened(
+    paths: list[Path],
+    stack: ExitStack,
+    max_batch: int | None,
+    max_waiting: int,
+    chat_template: str | None,
+    threads: int | None,
+    kernels: str,
+    public_key: Path | None,
+) -> Models:
+    """The artifacts, each with an engine; the stack closes them. Raises AccelError."""
+    from accel.runtime.model.compiled import load
+    from accel.runtime.serve.engine import Engine
+    from accel.serve.models import Models, Served
+
+    text = None if chat_template is None else options.template(chat_template)
+    found = []
+    for path in paths:
+        model = stack.enter_context(
+            load(path, threads=threads, kernels=kernels, public_key=public_key)
+        )
+        if model.tokenizer is None or model.facts.encoder is not None:
+            lacks = "it has no tokenizer" if model.tokenizer is None else "it is an encoder-decoder"
+            raise InputError(f"{path} cannot be served: {lacks}; build another, or use `run`")
+        most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
+        engine = Engine(model, max_batch=most, max_waiting=max_waiting)
+        stack.callback(engine.close, drain=False)
+        found.append(Served(path.resolve().name, model, engine, most, max_waiting, text))
+    return Models(found)

@@ -1,0 +1,163 @@
+"""The application: which path does what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from accel.ir.errors import AccelError
+from accel.runtime.serve.engine import Ticket
+from accel.serve import errors, requests
+from accel.serve.errors import ApiError
+from accel.serve.events import Events
+from accel.serve.gate import BodyGate, KeyGate
+from accel.serve.metrics import TYPE, Clock, Metrics, Watched
+from accel.serve.models import Models
+from accel.serve.replies import ChatReply, Choice, CompletionReply, Reply
+from accel.serve.requests import Asked
+from accel.serve.schemas import ChatRequest, CompletionRequest
+from accel.serve.stream import EventStream, Gone, too_long, while_there
+
+_PAGE_POLICY = (  # the page fetches nothing from elsewhere
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`body`: most bytes of a request; `seconds`: the longest that one may take from its submission."""
+
+    body: int = 4 << 20
+    seconds: float = 600.0
+
+
+def application(models: Models, *, key: str | None = None, limits: Limits | None = None) -> FastAPI:
+    """The server's application. `key`: what clients must show under /v1; None: nothing."""
+    limits = limits or Limits()
+    metrics = Metrics(models.served)
+    page = files("accel.serve").joinpath("page.html").read_text(encoding="utf-8")
+    app = FastAPI(title="accel", openapi_url=None)  # its pages of docs would fetch scripts
+
+    @app.get("/", response_class=HTMLResponse)
+    async def root() -> Response:
+        told = {"Content-Security-Policy": _PAGE_POLICY, "X-Content-Type-Options": "nosniff"}
+        return HTMLResponse(page, headers=told)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def scrape() -> Response:
+        return Response(await run_in_threadpool(lambda: metrics.text), media_type=TYPE)
+
+    @app.get("/v1/models")
+    async def listed() -> dict[str, Any]:
+        return {"object": "list", "data": models.entries()}
+
+    @app.get("/v1/models/{name}")
+    async def one_model(name: str) -> dict[str, Any]:
+        served, _ = models.find(name)
+        return served.entry(name)
+
+    @app.post("/v1/completions")
+    async def complete(asked: CompletionRequest, request: Request) -> Response:
+        return await answer(asked, request, requests.of_completion, CompletionReply)
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await answer(asked, request, requests.of_chat, ChatReply)
+
+    async def answer(
+        asked: Any, request: Request, read: Callable[..., Asked], kind: type[Reply]
+    ) -> Response:
+        served, adapter = models.find(asked.model)
+        clock = metrics.clock(served.name)
+
+        def taken() -> tuple[Asked, list[Ticket]]:
+            found = read(asked, served, adapter)
+            return found, found.submit()
+
+        found, tickets = await run_in_threadpool(taken)
+        assert served.model.tokenizer is not None, "the command refuses models without"
+        wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        reply = kind(
+            asked.model,
+            served.model.tokenizer,
+            top=requests.top(asked),
+            usage=wants_usage,
+        )
+        made = _Made(Events(tickets), tickets, len(found.prompts), reply, clock)
+        if asked.stream:
+            return EventStream(made.chunks(wants_usage), limits.seconds, made.events.cancel)
+        try:
+            async with asyncio.timeout(limits.seconds):
+                return JSONResponse(await while_there(made.whole(), request.receive))
+        except TimeoutError:
+            raise too_long(limits.seconds) from None
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            made.events.cancel()
+
+    for kind, handler in (
+        (ApiError, errors.on_exception),
+        (AccelError, errors.on_exception),
+        (RequestValidationError, errors.on_invalid),
+        (HTTPException, errors.on_http_exception),
+        (Exception, errors.on_exception),
+    ):
+        app.add_exception_handler(kind, handler)
+    app.add_middleware(BodyGate, most=limits.body)
+    if key is not None:
+        app.add_middleware(KeyGate, key=key)
+    paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
+    app.add_middleware(Watched, metrics=metrics, paths=paths)
+    return app
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The texts of a request, whole or as they come."""
+
+    events: Events
+    tickets: list[Ticket]
+    prompts: int
+    reply: Reply
+    clock: Clock
+
+    async def whole(self) -> dict[str, Any]:
+        """Once all have ended."""
+        choices = [Choice() for _ in self.tickets]
+        async for i, event in self.events:
+            self.clock.token()
+            choices[i].take(event)
+        self.clock.end()
+        return self.reply.whole(choices, self.tickets, self.prompts)
+
+    async def chunks(self, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """As they come; `usage`: with a chunk for it at the end."""
+        choices = [Choice() for _ in self.tickets]
+        for i in range(len(choices)):
+            if (first := self.reply.first(i)) is not None:
+                yield first
+        async for i, event in self.events:
+            self.clock.token()
+            scores = choices[i].take(event)
+            if event.text or scores:
+                yield self.reply.piece(i, event.text, scores)
+            if event.finish is not None:
+                yield self.reply.last(i, event.finish)
+        self.clock.end()
+        if usage:
+            yield self.reply.total(self.tickets, self.prompts)

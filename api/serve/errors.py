@@ -1,0 +1,117 @@
+"""Errors of the API, as OpenAI's JSON object: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from accel.ir.errors import AccelError, ExtraError, InputError
+from accel.runtime.serve.engine import Full
+
+RETRY_SECONDS = 1  # what a client is told to wait where the queue is full
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_LONGEST = 2000  # characters of a message: it may name what was given
+
+
+class ApiError(Exception):
+    """What a client is answered in place of a reply. `param`: the field of the request that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        message = self.message if len(self.message) <= _LONGEST else f"{self.message[:_LONGEST]}..."
+        error = {
+            "message": message,
+            "type": _TYPES.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def response(self) -> Response:
+        """It as the answer to a request."""
+        # in ASCII: a message may quote a lone surrogate, which UTF-8 lacks
+        return Response(
+            json.dumps(self.body), self.status, self.headers, media_type="application/json"
+        )
+
+
+def of_exception(error: BaseException, fields: Collection[str] = ()) -> ApiError:
+    """What a client is told of an exception; `fields`: of its request, of which a message may begin with one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Full):
+        told = {"Retry-After": str(RETRY_SECONDS)}
+        return ApiError(429, str(error), code="queue_full", headers=told)
+    if isinstance(error, ExtraError):
+        return ApiError(501, str(error))
+    if isinstance(error, InputError):
+        named = re.match(r"\w+", text := str(error))
+        return ApiError(400, text, param=named[0] if named and named[0] in fields else None)
+    if isinstance(error, AccelError):
+        return ApiError(500, str(error))
+    return ApiError(500, "the server failed; its log says more")
+
+
+async def on_exception(_: Request, error: Exception) -> Response:
+    """Of any kind that has no handler of its own."""
+    return of_exception(error).response
+
+
+async def on_http_exception(_: Request, error: Exception) -> Response:
+    """Of the framework: an unknown path or method, or a body that cannot be read."""
+    assert isinstance(error, HTTPException)
+    cause = error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        message = f"the body is not UTF-8 (byte {cause.start}); send JSON in UTF-8"
+    elif isinstance(cause, RecursionError):
+        message = "the body is nested too deeply; send the request's JSON object"
+    elif isinstance(cause, ValueError):
+        message = f"the body cannot be read: {cause}"
+    elif error.status_code == 404:
+        message = "there is nothing at this path; the API is under /v1 (GET /v1/models)"
+    else:
+        message = str(error.detail)
+    return ApiError(error.status_code, message, headers=error.headers).response
+
+
+async def on_invalid(_: Request, error: Exception) -> Response:
+    """A body that is no JSON, or whose fields have wrong types."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        told = first["ctx"]["error"]
+        return ApiError(400, f"the body is not JSON: {told}, at character {place[0]}").response
+    if not place:
+        untyped = isinstance(first["input"], bytes)
+        told = "its Content-Type is not application/json" if untyped else "it is no JSON object"
+        return ApiError(400, f"the body cannot be read: {told}; send a JSON object").response
+    param = str(place[0])
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing; give it", param=param).response
+    said = {e["msg"]: None for e in error.errors() if e["loc"][1:2] == (place[0],)}
+    where = ".".join(str(part) for part in place) if len(said) == 1 else param
+    return ApiError(400, f"{where}: {'; or: '.join(said)}", param=param).response

@@ -1,0 +1,113 @@
+"""What Prometheus reads at /metrics: the engines' counts, and times of requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from accel.serve.models import Served
+
+TYPE = CONTENT_TYPE_PLAIN_0_0_4
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_HELP = {  # of the engine's stats
+    "running": "Requests that run",
+    "waiting": "Requests that wait",
+    "requests_total": "Requests that were taken",
+    "prompt_tokens_total": "Tokens of prompts that were run",
+    "generated_tokens_total": "Tokens that were made",
+    "preemptions_total": "Requests that made room for others and ran again",
+    "drafted_total": "Tokens that were drafted",
+    "accepted_total": "Drafted tokens that stood",
+    "kv_bytes": "State of the requests that run, in bytes",
+}
+
+
+class Metrics:
+    """Of one server."""
+
+    def __init__(self, served: Sequence[Served]):
+        self._registry = CollectorRegistry()
+        self._registry.register(_Engines(served))
+        self._answers = Counter(
+            "accel_http_responses", "Answers by path and status", ["path", "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._first, self._whole = (
+            Histogram(f"accel_{name}_seconds", told, ["model"], buckets=_SECONDS, registry=self._registry)
+            for name, told in (
+                ("time_to_first_token", "From the request to its first token"),
+                ("request", "From the request to its last token"),
+            )
+        )  # fmt: skip
+
+    @property
+    def text(self) -> bytes:
+        """All of it, in Prometheus' format."""
+        return generate_latest(self._registry)
+
+    def answered(self, path: str, status: int) -> None:
+        """One more."""
+        self._answers.labels(path, status).inc()
+
+    def clock(self, model: str) -> Clock:
+        """For a request that comes in now."""
+        return Clock(self._first.labels(model), self._whole.labels(model))
+
+
+class Clock:
+    """Times one request."""
+
+    def __init__(self, first: Histogram, whole: Histogram):
+        self._start, self._first, self._whole = time.perf_counter(), first, whole
+        self._began = False
+
+    def token(self) -> None:
+        """A token came."""
+        if not self._began:
+            self._began = True
+            self._first.observe(time.perf_counter() - self._start)
+
+    def end(self) -> None:
+        """All came."""
+        self._whole.observe(time.perf_counter() - self._start)
+
+
+class _Engines(Collector):
+    """Asks the engines when it is asked."""
+
+    def __init__(self, served: Sequence[Served]):
+        self._served = served
+
+    def collect(self) -> Iterator[Metric]:
+        stats = {one.name: one.engine.stats for one in self._served}
+        for name in next(iter(stats.values()), {}):
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"accel_{name}", _HELP.get(name, name), labels=["model"])
+            for model, of in stats.items():
+                family.add_metric([model], of[name])
+            yield family
+
+
+class Watched:
+    """Counts the answers of an application by path, of those that it has, and status."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]):
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        path = scope["path"] if scope["path"] in self._paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(path, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)

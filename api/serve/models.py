@@ -1,0 +1,89 @@
+"""The models that a server has: each with its engine, under its name, and under that of each adapter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel.ir.errors import InputError, unknown
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.serve.engine import Engine
+from accel.serve.errors import ApiError
+
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model that is served. `most`: requests that run at once; `waiting`: those that may wait; `chat_template`: in
+    place of the model's own, as `Tokenizer.apply_chat_template` takes it.
+    """
+
+    name: str
+    model: CompiledModel
+    engine: Engine
+    most: int
+    waiting: int
+    chat_template: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a template for messages."""
+        tokenizer = self.model.tokenizer
+        return self.chat_template is not None or bool(tokenizer and tokenizer.config.templates)
+
+    @property
+    def names(self) -> dict[str, str | None]:
+        """The ids that requests name it by -> the adapter that they choose so."""
+        adapters = {f"{self.name}:{one}": one for one in self.model.adapters}
+        return {self.name: None, **adapters}
+
+    def entry(self, name: str) -> dict[str, Any]:
+        """One of its ids, as GET /v1/models lists it: OpenAI's fields, and what the page shows."""
+        facts, recipe = self.model.facts, self.model.recipe
+        methods = {axis: t["use"] for axis, t in recipe.get("tables", {}).items() if "use" in t}
+        plain = sum(2 * one.num_kv_heads * one.head_dim * FLOAT for one in facts.layers)
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "accel",
+            "parent": None if name == self.name else self.name,
+            "max_model_len": facts.max_context,
+            "max_batch": self.most,
+            "chat": self.chats,
+            "recipe": recipe.get("name"),
+            "about": recipe.get("about"),
+            "methods": methods,
+            "grade": self.model.report.get("grade"),
+            "sharing": self.engine.how,
+            "kv_bytes_per_token": self.model.report.get("kv_bytes_per_token"),
+            "plain_kv_bytes_per_token": plain,
+        }
+
+
+class Models:
+    """All of them, by id."""
+
+    def __init__(self, served: Sequence[Served]):
+        """Raises InputError where two have one name."""
+        self.served = tuple(served)
+        names = [one.name for one in served]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(f"two artifacts are named {name}; rename the folder of one")
+
+    def find(self, name: str) -> tuple[Served, str | None]:
+        """A model and the adapter to use. Raises ApiError 404."""
+        for one in self.served:
+            if name in (names := one.names):
+                return one, names[name]
+        known = [name for one in self.served for name in one.names]
+        raise ApiError(404, unknown("model", name, known), param="model", code="model_not_found")
+
+    def entries(self) -> list[dict[str, Any]]:
+        """What GET /v1/models lists."""
+        return [one.entry(name) for one in self.served for name in one.names]

@@ -1,0 +1,111 @@
+"""What a client sends as a prompt -> token ids: text, ids, or messages by the chat template of the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accel.ir.errors import InputError
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.prompts import as_prompts, items_of
+from accel.runtime.inputs.text import Tokenizer
+from accel.serve.errors import ApiError
+from accel.serve.models import Served
+
+PER_TOKEN = 16  # characters of a text that is looked at first, for each token of the context
+_TAKEN = {*inspect.signature(Tokenizer.apply_chat_template).parameters, "config"}
+_VARIABLES = {"add_generation_prompt"}  # of a template's own names, those that a client may set
+
+
+def count(prompt: Any) -> int:
+    """How many prompts a completion has. Raises ApiError."""
+    try:
+        return len(items_of(prompt, "prompts"))
+    except InputError as error:
+        raise ApiError(400, str(error), param="prompt") from None
+
+
+def of_completion(prompt: Any, served: Served) -> list[Ints]:
+    """The prompts [n] of a completion. Raises ApiError."""
+    for text in items_of(prompt, "prompts"):
+        if isinstance(text, str):
+            _check_length(text, served, "prompt")
+    return _checked(prompt, served, "prompt")
+
+
+def of_chat(
+    messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None, served: Served
+) -> Ints:
+    """The prompt [n] that the template makes of messages. Raises ApiError, AccelError."""
+    if wrong := sorted((_TAKEN - _VARIABLES) & {*(variables or {})}):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs: {wrong[0]} is no variable of a template; leave it out",
+            param="chat_template_kwargs",
+        )
+    plain = [_plain(message, i) for i, message in enumerate(messages)]
+    tokenizer = served.model.tokenizer
+    assert tokenizer is not None, "the command refuses models without"
+    try:
+        given = {**(variables or {}), "chat_template": served.chat_template}
+        text = tokenizer.apply_chat_template(plain, tokenize=False, **given)
+        _check_length(text, served, "messages")
+        ids = tokenizer.encode(text, special=False)
+    except InputError as error:
+        raise ApiError(400, str(error), param="messages") from None
+    (found,) = _checked(ids, served, "messages")
+    return found
+
+
+def _check_length(text: str, served: Served, param: str) -> None:
+    """Raise ApiError for a text far past the context, before all of it is encoded: tokens take a hundred times the
+    memory of their text. A cut changes the last tokens of a part only, so twice the context is past any doubt.
+    """
+    tokenizer, most = served.model.tokenizer, served.model.facts.max_context
+    assert tokenizer is not None, "the command refuses models without"
+    size = PER_TOKEN * most
+    while size < len(text):
+        if len(tokenizer.encode(text[:size], special=False)) > 2 * most:
+            raise ApiError(
+                400,
+                f"the prompt has far more tokens than max_context = {most}; shorten it, or build with a larger "
+                "max_context",
+                param=param,
+                code="context_length_exceeded",
+            )
+        size *= 2
+
+
+def _plain(message: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """A message whose parts of text are one text, as most templates want it. Raises ApiError."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        if content is not None and not isinstance(content, str):
+            raise ApiError(
+                400, f"messages[{i}].content is no text and no list of parts", param="messages"
+            )
+        return dict(message)
+    for part in content:
+        if not (
+            isinstance(part, dict)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        ):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ApiError(
+                400,
+                f'messages[{i}].content has a part of type {kind!r:.40}; this server takes {{"type": "text", '
+                '"text": …}} only',
+                param="messages",
+            )
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _checked(given: Any, served: Served, param: str) -> list[Ints]:
+    """Prompts as token ids [n]. Raises ApiError."""
+    try:
+        return as_prompts(given, served.model.facts, served.model.tokenizer)
+    except InputError as error:
+        code = "context_length_exceeded" if "max_context" in str(error) else None
+        raise ApiError(400, str(error), param=param, code=code) from None

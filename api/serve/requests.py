@@ -1,0 +1,177 @@
+"""What a client asks for -> requests of an engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from accel.ir.errors import InputError
+from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.decode.structured_outputs import StructuredOutputsParams
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.serve.engine import Request, Ticket
+from accel.serve import prompts
+from accel.serve.errors import ApiError, of_exception
+from accel.serve.models import Served
+from accel.serve.penalties import Penalties
+from accel.serve.schemas import ChatRequest, CompletionRequest, Generation, ResponseFormat
+
+COMPLETION_TOKENS = 16  # OpenAI's default
+TEMPERATURE = 1.0  # OpenAI's default
+_BAN = -100.0  # the least bias of OpenAI's: the token never comes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of a request [n], and how many samples of each: choice i is of prompt i // samples."""
+
+    prompts: Sequence[Ints]
+    samples: int
+    asked: Generation
+    served: Served
+    adapter: str | None
+
+    def submit(self) -> list[Ticket]:
+        """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
+        tickets: list[Ticket] = []
+        try:
+            for prompt in self.prompts:
+                params = _params(self.asked, prompt.size, self.served)
+                for sample in range(self.samples):
+                    request = Request(prompt, params, adapter=self.adapter, sample=sample)
+                    tickets.append(self.served.engine.submit(request))
+        except BaseException as error:
+            for ticket in tickets:
+                ticket.cancel()
+            if isinstance(error, InputError) and _full_context(self.prompts, self.served):
+                raise ApiError(400, str(error), code="context_length_exceeded") from None
+            if isinstance(error, InputError):
+                raise of_exception(error, type(self.asked).model_fields) from None
+            raise
+        return tickets
+
+
+def of_completion(asked: CompletionRequest, served: Served, adapter: str | None) -> Asked:
+    """Raises ApiError."""
+    for name in ("echo", "suffix"):
+        if getattr(asked, name):
+            raise _unsupported(name)
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise _unsupported("best_of")
+    samples = _samples(asked, served)
+    _check_texts(prompts.count(asked.prompt) * samples, served)
+    return Asked(prompts.of_completion(asked.prompt, served), samples, asked, served, adapter)
+
+
+def of_chat(asked: ChatRequest, served: Served, adapter: str | None) -> Asked:
+    """Raises ApiError, AccelError."""
+    for name in ("tools", "functions"):
+        if getattr(asked, name):
+            raise _unsupported(name)
+    if asked.top_logprobs is not None and not asked.logprobs:
+        raise ApiError(400, "top_logprobs goes with logprobs: true", param="top_logprobs")
+    samples = _samples(asked, served)
+    _check_texts(samples, served)
+    found = prompts.of_chat(asked.messages, asked.chat_template_kwargs, served)
+    return Asked([found], samples, asked, served, adapter)
+
+
+def top(asked: Generation) -> int | None:
+    """Of how many likely tokens log-probabilities are to be told beside each one; None: of none at all."""
+    if isinstance(asked, ChatRequest):
+        return (asked.top_logprobs or 0) if asked.logprobs else None
+    assert isinstance(asked, CompletionRequest)
+    return asked.logprobs
+
+
+def _unsupported(name: str) -> ApiError:
+    return ApiError(
+        400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter"
+    )
+
+
+def _samples(asked: Generation, served: Served) -> int:
+    """`n`, which must fit. Raises ApiError."""
+    n = 1 if asked.n is None else asked.n
+    if not 1 <= n <= served.most:
+        raise ApiError(
+            400,
+            f"n = {n} is out of range; this server runs {served.most} texts at once: give from 1 to {served.most}, "
+            "or serve an artifact that was built with a larger max_batch",
+            param="n",
+        )
+    return n
+
+
+def _check_texts(count: int, served: Served) -> None:
+    """Raise ApiError where so many fit into no empty queue."""
+    if count > served.waiting:
+        raise ApiError(
+            400,
+            f"the request asks for {count} texts (prompts times n), and at most {served.waiting} may wait; send "
+            "several requests",
+            param="prompt",
+        )
+
+
+def _full_context(given: Sequence[Ints], served: Served) -> bool:
+    return any(prompt.size >= served.model.facts.max_context for prompt in given)
+
+
+def _params(asked: Generation, prompt: int, served: Served) -> SamplingParams:
+    """The options of one text behind a prompt of so many tokens. Raises InputError, ApiError."""
+    limit = asked.max_tokens
+    if isinstance(asked, ChatRequest):
+        if asked.max_completion_tokens is not None:
+            limit = asked.max_completion_tokens
+        limit = served.model.facts.max_context if limit is None else limit
+    elif limit is None:
+        limit = COMPLETION_TOKENS
+    presence, frequency = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
+    return SamplingParams(
+        max_tokens=limit,
+        temperature=TEMPERATURE if asked.temperature is None else asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        seed=None if asked.seed is None else asked.seed % (1 << 64),  # OpenAI's may be negative
+        stop=asked.stop or None,
+        stop_token_ids=asked.stop_token_ids or (),
+        ignore_eos=bool(asked.ignore_eos),
+        logprobs=top(asked),
+        logit_bias=_bias(asked.logit_bias),
+        logits_processors=[Penalties(presence, frequency, prompt)]
+        if presence or frequency
+        else None,
+        structured_outputs=_structured(asked.response_format),
+    )
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    """JSON has keys of text. Raises ApiError."""
+    try:
+        found = {int(token): value for token, value in (given or {}).items()}
+    except ValueError as error:
+        raise ApiError(
+            400, f"logit_bias: {error}; its keys are token ids", param="logit_bias"
+        ) from None
+    return {token: -math.inf if v <= _BAN else v for token, v in found.items()} or None
+
+
+def _structured(given: ResponseFormat | None) -> StructuredOutputsParams | None:
+    """What a `response_format` makes the text be; None: any text. Raises ApiError, InputError."""
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json={"type": "object"})
+    if given.json_schema is None:
+        raise ApiError(
+            400,
+            'response_format: "json_schema" is missing; give {"name": …, "schema": …}',
+            param="response_format",
+        )
+    # compact, as OpenAI's: small models would write nothing but whitespace
+    schema = given.json_schema.json_schema
+    return StructuredOutputsParams(json=schema, disable_any_whitespace=True)
