@@ -62,7 +62,7 @@ def reach(capabilities: Capabilities) -> int:
     if found < 1:
         back = "any number of" if capabilities.back is None else capabilities.back
         raise InputError(
-            "loop = speculative verifies several tokens in one call and rewinds rejected ones; "
+            "loop: drafts are verified several tokens in one call, and rejected ones rewound; "
             f"sessions of this model can rewind {back} tokens, and give exact results for calls "
             f"of up to {wide} tokens (session.capabilities); "
             "build with loop = autoregressive"
