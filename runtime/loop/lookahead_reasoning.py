@@ -26,7 +26,7 @@ from accel.runtime.loop import Base
 from accel.runtime.loop._branches import leave
 from accel.runtime.loop.speculative import DRAFTS_RELY, FIGURES
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.follow import Follower, second
 
 BLANK_LINE = "\n\n"
 
@@ -65,14 +65,10 @@ class LookaheadReasoning(Base):
     def tokens(
         self, session: Session, rows: list[Row], context: DecodeContext
     ) -> Iterator[tuple[int, int]]:
-        model = context.model
-        if model is None or model.draft_model is None:
-            raise InputError(
-                "loop.lookahead-reasoning: this model was built without its draft model; build it again"
-            )
-        assert model.tokenizer is not None, "checked"
+        draft_model, model = second(context, self), context.model
+        assert model is not None and model.tokenizer is not None, "checked"
         yield from first_tokens(session, rows)
-        with closing(Follower(model.draft_model, len(rows))) as follower:
+        with closing(Follower(draft_model, len(rows))) as follower:
             rounds = _Rounds(session, rows, self, model.tokenizer, follower, context.judge)
             while rounds.live:
                 yield from rounds.run()

@@ -194,7 +194,7 @@ class _Rounds:
 
     def _check(self, tree: Tree, most: int) -> None:
         """Raise InputError for a draft that cannot be checked."""
-        name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
+        name = f"draft.{self._draft.use}"
         if len(tree) > most:
             raise InputError(
                 f"{name} drafted {len(tree)} tokens but {most} were requested; give at most that many"

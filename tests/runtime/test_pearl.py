@@ -48,9 +48,8 @@ def context(toy, every=3, costs=None, fails=0):
     def session(batch):
         return toy.session(batch=batch, wrap=lambda backend: Errs(backend, every, fails))
 
-    return DecodeContext(
-        costs=costs, model=SimpleNamespace(draft_model=SimpleNamespace(session=session))
-    )
+    beside = SimpleNamespace(session=session, tokenizer=None)
+    return DecodeContext(costs=costs, model=SimpleNamespace(draft_model=beside, tokenizer=None))
 
 
 def run(toy, rows, every=3, ahead=4, **more):
