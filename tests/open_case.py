@@ -144,7 +144,7 @@ class Opened:
                 taken = [verdict.token]
             drafters.observe(0, tree, verdict, logits)
             if len(tree):
-                paces.observe(0, len(tree), len(verdict.path))
+                paces.observe(0, int(tree.depths.max()), len(verdict.path))
             self.drafted += len(tree)
             if not self.misled or len(seen) >= len(PROMPT) + 2:
                 fell += len(tree) - len(verdict.path)

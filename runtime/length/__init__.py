@@ -32,7 +32,7 @@ class Pace(ABC):
         return True
 
     def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027
-        """What became of a draft: how many tokens it had, how many of them stand."""
+        """What became of a draft: how many levels it had (a chain's tokens), how many of them stand."""
 
 
 class Paces(ABC):

@@ -95,7 +95,8 @@ class _Rounds:
         self._drafting = 0.0  # the drafters' time of this round, in seconds
         self._drafts: list[
             tuple[int, int]
-        ] = []  # of this round: tokens drafted, and those that stood
+        ] = []  # of this round: levels drafted, and those that stood
+        self._most = 0  # tokens of its largest draft
 
     def close(self) -> None:
         """Free what the drafters hold."""
@@ -108,7 +109,7 @@ class _Rounds:
 
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
-        self._drafts = []
+        self._drafts, self._most = [], 0
         start = perf_counter()
         limit = self._limit()
         trees = self._drafted(limit)
@@ -243,9 +244,11 @@ class _Rounds:
                 break
         taken = len(row.tokens) - before
         stood = min(len(verdict.path), taken)
-        self._paces.observe(i, len(tree), stood)
-        row.drafts[int(tree.depths.max()), stood] += 1
-        self._drafts.append((len(tree), stood))
+        levels = int(tree.depths.max())
+        self._paces.observe(i, levels, stood)
+        row.drafts[levels, stood] += 1
+        self._drafts.append((levels, stood))
+        self._most = max(self._most, len(tree))
         row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return [0, *(node + 1 for node in verdict.path)][:taken]
 
@@ -263,4 +266,6 @@ class _Rounds:
             return
         taken = [len(columns) for columns in kept.values()]
         again = max(taken) if back and not self._session.capabilities.free_rewind else 0
-        self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting, seconds)
+        self._guard.observe(
+            sum(taken) / len(taken), self._drafts, again, drafting, seconds, self._most
+        )
