@@ -189,6 +189,10 @@ class _Rounds:
         }
         limits = {i: most for i, most in limits.items() if most > 0}
         found = self._drafters.draft(limits, self._paces) if limits else {}
+        kept = self._paces.keeps({i: len(tree) for i, tree in found.items()})
+        found = {
+            i: tree.head(kept[i]) if kept[i] < len(tree) else tree for i, tree in found.items()
+        }
         for i, tree in found.items():
             self._check(tree, limits.get(i, 0))
         return {i: found.get(i, NONE) for i in live}
