@@ -68,6 +68,11 @@ class Method:
     by_position: ClassVar[bool] = False
 
     @property
+    def use(self) -> str:
+        """Its name in recipes: that of its file."""
+        return type(self).__module__.rpartition(".")[2].replace("_", "-")
+
+    @property
     def relies(self) -> frozenset[Invariant]:
         """The invariants that the method needs."""
         return frozenset()

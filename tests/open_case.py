@@ -13,10 +13,12 @@ import numpy as np
 
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
+from accel.runtime.draft import Drafters
+from accel.runtime.length import Paces
 from accel.runtime.length.fixed import Fixed
 from accel.runtime.session.observers.observer import Capabilities
 from accel.runtime.speculation.round_cost import unmeasured_cost
-from accel.runtime.tree import NONE
+from accel.runtime.tree import NONE, Tree
 from accel.runtime.verify import Chance, Target, Verdict
 
 from .verify_case import Prefix, World, distance, generated, outcomes
@@ -26,18 +28,29 @@ Says = Callable[[Prefix], np.ndarray]
 
 
 class Tables:
-    """A session of one row whose logits are a function of the tokens that it holds, and another one for less."""
+    """A session whose logits are a function of the tokens that a row holds, and another one for less. `held`: those of
+    the first row.
+    """
 
-    batch, max_context, capabilities = 1, 64, Capabilities()
+    max_context, capabilities = 64, Capabilities()
     kv_most = 0
 
-    def __init__(self, says: Says, less: Says, size: int):
+    def __init__(self, says: Says, less: Says, size: int, batch: int = 1):
         self.says, self.less, self.vocab_size = says, less, size
-        self.held: list[int] = []
+        self.batch = batch
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+
+    @property
+    def held(self) -> list[int]:
+        return self.rows[0]
+
+    @held.setter
+    def held(self, tokens: list[int]) -> None:
+        self.rows[0] = tokens
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.array([len(self.held)])
+        return np.array(list(map(len, self.rows)))
 
     @property
     def room(self) -> np.ndarray:
@@ -50,27 +63,37 @@ class Tables:
         self.close()
 
     def run(self, tokens, lengths=None, *, last_only=False, run_layers=None, coarse=False):
-        says, found = self.less if coarse or run_layers is not None else self.says, []
-        for token in tokens[0, : tokens.shape[1] if lengths is None else lengths[0]].tolist():
-            self.held.append(token)
-            found.append(says(tuple(self.held)))
-        return np.stack(found[-1:] if last_only else found)[None]
+        says = self.less if coarse or run_layers is not None else self.says
+        counts = np.full(self.batch, tokens.shape[1]) if lengths is None else np.asarray(lengths)
+        width = 1 if last_only else tokens.shape[1]
+        out = np.zeros((self.batch, width, self.vocab_size), np.float32)
+        for i, count in enumerate(counts.tolist()):
+            found = []
+            for token in tokens[i, :count].tolist():
+                self.rows[i].append(token)
+                found.append(says(tuple(self.rows[i])))
+            found = found[-1:] if last_only else found
+            out[i, : len(found)] = found or 0
+        return out
 
     def prompt(self, tokens, lengths=None):
         return self.run(tokens, lengths, last_only=True)
 
     def guess(self, tokens, tree, lengths=None, columns=None):
-        count = tokens.shape[1] if lengths is None else lengths[0]
-        paths = [tokens[0][tree[0, i]].tolist() for i in range(count)]
-        logits = np.stack([self.says((*self.held, *path)) for path in paths])[None]
+        counts = np.full(self.batch, tokens.shape[1]) if lengths is None else np.asarray(lengths)
+        logits = np.zeros((*tokens.shape, self.vocab_size), np.float32)
+        for i, count in enumerate(counts.tolist()):
+            for n in range(count):
+                logits[i, n] = self.says((*self.rows[i], *tokens[i][tree[i, n]].tolist()))
         return logits if columns is None else np.take_along_axis(logits, columns[:, :, None], 1)
 
     def take(self, other, lengths):
-        self.held = other.held[: int(lengths[0])]
+        self.rows = [row[: int(n)] for row, n in zip(other.rows, lengths, strict=True)]
         return True
 
     def rewind(self, length):
-        del self.held[int(np.ravel(length)[0]) :]
+        for row, left in zip(self.rows, np.broadcast_to(length, self.batch), strict=True):
+            del row[int(left) :]
 
     def end_prompt(self):
         pass
@@ -92,7 +115,9 @@ class Walked:
 
 @dataclass
 class Opened:
-    """Generations of a drafter: `draft` of the tokens after a prompt, by a shape and a rule."""
+    """Generations of a drafter: `draft` of the tokens after a prompt, by a shape and a rule; of `batch` rows together,
+    each with a prompt of its own.
+    """
 
     method: Any
     shape: Any
@@ -102,8 +127,16 @@ class Opened:
     misled: bool = False  # it says the contrary of the first two tokens
     length: Any = Fixed(9)
     beyond: int = 0  # tokens that a draft may have beyond a row's end
+    batch: int = 1
     drafted: int = 0
     depths: set[int] = field(default_factory=set)  # levels of the trees that came
+    drafts: set[tuple[int, ...]] = field(
+        default_factory=set
+    )  # tokens of all rows' drafts of a round
+
+    @property
+    def prompts(self) -> list[Prefix]:
+        return [PROMPT[i:] + PROMPT[:i] for i in range(self.batch)]
 
     def logits(self, seen: Prefix) -> np.ndarray:
         """What the drafter's model says."""
@@ -111,53 +144,79 @@ class Opened:
         return -logits if self.misled and len(seen) < len(PROMPT) + 2 else logits
 
     def session(self, batch: int = 1) -> Tables:
-        return Tables(self.logits, self.logits, self.world.size)
+        return Tables(self.logits, self.logits, self.world.size, batch)
 
     def tokens(self, chance: Chance, length: int) -> tuple[Prefix, int]:
-        """Of one generation, and how many that were drafted did not stand."""
+        """Of one generation, those of all rows, and how many that were drafted did not stand."""
         fell, world, size = 0, self.world, self.world.size
-        target = Tables(world.logits, self.logits, size)
-        row = Row(np.array(PROMPT), world.sampler, None, limit=length, max_context=64)  # type: ignore[arg-type]
+        target = Tables(world.logits, self.logits, size, self.batch)
+        rows = [
+            Row(np.array(prompt), world.sampler, None, limit=length, max_context=64)  # type: ignore[arg-type]
+            for prompt in self.prompts
+        ]
         facts = SimpleNamespace(depth=SimpleNamespace(plan=[0, 0]), layers=[], parameters=1)
         beside = SimpleNamespace(
             session=self.session, tokenizer=None, facts=SimpleNamespace(kv=None)
         )
         model = SimpleNamespace(draft_model=beside, tokenizer=None, facts=facts)
         methods = {"tree": self.shape, "verify": Walked(self.rule, chance), "length": self.length}
-        drafters = self.method.open(target, [row], DecodeContext(methods, None, model))
-        paces = self.length.open([row], unmeasured_cost)
-        while not row.finish:
-            seen = tuple(row.seen.tolist())
-            target.held = list(seen[:-1])
-            most = min(self.limit, row.left - 1 + self.beyond, paces.limits([0])[0])
-            tree = drafters.draft({0: most}, paces).get(0, NONE) if most else NONE
-            self.depths.add(max(tree.depths, default=0))
-            assert len(tree) <= most and target.held == list(seen[:-1]), "it left something"
-            after = [(*seen, *tree.tokens[list(tree.path(n))].tolist()) for n in range(len(tree))]
-            logits = np.stack([world.logits(prefix) for prefix in (seen, *after)])
-            if len(tree):
-                judged = Target(tree, logits, row.seen, world.sampler)
-                verdict = self.rule(judged, chance)
-                taken = [token for token, _ in judged.taken(verdict)]
-            else:
-                verdict = Verdict((), chance.draw(world.law(seen)))
-                taken = [verdict.token]
-            drafters.observe(0, tree, verdict, logits)
-            if len(tree):
-                paces.observe(0, len(tree), len(verdict.path))
-            self.drafted += len(tree)
-            if not self.misled or len(seen) >= len(PROMPT) + 2:
-                fell += len(tree) - len(verdict.path)
-            for token in taken[: row.left]:
-                row.accept(token, None)
+        drafters = self.method.open(target, rows, DecodeContext(methods, None, model))
+        paces = self.length.open(rows, unmeasured_cost)
+        while live := [i for i, row in enumerate(rows) if not row.finish]:
+            before = [row.seen.tolist()[:-1] for row in rows]
+            target.rows = [list(tokens) for tokens in before]
+            limits = {
+                i: most
+                for i, limit in paces.limits(live).items()
+                if (most := min(self.limit, rows[i].left - 1 + self.beyond, limit)) > 0
+            }
+            trees = drafters.draft(limits, paces) if limits else {}
+            assert target.rows == before, "it left something"
+            kept = paces.keeps({i: len(tree) for i, tree in trees.items()})
+            trees = {i: tree.head(kept[i]) for i, tree in trees.items()}
+            assert all(len(tree) <= limits[i] for i, tree in trees.items())
+            self.drafts.add(tuple(len(trees.get(i, NONE)) for i in live))
+            for i in live:
+                fell += self._judged(i, rows[i], trees.get(i, NONE), drafters, paces, chance)
         drafters.close()
-        return tuple(row.tokens), fell
+        return tuple(token for row in rows for token in row.tokens), fell
+
+    def _judged(
+        self, i: int, row: Row, tree: Tree, drafters: Drafters, paces: Paces, chance: Chance
+    ) -> int:
+        """Let a row take what stands of its draft; how many tokens of it did not."""
+        world, seen = self.world, tuple(row.seen.tolist())
+        self.depths.add(max(tree.depths, default=0))
+        after = [(*seen, *tree.tokens[list(tree.path(n))].tolist()) for n in range(len(tree))]
+        logits = np.stack([world.logits(prefix) for prefix in (seen, *after)])
+        if len(tree):
+            judged = Target(tree, logits, row.seen, world.sampler)
+            verdict = self.rule(judged, chance)
+            taken = [token for token, _ in judged.taken(verdict)]
+        else:
+            verdict = Verdict((), chance.draw(world.law(seen)))
+            taken = [verdict.token]
+        drafters.observe(i, tree, verdict, logits)
+        if len(tree):
+            paces.observe(i, int(tree.depths.max()), len(verdict.path))
+        self.drafted += len(tree)
+        for token in taken[: row.left]:
+            row.accept(token, None)
+        counts = not self.misled or len(seen) >= len(PROMPT) + 2
+        return len(tree) - len(verdict.path) if counts else 0
 
     def gap(self, length: int = 3) -> float:
         """How far the tokens are from the target's own, in total variation."""
         got = outcomes(lambda chance: self.tokens(chance, length)[0])
         law = self.world.law
-        want = generated(lambda seen, chance: (chance.draw(law((*PROMPT, *seen))),), length)
+        want: dict[Prefix, float] = {(): 1.0}
+        for prompt in self.prompts:
+
+            def step(seen: Prefix, chance: Chance, prompt: Prefix = prompt) -> Prefix:
+                return (chance.draw(law((*prompt, *seen))),)
+
+            own = generated(step, length)
+            want = {(*a, *b): x * y for a, x in want.items() for b, y in own.items()}
         return distance(got, want)
 
     def falls(self, length: int = 5) -> float:

@@ -68,10 +68,16 @@ def one(prompt, sampler=WARM, **ends):
     return rows_of([prompt], sampler, **{"limit": 30, "max_context": 64, **ends})
 
 
+def beside(session):
+    """A context with a draft model of such sessions."""
+    draft = SimpleNamespace(session=session, tokenizer=None)
+    return DecodeContext(model=SimpleNamespace(draft_model=draft, tokenizer=None))
+
+
 def run(loop, rows, every=3):
     """The row's tokens, and calls of the target; its session then holds what came."""
-    session, beside = Table(says), SimpleNamespace(session=lambda batch: Table(errs(every)))
-    list(loop.tokens(session, rows, DecodeContext(model=SimpleNamespace(draft_model=beside))))
+    session = Table(says)
+    list(loop.tokens(session, rows, beside(lambda batch: Table(errs(every)))))
     assert session.lengths.tolist() == [rows[0].seen.size - 1]
     return rows[0].tokens, session.calls
 
@@ -100,7 +106,7 @@ def test_tokens_are_those_of_plain_decoding(sampler, monkeypatch):
 def test_rows_of_a_batch_are_each_as_alone(sampler):
     """Over a model's sessions, whose draft trees are trees of calls."""
     draft = built("llama", tables={"draft": {"use": "token-recycling"}})
-    context = DecodeContext(model=SimpleNamespace(draft_model=draft))
+    context = beside(draft.session)
     want, got = (rows_of(PROMPTS, sampler, limit=12, max_context=64) for _ in range(2))
     plain(built("llama").session(3), want)
     with built("llama").session(3) as session:
@@ -164,9 +170,9 @@ def test_what_it_needs_is_built_or_said():
         pytest.raises(InputError, match="loop.specbranch: .*its draft model"),
     ):
         next(Specbranch().tokens(session, rows_of(PROMPTS[:1]), DecodeContext()))
-    chains = SimpleNamespace(draft_model=SimpleNamespace(session=built("llama").session))
+    chains = beside(built("llama").session)
     with (
         built("llama").session() as session,
         pytest.raises(InputError, match="take no draft trees"),
     ):
-        list(Specbranch().tokens(session, rows_of(PROMPTS[:1]), DecodeContext(model=chains)))
+        list(Specbranch().tokens(session, rows_of(PROMPTS[:1]), chains))

@@ -8,10 +8,13 @@ import pytest
 from accel.compiler.assemble import assemble
 from accel.ir.errors import AccelError, RecipeError
 from accel.ir.recipe import Recipe
+from accel.runtime.decode.costs import Costs
 from accel.runtime.draft.token_recycling import TokenRecycling
+from accel.runtime.length.fixed import Fixed
 from accel.runtime.sample import Distribution
 from accel.runtime.sample.standard import Standard
-from accel.runtime.tree import grown
+from accel.runtime.speculation.guard import Guard
+from accel.runtime.tree import Tree, grown
 from accel.runtime.tree.dyspec import Dyspec
 from accel.runtime.tree.sequoia import Sequoia
 from accel.runtime.tree.static import Static
@@ -78,6 +81,43 @@ def test_a_session_holds_what_stands_and_nothing_else():
     for row, logits in zip(rows, after, strict=True):
         with model.session() as session:
             np.testing.assert_allclose(session.run([row.seen])[0, -1], logits, atol=1e-4)
+
+
+def test_a_draft_is_told_by_its_levels(monkeypatch):
+    """A path that stands to its end is a draft that stands, however many tokens were drafted beside it; the guard
+    hears the same, and how many tokens the call had.
+    """
+    model, told, weighed = built("llama", tables=RECYCLING), [], []
+    prompts = texts(50, 2, 3, 20)
+    rows = rows_of(prompts, max_context=64, limit=12)
+    plain(model.session(2), rows)
+    found = [row.seen.tolist() for row in rows]
+
+    class Hears(Fixed):
+        def begin(self, cost):
+            return Hears(self.tokens)
+
+        def observe(self, drafted, accepted):
+            told.append((drafted, accepted))
+
+    def forked(seen, limit):
+        """The next two tokens, and beside each one that does not come."""
+        whole = next(f for f in found if f[: seen.size] == seen.tolist())
+        right = whole[seen.size : seen.size + 2]
+        if limit < 4 or len(right) < 2:
+            return Tree.chain([])
+        wrong = [(token + 1) % 50 for token in right]
+        return Tree([wrong[0], right[0], right[1], wrong[1]], [-1, -1, 1, 1])
+
+    monkeypatch.setattr(Guard, "observe", lambda self, *given: weighed.append(given))
+    costs = Costs((1, 32), (1.0, 1.0))
+    with model.session(2) as session:
+        rows = rows_of(prompts, max_context=64, limit=12)
+        length = Hears(6)
+        list(speculated(session, rows, Says(forked), "sample-match", length=length, costs=costs))
+    assert [row.seen.tolist() for row in rows] == found
+    assert len(told) > 4 and set(told) == {(2, 2)}
+    assert weighed and all(set(given[1]) == {(2, 2)} and given[-1] == 4 for given in weighed)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 40])

@@ -23,31 +23,38 @@ class ByLevels(Beside):
         texts = {i: self.rows[i].seen for i, most in sizes.items() if most > 0}
         trees = Levels(self._follower, texts)
         said: dict[int, list[Logits]] = {}  # of each row, after each node that was expanded
+        waiting: dict[int, list[Logits]] = {}  # after those of rows that wait
 
         def goes_on(i: int, level: Level) -> bool:
             return more.more(i, level, [said[i][parent] for parent in level.parents])
 
-        def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
-            first = not said
+        def expand(levels: dict[int, Level]) -> dict[int, Guesses | Level]:
+            if first := not said:
+                said.update({i: [] for i in levels})
+            going = {
+                i: level
+                for i, level in levels.items()
+                if first or i not in waiting and goes_on(i, level)
+            }
             if first:
                 logits = self.follow(list(levels))[:, -1:]
-                said.update({i: [] for i in levels})
-            else:
-                levels = {i: level for i, level in levels.items() if goes_on(i, level)}
-                if not levels:
-                    return {}
-                logits = trees.further(levels)
-            new = {
+            elif going:
+                logits = trees.further(going)
+            new = waiting | {
                 i: [logits[i, n, : self._vocab] for n in range(level.tokens.size)]
-                for i, level in levels.items()
+                for i, level in going.items()
             }
-            found: dict[int, Guesses] = {}
+            waiting.clear()
+            found: dict[int, Guesses | Level] = {}
             for i in more.draws(new):
                 number = len(said[i])
                 said[i] += new[i]
                 found[i] = [
                     self._law(i, line, trees.path(i, number + n)) for n, line in enumerate(new[i])
                 ]
+            if found:
+                waiting.update((i, lines) for i, lines in new.items() if i not in found)
+                found |= {i: levels[i] for i in waiting}
             return found
 
         self._trees = grown(

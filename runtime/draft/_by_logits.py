@@ -62,15 +62,17 @@ class ByLogits(ByModel):
         paths = {i: _path(self.rows[i].seen, most) for i, most in wanted.items()}
         sizes = {i: self.rows[i].seen.size for i in wanted}
         last: dict[int, Logits] = {}  # what each row's newest token was chosen by
+        waiting: dict[int, list[Logits]] = {}  # what was said of rows that wait
         told = dict.fromkeys(wanted, 0)  # tokens of each row that its length heard of
 
         def goes_on(i: int, level: Level) -> bool:
             told[i] += 1
             return more.more(i, level, [last[i]])
 
-        def expand(levels: dict[int, Level]) -> dict[int, Guesses]:
+        def expand(levels: dict[int, Level]) -> dict[int, Guesses | Level]:
             if last:
-                asked = {i: level for i, level in levels.items() if goes_on(i, level)}
+                new = [i for i in levels if i not in waiting]
+                asked = {i: levels[i] for i in new if goes_on(i, levels[i])}
                 tokens = {i: int(level.tokens[0]) for i, level in asked.items()}
                 for i, token in tokens.items():
                     paths[i][sizes[i]] = token
@@ -79,11 +81,15 @@ class ByLogits(ByModel):
             else:
                 tokens = dict.fromkeys(levels, 0)
                 logits = self.first(list(levels))
-            guesses: dict[int, Guesses] = {}
-            said = {i: [logits[i, -1, : self._vocab]] for i in tokens}
+            guesses: dict[int, Guesses | Level] = {}
+            said = waiting | {i: [logits[i, -1, : self._vocab]] for i in tokens}
+            waiting.clear()
             for i in more.draws(said):
                 last[i] = said[i][0]
                 guesses[i] = [self.rows[i].sampler.distribution(last[i], paths[i][: sizes[i]])]
+            if guesses:
+                waiting.update((i, one) for i, one in said.items() if i not in guesses)
+                guesses |= {i: levels[i] for i in waiting}
             return guesses
 
         shapes = {i: self.shapes[i].grow(most, self.draws[i]) for i, most in wanted.items()}

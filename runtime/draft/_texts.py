@@ -70,25 +70,24 @@ class ByText(Drafters):
             return {}
         drafted: dict[int, list[int]] = {i: [] for i in heads}
         logits = self._follower.follow(heads, {i: self._texts[i].sure for i in heads})
-        step = 0  # tokens of each draft so far
-        while left:
+        said = {i: [logits[i, -1]] for i in left}  # of the next token of each that goes on
+        while said:
             fresh: dict[int, Ints] = {}
-            left = {i: left[i] for i in more.draws({i: [logits[i, -1]] for i in left})}
-            for i in list(left):
-                token = int(logits[i, -1].argmax())
+            drawing = list(more.draws(said))
+            for i in drawing:
+                (line,) = said.pop(i)
+                token = int(line.argmax())
                 if token in self._ends:
-                    del left[i]
                     continue
+                level = Level(np.array([token]), np.array([len(drafted[i])]))
                 drafted[i].append(token)
-                left[i] -= 1
-                level = Level(np.array([token]), np.array([step]))
-                if more.more(i, level, [logits[i, -1]]) and left[i]:
+                if more.more(i, level, [line]) and len(drafted[i]) < left[i]:
                     fresh[i] = np.array([token])
-                else:
-                    del left[i]
-            step += 1
+            if not drawing:
+                break
             if fresh:
                 logits = self._follower.run(fresh)
+                said |= {i: [logits[i, -1]] for i in fresh}
         return {
             i: Tree.chain(self._texts[i].back(heads[i], tokens)[: limits[i]])
             for i, tokens in drafted.items()

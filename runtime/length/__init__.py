@@ -34,7 +34,7 @@ class Pace(ABC):
         return True
 
     def observe(self, drafted: int, accepted: int) -> None:  # noqa: B027
-        """What became of a draft: how many tokens it had, how many of them stand."""
+        """What became of a draft: how many levels it had (a chain's tokens), how many of them stand."""
 
 
 class Paces(ABC):
@@ -60,9 +60,16 @@ class Paces(ABC):
     def draws(self, said: Mapping[int, Sequence[Logits]]) -> Collection[int]:
         """Which of these rows draft a level (more), before any token of it is drawn, by what the drafter says: the
         logits [V] of each place that has no token yet (not to be kept). Only here rows may be compared: what is drawn
-        stays.
+        stays. The others wait, and are asked about again beside the next level of these; where none drafts, all drafts
+        end.
         """
         return said.keys()
+
+    def keeps(self, drafted: Mapping[int, int]) -> Mapping[int, int]:
+        """Of rows' drafts, of so many tokens each, how many of the first the target checks. A drawn token that is left
+        out for what it is changes the distribution of samples.
+        """
+        return drafted
 
     @abstractmethod
     def more(self, row: int, level: Level, logits: Sequence[Logits]) -> bool:

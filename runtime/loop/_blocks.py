@@ -88,7 +88,7 @@ class Blocks(Base):
 
     @property
     def _name(self) -> str:
-        return "loop." + type(self).__module__.rpartition(".")[2].replace("_", "-")
+        return f"loop.{self.use}"
 
     def _least(self, option: str, least: int) -> None:
         if (value := getattr(self, option)) < least:

@@ -10,7 +10,6 @@ from time import perf_counter
 
 import numpy as np
 
-from accel.ir.errors import InputError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.context import DecodeContext
@@ -20,7 +19,7 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.loop import Base
 from accel.runtime.loop.speculative import DRAFTS_RELY, reach
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.follow import Follower, second
 from accel.runtime.speculation.guard import Guard, round_costs
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Chance, Target, match
@@ -48,12 +47,7 @@ class Parallel(Base):
         """
 
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
-        draft_model = None if context.model is None else context.model.draft_model
-        if draft_model is None:
-            name = type(self).__module__.rpartition(".")[2].replace("_", "-")
-            raise InputError(
-                f"loop.{name}: this model was built without its draft model; build it again"
-            )
+        draft_model = second(context, self)
         with ExitStack() as stack:
             follower = Follower(draft_model, len(rows), self.grows)
             stack.enter_context(closing(follower))

@@ -26,7 +26,7 @@ from accel.runtime.loop import Base
 from accel.runtime.loop._branches import leave
 from accel.runtime.loop.speculative import DRAFTS_RELY
 from accel.runtime.session.session import Session
-from accel.runtime.speculation.follow import Follower
+from accel.runtime.speculation.follow import Follower, second
 
 BLANK_LINE = "\n\n"
 
@@ -63,13 +63,9 @@ class LookaheadReasoning(Base):
             )
 
     def rounds(self, session: Session, rows: Sequence[Row], context: DecodeContext) -> Rounds:
-        model = context.model
-        if model is None or model.draft_model is None:
-            raise InputError(
-                "loop.lookahead-reasoning: this model was built without its draft model; build it again"
-            )
-        assert model.tokenizer is not None, "checked"
-        follower = Follower(model.draft_model, len(rows))
+        draft_model, model = second(context, self), context.model
+        assert model is not None and model.tokenizer is not None, "checked"
+        follower = Follower(draft_model, len(rows))
         return _Rounds(session, rows, self, model.tokenizer, follower, context.judge)
 
 

@@ -56,7 +56,7 @@ def reach(capabilities: Capabilities) -> int:
     if found < 1:
         back = "any number of" if capabilities.back is None else capabilities.back
         raise InputError(
-            "loop = speculative verifies several tokens in one call and rewinds rejected ones; "
+            "loop: drafts are verified several tokens in one call, and rejected ones rewound; "
             f"sessions of this model can rewind {back} tokens, and give exact results for calls "
             f"of up to {wide} tokens (session.capabilities); "
             "build with loop = autoregressive"
@@ -85,7 +85,8 @@ class _Rounds(Rounds):
         self._drafting = 0.0  # the drafters' time of this round, in seconds
         self._drafts: list[
             tuple[int, int]
-        ] = []  # of this round: tokens drafted, and those that stood
+        ] = []  # of this round: levels drafted, and those that stood
+        self._most = 0  # tokens of its largest draft
 
     def close(self) -> None:
         """Free what the drafters hold."""
@@ -115,7 +116,7 @@ class _Rounds(Rounds):
             self._guard.of_batch(self._session.batch)
 
     def run(self) -> list[tuple[int, int]]:
-        self._drafts = []
+        self._drafts, self._most = [], 0
         start = perf_counter()
         limit = self._limit()
         trees = self._drafted(limit)
@@ -206,13 +207,17 @@ class _Rounds(Rounds):
         }
         limits = {i: most for i, most in limits.items() if most > 0}
         found = self._drafters.draft(limits, self._paces) if limits else {}
+        kept = self._paces.keeps({i: len(tree) for i, tree in found.items()})
+        found = {
+            i: tree.head(kept[i]) if kept[i] < len(tree) else tree for i, tree in found.items()
+        }
         for i, tree in found.items():
             self._check(tree, limits.get(i, 0))
         return {i: found.get(i, NONE) for i in live}
 
     def _check(self, tree: Tree, most: int) -> None:
         """Raise InputError for a draft that cannot be checked."""
-        name = "draft." + type(self._draft).__module__.rpartition(".")[2].replace("_", "-")
+        name = f"draft.{self._draft.use}"
         if len(tree) > most:
             raise InputError(
                 f"{name} drafted {len(tree)} tokens but {most} were requested; give at most that many"
@@ -261,9 +266,11 @@ class _Rounds(Rounds):
                 break
         taken = len(row.tokens) - before
         stood = min(len(verdict.path), taken)
-        self._paces.observe(i, len(tree), stood)
-        row.drafts[int(tree.depths.max()), stood] += 1
-        self._drafts.append((len(tree), stood))
+        levels = int(tree.depths.max())
+        self._paces.observe(i, levels, stood)
+        row.drafts[levels, stood] += 1
+        self._drafts.append((levels, stood))
+        self._most = max(self._most, len(tree))
         row.drafting.update(rounds=1, drafted=len(tree), accepted=stood)
         return [0, *(node + 1 for node in verdict.path)][:taken]
 
@@ -281,4 +288,6 @@ class _Rounds(Rounds):
             return
         taken = [len(columns) for columns in kept.values()]
         again = max(taken) if back and not self._session.capabilities.free_rewind else 0
-        self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting, seconds)
+        self._guard.observe(
+            sum(taken) / len(taken), self._drafts, again, drafting, seconds, self._most
+        )

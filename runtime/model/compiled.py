@@ -28,6 +28,7 @@ from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.judge import Judge, JudgeFunction
 from accel.runtime.decode.logits_processors import LogitsProcessor, Processed
 from accel.runtime.decode.logprobs import TopLogprobs
+from accel.runtime.decode.pool import groups
 from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
 from accel.runtime.decode.sampling_params import sampling_params as joined_params
@@ -712,16 +713,18 @@ class CompiledModel:
         context: DecodeContext,
         session: Session | None = None,
     ) -> Iterator[int]:
-        """Run the loop over groups of prompts, of at most max_batch rows or else of one prompt; gives each token as
-        it comes. `session`: of the only prompt, which may hold its first tokens and stays open.
+        """Run the loop over groups of prompts, of at most max_batch rows or else of one prompt, those of equal length
+        together; gives each token as it comes. `session`: of the only prompt, which may hold its first tokens and stays
+        open.
         """
-        step = max(1, self.facts.max_batch // n)
-        for start in range(0, len(samples) // n, step):
-            group = [one.row for one in samples[start * n : (start + step) * n]]
+        sizes = [one.row.prompt.size for one in samples[::n]]
+        for places in groups(sizes, max(1, self.facts.max_batch // n)):
+            group = [samples[i * n + k].row for i in places for k in range(n)]
+            own_sources = None if sources is None else [sources[i] for i in places]
             opened = (
                 nullcontext(session)
                 if session
-                else self._encoded(sources, names, start, len(group) // n)
+                else self._encoded(own_sources, [names[i] for i in places], 0, len(places))
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))

@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import InputError
+from accel.ir.invariants import Method
 from accel.runtime.backends.protocol import Logits
-from accel.runtime.decode.context import Model
+from accel.runtime.decode.context import DecodeContext, Model
 from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.text import same_tokens
 from accel.runtime.inputs.token_log import Log
 
 TAIL, BACK, WIDE = (
@@ -18,6 +20,23 @@ TAIL, BACK, WIDE = (
     16,
     64,
 )  # to look back: tokens of a prompt that are read, new ones asked for, most of one call
+
+
+def second(context: DecodeContext, loop: Method) -> Model:
+    """The draft model of a loop that gives it the target's tokens. Raises InputError where there is none, or its tokens
+    are others.
+    """
+    model = context.model
+    if model is None or model.draft_model is None:
+        raise InputError(
+            f"loop.{loop.use}: this model was built without its draft model; build it again"
+        )
+    if not same_tokens(model.tokenizer, model.draft_model.tokenizer):
+        raise InputError(
+            f"loop.{loop.use}: the draft model has another tokenizer, and this loop exchanges tokens with it, not "
+            "text; build with loop = speculative, or with a draft model of the same tokenizer"
+        )
+    return model.draft_model
 
 
 class Follower:

@@ -122,14 +122,15 @@ class Guard:
         again: int,
         drafting: float = 0.0,
         seconds: float = 0.0,
+        largest: int = 0,
     ) -> None:
-        """A round gave each row that ran so many `tokens`; of what rows drafted, how many tokens and how many of them
-        stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the drafter's time, the
-        call's being 1.
+        """A round gave each row that ran so many `tokens`; of what rows drafted, how many levels (a chain's tokens) and
+        how many of them stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the
+        drafter's time, the call's being 1. `largest`: tokens of the largest draft (0: as many as levels).
         """
         self._odds.observe(drafts)
         self._best = None
-        width = 1 + max(drafted for drafted, _ in drafts)
+        width = 1 + (largest or max(drafted for drafted, _ in drafts))
         cost = self._costs[width - 1]
         if self._rounds:  # in a trial's first, a drafter catches up
             most = max(

@@ -19,7 +19,7 @@ class Odds:
         self._tested: list[float] = []
 
     def observe(self, drafts: Iterable[tuple[int, int]]) -> None:
-        """Drafts of one round: how many tokens each had, how many of them stand."""
+        """Drafts of one round: how many levels each had (a chain's tokens), how many of them stand."""
         self._stood = [self._fade * n for n in self._stood]
         self._tested = [self._fade * n for n in self._tested]
         for drafted, stood in drafts:

@@ -87,6 +87,11 @@ class Tree:
             depths[node] = 1 + depths[parent]  # ROOT reads the last element, which stays 0
         return depths[:-1]
 
+    def head(self, count: int) -> Tree:
+        """Its first `count` nodes; parents and earlier siblings come first."""
+        rows = None if self.q is None else self._drawn[:count]
+        return Tree(self.tokens[:count], self.parents[:count], self.q, rows, self.replacement)
+
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
         """What each token of the call [last committed, *tokens] sees of it, [N+1,N+1]: its ancestors
@@ -300,10 +305,11 @@ class Base(Method, ABC):
 
 
 def grown(
-    growths: Mapping[int, Growth], expand: Callable[[dict[int, Level]], Mapping[int, Guesses]]
+    growths: Mapping[int, Growth],
+    expand: Callable[[dict[int, Level]], Mapping[int, Guesses | Level]],
 ) -> dict[int, Tree]:
     """The trees of rows that grow together: `expand` gets the level of each row that has one, and gives their guesses.
-    A row that is missing in its answer ends with what it has.
+    A row that is missing in its answer ends with what it has; one that gets its level back waits, and is asked again.
     """
     trees: dict[int, Tree] = {}
     asked: dict[int, Level] = {}
@@ -319,5 +325,9 @@ def grown(
     while asked:
         found, waiting, asked = expand(asked), asked, {}
         for row in waiting:
-            further(row, found.get(row))
+            answer = found.get(row)
+            if isinstance(answer, Level):
+                asked[row] = answer
+            else:
+                further(row, answer)
     return {row: trees[row] for row in growths}

@@ -138,7 +138,7 @@ class Base(Method, ABC):
 
     def _check(self, tree: Tree) -> None:
         """Raise InputError for a tree that this rule does not take."""
-        name = type(self).__module__.rpartition(".")[2].replace("_", "-")
+        name = self.use
         if not self.branches and (node := tree.branch) is not None:
             raise InputError(
                 f"verify.{name} takes chains, but node {node} of the tree follows node "

@@ -7,6 +7,10 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from accel.ir.axis import Axis
+from accel.ir.errors import InputError
+from accel.ir.invariants import Invariant
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft._texts import LOOK, _Text
 from accel.runtime.draft.model import Model
@@ -54,6 +58,22 @@ def test_tokenizers_are_told_apart(pair, toy):
         here, Tokenizer(toy.path / "tokenizer.json")
     )
     assert same_tokens(here, None)
+
+
+LOOPS = Axis("loop", "accel.runtime.loop")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in LOOPS.names() if Invariant.DRAFT_MODEL in LOOPS.build(n).relies]
+)
+def test_a_loop_that_gives_tokens_to_its_draft_model_says_that_they_are_others(pair, toy, name):
+    here, there = pair
+    beside = SimpleNamespace(session=lambda batch: toy.session(batch=batch), tokenizer=there)
+    context = DecodeContext(model=SimpleNamespace(draft_model=beside, tokenizer=here))
+    with toy.session() as session:
+        with pytest.raises(InputError, match=f"loop.{name}: the draft model has another tokenizer"):
+            list(LOOPS.build(name).tokens(session, rows_of([[1, 2, 3]]), context))
+        assert not session.lengths.any(), "nothing ran"
 
 
 @pytest.mark.parametrize("spaces", [False, True])

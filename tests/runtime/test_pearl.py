@@ -1,7 +1,9 @@
 """A draft model beside its target, over the toy: the same tokens as without, and as one after the other."""
 
+import gc
 import itertools
 import threading
+import time
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -11,10 +13,13 @@ import pytest
 from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
+from accel.runtime.artifact.artifact import open_artifact
+from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs
 from accel.runtime.loop import _parallel
 from accel.runtime.loop.pearl import Pearl
+from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
 
 from ..draft_case import plain, rows_of
@@ -48,9 +53,8 @@ def context(toy, every=3, costs=None, fails=0):
     def session(batch):
         return toy.session(batch=batch, wrap=lambda backend: Errs(backend, every, fails))
 
-    return DecodeContext(
-        costs=costs, model=SimpleNamespace(draft_model=SimpleNamespace(session=session))
-    )
+    beside = SimpleNamespace(session=session, tokenizer=None)
+    return DecodeContext(costs=costs, model=SimpleNamespace(draft_model=beside, tokenizer=None))
 
 
 def run(toy, rows, every=3, ahead=4, **more):
@@ -164,6 +168,72 @@ def test_an_iteration_that_is_closed_leaves_a_session_to_go_on_with(toy):
                 row.prompt.size + max(0, len(row.tokens) - 1) for row in rows
             ]
     assert threading.active_count() < 20
+
+
+def test_what_fails_beside_a_draft_waits_for_it(toy, monkeypatch):
+    """An interrupt in a call: the draft's session closes when its thread has ended, and the target's goes on."""
+    order, begun, calls = [], threading.Event(), itertools.count()
+    called, before = _parallel._Rounds._called, threading.active_count()
+
+    class Slow(Errs):
+        def step(self, *given, **options):
+            begun.set()
+            time.sleep(0.05)
+            order.append("drafted")
+            return super().step(*given, **options)
+
+        def close(self):
+            order.append("closed")
+            self.inner.close()
+
+    def interrupted(self, live):
+        begun.clear()
+        if next(calls) == 3:
+            assert begun.wait(20)
+            order.append("interrupted")
+            raise KeyboardInterrupt
+        return called(self, live)
+
+    monkeypatch.setattr(_parallel._Rounds, "_called", interrupted)
+    found = context(toy)
+    found.model.draft_model.session = lambda batch: toy.session(
+        batch=batch, wrap=lambda backend: Slow(backend, 3, 0)
+    )
+    with toy.session(batch=3) as session:
+        rows = rows_of(PROMPTS, limit=40)
+        with pytest.raises(KeyboardInterrupt):
+            list(Pearl(3).tokens(session, rows, found))
+        after = order[order.index("interrupted") :]
+        assert after[1] == "drafted" and after[-1] == "closed" and after.count("closed") == 1
+        assert threading.active_count() == before
+        assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
+        logits = session.run([[row.tokens[-1]] for row in rows])
+        for row, each in zip(rows, logits, strict=True):
+            np.testing.assert_allclose(each[0], toy.oracle(row.seen)[-1], atol=2e-3)
+
+
+def test_a_stream_that_is_left_ends_its_thread(toy):
+    """Closed or forgotten after any piece; the model goes on."""
+    artifact, before = open_artifact(toy.path), threading.active_count()
+    tables = {"loop": {"use": "pearl", "ahead": 3}, "draft": {"use": "model"}}
+
+    def made(**more):
+        return CompiledModel(OrtBackend(artifact), artifact.facts, artifact=artifact, **more)
+
+    with made(recipe={"tables": tables}, draft_model=made()) as model:
+        model._costs = Costs((1, 32), (1.0, 1.0))
+        model.draft_model._costs = model._costs
+        want = list(model.stream(PROMPTS[0], 12, eos=[]))
+        for left in (1, 4, 9):
+            for how in (lambda stream: stream.close(), lambda stream: None):
+                stream = model.stream(PROMPTS[0], 12, eos=[])
+                assert list(itertools.islice(stream, left)) == want[:left]
+                assert threading.active_count() == before + (left > 1), "the draft's"
+                how(stream)
+                del stream
+                gc.collect()
+                assert threading.active_count() == before
+        assert model.generate(PROMPTS[0], 12, eos=[]).tokens == [want]
 
 
 def test_a_draft_model_that_fails_is_told_of(toy):

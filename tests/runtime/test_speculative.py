@@ -269,7 +269,7 @@ def test_what_a_session_can_do_bounds_the_draft():
     for poor in (Capabilities(width=1), Capabilities(back=0)):
         with pytest.raises(
             InputError,
-            match="loop = speculative .* sessions of this model .* loop = autoregressive",
+            match="loop: drafts are .* sessions of this model .* loop = autoregressive",
         ):
             reach(poor)
 

@@ -1,0 +1,124 @@
+"""TETRIS (arXiv:2502.15197): the rows of a batch share a budget of drafted tokens, which is spent where tokens are
+likeliest to stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from accel.ir.axis import count
+from accel.ir.errors import RecipeError
+from accel.ir.invariants import Invariant
+from accel.runtime.backends.protocol import Logits
+from accel.runtime.decode.row import Row
+from accel.runtime.length import Base, Paces
+from accel.runtime.speculation.round_cost import RoundCost
+from accel.runtime.tree import Level
+
+
+@dataclass(frozen=True)
+class Tetris(Base):
+    """A call checks at most `tokens` drafted tokens for each row that runs, those of all rows counted together; a row
+    drafts up to `tokens` + `extra`. A token is worth the probability of those before it, as the drafter finds it, times
+    that of its likeliest next one. That is known before the token is drawn, so samples keep their distribution: rows
+    wait until their token is worth most of those that all rows may still draft. Where all rows are greedy nothing is
+    drawn: all draft what they may, in fewer calls of the draft model, and the same tokens are then picked.
+
+    `published`: as in the paper rows that sample do so, too, and the budget goes to the tokens whose own probability,
+    with those before, is largest. That drops drawn tokens for what they are, so samples lean towards what the drafter
+    is sure of.
+    """
+
+    tokens: int = count(4, most=256)
+    extra: int = count(2, most=256)
+    published: bool = False
+
+    relies = frozenset({Invariant.CHAINS, Invariant.PROBABILITIES})
+    small: ClassVar[Mapping[str, Any]] = {"tokens": 1, "extra": 1}
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("extra", 0)):
+            if (value := getattr(self, name)) < least:
+                raise RecipeError(f"length.tetris: {name} is {value}; give at least {least}")
+
+    @property
+    def grade(self) -> str:
+        """How tokens compare with those of another length."""
+        return "approximate" if self.published else "lossless"
+
+    def open(self, rows: Sequence[Row], cost: RoundCost) -> Paces:
+        return _Shared(self, self.published or all(row.sampler.greedy for row in rows))
+
+
+class _Shared(Paces):
+    """Of one round: the budget that is left, and of each row how likely its tokens so far stand (logarithms), by the
+    last of them.
+    """
+
+    def __init__(self, of: Tetris, whole: bool):
+        """`whole`: rows draft all they may, and the budget is spent afterwards."""
+        self._of, self._whole = of, whole
+        self._asked = False  # whether the drafter of this round asks
+        self._left = 0
+        self._worth = dict[int, list[float]]()
+
+    def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
+        self._asked, self._left = False, self._of.tokens * len(rows)
+        self._worth = {i: [] for i in rows}
+        return dict.fromkeys(rows, self._most)
+
+    def draws(self, said: Mapping[int, Sequence[Logits]]) -> Collection[int]:
+        self._asked = True
+        if self._whole:
+            return said.keys()
+        likely = {i: self._so_far(i) + _chance(lines[0]) for i, lines in said.items()}
+        found, before = list[int](), 0  # tokens that may come before a row's
+        for i in sorted(likely, key=lambda i: (-likely[i], len(self._worth[i]), i)):
+            if before >= self._left:
+                break
+            found.append(i)
+            before += self._most - len(self._worth[i])
+        self._left -= len(found)
+        return found
+
+    def more(self, row: int, level: Level, logits: Sequence[Logits]) -> bool:
+        self._worth[row].append(self._so_far(row) + _chance(logits[0], int(level.tokens[0])))
+        return True
+
+    def keeps(self, drafted: Mapping[int, int]) -> Mapping[int, int]:
+        if not self._asked:  # equal parts, whatever was drawn
+            return {i: min(size, self._of.tokens) for i, size in drafted.items()}
+        if not self._whole:
+            return drafted
+        all_ = sorted(
+            (-worth, place, i)
+            for i, size in drafted.items()
+            for place, worth in enumerate(self._worth[i][:size])
+        )
+        kept = dict.fromkeys(drafted, 0)
+        for _, place, i in all_[: self._left]:
+            kept[i] = max(kept[i], place + 1)
+        return kept
+
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
+        """What stood makes no difference."""
+
+    @property
+    def _most(self) -> int:
+        return self._of.tokens + self._of.extra
+
+    def _so_far(self, row: int) -> float:
+        return self._worth[row][-1] if self._worth[row] else 0.0
+
+
+def _chance(line: Logits, token: int | None = None) -> float:
+    """The logarithm of the probability of a token, or of the likeliest one, by logits [V]."""
+    line = line.astype(np.float64)
+    best = line.max()
+    return float(
+        (best if token is None else line[token]) - best - np.log(np.exp(line - best).sum())
+    )
