@@ -22,6 +22,7 @@ from accel.ir.errors import InputError, SavedSessionError
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session import file as session_file
+from accel.runtime.session.core import SessionCore
 from accel.runtime.session.observers import observer_classes
 from accel.runtime.session.observers._marks import Marks
 from accel.runtime.session.observers.eviction import EvictionState
@@ -400,3 +401,61 @@ def test_marks_of_the_next_call_are_saved():
     assert again.question.tolist() == [6, -1] and Marks.of(again.numbers()).next is None
     with pytest.raises(InputError, match="3 tokens of row 0 are marked, but the call has 1"):
         Marks.of(marks.numbers()).begun(np.array([4, 4]), np.array([5, 5]))
+
+
+# Rows
+
+
+def law_of_rows(model):
+    """A row that is exported goes on as a session of it does, bit for bit, and changes nothing where it was."""
+    with begun(model) as session, session.fork() as untouched, session.fork() as picked:
+        data = session.export_row(1)
+        picked.select([1])
+        with model.import_row(data) as one:
+            assert one.lengths.tolist() == picked.lengths.tolist()
+            assert one.held_from.tolist() == picked.held_from.tolist()
+            if joins := session.capabilities.joins:
+                with session.fork() as whole:
+                    whole.leave(1)
+                    whole.join(model.import_row(data))
+                    both = [whole.run(TOKENS[:, [i]]) for i in (45, 46)]
+            runs = [[x.run(TOKENS[:, [i]]) for i in (45, 46)] for x in (untouched, session)]
+            alone = [[x.run(TOKENS[1:, [i]]) for i in (45, 46)] for x in (picked, one)]
+    for want, same in zip(*runs, strict=True):
+        assert np.array_equal(want, same), "a session of which a row was exported goes on otherwise"
+    for want, got in zip(*alone, strict=True):
+        assert np.array_equal(want, got), "the row goes on otherwise"
+    for want, got in zip(runs[0], both if joins else runs[1], strict=True):
+        assert np.abs(want - got).max() < 1e-3, "the row that joins goes on otherwise"
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "filler"])
+def test_an_exported_row_goes_on(model, name):
+    law_of_rows(model(name))
+
+
+def test_another_row_is_caught(model, monkeypatch):
+    right = SessionCore.of_rows
+    monkeypatch.setattr(SessionCore, "of_rows", lambda self, rows: right(self, rows * 0))
+    with pytest.raises(AssertionError):
+        law_of_rows(model("base"))
+
+
+def test_bytes_that_are_not_whole_are_refused(model):
+    with begun(model("base")) as session:
+        data = session.export_row()
+        with pytest.raises(InputError, match="2 is not a row"):
+            session.export_row(2)
+    changed = bytearray(data)
+    changed[-5] ^= 1
+    for wrong, why in (
+        (b"", "no saved session"),
+        (data[:-40], "no saved session"),
+        (bytes(changed), "was changed or damaged"),
+        (data.replace(b'\\"format\\": 1', b'\\"format\\": 7'), "format 7 is not"),
+    ):
+        with pytest.raises(SavedSessionError, match=why):
+            model("base").import_row(wrong)
+    with pytest.raises(SavedSessionError, match="this row is of recipe"):
+        model("snapkv").import_row(data)

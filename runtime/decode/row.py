@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -126,6 +126,18 @@ class Row:
             self.finish = "stop"
         elif len(self.tokens) == self._room:
             self.finish = self._at_end
+
+    def numbers(self) -> dict[str, Any]:
+        """All that a row of the same request lacks to go on from here, as JSON: its tokens and its random numbers."""
+        return {"tokens": list(self.tokens), "rng": self.rng.bit_generator.state}
+
+    def resume(self, numbers: Mapping[str, Any]) -> None:
+        """Go on from where another row of the same request was, which gave `numbers`; this one has no token yet. Texts
+        and grammars see its tokens again; log-probabilities are told of later ones only.
+        """
+        for token in numbers["tokens"]:
+            self._take(token)
+        self.rng.bit_generator.state = numbers["rng"]
 
     def clock(self, draft: float, verify: float, whole: float) -> None:
         """Add the seconds of a round: those of the drafters, of the call that checks, and of all of it."""

@@ -54,7 +54,7 @@ from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
 from accel.runtime.session.observers.prompt_filter import unseen
-from accel.runtime.session.saved import Origin, SavedSession, saved_session, saving
+from accel.runtime.session.saved import Origin, SavedSession, imported, saved_session, saving
 from accel.runtime.session.session import Session
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
@@ -368,7 +368,20 @@ class CompiledModel:
         """
         if self._backend is None:
             raise InputError("this model is closed; load or optimize it again")
-        saved = saved_session(path)
+        return self._opened(saved_session(path))
+
+    def import_row(self, data: bytes) -> Session:
+        """A session of one row that goes on from what `session.export_row` gave, of this model in any process; it may
+        join others (`session.join`). Its stats start at 0. Take only bytes of someone you trust.
+
+        Raises SavedSessionError: the bytes are cut, damaged, or of another version, model, recipe or adapter.
+        """
+        if self._backend is None:
+            raise InputError("this model is closed; load or optimize it again")
+        return self._opened(imported(data))
+
+    def _opened(self, saved: SavedSession) -> Session:
+        """A session that goes on from a saved one, which fits this model. Raises SavedSessionError."""
         saved.check_rows(self._origin)
         names = self._named(saved.adapters, saved.batch)
         saved.check(self._origin)

@@ -377,6 +377,7 @@ class Engine:
         groups, self._groups = list(self._groups.values()), {}
         self._ledger = Ledger(self._limits.blocks)
         for group in groups:
+            group.close()
             group.session.close()
         for job in (*running, *waiting):
             job.close()

@@ -114,6 +114,20 @@ class SessionCore:
         other.lengths, other.kin, other.room = self.lengths.copy(), self.kin, list(self.room)
         return other
 
+    def of_rows(self, rows: Ints) -> SessionCore:
+        """An independent one of these rows [n]."""
+        copies = tuple(one.copy() for one in self.observers)
+        for one in copies:
+            one.select(rows)
+        other = SessionCore(
+            *(self.backend.copy(rows), rows.size, copies, self.vocab_size, self.max_context),
+            self.origin,
+        )
+        other.adapters = [self.adapters[row] for row in rows]
+        other.lengths, other.room = self.lengths[rows], list(self.room)
+        other.kin = Kin.copies(rows, other.lengths)
+        return other
+
     def run(
         self,
         tokens: Any,

@@ -1,5 +1,5 @@
 """The file of a saved session: safetensors, with JSON about it in the metadata. Written whole or not at all, checked
-when it is read, and free of code.
+when it is read, and free of code. Or the same as bytes, to be sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save_file
+from safetensors.numpy import save as packed
 
 from accel.ir.errors import ArtifactError, SavedSessionError
 from accel.ir.version import VERSION
@@ -34,9 +35,7 @@ def write(path: str | os.PathLike[str], told: Mapping[str, Any], arrays: Mapping
     are not. What processes that were killed left beside it is removed. Raises SavedSessionError.
     """
     out = _path(path)
-    held = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    whole = {**told, "format": FORMAT, "accel": VERSION, "arrays": _described(held)}
-    whole["digest"] = digest(whole)
+    held, whole = _whole(told, arrays)
     if out.exists():
         try:
             _checked(out)
@@ -61,10 +60,58 @@ def write(path: str | os.PathLike[str], told: Mapping[str, Any], arrays: Mapping
         work.remove()
 
 
+def pack(told: Mapping[str, Any], arrays: Mapping[str, Any]) -> bytes:
+    """What a file of these would hold."""
+    held, whole = _whole(told, arrays)
+    found: bytes = packed(held, {_KEY: json.dumps(whole)})
+    return found
+
+
+def unpack(data: bytes, name: str) -> tuple[dict[str, Any], Arrays]:
+    """The JSON and the arrays of what `pack` gave, every byte checked. Raises SavedSessionError, with the name."""
+    try:
+        size = int.from_bytes(data[:8], "little")
+        told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"][_KEY])
+        arrays = load(data)
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SavedSessionError(
+            f"{name} is no saved session, or was cut or damaged ({error}); send it again"
+        ) from error
+    if not isinstance(told, dict) or not isinstance(told.get("arrays"), dict):
+        raise SavedSessionError(
+            f"{name} is no saved session: {_KEY} lists no arrays; send it again"
+        )
+    _check_header(name, told)
+    _check_arrays(name, told, arrays)
+    return told, arrays
+
+
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Arrays]:
     """The JSON and the arrays of a file, which is mapped, and whose every byte is checked. Raises SavedSessionError."""
     file = _path(path)
     told = _checked(file)
+    _check_header(file, told)
+    try:
+        with safe_open(file, framework="np") as opened:
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}
+    except (OSError, SafetensorError) as error:
+        raise SavedSessionError(f"{file} cannot be read ({error}); {_AGAIN}") from error
+    _check_arrays(file, told, arrays)
+    return told, arrays
+
+
+def _whole(
+    told: Mapping[str, Any], arrays: Mapping[str, Any]
+) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
+    """The arrays as they are written, and all that is said of them."""
+    held = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    whole = {**told, "format": FORMAT, "accel": VERSION, "arrays": _described(held)}
+    whole["digest"] = digest(whole)
+    return held, whole
+
+
+def _check_header(file: Any, told: dict[str, Any]) -> None:
+    """Raise SavedSessionError where it is of another version, or was changed."""
     version = told.get("format")
     if version != FORMAT:
         raise SavedSessionError(
@@ -75,17 +122,15 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Arrays]:
         raise SavedSessionError(
             f"{file} was changed or damaged: its header has another digest; {_AGAIN}"
         )
-    try:
-        with safe_open(file, framework="np") as opened:
-            arrays = {name: opened.get_tensor(name) for name in opened.keys()}
-    except (OSError, SafetensorError) as error:
-        raise SavedSessionError(f"{file} cannot be read ({error}); {_AGAIN}") from error
+
+
+def _check_arrays(file: Any, told: Mapping[str, Any], arrays: Arrays) -> None:
+    """Raise SavedSessionError where an array is not the one that the header says."""
     found, wanted = _described(arrays), told["arrays"]
     for name in sorted({*found, *wanted}):
         if found.get(name) != wanted.get(name):
             what = "is missing" if name not in found else "was changed or damaged"
             raise SavedSessionError(f"{file}: {name} {what}; copy the file again, or {_AGAIN}")
-    return told, arrays
 
 
 def _path(path: str | os.PathLike[str]) -> Path:

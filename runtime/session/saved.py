@@ -22,7 +22,7 @@ from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.kv.file import Base as Codec
 from accel.runtime.kv.file import Place
 from accel.runtime.session.core import SessionCore
-from accel.runtime.session.file import Arrays, read, write
+from accel.runtime.session.file import Arrays, pack, read, unpack, write
 from accel.runtime.session.rows import Kin
 
 _STATE, _TOKENS = "state/", "tokens"
@@ -122,6 +122,25 @@ class SavedSession:
 
 def save(core: SessionCore, path: str | os.PathLike[str], tokens: Any) -> None:
     """See `Session.save`."""
+    write(path, *_all_of(core, tokens))
+
+
+def export(core: SessionCore, row: int, tokens: Any) -> bytes:
+    """See `Session.export_row`."""
+    one = core.of_rows(np.array([row]))
+    try:
+        return pack(*_all_of(one, None if tokens is None else [tokens]))
+    finally:
+        one.close()
+
+
+def imported(data: bytes) -> SavedSession:
+    """What `export` gave. Raises SavedSessionError."""
+    return SavedSession("this row", *unpack(data, "this row"))
+
+
+def _all_of(core: SessionCore, tokens: Any) -> tuple[dict[str, Any], Arrays]:
+    """What a file says of a session, and its arrays. Raises SavedSessionError."""
     backend, origin = core.backend, core.origin
     if origin is None:
         raise InputError(
@@ -158,7 +177,7 @@ def save(core: SessionCore, path: str | os.PathLike[str], tokens: Any) -> None:
     }
     if tokens is not None:
         told |= {"counts": counts, "text": _digest([arrays[_TOKENS].tolist(), counts])}
-    write(path, told, arrays)
+    return told, arrays
 
 
 def saving(tables: Mapping[str, Any]) -> Codec | None:

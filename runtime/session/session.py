@@ -16,7 +16,7 @@ from accel.runtime.session.core import CHUNK, SessionCore
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
 from accel.runtime.session.rows import wanted_rows
-from accel.runtime.session.saved import Origin, SavedSession, restore, save
+from accel.runtime.session.saved import Origin, SavedSession, export, restore, save
 from accel.runtime.session.taken import take
 
 Observer = TypeVar("Observer", bound=SessionObserver)
@@ -374,6 +374,17 @@ class Session:
             same = [row.size for row in self.tokens] == core.lengths.tolist()
             tokens = self.tokens if same else None
         save(core, path, tokens)
+
+    def export_row(self, row: int = 0) -> bytes:
+        """A row as bytes, from which `model.import_row` goes on in this or another process: its cache as it is stored,
+        and what the recipe's methods know of it. The session goes on unchanged.
+
+        The bytes are those of a saved session: arrays and JSON, with checksums, and no code. Raises InputError,
+        SavedSessionError: a method of the recipe cannot be saved yet.
+        """
+        core = self._open(same=True)
+        (one,) = wanted_rows(np.atleast_1d(as_ints(row, "row")), core.batch)
+        return export(core, int(one), None if self.tokens is None else self.tokens[one])
 
     def close(self) -> None:
         """Free the cache. Closing again has no effect."""

@@ -1,5 +1,6 @@
 """What rounds hold to: each row's tokens are those that it gets alone, whatever joins and leaves."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -166,6 +167,36 @@ def test_a_row_that_fails_fails_alone(model, want):
             assert bad.finish == "failed" and isinstance(bad.error, ZeroDivisionError)
             assert [row.tokens for row in (rows[0], *rows[2:])] == [want[0], *want[2:4]]
             assert bad.tokens == want[1][:at]
+
+
+def test_a_row_goes_on_elsewhere(model, want):
+    """Its session as bytes, its tokens and random numbers as JSON: in another session, with a drafter of its own."""
+    for loop, told in (
+        (Autoregressive(), DecodeContext()),
+        (Speculative(), context(AXIS.build("prompt-lookup"), "chain")),
+    ):
+        for broken in (False, True):
+            rows, others, moved = mixed()[1:3], mixed()[1:3], []
+            with model.session(2) as session:
+                rounds = loop.rounds(session, rows, told)
+                list(rounds.start())
+                rounds.run()
+                for i, (row, other) in enumerate(zip(rows, others, strict=True)):
+                    numbers = json.loads(json.dumps(row.numbers()))
+                    if broken:
+                        numbers["rng"] = other.numbers()["rng"]
+                    other.resume(numbers)
+                    moved.append(
+                        loop.rounds(model.import_row(session.export_row(i)), [other], told)
+                    )
+                rounds.close()
+            group, new = moved
+            group.join(new)
+            while group.live:
+                group.run()
+            group.close()
+            group.session.close()
+            assert ([row.tokens for row in others] == want[1:3]) == (not broken)
 
 
 def test_what_cannot_join_says_so(model):
