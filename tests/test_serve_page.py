@@ -98,16 +98,16 @@ def test_the_page_chats_with_two_recipes(browser, tmp_path):
         browser.until("document.querySelectorAll('.lane').length == 2")
         text = "x = [1, 2, 3]\n" * 6 + "<b>hi</b>"
         browser.js(f'$("text").value = {json.dumps(text)}; $("temperature").value = 0')
-        browser.js('$("tokens").value = 40; $("form").requestSubmit()')
+        browser.js('$("tokens").value = 160; $("form").requestSubmit()')
         browser.until("!running")
         talk = [{"role": "user", "content": text}]
-        want = [one.generate(talk, 40).text[0] for one in server.models]
+        want = [one.generate(talk, 160).text[0] for one in server.models]
         shown = "[...document.querySelectorAll('.{}')].map((one) => one.textContent)"
         assert browser.js(shown.format("assistant")) == want
         assert browser.js(shown.format("user")) == [text, text]
         assert browser.js("document.querySelectorAll('.talk b').length") == 0
         assert all("tokens/s" in one for one in browser.js(shown.format("speed")))
-        assert all(one.startswith("40") for one in browser.js(shown.format("count")))
+        assert all(one.startswith("160") for one in browser.js(shown.format("count")))
         first, second = browser.js(shown.format("drafts"))
         stats = server.engines[1].stats
         assert first.startswith("none") and stats["drafted_total"] > 0
