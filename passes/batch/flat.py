@@ -42,8 +42,8 @@ class Flat(Base):
 
 
 def flat(program: Program) -> Report:
-    """step -> flat(tokens [1,F], positions [1,F], slots [B], rows [1,N], owner [F,2], state) beside it: whose each token
-    is, as in `ir/ops/flat.py`. It gives logits [1,N,V] and the state.
+    """step -> flat(tokens [1,F], positions [1,F], slots [B], rows [1,N], owner [F,2], state) beside it; the owner is
+    that of `ir/ops/flat.py`. It gives logits [1,N,V] and the state.
 
     Raises:
         PassError: something other than attention reads both a token and what its row holds.
@@ -94,7 +94,9 @@ class _Copying:
     """Makes the nodes of the entry out of those of the step, and knows of each what it was computed from."""
 
     def __init__(self) -> None:
-        self.of: dict[fx.Node, Any] = {}  # of a node of the step; of a region's call, of each result
+        self.of: dict[
+            fx.Node, Any
+        ] = {}  # of a node of the step; of a region's call, of each result
         self.changed = 0
 
     def __call__(self, editor: Editor, node: fx.Node, copied: Copied) -> fx.Node:

@@ -24,7 +24,9 @@ def flat_call(
     real = positions >= 0
     owner = np.argwhere(real)  # row by row
     number = np.where(real, np.cumsum(real).reshape(real.shape) - 1, -1)
-    wanted = np.take_along_axis(number, rows, axis=1)  # [B,N], -1: padding, whose logits nobody reads
+    wanted = np.take_along_axis(
+        number, rows, axis=1
+    )  # [B,N], -1: padding, whose logits nobody reads
     some = wanted >= 0
     given = {
         "tokens": tokens[real][None],

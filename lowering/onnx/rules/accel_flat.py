@@ -38,7 +38,9 @@ def flat_attention(b: Builder, *operands: Any, **more: Any) -> str:
     shape = b.node("Concat", b.vector(b.size(x.k, 0)), width, axis=0)  # [B,W]
     numbers = b.node("Range", zero, b.node("Squeeze", b.size(x.owner, 0)), one)
     none = b.node("Expand", zero, shape)
-    lanes = b.node("ScatterND", none, x.owner, numbers)  # which token is where; the first in padding
+    lanes = b.node(
+        "ScatterND", none, x.owner, numbers
+    )  # which token is where; the first in padding
     hidden = b.node("Expand", b.constant(-1, torch.int64), shape)
     q_pos = b.node("ScatterND", hidden, x.owner, b.node("Squeeze", x.q_pos, b.ints(0)))
     q = b.node("Gather", b.node("Squeeze", x.q, b.ints(0)), lanes, axis=1)  # [H,B,W,D]
