@@ -1,4 +1,4 @@
-"""Rows of different counts get what they get padded, whatever their session does; a row without tokens is left alone."""
+"""Rows of different counts get what they get padded, whatever their session does; one without tokens is left."""
 
 import numpy as np
 import pytest
