@@ -93,6 +93,7 @@ class _Rounds:
         cost = unmeasured_cost if self._guard is None else self._guard.cost
         self._paces: Paces = context.methods["length"].open(rows, cost)
         self._drafting = 0.0  # the drafters' time of this round, in seconds
+        self._computed: int | None = None  # tokens of this round's call, if of chains
         self._drafts: list[
             tuple[int, int]
         ] = []  # of this round: tokens drafted, and those that stood
@@ -108,7 +109,7 @@ class _Rounds:
 
     def run(self) -> list[tuple[int, int]]:
         """A round: (row, token) of all that stands, which the session then holds but for each row's last."""
-        self._drafts = []
+        self._drafts, self._computed = [], None
         start = perf_counter()
         limit = self._limit()
         trees = self._drafted(limit)
@@ -220,6 +221,7 @@ class _Rounds:
             tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *tree.tokens]
         lengths = None if (counts == tokens.shape[1]).all() else counts
         if not branches:
+            self._computed = None if self._guard is None else self._session.computed(counts)
             return self._session.run(tokens, lengths)
         seen = np.tile(np.eye(tokens.shape[1], dtype=np.bool_), (len(self._rows), 1, 1))
         for i, tree in trees.items():
@@ -263,4 +265,5 @@ class _Rounds:
             return
         taken = [len(columns) for columns in kept.values()]
         again = max(taken) if back and not self._session.capabilities.free_rewind else 0
-        self._guard.observe(sum(taken) / len(taken), self._drafts, again, drafting, seconds)
+        given = sum(taken) / len(taken), self._drafts, again, drafting, seconds
+        self._guard.observe(*given, self._computed)

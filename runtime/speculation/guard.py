@@ -43,6 +43,7 @@ class Guard:
         self, costs: Costs, batch: int, draft_cost: float = 0.0, shaped: bool = False, probes: bool = False
     ):  # fmt: skip
         self._costs = list(map(round_costs(costs, batch), range(MOST + 1)))
+        self._price = lambda computed: _cost(costs, computed) / _cost(costs, batch)
         self._step = costs.seconds[0] * _cost(costs, batch)  # seconds of a plain one
         self._odds, self._shaped = Odds(FADE), shaped
         self._drafted, self._drafting = (
@@ -117,15 +118,16 @@ class Guard:
         again: int,
         drafting: float = 0.0,
         seconds: float = 0.0,
+        computed: int | None = None,
     ) -> None:
         """A round gave each row that ran so many `tokens`; of what rows drafted, how many tokens and how many of them
         stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the drafter's time, the
-        call's being 1.
+        call's being 1. `computed`: the tokens of the call (None: as many of each row as of the longest).
         """
         self._odds.observe(drafts)
         self._best = None
         width = 1 + max(drafted for drafted, _ in drafts)
-        cost = self._costs[width - 1]
+        cost = self._costs[width - 1] if computed is None else self._price(computed)
         if self._rounds:  # in a trial's first, a drafter catches up
             most = max(
                 DEARER * self._draft_cost * (width - 1), HARMLESS

@@ -145,9 +145,11 @@ def append_rule(b: Builder, buffer: fx.Node, new: fx.Node, slots: fx.Node) -> fx
 
 
 @lower(flat.flat_append.default)
-def flat_append_rule(b: Builder, buffer: fx.Node, *operands: fx.Node) -> fx.Node:
+def flat_append_rule(
+    b: Builder, buffer: fx.Node, new: fx.Node, slots: fx.Node, owner: fx.Node
+) -> fx.Node:
     """As the tokens are."""
-    return _writes(b.call(append_flat, buffer, *operands), buffer)
+    return _writes(b.call(append_flat, buffer, new, slots, owner), buffer)
 
 
 def _split(b: Builder, both: fx.Node, first: fx.Node, buffer: fx.Node) -> fx.Node:
