@@ -103,7 +103,7 @@ class _Copying:
         if isinstance(node.target, Region):
             return self._region(editor, node, copied)
         if node.target is operator.getitem and isinstance(self._of(node.args[0]), tuple):
-            self.of[node] = self._of(node.args[0])[node.args[1]]  # type: ignore[index]
+            self.of[node] = self._of(node.args[0])[node.args[1]]
             return copy_node(editor, node, copied)
         found = frozenset[str]().union(*(self._of(n) for n in node.all_input_nodes))
         self.of[node] = found
@@ -159,4 +159,5 @@ class _Copying:
 
 def _owner(editor: Editor) -> fx.Node:
     """The owners, in the entry or in a region."""
-    return next(n for n in editor.graph.find_nodes(op="placeholder") if n.target == OWNER)
+    holders: list[fx.Node] = list(editor.graph.find_nodes(op="placeholder"))
+    return next(n for n in holders if n.target == OWNER)

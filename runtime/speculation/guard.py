@@ -43,7 +43,7 @@ class Guard:
         self, costs: Costs, batch: int, draft_cost: float = 0.0, shaped: bool = False, probes: bool = False
     ):  # fmt: skip
         self._costs = list(map(round_costs(costs, batch), range(MOST + 1)))
-        self._price = lambda computed: _cost(costs, computed) / _cost(costs, batch)
+        self._of = costs, batch
         self._step = costs.seconds[0] * _cost(costs, batch)  # seconds of a plain one
         self._odds, self._shaped = Odds(FADE), shaped
         self._drafted, self._drafting = (
@@ -127,7 +127,10 @@ class Guard:
         self._odds.observe(drafts)
         self._best = None
         width = 1 + max(drafted for drafted, _ in drafts)
-        cost = self._costs[width - 1] if computed is None else self._price(computed)
+        cost = self._costs[width - 1]
+        if computed is not None:
+            costs, batch = self._of
+            cost = _cost(costs, computed) / _cost(costs, batch)
         if self._rounds:  # in a trial's first, a drafter catches up
             most = max(
                 DEARER * self._draft_cost * (width - 1), HARMLESS

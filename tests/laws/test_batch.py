@@ -24,8 +24,8 @@ PROMPTS = [30, 21, 7]
 CALLS = [[1, 1, 1], [9, 1, 4], [0, 1, 0], [0, 5, 0], [2, 0, 3], [1, 0, 1], [4, 7, 1]]
 NEAR = 2e-5
 KIVI = {"kv.codec": {"use": "kivi", "residual": 8, "group": 8}}
-SNAPKV = {"kv.score": {"use": "snapkv"}, "kv.budget": {"use": "uniform", "tokens_kept": 12}}
-UNEQUAL = {"kv.score": {"use": "snapkv"}, "kv.budget": {"use": "ada-kv", "tokens_kept": 12}}
+KNORM = {"kv.score": {"use": "knorm"}, "kv.budget": {"use": "uniform", "tokens_kept": 12}}
+UNEQUAL = {"kv.score": {"use": "knorm"}, "kv.budget": {"use": "ada-kv", "tokens_kept": 12}}
 
 
 def on(arch, target, tables):
@@ -79,7 +79,7 @@ CASES = [
     ("llama", {}, "eager"),
     ("mistral", KIVI, "eager"),
     pytest.param("gemma2", UNEQUAL, "eager", marks=long),
-    pytest.param("plain_latent", SNAPKV, "eager", marks=long),
+    pytest.param("plain_latent", KNORM, "eager", marks=long),
     pytest.param("gpt2", {"kv.reuse": {"use": "paged-prefix", "block": 4}}, "eager", marks=long),
     pytest.param("llama", {"weights": {"use": "int8"}}, "eager", marks=long),
     pytest.param("mistral", {"kv.codec": {"use": "kv-int8"}}, "onnx", marks=long),

@@ -36,7 +36,7 @@ def flat_attention(b: Builder, *operands: Any, **more: Any) -> str:
     last = b.node("ReduceMax", b.node("Gather", x.owner, one, axis=1), keepdims=0)
     width = b.node("Reshape", b.node("Add", last, one), b.ints(1))
     shape = b.node("Concat", b.vector(b.size(x.k, 0)), width, axis=0)  # [B,W]
-    numbers = b.node("Range", zero, b.node("Squeeze", b.size(x.owner, 0)), one)
+    numbers = b.node("Range", zero, b.node("Squeeze", b.size(str(x.owner), 0)), one)
     none = b.node("Expand", zero, shape)
     lanes = b.node(
         "ScatterND", none, x.owner, numbers
