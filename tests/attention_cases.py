@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accel.ir.ops import attention, mass
+from accel.ir.ops import attention, flat, mass
 
 from .op_case import LONGEST, Case, constant, key_positions, query_positions, randn
 
@@ -131,6 +131,28 @@ def drawn(plain, noise: float | None = None):
     return make
 
 
+def owners(b: int, t: int, rng: np.random.Generator) -> Tensor:
+    """Whose each of t tokens is [t,2]; some rows have none, if there are more than one."""
+    rows = np.sort(rng.integers(0, b, t))
+    return torch.from_numpy(np.stack((rows, np.arange(t) - np.searchsorted(rows, rows)), axis=1))
+
+
+def unpadded(plain):
+    """Of rows that are padded on the right, the tokens that are theirs, one row after another."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        owner = owners(b, t, rng)
+        row, number = owner.unbind(1)
+        q, k, v, q_pos, *rest = plain(b, int(number.max()) + 1, c, rng)
+        flat_q, flat_pos = q[row, :, number].transpose(0, 1)[None].contiguous(), q_pos[row, number]
+        operands = [flat_q, k, v, flat_pos[None], *rest]
+        operands += [None] * (17 - len(operands))
+        operands += [0, None, None, None][len(operands) - 17 :]
+        return [*operands, owner]
+
+    return make
+
+
 def merging(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
     """Two partial results, the first of which read nothing for some queries, the second for one of these."""
     parts = [
@@ -202,6 +224,13 @@ def attention_cases() -> list[Case]:
         make = beside_another(mask, groups, sink, kept)
         name = f"{op.name}-beside-{mask}-{groups}"
         made.append(Case(name, op, make, (10,) if sink else ()))
+    for name, plain, fixed in [
+        ("causal", attend("causal", 0, 4, 2), ()),
+        ("sink", attend("window", 4, 4, 4, constant(4, LONGEST), 0.7, (constant(4),)), (5, 10)),
+        ("kept", beside_kept("chunk", 4, 5, 1), ()),
+        ("unequal", beside_unequal("window", 4, 4, 2), ()),
+    ]:
+        made.append(Case(f"flat_attention-{name}", flat.flat_attention, unpadded(plain), fixed))
     partial = attention.partial_attention
     made.append(Case("partial_attention", partial, attend("causal", 0, 4, 2)))
     made.append(Case("partial_attention-pages", partial, by_pages("causal", 4, 4, 2)))

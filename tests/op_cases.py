@@ -17,6 +17,7 @@ from accel.ir.ops import (
     choice,
     codec,
     experts,
+    flat,
     groups,
     kv,
     norm,
@@ -29,7 +30,7 @@ from accel.ir.ops import (
 )
 from accel.ir.ops.op import Op
 
-from .attention_cases import attention_cases
+from .attention_cases import attention_cases, owners
 from .op_case import LONGEST, SIZES, TRACE, Case, constant, key_positions, query_positions, randn
 
 __all__ = [
@@ -67,6 +68,18 @@ def append(*inner: int) -> Callable[..., list[Any]]:
             return [torch.full((b, c), -1), query_positions(rng, b, t, c), slots]
         g, *d = inner
         return [randn(rng, b, g, c, *d), randn(rng, b, g, t, *d), slots]
+
+    return make
+
+
+def append_flat(*inner: int) -> Callable[..., list[Any]]:
+    """As many tokens as t, of b rows."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        owner = owners(b, t, rng)
+        buffer, new, _ = append(*inner)(b, t, c, rng)
+        slots = torch.from_numpy(rng.integers(0, max(1, c - int(owner[:, 1].max())), b))
+        return [buffer, new[:1].contiguous(), slots, owner]
 
     return make
 
@@ -460,6 +473,9 @@ def cases() -> list[Case]:
         ),
         Case("kv_append-heads", kv.kv_append, append(2, 6)),
         Case("kv_append-scales", kv.kv_append, append(2)),
+        Case("flat_append-heads", flat.flat_append, append_flat(2, 6)),
+        Case("flat_append-scales", flat.flat_append, append_flat(2)),
+        Case("flat_append-positions", flat.flat_append, append_flat()),
         Case("gather_blocks-heads", kv.gather_blocks, pooled(6)),
         Case("gather_blocks-scales", kv.gather_blocks, pooled()),
         Case("block_positions", kv.block_positions, block_table),

@@ -45,6 +45,7 @@ BUILDS = {  # entries -> architecture, recipe
     "group": ("llama", {"kv.select": {**CLUSTERS, "dense_layers": 0}}),
     "squares, factor": ("llama", {"kv.select": LOW_RANK}),
     "commit": ("llama", {"kv.codec": {"use": "kv-int8"}}),
+    "flat": ("llama", {"batch": {"use": "flat"}}),
     "shift": ("llama", {"kv.reuse": {"use": "pie"}}),
     "blend": ("llama", {"kv.reuse": {"use": "kvshare"}}),
     "augment": ("llama", {"prefill.prune": {"use": "cache-augment"}}),

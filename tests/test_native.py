@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import accel
-from accel.ir.ops import attention
+from accel.ir.ops import attention, flat
 from accel.lowering.onnx import native
 from accel.lowering.onnx.export import export
 from accel.lowering.onnx.variants.native import lower
@@ -90,7 +90,7 @@ def test_partial_attention_equals_the_reference(name, tmp_path):
         assert all(x.isfinite().all() for x in got)
 
 
-ATTENTION = (attention.attention, attention.partial_attention)
+ATTENTION = (attention.attention, attention.partial_attention, flat.flat_attention)
 
 
 @needs_native

@@ -6,6 +6,7 @@ from accel.ir.ops import (
     choice,
     codec,
     experts,
+    flat,
     groups,
     kv,
     mass,
@@ -20,6 +21,6 @@ from accel.ir.ops import (
 from accel.ir.ops.attention import Mask
 
 __all__ = [
-    "Mask", "attention", "centres", "choice", "codec", "experts", "groups", "kv", "mass", "norm", "pages", "quantized",
-    "recurrence", "rope", "rows", "units",
+    "Mask", "attention", "centres", "choice", "codec", "experts", "flat", "groups", "kv", "mass", "norm", "pages",
+    "quantized", "recurrence", "rope", "rows", "units",
 ]  # fmt: skip

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from accel.ir.entries.genai import GENAI, past_of, present_of
 from accel.ir.ops.attention import attention, operands_of
@@ -20,6 +19,7 @@ from accel.ir.state import POSITIONS, CacheRegion, Part
 from accel.ir.window import SLOTS
 from accel.passes import Pass, Report
 from accel.passes.clean.clean import remove_dead
+from accel.passes.state.copies import copy_node, copy_region
 from accel.passes.state.head import Head
 from accel.passes.state.layers import Layers
 
@@ -138,10 +138,6 @@ def _copy(
     editor: Editor, node: fx.Node, copied: dict[fx.Node, fx.Node], key_positions: fx.Node
 ) -> fx.Node:
     """One node of the step entry, or of a layer, in the new convention."""
-    if node.op == "get_attr":
-        new = editor.graph.node_copy(node)
-        new.meta = dict(node.meta)
-        return new
     if node.target is kv_append.default:
         past = copied.get(node.args[0])  # type: ignore[arg-type]
         if past is None or past is key_positions:
@@ -150,49 +146,6 @@ def _copy(
     if node.target is take_rows.default:
         return copied[node.args[0]]  # type: ignore[index]
     if isinstance(node.target, Region):
-        return _region(editor, node, copied, key_positions)
-    args: Any = fx.node.map_arg(node.args, copied.__getitem__)
-    kwargs: Any = fx.node.map_arg(node.kwargs, copied.__getitem__)
-    if node.target is operator.getitem:
-        new = editor.graph.call_function(operator.getitem, args)
-        new.meta["val"] = args[0].meta["val"][args[1]]
-        return new
-    if all(_alike(n, copied[n]) for n in node.all_input_nodes):  # its value is known: most are
-        new = editor.graph.node_copy(node, copied.__getitem__)
-        new.meta = dict(node.meta)
-        return new
-    return editor.call(node.target, *args, like=node, **kwargs)  # type: ignore[arg-type]
-
-
-def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes give tensors of one dtype and the same sizes, symbols included."""
-    x, y = a.meta["val"], b.meta["val"]
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        return False
-    return x.dtype == y.dtype and [str(d) for d in x.shape] == [str(d) for d in y.shape]
-
-
-def _region(
-    editor: Editor, node: fx.Node, copied: dict[fx.Node, fx.Node], key_positions: fx.Node
-) -> fx.Node:
-    """A layer again, over concatenated state; its unused slot argument is dropped."""
-    old = node.target
-    assert isinstance(old, Region)
-    region = Region(old.name, fx.Graph())
-    inner: dict[fx.Node, fx.Node] = {}
-    arguments = []
-    for holder, given in zip(old.graph.find_nodes(op="placeholder"), node.args, strict=True):
-        if given in copied:
-            inner[holder] = region.graph.placeholder(str(holder.target))
-            inner[holder].meta["val"] = copied[given].meta["val"]  # type: ignore[index]
-            arguments.append(copied[given])  # type: ignore[index]
-    local = Editor(editor.program, region.graph)
-    for item in old.graph.nodes:
-        if item.op in ("call_function", "get_attr"):
-            inner[item] = _copy(local, item, inner, key_positions)
-        elif item.op == "output":
-            values = tuple(inner[n] for n in item.args[0])
-            region.graph.output(values)
-    call = editor.graph.call_function(region, tuple(arguments))
-    call.meta["val"] = tuple(v.meta["val"] for v in values)
-    return call
+        again = partial(_copy, key_positions=key_positions)
+        return copy_region(editor, node, copied, again)
+    return copy_node(editor, node, copied)

@@ -16,6 +16,7 @@ from accel.ir.adapters import ROWS
 from accel.ir.entries.commit import COMMIT
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
+from accel.ir.entries.flat import FLAT
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import grows, in_numbers
 from accel.ir.state import Part, output_of, state_of
@@ -228,6 +229,11 @@ class EagerSession:
     def trees(self) -> bool:
         """See protocol.BackendSession."""
         return COMMIT.name in self._program.entries
+
+    @property
+    def flat(self) -> bool:
+        """See protocol.BackendSession."""
+        return FLAT.name in self._program.entries
 
     @property
     def recurrent(self) -> bool:

@@ -112,6 +112,10 @@ class BackendSession(Protocol):
         """Whether a step takes a tree, and an entry `commit` keeps a path of it (`passes.state.trees`)."""
 
     @property
+    def flat(self) -> bool:
+        """Whether there is an entry `flat`, which takes calls without padding (`passes.batch`)."""
+
+    @property
     def recurrent(self) -> bool:
         """Whether part of the state only goes forward: rewinding it takes the two below."""
 

@@ -83,6 +83,7 @@ class _Rounds(Rounds):
         )
         self._paces: Paces = context.methods["length"].open(self._rows, self._cost)
         self._drafting = 0.0  # the drafters' time of this round, in seconds
+        self._computed: int | None = None  # tokens of this round's call, if of chains
         self._drafts: list[
             tuple[int, int]
         ] = []  # of this round: levels drafted, and those that stood
@@ -116,7 +117,7 @@ class _Rounds(Rounds):
             self._guard.of_batch(self._session.batch)
 
     def run(self) -> list[tuple[int, int]]:
-        self._drafts, self._most = [], 0
+        self._drafts, self._most, self._computed = [], 0, None
         start = perf_counter()
         limit = self._limit()
         trees = self._drafted(limit)
@@ -243,6 +244,7 @@ class _Rounds(Rounds):
             tokens[i, : counts[i]] = [self._rows[i].tokens[-1], *tree.tokens]
         lengths = None if (counts == tokens.shape[1]).all() else counts
         if not branches:
+            self._computed = None if self._guard is None else self._session.computed(counts)
             return self._session.run(tokens, lengths)
         seen = np.tile(np.eye(tokens.shape[1], dtype=np.bool_), (len(self._rows), 1, 1))
         for i, tree in trees.items():
@@ -288,6 +290,5 @@ class _Rounds(Rounds):
             return
         taken = [len(columns) for columns in kept.values()]
         again = max(taken) if back and not self._session.capabilities.free_rewind else 0
-        self._guard.observe(
-            sum(taken) / len(taken), self._drafts, again, drafting, seconds, self._most
-        )
+        given = sum(taken) / len(taken), self._drafts, again, drafting, seconds
+        self._guard.observe(*given, self._most, self._computed)

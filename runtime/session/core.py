@@ -14,6 +14,7 @@ from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
 from accel.runtime.inputs.calls import call_tokens, check_no_plan
 from accel.runtime.inputs.ints import Bools, Ints
+from accel.runtime.session.flat import flat_call, pays
 from accel.runtime.session.observers.observer import SessionObserver
 from accel.runtime.session.rows import Kin, wanted_rows
 
@@ -329,8 +330,8 @@ class SessionCore:
         tree: Bools | None = None,
         observers: tuple[SessionObserver, ...] | None = None,
     ) -> Logits:
-        """One graph call, after making room for every slot that it writes, padding included. `observers` (None: all)
-        hear of its tokens; of those of a `tree` all do when a path of it is kept.
+        """One graph call, after making room for every slot that it writes, padding included; a flat one where that
+        pays. `observers` (None: all) hear of its tokens; of those of a `tree` all do when a path of it is kept.
         """
         backend, wanted = self.backend, rows.shape[1]
         if self._tile > 1:
@@ -341,7 +342,10 @@ class SessionCore:
         start = time.perf_counter()
         for one in listeners:
             observe |= one.before(backend, tokens.shape[1])
-        logits = backend.step(tokens, positions, slots, rows, observe, tree)
+        if backend.flat and tree is None and not observe and pays(real, tokens.size):
+            logits = flat_call(backend, tokens, positions, slots, rows, self.vocab_size)
+        else:
+            logits = backend.step(tokens, positions, slots, rows, observe, tree)
         for one in listeners:
             one.after(tokens, positions, backend.observed if observe else _NO_QUERIES)
         self.count(1, real, start)

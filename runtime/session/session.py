@@ -13,6 +13,7 @@ from accel.runtime.backends.protocol import BackendSession, Logits
 from accel.runtime.inputs.calls import call_tokens, rewind_target
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.session.core import CHUNK, SessionCore
+from accel.runtime.session.flat import pays
 from accel.runtime.session.guesses import Guesses
 from accel.runtime.session.observers.observer import Capabilities, SessionObserver
 from accel.runtime.session.rows import wanted_rows
@@ -111,6 +112,13 @@ class Session:
             if (room := one.call_room(lengths)) is not None:
                 found = np.minimum(found, room)
         return found
+
+    def computed(self, lengths: Ints) -> int:
+        """The tokens that the graph computes in a call of so many of each row [B]: as many of each as of the longest,
+        or no more than there are where the call is flat (`passes.batch`).
+        """
+        real, padded = int(lengths.sum()), lengths.size * int(lengths.max())
+        return real if self._core.backend.flat and pays(real, padded) else padded
 
     @property
     def held_from(self) -> Ints:

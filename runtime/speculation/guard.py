@@ -63,6 +63,7 @@ class Guard:
 
     def of_batch(self, batch: int) -> None:
         """Calls have so many rows from now on."""
+        self._batch = batch
         self._costs = list(map(round_costs(self._known, batch), range(MOST + 1)))
         self._step = self._known.seconds[0] * _cost(self._known, batch)  # seconds of a plain one
         self._best: int | None = None  # `limit`, where nothing was observed since
@@ -123,15 +124,19 @@ class Guard:
         drafting: float = 0.0,
         seconds: float = 0.0,
         largest: int = 0,
+        computed: int | None = None,
     ) -> None:
         """A round gave each row that ran so many `tokens`; of what rows drafted, how many levels (a chain's tokens) and
         how many of them stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the
-        drafter's time, the call's being 1. `largest`: tokens of the largest draft (0: as many as levels).
+        drafter's time, the call's being 1. `largest`: tokens of the largest draft (0: as many as levels). `computed`: the
+        tokens of the call (None: as many of each row as of the longest).
         """
         self._odds.observe(drafts)
         self._best = None
         width = 1 + (largest or max(drafted for drafted, _ in drafts))
         cost = self._costs[width - 1]
+        if computed is not None:
+            cost = _cost(self._known, computed) / _cost(self._known, self._batch)
         if self._rounds:  # in a trial's first, a drafter catches up
             most = max(
                 DEARER * self._draft_cost * (width - 1), HARMLESS

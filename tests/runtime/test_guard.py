@@ -119,3 +119,14 @@ def test_rows_of_a_batch_cost_what_as_many_tokens_do():
     costs = Costs((1, 8, 32), (1.0, 1.0, 4.0))
     assert Guard(costs, 1)._costs[7] == 1 and Guard(costs, 4)._costs[7] == 4
     assert Guard(costs, 8)._costs[7] == pytest.approx(8), "beyond what was measured, in proportion"
+
+
+def test_a_call_without_padding_costs_what_its_tokens_do():
+    """Two of eight rows draft: a padded call computes as much for the others, and does not pay."""
+    costs, limits = Costs((1, 32), (1.0, 4.0)), []
+    for computed in (None, 8 * 11, 2 * 11 + 6):
+        guard = Guard(costs, 8)
+        for _ in range(TRIAL):
+            guard.observe((2 * 11 + 6) / 8, [(10, 10)] * 2, 0, computed=computed)
+        limits.append(guard.limit)
+    assert limits[0] == limits[1] == 0 < limits[2]

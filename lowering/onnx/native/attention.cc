@@ -17,6 +17,8 @@
 // Where each query of a group lists the pages that it reads, so many slots each, the others are passed over; small
 // pages, single tokens among them, are read slot by slot (lists.h).
 //
+// Where the queries of all rows lie one after another, without padding, an owner says whose each is.
+//
 // Where the call's own tokens are a tree of guesses, each sees of them what it would see in a row of its
 // ancestors: those lie for it where they would lie then (`Lane`), so that its result is the same, too.
 //
@@ -103,10 +105,11 @@ struct Piece {
 
 struct Call {
   Settings set;
-  abi::Tensor q, q_pos, bias, sink, pages, tree, first, beside, beside_lse;
+  abi::Tensor q, q_pos, bias, sink, pages, tree, first, beside, beside_lse, owner;
   Segment segments[2];
   float *out, *lse;
-  int64_t B, H, G, T, D, W, R, rows, chunks, blocks, splits;
+  int64_t B, H, G, T, D, W, R, rows, chunks, blocks, splits;  // T, rows: of the row that has most
+  std::vector<Span> tokens;  // of each row among all, where there is no padding
   int64_t listed;  // pages that a query lists; 0: it reads everything
   int64_t own;     // slots from `first` on of which each token sees those of its row of `tree`; 0: no tree
   bool turned;  // whether many rows share each key, so that it pays to turn keys first
@@ -122,14 +125,23 @@ struct Row {
   drawn::Row draw = {};
 };
 
-// Where a row of queries and of results lies, among rows.
+// The tokens of a row among all: where they start, and how many.
+Span tokens_of(const Call& c, int64_t b) { return c.tokens.empty() ? Span{b * c.T, c.T} : c.tokens[b]; }
+
+// Where a row of queries and of results lies, among rows by head.
+int64_t by_head(const Call& c, int64_t b, int64_t head, int64_t t) {
+  return c.tokens.empty() ? (b * c.H + head) * c.T + t : head * c.owner.size[0] + c.tokens[b].start + t;
+}
+
+// The same, by token where they lie so.
 int64_t place(const Call& c, int64_t b, int64_t head, int64_t t) {
-  return c.set.packed ? (b * c.T + t) * c.H + head : (b * c.H + head) * c.T + t;
+  return c.set.packed ? (tokens_of(c, b).start + t) * c.H + head : by_head(c, b, head, t);
 }
 
 Row row_of(const Call& c, int64_t b, int64_t g, int64_t r) {
-  int64_t head = g * c.R + r / c.T, t = r % c.T;
-  int64_t position = c.q_pos.as<int64_t>()[b * c.T + t];
+  auto [start, count] = tokens_of(c, b);
+  int64_t head = g * c.R + r / count, t = r % count;
+  int64_t position = c.q_pos.as<int64_t>()[start + t];
   const float* q = c.q.as<float>() + place(c, b, head, t) * c.D;
   return {nullptr, q, head, position, slots::seen(c.set.mask, c.set.window, position)};
 }
@@ -362,7 +374,7 @@ void write(const Call& c, int64_t b, const Row& row, int64_t r, float* sofar) {
     sofar[0] = top;
     for (int64_t w = 0; w < c.W; ++w) sofar[2 + w] *= a;
   }
-  int64_t at = (b * c.H + row.head) * c.T + r % c.T;  // by head
+  int64_t t = r % tokens_of(c, b).count, at = by_head(c, b, row.head, t);
   if (c.beside.data) {  // one more key of that score
     float lse = std::max(kLeast, c.beside_lse.as<float>()[at]), top = std::max(sofar[0], lse);
     float a = sofar[0] == kNone ? 0.0f : std::exp(sofar[0] - top), share = std::exp(lse - top);
@@ -372,7 +384,7 @@ void write(const Call& c, int64_t b, const Row& row, int64_t r, float* sofar) {
     for (int64_t w = 0; w < c.W; ++w) sofar[2 + w] = std::fma(value[w], share, sofar[2 + w] * a);
   }
   if (c.lse) c.lse[at] = sofar[1] == 0 ? kLeast : sofar[0] + std::log(sofar[1]);
-  float* out = c.out + place(c, b, row.head, r % c.T) * c.W;
+  float* out = c.out + place(c, b, row.head, t) * c.W;
   float weight = sofar[1] > 0 ? 1 / sofar[1] : 0.0f;
   for (int64_t w = 0; w < c.W; ++w) out[w] = sofar[2 + w] * weight;
 }
@@ -408,8 +420,8 @@ struct Block {
   int64_t first, step, count;
 };
 
-Block block_of(const Call& c, int64_t block) {
-  if (!c.listed) return {block * kRows, 1, std::min(kRows, c.rows - block * kRows)};
+Block block_of(const Call& c, int64_t b, int64_t block) {
+  if (!c.listed) return {block * kRows, 1, std::min(kRows, c.R * tokens_of(c, b).count - block * kRows)};
   int64_t head = block / c.T * kRows;
   return {head * c.T + block % c.T, c.T, std::min(kRows, c.R - head)};
 }
@@ -547,8 +559,9 @@ void draw(const Call& c, int64_t pair, const Block& block, const float* weights,
 // A block of rows over a range of chunks: merged at once, or kept as partial results.
 void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* drawing) {
   int64_t b = pair / c.G, g = pair % c.G, width = c.W + 2;
-  Block mine = block_of(c, block);
+  Block mine = block_of(c, b, block);
   auto [first, step, count] = mine;
+  if (count <= 0) return;  // another row has more tokens
   int64_t each = (c.chunks + c.splits - 1) / c.splits;
   int64_t start = split * each, end = std::min(c.chunks, start + each);
   thread_local std::vector<float> buffer, keys, room;
@@ -654,7 +667,7 @@ void join(Call& c) {
   std::vector<float> sofar(width);
   std::fill_n(c.draw.out, c.draw.asked() ? c.B * c.G * c.draw.slots : 0, 0.0f);
   for (int64_t pair = 0; pair < c.B * c.G; ++pair)
-    for (int64_t r = 0; r < c.rows; ++r) {
+    for (int64_t r = 0; r < c.R * tokens_of(c, pair / c.G).count; ++r) {
       empty(sofar.data(), c.W);
       for (int64_t i = 0; i < c.chunks; ++i)
         merge(sofar.data(), c.partial.data() + ((pair * c.rows + r) * c.chunks + i) * width, c.W);
@@ -718,7 +731,23 @@ bool lay(const Call& c, Segment& s, const abi::Tensor& counts) {
   return true;
 }
 
-abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Call& c) {
+// The tokens of each row by the owner of each; whether these come row by row, one after another.
+bool share(Call& c) {
+  if (c.owner.rank != 2 || c.owner.size[1] != 2) return false;
+  const int64_t* owner = c.owner.as<int64_t>();
+  c.tokens.assign(c.B, Span{0, 0});
+  for (int64_t i = 0, last = 0; i < c.owner.size[0]; ++i) {
+    int64_t b = owner[2 * i];
+    if (b < last || b >= c.B || owner[2 * i + 1] != c.tokens[b].count) return false;
+    if (c.tokens[b].count++ == 0) c.tokens[b].start = i;
+    last = b;
+  }
+  c.T = 0;
+  for (const Span& s : c.tokens) c.T = std::max(c.T, s.count);
+  return true;
+}
+
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, bool draws, Call& c) {
   const abi::Api& api = kernel.api;
   Segment &kept = c.segments[0], &recent = c.segments[1];
   abi::Tensor k_pos, kept_pos, counts;
@@ -741,9 +770,19 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (abi::Status* s = abi::read(api, context, many + 2, &c.beside)) return s;
   if (abi::Status* s = abi::read(api, context, many + 3, &c.beside_lse)) return s;
   if (abi::Status* s = abi::read(api, context, many + 4, &counts)) return s;
+  if (!draws)
+    if (abi::Status* s = abi::read(api, context, many + 5, &c.owner)) return s;
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
+  int64_t lines = c.B, all = c.T;  // rows and tokens as they lie
+  bool flat = c.owner.rank != 0;
+  if (flat) {
+    c.B = recent.k.size[0];
+    bool plain = !c.pages.rank && !c.tree.rank && !c.beside.rank && !c.beside_lse.rank;
+    if (!plain || lines != 1 || c.owner.size[0] != all || c.q_pos.size[1] != all || !share(c))
+      return api.fail("Attention: the owners do not fit the queries and the cache");
+  }
   c.G = recent.k.size[1], c.W = form == kCodes ? c.set.v_width : recent.v.size[3];
   bool some = kept_pos.rank == 3, whole = some == (kept.k.rank == 4) && some == (kept.v.rank == 4);
   kept.ragged = some && counts.rank, kept.by_head = kept.ragged || kept_pos.size[1] == c.G;
@@ -751,7 +790,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   auto sized = [&](Segment& s, bool blocks) {
     return blocks ? blocks_of(c, s, true, &s.k_blocks) && blocks_of(c, s, false, &s.v_blocks) : same(c, s, coded);
   };
-  bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == c.B && k_pos.size[0] == c.B &&
+  bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == lines && k_pos.size[0] == c.B &&
               k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
               (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == (kept.by_head && !kept.ragged ? c.G : 1) &&
                          sized(kept, form >= kGroups) && lay(c, kept, counts)));
@@ -785,15 +824,15 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   int64_t items = std::max<int64_t>(1, c.B * c.G * c.blocks);
   c.splits = std::max<int64_t>(1, std::min<int64_t>(c.chunks / 2, 8 / items));
   c.turned = !c.set.exact && (c.listed ? c.R : c.rows) >= kTurned;
-  int64_t by_head[] = {c.B, c.H, c.T, c.W}, by_token[] = {c.B, c.T, c.H * c.W};
-  const int64_t* sizes = c.set.packed ? by_token : by_head;
+  int64_t heads_first[] = {lines, c.H, all, c.W}, by_token[] = {lines, all, c.H * c.W};
+  const int64_t* sizes = c.set.packed ? by_token : heads_first;
   abi::Value* out = nullptr;
   if (abi::Status* s = api.output(context, 0, sizes, c.set.packed ? 3 : 4, &out)) return s;
   void* data = nullptr;
   if (abi::Status* s = api.data(out, &data)) return s;
   c.out = static_cast<float*>(data);
   if (c.set.partial) {
-    if (abi::Status* s = api.output(context, 1, by_head, 3, &out)) return s;
+    if (abi::Status* s = api.output(context, 1, heads_first, 3, &out)) return s;
     if (abi::Status* s = api.data(out, &data)) return s;
     c.lse = static_cast<float*>(data);
   }
@@ -835,7 +874,7 @@ abi::Status* prepare_draw(const abi::Api& api, abi::Context* context, size_t inp
 template <Form kForm, bool kDraws>
 abi::Status* run(const Kernel& self, abi::Context* context) {
   Call c = {};
-  if (abi::Status* s = prepare(self, context, kForm, c)) return s;
+  if (abi::Status* s = prepare(self, context, kForm, kDraws, c)) return s;
   if (kDraws)
     if (abi::Status* s = prepare_draw(self.api, context, kInputs[kForm] + 5, c)) return s;
   size_t items = c.B * c.G * (kDraws && c.splits == 1 ? c.draw.lanes : c.blocks * c.splits);
@@ -876,9 +915,9 @@ constexpr abi::Attribute<Settings> kWithDraw[] = {
     {"seed", &Settings::seed, nullptr},
 };
 
-int type_of(Form form, size_t i) {
+int type_of(Form form, bool draws, size_t i) {
   if (size_t many = kInputs[form]; i >= many)
-    return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + 7 ? abi::kInt64 : abi::kFloat;
+    return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + (draws ? 7 : 5) ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kTable) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kUint8 : abi::kFloat;
@@ -897,8 +936,8 @@ abi::Op op() {
   else
     op = abi::op_of<Settings, kAttributes, run<kForm, false>>();
   op.name = [](const abi::Op*) { return kDraws ? kDrawn[kForm] : kNames[kForm]; };
-  op.input_count = [](const abi::Op*) { return kInputs[kForm] + (kDraws ? 8 : 5); };
-  op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
+  op.input_count = [](const abi::Op*) { return kInputs[kForm] + (kDraws ? 8 : 6); };
+  op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, kDraws, i); };
   op.output_count = [](const abi::Op*) { return size_t(kDraws ? 3 : 2); };
   op.output_presence = [](const abi::Op*, size_t i) { return int(i ? abi::kOptional : abi::kRequired); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };

@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, choice, codec, groups, mass, pages, quantized, units
+from accel.ir.ops import attention, choice, codec, flat, groups, mass, pages, quantized, units
 from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import DRAWN, attributes, join
@@ -54,6 +54,12 @@ def _whole(b: Builder, x: attention.Operands[str]) -> Any:
         return _attend(b, x, partial=False)
     made = _attend(b, static[0], partial=False)
     return made if made is NotImplemented else b.node("Mul", made, static[1])
+
+
+@lower(flat.flat_attention.default)
+def attend_flat(b: Builder, *operands: Any, **more: Any) -> Any:
+    """Of the tokens of all rows, as they lie."""
+    return _whole(b, flat.Flat[str](*operands, **more))
 
 
 @lower(attention.partial_attention.default)
@@ -163,7 +169,7 @@ def _plain(
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
     none = [None] * (4 - len(scales) if coded else 0)
-    rest = [*none, x.tree, x.first, x.beside, x.beside_lse, x.kept_counts]
+    rest = [*none, *_last(x)]
     op = "AttentionInt8" if coded else "Attention"
     return op, [*read, x.kept_pos, x.pages, *scales, *rest], _common(b, x, partial)
 
@@ -176,8 +182,13 @@ def _looked_up(x: attention.Operands[str], made: dict[str, onnx.NodeProto]) -> l
         [(parts[n][i] or None) if n else None for n in places] for i in range(3)
     )
     q, given = [x.q, *codes[:2]], [x.q_pos, x.k_pos, x.bias, x.sink, *codes[2:]]
-    rest = [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts]
-    return [*q, *given, x.kept_pos, x.pages, *scales, *tables, *rest]
+    return [*q, *given, x.kept_pos, x.pages, *scales, *tables, *_last(x)]
+
+
+def _last(x: attention.Operands[str]) -> list[str | None]:
+    """The operands that come last, whatever form keys and values have."""
+    owner = [x.owner] if isinstance(x, flat.Flat) else []
+    return [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts, *owner]
 
 
 def _apart(x: attention.Operands[str]) -> bool:
@@ -228,8 +239,7 @@ def _over_blocks(
         *scales,
     )
     return b.node(
-        "AttentionCodes" if last else "AttentionGroups", *given, None, None, x.beside, x.beside_lse,
-        x.kept_counts, **common,
+        "AttentionCodes" if last else "AttentionGroups", *given, *_last(x), **common,
         k_bits=k["bits"], v_bits=v["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"],
         k_along=k["along"], v_along=v["along"], v_width=v["width"],
     )  # fmt: skip

@@ -46,12 +46,12 @@ def _finish(acc, peak, total, sink, SINK: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, ends, blocks, counts,
+    q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, ends, starts, blocks, counts,
     out, lse, partial, sums,
     scale, cap, size, T, S, heads, groups, rows, width, distances, listed, offset, splits,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, pos_b, pos_g, lists_g, tiles,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr,
-    TREE: tl.constexpr, RAGGED: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
+    TREE: tl.constexpr, RAGGED: tl.constexpr, FLAT: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
     LISTED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
@@ -59,6 +59,7 @@ def attend(
     """Grid (tiles, splits of this part, B·G·PARTS): HEADS heads of a group in each of PARTS, TOKENS tokens a tile.
 
     RAGGED: `ends` [B,G] are where the slots of each head end, which lie one head's after another's, S of a row in all.
+    FLAT: the queries of all rows are one row, those of row b from `starts` [B+1] number b to number b + 1.
     WHOLE: this is all there is, and `out` [B,T,H,DV] is written, with LSE `lse` [B,T,H], too; else split `offset` +
     number of `splits` goes to `partial` [B·T·H,splits,DV] and its peak and total to `sums` [2,B·T·H,splits].
     """
@@ -66,19 +67,27 @@ def attend(
     b = (where // (groups * PARTS)).to(tl.int64)
     g = (where // PARTS) % groups
 
+    begin = b * T  # of the row's queries among all
+    tokens = T
+    if FLAT:
+        begin = tl.load(starts + b)
+        tokens = (tl.load(starts + b + 1) - begin).to(tl.int32)
+
     m = tl.arange(0, BLOCK_M)
     t = tile * TOKENS + m // HEADS
     inner = (where % PARTS) * HEADS + m % HEADS  # among the heads of the group
     h = g * (heads // groups) + inner
-    real = (m < TOKENS * HEADS) & (t < T) & (inner < heads // groups)
+    real = (m < TOKENS * HEADS) & (t < tokens) & (inner < heads // groups)
     n = tl.arange(0, BLOCK_N)
     d, w = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
 
     heads_at = q + b * q_b + h * q_h + t * q_t
+    if FLAT:
+        heads_at = q + h * q_h + (begin + t) * q_t
     queries = tl.load(
         heads_at[:, None] + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
     )
-    q_at = tl.load(q_pos + b * T + t, mask=real, other=-1).to(tl.int32)[:, None]
+    q_at = tl.load(q_pos + begin + t, mask=real, other=-1).to(tl.int32)[:, None]
     own = 0
     if TREE:
         own = tl.load(first + b).to(tl.int32)
@@ -154,7 +163,7 @@ def attend(
         acc += tl.dot(prob.to(queries.dtype), value.to(queries.dtype), input_precision=PRECISION)
         peak = top
 
-    row = (b * T + t) * heads + h
+    row = (begin + t) * heads + h
     if WHOLE:
         beside = tl.load(sink + h, mask=real, other=0.0) if SINK else 0.0
         peak = tl.where(peak == NONE, HIDDEN, peak)

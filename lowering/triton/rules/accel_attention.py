@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops import attention, codec
+from accel.ir.ops import attention, codec, flat
 from accel.ir.ops.attention import Mask, Operands
 from accel.lowering.triton.kernels.attention import attend, merge
 from accel.lowering.triton.writer.builder import Builder
@@ -50,12 +51,19 @@ class Tiling:
 
 
 def survey(
-    q_pos: Tensor, k_pos: Tensor, mask: str, window: int, repeat: int, width: int
+    q_pos: Tensor,
+    k_pos: Tensor,
+    mask: str,
+    window: int,
+    repeat: int,
+    width: int,
+    tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The blocks of slots that each tile of queries may see: [B,tiles,n] int32, those that count
-    first, and how many they are [B,tiles]. The same for all layers of a mask class.
+    first, and how many they are [B,tiles]. The same for all layers of a mask class. `tokens`: of a row, as far as
+    tiles go by them.
     """
-    tiling = Tiling.of(repeat, q_pos.shape[1], width)
+    tiling = Tiling.of(repeat, q_pos.shape[1] if tokens is None else tokens, width)
     seen = Mask(mask, window).visible(q_pos.unsqueeze(2), k_pos.unsqueeze(1))  # [B,T,S]
     tokens, slots = seen.shape[1:]
     count = -(-slots // tiling.block)
@@ -66,6 +74,20 @@ def survey(
     numbers = torch.arange(count, device=alive.device, dtype=torch.int32).expand_as(alive)
     found = numbers.new_zeros(*alive.shape[:2], count + 1).scatter_(2, place, numbers)
     return found[:, :, :count].contiguous(), alive.sum(2, dtype=torch.int32)
+
+
+def survey_flat(
+    owner: Tensor, q_pos: Tensor, k_pos: Tensor, mask: str, window: int, repeat: int, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the tokens of all rows in one, q_pos [1,F], of which owner [F,2] says whose they are; and where those
+    of each row begin and end among them [B+1].
+    """
+    row, number = owner.unbind(1)
+    padded = q_pos.new_full((k_pos.shape[0], int(number.max()) + 1), -1)
+    padded[row, number] = q_pos[0]
+    counts = row.new_zeros(k_pos.shape[0]).index_add_(0, row, torch.ones_like(row))
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return *survey(padded, k_pos, mask, window, repeat, width, _ROWS), starts
 
 
 @dataclass(frozen=True)
@@ -100,6 +122,7 @@ class Form:
     sink: Tensor | None = None
     tree: Tensor | None = None  # over the last part's own keys
     first: Tensor | None = None
+    starts: Tensor | None = None  # of rows whose queries are one row; then the last part has lists
 
 
 def attention_over(
@@ -121,18 +144,38 @@ def attention_over(
         if form.sink is not None and partial:
             lse.copy_(form.sink.expand_as(lse))
         return out.zero_().transpose(1, 2), lse.transpose(1, 2)
+    lines = batch * tokens * heads
     tiling = Tiling.of(heads // groups, tokens, width)
     tiles = -(-tokens // tiling.tokens)
+    if form.starts is not None and own.lists is not None:
+        batch, tiling = own.k.shape[0], Tiling.of(heads // groups, _ROWS, width)
+        tiles = own.lists[0].shape[1]
     programs = tiles * batch * groups * tiling.parts
     splits = [_splits(q.device, programs, -(-p.slots // tiling.block)) for p in parts]
-    lines, every = batch * tokens * heads, sum(splits)
+    every = sum(splits)
     whole = every == 1
     split = q.new_empty(0 if whole else lines * every * wide, dtype=torch.float32)
     sums = q.new_empty(0 if whole else 2 * lines * every, dtype=torch.float32)
     offset = 0
     for part, count in zip(parts, splits, strict=True):
         last = part is own
-        _launch(q, q_pos, part, form, tiling, out, lse, split, sums, offset, count, every, last)
+        given = (
+            q,
+            q_pos,
+            part,
+            form,
+            tiling,
+            tiles,
+            out,
+            lse,
+            split,
+            sums,
+            offset,
+            count,
+            every,
+            last,
+        )
+        _launch(*given)
         offset += count
     if not whole:
         merge[(lines,)](
@@ -149,6 +192,7 @@ def _launch(
     part: Part,
     form: Form,
     tiling: Tiling,
+    tiles: int,
     out: Tensor,
     lse: Tensor,
     partial: Tensor,
@@ -159,14 +203,16 @@ def _launch(
     last: bool,
 ) -> None:
     """One part's splits, from split `offset` on of `every`."""
-    batch, heads, tokens, width = q.shape
+    heads, tokens, width = q.shape[1:]
+    lines = q.shape[0] * tokens * heads
     q, k, v, pos = (rows(t) for t in (q, part.k, part.v, part.pos))
+    batch = k.shape[0]
     groups, slots, wide = k.shape[1], k.shape[2], v.shape[3]
     ends = None if part.counts is None else part.counts.cumsum(1)
     head_strides = k.stride(1), v.stride(1)
     if ends is not None:
         groups, head_strides = ends.shape[1], (0, 0)
-    tiles, per_head = -(-tokens // tiling.tokens), pos.dim() == 3 and pos.shape[1] > 1
+    per_head = pos.dim() == 3 and pos.shape[1] > 1
     lists = part.lists or (out, out)
     k_scale, v_scale = part.scales or (out, out)
     tree = form.tree is not None and form.tree.shape[2] > 1 and last
@@ -176,14 +222,14 @@ def _launch(
         q, k, v, k_scale.contiguous(), v_scale.contiguous(), q_pos.contiguous(), pos,
         _or(form.bias, out), _or(form.sink, out),
         form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
-        form.first if tree else out, _or(ends, out), *lists, out, lse, partial, sums,
+        form.first if tree else out, _or(ends, out), _or(form.starts, out), *lists, out, lse, partial, sums,
         form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
-        batch * tokens * heads, 0 if form.bias is None else form.bias.shape[-1], middle,
+        lines, 0 if form.bias is None else form.bias.shape[-1], middle,
         -(-slots // tiling.block), offset, every,
         *q.stride()[:3], k.stride(0), head_strides[0], k.stride(2), v.stride(0), head_strides[1], v.stride(2),
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
-        RAGGED=ends is not None, LSE=lse.numel() > 0, SCALED=part.scales is not None,
+        RAGGED=ends is not None, FLAT=form.starts is not None, LSE=lse.numel() > 0, SCALED=part.scales is not None,
         LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
         HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
@@ -255,6 +301,23 @@ def attended(
     return attention.merged(out, lse, beside, beside_lse)[0].to(out.dtype)
 
 
+def flatly(
+    q: Tensor,
+    q_pos: Tensor,
+    parts: Sequence[tuple[Any, ...]],
+    starts: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    mask: str,
+    window: int,
+    sink: Tensor | None,
+) -> Tensor:
+    """`flat_attention`, over rows whose tokens begin at `starts`."""
+    form = Form(scale, softcap, mask, window, bias, sink, starts=starts)
+    return attention_over(q, q_pos, [Part(*part) for part in parts], form)[0]
+
+
 def partly(
     q: Tensor,
     q_pos: Tensor,
@@ -319,6 +382,24 @@ def _attention_rule(
         x.first,
         x.beside,
         x.beside_lse,
+    )
+
+
+@lower(flat.flat_attention.default)
+def flat_rule(b: Builder, *operands: Any, **more: Any) -> Any:
+    """Queries are read as they lie, too."""
+    x = flat.Flat[fx.Node](*operands, **more)
+    width, wide = int(b.shape(x.q)[3]), int(b.shape(x.v)[3])
+    if max(width, wide) > _widest(b.device):
+        return NotImplemented
+    repeat = int(b.shape(x.q)[1]) // int(b.shape(x.k)[1])
+    found = b.once(survey_flat, x.owner, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
+    blocks, counts, starts = (b.once(operator.getitem, found, i) for i in range(3))
+    parts = [(*_stored(x.k, x.v, x.k_pos), (blocks, counts))]
+    if x.kept_k is not None and x.kept_v is not None:
+        parts.insert(0, (*_stored(x.kept_k, x.kept_v, x.kept_pos), None, x.kept_counts))
+    return b.call(
+        flatly, x.q, x.q_pos, parts, starts, x.bias, x.scale, x.softcap, x.mask, x.window, x.sink
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops import codec, kv, rope
+from accel.ir.ops import codec, flat, kv, rope
 from accel.lowering.triton.kernels.cache import place, place_coded, rotate
 from accel.lowering.triton.writer.builder import Builder
 from accel.lowering.triton.writer.sizes import power, rows
@@ -39,6 +39,16 @@ def append(buffer: Tensor, new: Tensor, slots: Tensor) -> Tensor:
     index = slots.unsqueeze(1) + torch.arange(new.shape[axis], device=new.device)  # [B,T]
     index = index if axis == 1 else index.unsqueeze(1).expand(new.shape)
     return buffer.scatter_(axis, index, new)
+
+
+def append_flat(buffer: Tensor, new: Tensor, slots: Tensor, owner: Tensor) -> Tensor:
+    """`flat_append` into the buffer itself."""
+    row, number = owner.unbind(1)
+    if buffer.dim() == 2:
+        buffer[row, slots[row] + number] = new[0]
+    else:
+        buffer[row, :, slots[row] + number] = new[0].transpose(0, 1)
+    return buffer
 
 
 def place_keys(buffer: Tensor, new: Tensor, slots: Tensor, turn: Turn | None) -> Tensor:
@@ -132,6 +142,14 @@ def append_rule(b: Builder, buffer: fx.Node, new: fx.Node, slots: fx.Node) -> fx
         return _writes(b.call(place_keys, buffer, new, slots, None), buffer)
     both = b.call(place_both, keys.args[0], buffer, keys.args[1], new, slots, keys.args[3])
     return _split(b, both, keys, buffer)
+
+
+@lower(flat.flat_append.default)
+def flat_append_rule(
+    b: Builder, buffer: fx.Node, new: fx.Node, slots: fx.Node, owner: fx.Node
+) -> fx.Node:
+    """As the tokens are."""
+    return _writes(b.call(append_flat, buffer, new, slots, owner), buffer)
 
 
 def _split(b: Builder, both: fx.Node, first: fx.Node, buffer: fx.Node) -> fx.Node:

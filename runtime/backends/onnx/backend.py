@@ -19,6 +19,7 @@ from accel.ir.adapters import ROWS
 from accel.ir.entries import kind_of
 from accel.ir.entries.compress import COMPRESS
 from accel.ir.entries.encode import ENCODE
+from accel.ir.entries.flat import FLAT
 from accel.ir.entries.step import STEP, given_beside
 from accel.ir.sizes import FEW, grows, in_numbers
 from accel.ir.state import Part, StateValue, output_of, state_of
@@ -133,6 +134,7 @@ class OrtBackend:
         return OrtSession(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
             self.other, everything(self.artifact.facts), self.artifact.manifest.keeps_trees(self.tuning.kernels),
+            FLAT.name in self.entries,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -152,7 +154,8 @@ class OrtBackend:
         path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
         kind = kind_of(entry)
         most = self.threads if kind is None or kind.threads is None else kind.threads
-        resting = self._in_turns or entry != self.entry
+        turns = self._in_turns or FLAT.name in self.entries  # which comes between two steps
+        resting = turns or entry != self.entry
         return open_session(path, min(most, self.threads), resting=resting, mapped=self._mapped)
 
 
@@ -172,14 +175,15 @@ class OrtSession:
         other: Callable[[str], Any] | None = None,
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
         trees: bool = False,
+        flat: bool = False,
     ):
         """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
-        what they are at first. `trees`: whether the step takes any.
+        what they are at first. `trees`: whether the step takes any. `flat`: whether there is such an entry.
         """
         self._session = session
         self._other_entry = other
         self._parts = Parts(other)
-        self.trees = trees
+        self.trees, self.flat = trees, flat
         self._row = (
             _value(np.ones((1, 1, 1), np.bool_)) if trees else None
         )  # the tree of a plain call
@@ -372,7 +376,7 @@ class OrtSession:
         """See protocol.BackendSession."""
         other = OrtSession(
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
-            self.tile, self._other_entry, self._controls, self.trees,
+            self.tile, self._other_entry, self._controls, self.trees, self.flat,
         )  # fmt: skip
         if self._adapters:
             arrays = {n: a for n, a in self._adapters.items() if n != ROWS}
