@@ -1,7 +1,7 @@
 """Every loop, drafter, tree, length and rule with every method that changes the graph, on tiny models: refused with a
 reason, or the tokens of plain decoding over the same artifact.
 
-    python tools/matrix/matrix_loops.py [--sample N] [--seed S] [--results FILE]
+    python tools/matrix/matrix_loops.py [--sample N] [--seed S] [--having METHOD] [--part K/N] [--results FILE]
 
 A loop that searches has other tokens than plain decoding: those of the eager target count there.
 """
@@ -32,6 +32,7 @@ from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
 from accel.ir.axis import find_axes
 from accel.ir.invariants import Invariant
+from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.runtime.decode.costs import Costs
@@ -86,14 +87,7 @@ class Loops(Matrix):
     def _recipe(self, case: Case) -> Recipe:
         axis, name = case.tables[0]
         graph = super()._recipe(Case(case.architecture, case.tables[1:]))
-        tables = {axis: {"use": name, **find_axes()[axis].small(name)}}
-        if axis in HOST and axis not in ("draft", "loop"):
-            odds = Invariant.PROBABILITIES in find_axes()[axis].build(name).relies
-            tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
-            if axis == "verify":
-                tables |= _reaching(name)
-        if axis == "loop" and find_axes()["loop"].method(name).asks.get("draft") == "":
-            tables["draft"] = {"use": "model"}
+        tables = {axis: {"use": name, **find_axes()[axis].small(name)}, **reaching(axis, name)}
         drafts = tables.get("draft", {}).get("use")
         if drafts and find_axes()["draft"].method(drafts).draft_folder is not Drafts.draft_folder:
             tables["draft"]["path"] = str(
@@ -130,9 +124,14 @@ class Loops(Matrix):
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         passes = building._passes(job)
         own = matrix.shared(passes)
+        plan = draft_build.own_plan(job.plan, program.facts.max_context)
+        beside = None if plan is None else program.copy()
         run(program, passes[own:], done=passes[:own])
         program.calibration = None
-        with building._artifact(job, program, None, None, None) as built:
+        if plan is not None and beside is not None:
+            job.own = building._Job(plan, BuildOptions(verify=False), lambda *_: None)
+            _own(job.own, beside, program)
+        with building._artifact(job, program, None, None, None, beside) as built:
             if getattr(job.plan.methods.get("loop"), "searches", False):
                 oracle = building._in_process(job, program, None, None)
                 assert built.artifact is not None
@@ -154,8 +153,32 @@ class Loops(Matrix):
             return alike(_generated(plain, PROMPTS), got, PROMPTS, plain)
 
 
-def _reaching(name: str) -> dict[str, Any]:
-    """What drafts that a rule takes come from: chains, the trees that its drafter's own shape gives, or another's."""
+def _own(job: Any, beside: Program, program: Program) -> None:
+    """Make of a program that was captured that by which the model drafts for itself, as a build does."""
+    job.plan.passes = building.keeping(beside, job.plan.passes)
+    passes = building.pipeline(own=job.plan.every)
+    done = matrix.shared(passes)
+    run(beside, passes[done:], done=passes[:done])
+    beside.calibration = None
+    rounded = any(isinstance(step, building.Calibrated) for step in job.plan.passes)
+    draft_build.share(beside, program, rounded)
+
+
+def reaching(axis: str, name: str) -> dict[str, Any]:
+    """The drafts by which a method between calls is reached, as the tables of other axes."""
+    axes, model = find_axes(), {"draft": {"use": "model"}}
+    if axis == "verify":
+        return _judged(name)
+    if axis == "length":  # a head says which drafts it learnt of
+        return dict(getattr(axes["length"].method(name), "drafts", model))
+    if axis == "tree":
+        odds = Invariant.PROBABILITIES in axes["tree"].build(name).relies
+        return model if odds else {"draft": {"use": "token-recycling"}}
+    return model if axis == "loop" and axes["loop"].method(name).asks.get("draft") == "" else {}
+
+
+def _judged(name: str) -> dict[str, Any]:
+    """Drafts that a rule takes: chains, the trees that their drafter's own shape gives, or another's."""
     axes = find_axes()
     rule = axes["verify"].build(name)
     if not rule.branches:
