@@ -59,10 +59,12 @@ CLOSE = 1e-3  # between the best two logits, of the largest: a token that roundi
 
 def cases() -> list[Case]:
     """Each method between calls, the rest of a recipe by default: with none of the graph, on every architecture; with
-    each of the graph on the first; on each other one with one of each axis of the graph.
+    each of the graph on the first; on each other one with one of each axis of the graph. Loops that fill masks are for
+    other models.
     """
     axes = {name: axis.names() for name, axis in find_axes().items()}
-    left = {"loop": {"autoregressive", "speculative"}}
+    fill = {name for name in axes["loop"] if find_axes()["loop"].method(name).masked_diffusion}
+    left = {"loop": {"autoregressive", "speculative", *fill}}
     hosts = {a: [m for m in axes[a] if m not in left.get(a, ())] for a in HOST if a in axes}
     graph = {a: names for a, names in sorted(axes.items()) if a.partition(".")[0] in AXES}
     found = []
@@ -88,11 +90,14 @@ class Loops(Matrix):
         axis, name = case.tables[0]
         graph = super()._recipe(Case(case.architecture, case.tables[1:]))
         tables = {axis: {"use": name, **find_axes()[axis].small(name)}, **reaching(axis, name)}
-        drafts = tables.get("draft", {}).get("use")
-        if drafts and find_axes()["draft"].method(drafts).draft_folder is not Drafts.draft_folder:
-            tables["draft"]["path"] = str(
-                self._drafting(case.architecture, matrix.LAYERS if axis == "loop" else 1)
-            )
+        if drafts := tables.get("draft", {}).get("use"):
+            kind = find_axes()["draft"].method(drafts)
+            if kind.fills:
+                tables["draft"]["path"] = str(self._filling(case.architecture))
+            elif kind.draft_folder is not Drafts.draft_folder:
+                tables["draft"]["path"] = str(
+                    self._drafting(case.architecture, matrix.LAYERS if axis == "loop" else 1)
+                )
         return Recipe(name=str(case), tables={**graph.tables, **tables})
 
     def _drafting(self, architecture: str, size: int) -> Path:
@@ -114,6 +119,16 @@ class Loops(Matrix):
             accel.optimize(
                 module, "base", out=folder, max_context=128, max_batch=8, verify=False
             ).close()
+        return folder
+
+    def _filling(self, architecture: str) -> Path:
+        """A model that fills masks, with the tokens of an architecture."""
+        folder = Path(self.folder.name) / f"fills.{architecture}"
+        if not folder.exists():
+            module, size = models.llada(), self._program(architecture).facts.vocab_size
+            module.resize_token_embeddings(size)
+            module.config.mask_token_id = size - 1
+            module.save_pretrained(folder)
         return folder
 
     def _compare(self, case: Case) -> tuple[str, str]:
