@@ -80,31 +80,33 @@ def chances(paths: Sequence[Path], rates: Sequence[float]) -> list[float]:
 
 def shaped(form: Form, draw: Draw | None, replacement: bool = False) -> Growth:
     """Grow a tree of that form, less what has no probability. `replacement`: siblings are drawn independently; those
-    that hold the same token are asked for once.
+    that hold the same token are one node, below which all goes on that the form has below them.
     """
     nodes, level, expanded = Nodes(replacement), LEVEL, 0
-    # Nodes to expand: in the form, in the tree, and by which of the guesses.
-    open_ = [(0, ROOT, 0)] if form[0] else []
+    # Nodes to expand: where they are in the form, and in the tree.
+    open_: list[tuple[list[int], int]] = [([0], ROOT)] if form[0] else []
     while open_:
         guesses = yield level
         if guesses is None:
             break
         rows = guesses.tolist() if isinstance(guesses, np.ndarray) else guesses
-        below, asked = [], dict[tuple[int, int], int]()
-        for place, node, number in open_:
-            wanted, guess = form[place], rows[number]
+        below, above = list[tuple[list[int], int]](), list[int]()
+        for number, ((places, node), guess) in enumerate(zip(open_, rows, strict=True)):
+            wanted = [child for place in places for child in form[place]]
             if isinstance(guess, list):
                 added = nodes.add(node, [token for token in guess[: len(wanted)] if token >= 0])
             else:
                 found = children(guess, len(wanted), draw, replacement)
                 added = nodes.add(node, found, None if draw is None else guess)
+            of: dict[int, list[int]] = {}
             for child, new in zip(wanted, added, strict=False):
                 if form[child]:
-                    key = expanded + number, nodes.tokens[new]
-                    below.append((child, new, asked.setdefault(key, len(asked))))
+                    of.setdefault(new, []).append(child)
+            below += [(those, new) for new, those in of.items()]
+            above += [expanded + number] * len(of)
         expanded += len(rows)
         open_ = below
-        level = Level(_ints([token for _, token in asked]), _ints([above for above, _ in asked]))
+        level = Level(_ints([nodes.tokens[new] for _, new in open_]), _ints(above))
     return nodes.tree()
 
 
