@@ -92,11 +92,7 @@ class Greedy(matrix_loops.Loops):
         return Recipe(name=str(case), tables=tables)
 
     def _program(self, architecture: str) -> Program:
-        if architecture not in self.programs:
-            loaded = load_model(MODEL)
-            program = capture(loaded.model, max_context=512, stored=loaded.stored)
-            self.programs[architecture] = over_state(program)
-        return self.programs[architecture].copy()
+        return _captured().copy()
 
     def _like_plain(self, built: CompiledModel) -> tuple[str, str]:
         """Over all prompts, some rows at a time."""
@@ -113,6 +109,12 @@ class Greedy(matrix_loops.Loops):
         if not stood:
             return "wrong", f"of {drafted} drafted tokens none stood: nothing was tested"
         return "equal", f"{len(ids)} prompts, {drafted} tokens drafted, {stood} stood"
+
+
+@cache
+def _captured() -> Program:
+    loaded = load_model(MODEL)
+    return over_state(capture(loaded.model, max_context=512, stored=loaded.stored))
 
 
 @cache
