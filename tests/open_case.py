@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from accel.ir.diffusion import Diffusion
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.row import Row
 from accel.runtime.draft import Drafters
@@ -87,6 +88,14 @@ class Tables:
                 logits[i, n] = self.says((*self.rows[i], *tokens[i][tree[i, n]].tolist()))
         return logits if columns is None else np.take_along_axis(logits, columns[:, :, None], 1)
 
+    def write(self, tokens, start, lengths=None, rows=None):
+        """Of a model that fills masks: what follows a token, the masks before it being a 0."""
+        count, first = lengths[0], int(np.ravel(start)[0])
+        self.held[first : first + count] = tokens[0, :count].tolist()
+        known = [token if token < self.vocab_size else 0 for token in self.held]
+        logits = np.stack([self.says(tuple(known[: first + n + 1])) for n in range(count)])[None]
+        return np.take_along_axis(logits, rows[:, :, None], 1)
+
     def take(self, other, lengths):
         self.rows = [row[: int(n)] for row, n in zip(other.rows, lengths, strict=True)]
         return True
@@ -155,8 +164,9 @@ class Opened:
             for prompt in self.prompts
         ]
         facts = SimpleNamespace(depth=SimpleNamespace(plan=[0, 0]), layers=[], parameters=1)
+        masks = Diffusion(size, shift=True)  # if it fills any
         beside = SimpleNamespace(
-            session=self.session, tokenizer=None, facts=SimpleNamespace(kv=None)
+            session=self.session, tokenizer=None, facts=SimpleNamespace(kv=None, diffusion=masks)
         )
         model = SimpleNamespace(draft_model=beside, tokenizer=None, facts=facts)
         methods = {"tree": self.shape, "verify": Walked(self.rule, chance), "length": self.length}

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import bench_speculation as bench
 import bench_speculation_page as page
 import pytest
 from typer.testing import CliRunner
@@ -52,11 +53,67 @@ def test_every_kind_is_measured(drafting, tmp_path):
         assert r["equal"] == 1 and r["speedup"] > 0 and 1 <= r["tokens_per_check"] <= 24
         assert sum(r["shares"].values()) == pytest.approx(1)
     assert any(r["tokens_per_check"] > 1.2 for r in result["rows"]), "a copy is looked up"
-    page.write(tmp_path, [{"name": "prompt-lookup", **result}])
+    page.write(tmp_path, [{"name": "prompt-lookup", **result}], ["prompt-lookup"])
     text = (tmp_path / "speculation.md").read_text()
-    assert (
-        "| `prompt-lookup` |" in text and len(list((tmp_path / "speculation").glob("*.png"))) == 3
+    assert "### One prompt at a time, greedy" in text and "Not measured" not in text
+
+
+def test_the_page_takes_partial_results(tmp_path):
+    """Two recipes of three, one of them only in batches; a table of what there is, and the names of what is missing."""
+    runs = [
+        {"ratios": [1.5], "plain": 10.0, "drafting": 15.0, "whole": 15.0, "equal": 1, "tokens": 12, "rows": 1,
+         "speculation": {"drafted": 8, "accepted": 5, "fallback": 1, "by_place": [[4, 3]], "seconds": {"verify": 1.0}}},
+    ]  # fmt: skip
+    rows = [{"kind": kind, **speculation._together(runs)} for kind in KINDS]
+    common = {"prompts": 1, "new_tokens": 12, "repeat": 1, "rows": rows}
+    names = ["one", "other", "third"]
+    results = [
+        {"name": "one", "batch": 8, "temperature": 0.8, **common},
+        {"name": "other", "batch": 1, "temperature": 0.0, **common},
+        {"name": "other", "batch": 8, "temperature": 0.8, **common},
+        {"name": "gone", "batch": 1, "temperature": 0.0, **common},
+    ]
+    page.write(tmp_path, results, names)
+    text = (tmp_path / "speculation.md").read_text()
+    one, batched = (
+        text.index("### One prompt at a time, greedy"),
+        text.index("### 8 prompts at a time, temperature 0.8"),
     )
+    assert one < text.index("| `other` |") < text.index("Not measured: `one`, `third`.") < batched
+    assert batched < text.index("| `one` |") < text.index("Not measured: `third`.")
+    assert "`gone`" not in text, "a recipe that is no more"
+    assert len(list((tmp_path / "speculation").glob("*.png"))) == 3
+    with pytest.raises(ValueError, match="there is no result of a recipe"):
+        page.write(tmp_path, results[3:], names)
+
+
+def test_what_is_kept_is_not_measured_again(tmp_path, monkeypatch):
+    """But with other settings it is; a case that fails leaves nothing, and the others go on."""
+    asked = []
+
+    def measured(case, **options):
+        asked.append((case.name, case.batch, case.temperature))
+        assert case.name != "bad", "a failure"
+        return {
+            "name": case.name,
+            "prompts": case.batch,
+            "new_tokens": options["tokens"],
+            "repeat": options["repeat"],
+        }
+
+    monkeypatch.setattr(bench, "RESULTS", tmp_path)
+    monkeypatch.setattr(bench, "_measured", measured)
+    words = ["--prompts", "1", "--tokens", "4", "--repeat", "1", "--only", "bad", "--only", "good"]
+    found = CliRunner().invoke(bench.app, words)
+    assert (
+        found.exit_code == 1 and "FAILED Case(name='bad', batch=8, temperature=0.8)" in found.output
+    )
+    assert asked[:2] == [("bad", 1, 0.0), ("good", 1, 0.0)] and len(asked) == 8
+    assert len(list(tmp_path.iterdir())) == 4 == len(list(tmp_path.glob("good.*.json")))
+    CliRunner().invoke(bench.app, words)
+    assert [name for name, *_ in asked[8:]] == 4 * ["bad"]
+    CliRunner().invoke(bench.app, [*words, "--tokens", "5", "--batch", "8"])
+    assert asked[12:] == [(name, 8, t) for t in (0.0, 0.8) for name in ("bad", "good")]
 
 
 def test_what_stands_is_added_up():

@@ -86,12 +86,16 @@ def test_chains_that_agree_go_on_together():
     assert max(gap(Threshold(at=1), world, CHAINS, 2) for world in worlds) > 0.01
 
 
-def test_chains_are_of_one_length_and_ask_for_what_they_share_once():
+def test_chains_are_of_one_length_and_a_trie_of_what_they_share():
     says = table(3, 2)
     luck = np.random.default_rng(0)
     tree = tree_of(IndependentChains(), 11, Asked(says), lambda law: law.draw(luck))
-    assert tree.replacement and np.bincount(tree.depths)[1:].tolist() == [3, 3, 3]
-    assert len(set(map(tuple, prefixes(tree)))) < 7, "some agree, and `Asked` takes no node twice"
+    assert tree.replacement and np.bincount(tree.depths[tree.draws])[1:].tolist() == [3, 3, 3]
+    whole = [(*p, t) for p, t in zip(prefixes(tree), tree.tokens.tolist(), strict=True)]
+    assert len(set(whole)) == len(tree) < 9, "some agree, and stand once"
+    below = [len(tree.children(node)) for node in range(len(tree)) if tree.depths[node] < 3]
+    drawn = np.bincount(tree.draws)[tree.depths < 3]
+    assert below == drawn.tolist() and max(drawn) > 1, "as many chains go on as came there"
     assert len(tree_of(IndependentChains(), 2, Asked(says))) == 2
     chosen = tree_of(IndependentChains(2), 4, Asked(says))
     assert sorted(chosen.tokens[:2].tolist()) == sorted(np.argsort(-says(()).weights)[:2].tolist())

@@ -1,18 +1,25 @@
 """STAND: the memory against the mean of all distributions, and drafts that are drawn from it."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
+import tree_template as tool
 
 from accel.compiler.assemble import assemble
+from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.draft.stand import Memory, Stand, grams
 from accel.runtime.sample.standard import Standard
+from accel.runtime.tree._shaped import Formed
+from accel.runtime.tree.stand import Stand as Template
 from accel.runtime.tree.static import Static
 from accel.runtime.verify import Chance, Target, Verdict
 from accel.runtime.verify.rrs_wor import RrsWor
 
 from .draft_case import rows_of
+from .grow_case import Asked, table, tree_of
 from .store_case import SIZE, decode, plain
 from .verify_case import distance
 
@@ -126,6 +133,64 @@ def test_tokens_are_those_of_plain_decoding_and_all_that_stands_is_learnt():
     for context_ in ([3, 4], [2, 3, 4], [1, 2, 3, 4]):
         tokens, chances = drafters._memories[0].find(grams(context_)[:1])
         assert tokens[0] == 7 and chances[0] == pytest.approx(1)
+
+
+def law_of_templates(chosen):
+    """Each node after its parent and its earlier siblings; of two that could come next, the one that stood more often;
+    what stood.
+    """
+    rng = np.random.default_rng(0)
+    for count in (3, 9, 40):
+        stood = Counter()
+        for _ in range(60):
+            path = ()
+            while len(path) < 4 and rng.random() < 0.7:
+                path = (*path, int(rng.geometric(0.6)) - 1)
+                stood[path] += 1
+        found, open_ = chosen(stood, count), {(0,)}
+        assert len(found) <= count and all(path in stood for path in found)
+        for path in found:
+            assert path in open_ and stood[path] == max(stood[other] for other in open_)
+            open_ -= {path}
+            open_ |= {(*path, 0), (*path[:-1], path[-1] + 1)}
+
+
+def test_a_template_is_of_the_nodes_that_stood_most_often():
+    law_of_templates(tool.best)
+    with pytest.raises(AssertionError):
+        law_of_templates(lambda stood, count: [path for path, _ in stood.most_common(count)])
+    with pytest.raises(AssertionError):
+        law_of_templates(lambda stood, count: sorted(tool.best(stood, count)))
+    counted = tool.Counted(Formed(((0,), (1,), (1, 0))))
+    tree = tree_of(counted, 3, Asked(table(6, 0)))
+    counted.observe(tree, [1, 2])
+    counted.observe(tree, [])
+    assert counted.rounds == 2 and counted.stood == {(1,): 1, (1, 0): 1}
+
+
+def test_the_bundled_template_is_cut_where_more_nodes_do_not_pay():
+    sizes = [
+        len(tree_of(Template().begin(lambda n, each=each: 1 + each * n), 99, Asked(table(90, 0))))
+        for each in (10.0, 0.05, 0.0)
+    ]
+    assert sizes[0] == 1 < sizes[1] < sizes[2] > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("no JSON", "holds no template .*tree_template.py"),
+        ('{"paths": [[0]]}', "holds no template .'stand'"),
+        ('{"paths": [[0]], "stand": []}', "paths and stand differ in length"),
+        ('{"paths": [[0]], "stand": [2.0]}', "2.0 is not how often a node stands"),
+        ('{"paths": [[1]], "stand": [0.5]}', r"path \[1\] lacks its parent \[0\]"),
+    ],
+)
+def test_a_template_that_is_none(tmp_path, text, why):
+    file = tmp_path / "template.json"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=f"tree.stand: .*{why}"):
+        Template(str(file))
 
 
 def test_what_it_goes_with():

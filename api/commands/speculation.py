@@ -26,14 +26,16 @@ def measure(
     tokens: int,
     repeat: int,
     batch: int = 1,
+    temperature: float = 0.0,
     threads: int | None = None,
     kernels: str = "auto",
     kinds: Sequence[str] = (),
     show: Callable[[str, float], None] = lambda *_: None,
 ) -> dict[str, Any]:
     """Figures of an artifact that drafts, by kind of prompt (`accel.reference.kinds`): `count` prompts, each gone on
-    with for `tokens` tokens, greedily, plainly and with drafts in turns, `repeat` times after one that warms up.
-    `batch`: prompts that run together; of each kind there are at least so many.
+    with for `tokens` tokens, plainly and with drafts in turns, `repeat` times after one that warms up.
+    `batch`: prompts that run together; of each kind there are at least so many. `temperature`: 0 is greedy; else both
+    ways sample with the same seed, another in each turn.
 
     Raises InputError where the artifact does not draft, has no tokenizer, or takes no batch of that size.
     """
@@ -55,7 +57,7 @@ def measure(
             for j in range(groups):
                 show(kind, (i + j / groups) / len(wanted))
                 group = texts[j * batch : (j + 1) * batch]
-                runs.append(_prompts(plain, drafting, group, tokens, repeat))
+                runs.append(_prompts(plain, drafting, group, tokens, repeat, temperature))
             rows.append({"kind": kind, **_together(runs)})
         tuning = drafting.tuning
         return {
@@ -67,6 +69,7 @@ def measure(
             if drafting.draft_model
             else None,
             "batch": batch,
+            "temperature": temperature,
             "prompts": groups * batch,
             "new_tokens": tokens,
             "repeat": repeat,
@@ -97,8 +100,9 @@ def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
 
 
 def _prompts(
-    plain: CompiledModel, drafting: CompiledModel, group: Sequence[str], tokens: int, repeat: int
-) -> dict[str, Any]:
+    plain: CompiledModel, drafting: CompiledModel, group: Sequence[str], tokens: int, repeat: int,
+    temperature: float,
+) -> dict[str, Any]:  # fmt: skip
     """Prompts that run together, both ways in turns: the ratio of each pair of runs, and what the last one with drafts
     did.
     """
@@ -115,7 +119,9 @@ def _prompts(
         outputs = {}
         for model in models:
             time.sleep(QUIET)
-            outputs[id(model)] = model.generate(ids, tokens, eos=[])
+            outputs[id(model)] = model.generate(
+                ids, tokens, eos=[], temperature=temperature, seed=turn
+            )
         before, after = outputs[id(plain)], outputs[id(drafting)]
         if turn:
             speeds.append((before.stats["tokens_per_second"], after.stats["tokens_per_second"]))

@@ -32,6 +32,7 @@ PLAIN = "autoregressive"  # the loop of a recipe that drafts nothing
 TREES = {
     "draft": {"use": "token-recycling"}
 }  # a recipe whose calls may be trees; nobody decodes by it
+FILLS = {"loop": {"use": "dllm-lowconf"}}  # nor by this one, of a model that fills masks
 
 
 def own_plan(plan: Plan, max_context: int) -> Plan | None:
@@ -122,6 +123,8 @@ def _recipe(plan: Plan) -> Recipe:
     """That of a draft model which is built along."""
     weights = plan.methods["draft"].weights
     tables = {"weights": {"use": weights}} if weights else {}
+    if plan.methods["draft"].fills:
+        return Recipe(name=f"{plan.recipe.name}: draft", tables={**tables, **FILLS})
     trees = TREES if _grows(plan) else {}
     return Recipe(name=f"{plan.recipe.name}: draft", tables={**tables, **trees})
 
@@ -146,12 +149,13 @@ def _build(
     """
     if (path / MANIFEST).is_file():
         artifact = open_artifact(path)
-        _check(path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")
+        _check(plan, path, target, tokenizer, artifact.facts, artifact.path / "tokenizer.json")
         if folder is not None:
             copy_artifact(artifact, folder)
         model = load(folder or path)
         try:
-            check_rewind(model, plan)
+            if not plan.methods["draft"].fills:
+                check_rewind(model, plan)
         except BaseException:
             model.close()
             raise
@@ -169,7 +173,7 @@ def _build(
         )
         model = compile_model(path, _recipe(plan), own, folder)
         try:
-            _check(path, target, tokenizer, model.facts, path / "tokenizer.json")
+            _check(plan, path, target, tokenizer, model.facts, path / "tokenizer.json")
         except RecipeError:
             model.close()
             raise
@@ -194,9 +198,20 @@ def _declared(path: Path) -> int | None:
 
 
 def _check(
-    path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts, theirs: Path
+    plan: Plan, path: Path, target: Facts, tokenizer: Tokenizer | None, facts: Facts, theirs: Path
 ) -> None:
     """Raise RecipeError where the model from this folder cannot draft for the target, with both sides."""
+    use, fills = plan.recipe.tables["draft"]["use"], plan.methods["draft"].fills
+    if fills and facts.diffusion is None:
+        raise RecipeError(
+            f"draft.{use}: {path} decodes token by token; give a masked-diffusion model (mask_token_id in its "
+            "config.json), or draft = model"
+        )
+    if not fills and facts.diffusion is not None:
+        raise RecipeError(
+            f"draft.{use}: {path} is a masked-diffusion model; use draft = gad, or give a model that decodes token by "
+            "token"
+        )
     if facts.encoder is not None:
         raise RecipeError(f"draft.model: {path} has an encoder; a draft model must be a decoder")
     if facts.max_batch < target.max_batch:

@@ -110,6 +110,7 @@ class Base(Method):
     """
 
     needs: ClassVar[Mapping[str, str]] = {}  # as `asks`, of axes that change the graph
+    fills: ClassVar[bool] = False  # whether its smaller model fills masks; else that is causal
 
     @property
     def asks(self) -> Mapping[str, str]:

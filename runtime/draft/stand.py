@@ -41,7 +41,7 @@ Found = tuple[list[int], list[float]]
 class Stand(Base):
     """The mean of the target's distributions after each n-gram of 4, 3 and 2 tokens, of which the `kept` likeliest
     tokens stay. A node's children are drawn from what follows the longest n-gram that is known, without replacement, as
-    its tree asks (the paper's is measured on 30 problems; set `paths` of `static`).
+    its tree asks (by default `stand`, the paper's template).
 
     A request begins with what first followed in its prompt, as certain until the target was heard there. `shared`: with
     what earlier requests of a loaded model left, too. A memory has up to `bytes`; the oldest n-grams are given up.
@@ -55,7 +55,7 @@ class Stand(Base):
 
     @property
     def asks(self) -> Mapping[str, str]:
-        return {"tree": "static"}
+        return {"tree": "stand"}
 
     def store(self, facts: Facts, tokenizer: Tokenizer | None) -> Memory | None:
         if not self.shared:

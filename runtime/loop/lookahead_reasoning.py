@@ -4,7 +4,7 @@ all at once, and a judge says whether they mean the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from accel.runtime.session.session import Session
 from accel.runtime.speculation.follow import Follower, second
 
 BLANK_LINE = "\n\n"
+MOST = 64  # steps of a round
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,14 @@ class LookaheadReasoning(Base):
     many rows of a session. Drafted steps stand up to the first that the request's judge refuses, where the model's own
     takes its place. Steps of the same tokens are not asked about; without a judge, those stand that differ in blanks
     and case alone. With a judge that says no the output is that of plain decoding, also when sampling.
+
+    `width`: steps that are drafted at each place, a tree of them; of those that may stand the first one does. The
+    others are drawn with random numbers of their own or, of a greedy row, begin with less likely tokens.
     """
 
     steps: int = count(4, most=32)
     step_tokens: int = count(100, most=1024)
+    width: int = count(1, most=8)
 
     asks = {"draft": ""}
     relies = DRAFTS_RELY | {Invariant.DRAFT_MODEL}
@@ -50,11 +55,16 @@ class LookaheadReasoning(Base):
     weighs = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "step_tokens"):
+        for name in ("steps", "step_tokens", "width"):
             if getattr(self, name) < 1:
                 raise RecipeError(
                     f"loop.lookahead-reasoning: {name} is {getattr(self, name)}; give at least 1"
                 )
+        if (nodes := sum(self.width**level for level in range(1, self.steps + 1))) > MOST:
+            raise RecipeError(
+                f"loop.lookahead-reasoning: width = {self.width} and steps = {self.steps} are {nodes} steps of a "
+                f"round, each a row of the session; give smaller ones, for up to {MOST}"
+            )
 
     def check(self, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None:
@@ -97,20 +107,45 @@ class _Step:
 
 @dataclass
 class _Draft:
-    """Drafted `tokens` of a row; `ends`: how many of them each step ends with."""
+    """Drafted steps of a row, a tree: the `tokens` of step 1, 2, … and the step that each follows, 0 being the row."""
 
-    tokens: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=lambda: [[]])
+    parents: list[int] = field(default_factory=lambda: [-1])
 
-    def step(self, number: int) -> list[int]:
-        """The tokens of a step."""
-        return self.tokens[self.ends[number - 1] if number else 0 : self.ends[number]]
+    def __len__(self) -> int:
+        """The ways that the row may go: no step, or one and those before it."""
+        return len(self.tokens)
+
+    def add(self, parent: int, tokens: list[int]) -> int | None:
+        """A step behind another one; None where there is the same."""
+        if any(self.tokens[child] == tokens for child in self.children(parent)):
+            return None
+        self.tokens.append(tokens)
+        self.parents.append(parent)
+        return len(self.tokens) - 1
+
+    def children(self, step: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == step]
+
+    def path(self, step: int) -> list[int]:
+        """All tokens up to the end of a step."""
+        return [*self.path(self.parents[step]), *self.tokens[step]] if step else []
+
+    def within(self, step: int, above: int) -> bool:
+        """Whether a step is this one or comes after it."""
+        while step > above:
+            step = self.parents[step]
+        return step == above
+
+    @property
+    def branches(self) -> bool:
+        return len(set(self.parents)) < len(self.parents)
 
 
 @dataclass
 class _Group:
-    """What a row may go on with: way k takes k drafted steps and what the model writes then. `stood`: steps that the
-    judge let stand so far; `chosen`: the way, once it is known.
+    """What a row may go on with: way k takes the drafted steps up to step k and what the model writes then. `stood`:
+    the step up to which the judge let them stand so far; `chosen`: the way, once it is known.
     """
 
     draft: _Draft
@@ -142,7 +177,7 @@ class _Rounds(Rounds):
         drafted = perf_counter()
         sizes = np.ones(len(rows), np.int64)
         try:
-            sizes[live] = [1 + len(drafts[i].ends) for i in live]
+            sizes[live] = [len(drafts[i]) for i in live]
             lines = self._read(drafts, sizes)
             groups = {i: self._ways(i, draft, lines.get(i)) for i, draft in drafts.items()}
             chosen = self._written(groups, sizes)
@@ -156,44 +191,58 @@ class _Rounds(Rounds):
             assert group.chosen is not None
             rows[i].follow(group.ways[group.chosen].row)
             rows[i].rng = group.ways[group.chosen].row.rng
-            ends = [0, *group.draft.ends]
             rows[i].drafting.update(
-                rounds=len(ends) > 1, drafted=ends[-1], accepted=ends[group.chosen]
+                rounds=len(group.draft) > 1,
+                drafted=sum(map(len, group.draft.tokens)),
+                accepted=len(group.draft.path(group.chosen)),
             )
         end = perf_counter()
         rows[0].clock(drafted - start, end - drafted, end - start)  # for all
         return [(i, token) for i in live for token in rows[i].tokens[before[i] :]]
 
     def _drafted(self, live: list[int]) -> dict[int, _Draft]:
-        """What the draft model writes behind each row; a step that there is no room to end is left out."""
-        rows = self._rows
-        drafts = {i: _Draft() for i in live}
-        most = {i: self._follower.most(rows[i].seen.size, rows[i].left) for i in live}
-        steps = {
-            i: self._step(rows[i].branch(deepcopy(rows[i].rng), told=False))
-            for i in live
-            if most[i] > 0
-        }
-        if not steps:
-            return drafts
-        ids = {i: rows[i].seen for i in steps}
-        logits = self._follower.follow(ids, {i: each.size for i, each in ids.items()})
-        while True:
-            new = dict[int, int]()
-            for i in list(steps):
-                step, draft = steps[i], drafts[i]
-                new[i] = step.row.pick(self._whole(logits[i, 0]))
-                step.accept(new[i], None)
-                draft.tokens.append(new[i])
-                if step.whole:
-                    draft.ends.append(len(draft.tokens))
-                    steps[i] = self._step(step.row)
-                over = step.row.finish or len(draft.ends) == self._method.steps
-                if over or len(draft.tokens) == most[i]:
-                    del steps[i], new[i]
-            if not steps:
-                return drafts
-            logits = self._follower.run({i: np.array([token]) for i, token in new.items()})
+        """What the draft model writes behind each row."""
+        rows, growths = self._rows, {i: self._growth(i) for i in live}
+        drafts, asked = dict[int, _Draft](), dict[int, list[int]]()
+
+        def further(i: int, logits: Logits | None) -> None:
+            try:
+                asked[i] = growths[i].send(logits)
+            except StopIteration as end:
+                drafts[i] = end.value
+
+        for i in live:
+            further(i, None)
+        while asked:
+            ids = {i: np.append(rows[i].seen, path) for i, path in asked.items()}
+            # A draft may go back to the newest token, which is then run again.
+            logits = self._follower.follow(ids, {i: rows[i].seen.size - 1 for i in asked})
+            waiting, asked = asked, {}
+            for i in waiting:
+                further(i, self._whole(logits[i, 0]))
+        return {i: drafts[i] for i in live}
+
+    def _growth(self, i: int) -> Generator[list[int], Logits | None, _Draft]:
+        """The draft of a row: asks for what follows tokens behind the row, and gets logits [V]. A step that there is no
+        room to end is left out.
+        """
+        row, draft = self._rows[i], _Draft()
+        most = self._follower.most(row.seen.size, row.left)
+
+        def below(parent: int, row: Row, levels: int) -> Generator[list[int], Logits | None, None]:
+            before = draft.path(parent)
+            for rank in range(self._method.width if levels and not row.finish else 0):
+                step = self._step(row.branch(_numbers(row, rank), told=False))
+                while not step.whole and len(before) + len(step.tokens) < most:
+                    logits = yield [*before, *step.tokens]
+                    assert logits is not None
+                    others = rank if row.sampler.greedy and not step.tokens else 0
+                    step.accept(_pick(step.row, logits, others), None)
+                if step.whole and (new := draft.add(parent, step.tokens)) is not None:
+                    yield from below(new, step.row, levels - 1)
+
+        yield from below(0, row, self._method.steps)
+        return draft
 
     def _whole(self, logits: Logits) -> Logits:
         """Logits [V] of the target's tokens; those that the draft model lacks never come."""
@@ -202,42 +251,45 @@ class _Rounds(Rounds):
         found[:size] = logits[:size]
         return found
 
-    def _read(self, drafts: Mapping[int, _Draft], sizes: Ints) -> dict[int, Logits]:
-        """Let the session have a row for each way, which holds its drafted steps but for the last token: the logits
-        [n,V] that each drafted token of a row follows from, where they are told.
+    def _read(self, drafts: Mapping[int, _Draft], sizes: Ints) -> dict[int, list[Logits]]:
+        """Let the session have a row for each way, which holds its drafted steps but for the last token: of each way
+        the logits [n,V] that its drafted tokens follow from, where they are told.
 
-        The drafted steps are run once, and rewound for the ways that take fewer; by each way, where the session does
-        not go back any number of tokens.
+        Steps behind each other are run once, and rewound for the ways that take fewer; by each way, where there are
+        several at a place or the session does not go back any number of tokens.
         """
-        session, first, last = self._session, sizes.cumsum() - sizes, sizes.cumsum() - 1
-        ends, of = np.zeros(int(sizes.sum()), np.int64), np.repeat(np.arange(sizes.size), sizes)
-        for i, draft in drafts.items():
-            ends[first[i] : last[i] + 1] = [0, *draft.ends]
-        alone = session.capabilities.back is not None
+        session, first, of = (
+            self._session, sizes.cumsum() - sizes, np.repeat(np.arange(sizes.size), sizes),
+        )  # fmt: skip
+        paths: list[list[int]] = []
+        for i, size in enumerate(sizes.tolist()):
+            paths += [drafts[i].path(k) for k in range(size)] if i in drafts else [[]]
+        ends = np.array([len(path) for path in paths])
+        alone = session.capabilities.back is not None or any(d.branches for d in drafts.values())
         held = session.lengths
         if alone:
             session.select(of)
-            logits = self._run(
-                {n: drafts.get(i, _Draft()) for n, i in enumerate(of.tolist())}, of, ends
-            )
+            logits = self._run(paths, of)
         else:
-            logits = self._run(drafts, np.arange(sizes.size), ends[last])
+            longest = [paths[k] for k in first + sizes - 1]
+            logits = self._run(longest, np.arange(sizes.size))
             session.select(of)
             if (held[of] + ends < session.lengths).any():
                 session.rewind(held[of] + ends)
         if logits is None:
             return {}
-        return {i: logits[last[i] if alone else i, : ends[last[i]]] for i in drafts}
+        ways = {i: range(int(first[i]), int(first[i] + sizes[i])) for i in drafts}
+        return {i: [logits[k if alone else i, : ends[k]] for k in ways[i]] for i in drafts}
 
-    def _run(self, drafts: Mapping[int, _Draft], of: Ints, counts: Ints) -> Logits | None:
-        """Run so many tokens [B], each row's newest and the drafted ones behind it, of which row of the loop a row of
-        the session is `of` [B]: the logits [B,T,V], where they are told.
+    def _run(self, paths: list[list[int]], of: Ints) -> Logits | None:
+        """Run each row's newest token and the drafted ones of its path behind it, but for the last, of which row of the
+        loop a row of the session is `of` [B]: the logits [B,T,V], where they are told.
         """
         told = any(row.scored for row in self._rows)
+        counts = np.array([len(path) for path in paths])
         tokens = np.zeros((counts.size, int(counts.max())), np.int64)
-        for n, draft in drafts.items():
-            ids = [self._rows[of[n]].tokens[-1:], draft.tokens]
-            tokens[n, : counts[n]] = np.concatenate(ids)[: counts[n]]
+        for n in np.flatnonzero(counts):
+            tokens[n, : counts[n]] = [self._rows[of[n]].tokens[-1], *paths[n][:-1]]
         parts, start = list[Logits](), 0
         while start < tokens.shape[1]:
             wide = int(self._session.room.min())
@@ -247,15 +299,15 @@ class _Rounds(Rounds):
             start += wide
         return np.concatenate(parts, axis=1) if told and parts else None
 
-    def _ways(self, i: int, draft: _Draft, lines: Logits | None) -> _Group:
-        """The ways that a row may go; lines [n,V]: what each drafted token follows from."""
+    def _ways(self, i: int, draft: _Draft, lines: list[Logits] | None) -> _Group:
+        """The ways that a row may go; lines: of each way what its drafted tokens follow from, [n,V]."""
         row, ways = self._rows[i], list[_Step]()
-        for end in [0, *draft.ends]:
-            way = row.branch(deepcopy(row.rng))
+        for k in range(len(draft)):
+            way, path = row.branch(deepcopy(row.rng)), draft.path(k)
             if not row.sampler.greedy:
-                way.rng.random(end)  # what plain decoding draws for these tokens
-            for place, token in enumerate(draft.tokens[:end]):
-                way.accept(token, None if lines is None else lines[place])
+                way.rng.random(len(path))  # what plain decoding draws for these tokens
+            for place, token in enumerate(path):
+                way.accept(token, None if lines is None else lines[k][place])
             ways.append(self._step(way))
         return _Group(draft, ways)
 
@@ -288,18 +340,19 @@ class _Rounds(Rounds):
             (i, k)
             for i, group in groups.items()
             for k, step in enumerate(group.ways)
-            if group.chosen is None and k >= group.stood and not step.whole
+            if group.chosen is None and group.draft.within(k, group.stood) and not step.whole
         ]
 
     def _choose(self, group: _Group) -> None:
         """Judge the steps of a row in their order, as far as the model has written them; each is asked about once."""
         while group.chosen is None and group.ways[group.stood].whole:
-            k = group.stood
-            last = k == len(group.draft.ends)
-            if last or not self._same(group.draft.step(k), group.ways[k].tokens):
+            k, draft = group.stood, group.draft
+            own = group.ways[k].tokens
+            stands = (c for c in draft.children(k) if self._same(draft.tokens[c], own))
+            if (child := next(stands, None)) is None:
                 group.chosen = k
             else:
-                group.stood += 1
+                group.stood = child
 
     def _same(self, drafted: list[int], own: list[int]) -> bool:
         """Whether a drafted step may stand for the model's own."""
@@ -312,3 +365,16 @@ class _Rounds(Rounds):
 
     def _step(self, row: Row) -> _Step:
         return _Step(row, self._tokenizer, self._method.step_tokens)
+
+
+def _numbers(row: Row, rank: int) -> np.random.Generator:
+    """The random numbers of a step that is drafted behind a row: the row's own for the first."""
+    rng = deepcopy(row.rng)
+    return rng if not rank else np.random.default_rng([rank, int(rng.integers(1 << 62))])
+
+
+def _pick(row: Row, logits: Logits, rank: int) -> int:
+    """The sampler's choice, or what it would choose without `rank` that are likelier."""
+    for _ in range(rank):
+        logits[row.pick(logits)] = -np.inf
+    return row.pick(logits)

@@ -128,8 +128,8 @@ class Guard:
     ) -> None:
         """A round gave each row that ran so many `tokens`; of what rows drafted, how many levels (a chain's tokens) and
         how many of them stood. `again`: tokens that the next call has to run once more (0: none). `drafting`: the
-        drafter's time, the call's being 1. `largest`: tokens of the largest draft (0: as many as levels). `computed`: the
-        tokens of the call (None: as many of each row as of the longest).
+        drafter's time, the call's being 1. `largest`: tokens of the largest draft (0: as many as levels). `computed`:
+        the tokens of the call (None: as many of each row as of the longest).
         """
         self._odds.observe(drafts)
         self._best = None

@@ -55,7 +55,8 @@ class Tree:
     from, each row with the drafter's temperature and filters in it and a sum of 1; `rows` [N]: which
     of them each node was drawn from, -1 where it was not drawn but chosen (an argmax, a look-up); by
     default row i for node i, and -1 without `q`. Siblings were drawn without replacement, or each from
-    its whole row if `replacement`. Raises InputError where the parts do not fit.
+    its whole row if `replacement`. Then `draws` [D] names the nodes in the order of drawing, one as often as it was
+    drawn, by default each once: chains that begin alike are a trie. Raises InputError where the parts do not fit.
     """
 
     tokens: Ints
@@ -63,6 +64,7 @@ class Tree:
     q: npt.NDArray[np.floating] | None = None
     rows: Ints | None = None
     replacement: bool = False
+    draws: Ints | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", _line(self.tokens, "tokens", self.tokens))
@@ -107,7 +109,7 @@ class Tree:
         return first + np.concatenate([[0], self.depths])
 
     def children(self, node: int) -> Sequence[int]:
-        """The nodes after a node or ROOT, in the order in which they were drawn."""
+        """The nodes after a node or ROOT, in the order in which they were drawn, one as often as it was."""
         return self._children.get(node, ())
 
     def path(self, node: int) -> tuple[int, ...]:
@@ -167,8 +169,8 @@ class Tree:
     @cached_property
     def _children(self) -> dict[int, list[int]]:
         children: dict[int, list[int]] = {}
-        for node, parent in enumerate(self.parents.tolist()):
-            children.setdefault(parent, []).append(node)
+        for node in range(len(self)) if self.draws is None else self.draws.tolist():
+            children.setdefault(int(self.parents[node]), []).append(node)
         return children
 
     def _check_form(self) -> None:
@@ -185,6 +187,8 @@ class Tree:
             raise InputError(
                 f"tree: node {wrong[0]} has token {self.tokens[wrong[0]]}; ids are 0 or more"
             )
+        if self.draws is not None:
+            self._check_draws(as_ints(self.draws, "tree: draws"))
         if self.replacement:
             return
         for nodes in self._children.values():
@@ -196,6 +200,29 @@ class Tree:
                         f"tree: siblings {other} and {node} both hold token {token}; merge them, or "
                         "set replacement = True if they were sampled with replacement"
                     )
+
+    def _check_draws(self, draws: Ints) -> None:
+        """Every node is drawn, one that was chosen once."""
+        object.__setattr__(self, "draws", draws)
+        if not self.replacement:
+            raise InputError(
+                "tree: draws are of siblings that were drawn with replacement; leave draws out, or set "
+                "replacement = True"
+            )
+        if draws.ndim != 1 or (draws < 0).any() or (draws >= len(self)).any():
+            raise InputError(
+                f"tree: draws {draws.tolist()} are no list of nodes; give each of the {len(self)} nodes as often as it "
+                "was drawn"
+            )
+        counts = np.bincount(draws, minlength=len(self))
+        wrong = np.flatnonzero((counts < 1) | ((self._drawn < 0) & (counts > 1)))
+        if wrong.size:
+            node = int(wrong[0])
+            why = "but it was chosen" if counts[node] else "but it is there"
+            raise InputError(
+                f"tree: draws hold node {node} {counts[node]} times, {why}; give each node as often as it was drawn, "
+                "and once what was chosen"
+            )
 
     def _check_rows(self) -> None:
         """Every drawn node has a row of q, and the row has a column for its token."""

@@ -19,23 +19,33 @@ class Nodes:
     """In the order in which they came: parents before children, siblings as they were picked."""
 
     def __init__(self, replacement: bool = False) -> None:
-        """`replacement`: each of a node's children is drawn from its whole law."""
+        """`replacement`: each of a node's children is drawn from its whole law; those that hold the same token are one
+        node.
+        """
         self._replacement = replacement
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self._rows: list[int] = []
         self._laws: list[Distribution] = []
+        self._draws: list[int] = []
 
-    def add(self, parent: int, tokens: Sequence[int], law: Distribution | None = None) -> range:
-        """The children of a node, drawn from a law or (None) chosen."""
-        first, row = len(self.tokens), -1
+    def add(
+        self, parent: int, tokens: Sequence[int], law: Distribution | None = None
+    ) -> Sequence[int]:
+        """The children of a node, drawn from a law or (None) chosen: the node of each of these tokens."""
+        row, nodes, added = -1, dict[int, int](), list[int]()
         if law is not None and tokens:
             row = len(self._laws)
             self._laws.append(law)
-        self.tokens += tokens
-        self.parents += [parent] * len(tokens)
-        self._rows += [row] * len(tokens)
-        return range(first, len(self.tokens))
+        for token in tokens:
+            if token not in nodes:
+                nodes[token] = len(self.tokens)
+                self.tokens.append(token)
+                self.parents.append(parent)
+                self._rows.append(row)
+            added.append(nodes[token])
+        self._draws += added
+        return added
 
     def tree(self, kept: Sequence[int] | None = None) -> Tree:
         """Of these nodes, in rising order, or of all. With a node its parent and its earlier siblings stay."""
@@ -44,15 +54,19 @@ class Nodes:
             np.array(self.parents, np.int64),
             np.array(self._rows),
         )
+        draws = np.array(self._draws, np.int64)
         if kept is not None:
             place = np.full(tokens.size + 1, -1)  # of ROOT, the last: ROOT
             place[kept] = np.arange(len(kept))
             tokens, parents, rows = tokens[kept], place[parents[kept]], rows[kept]
+            draws = place[draws][place[draws] >= 0]
         if not self._laws:
             return Tree(tokens, parents)
         width = 1 + max(int(law.tokens[-1]) for law in self._laws)
         q = np.stack([law.dense(width) for law in self._laws])
-        return Tree(tokens, parents, q, rows, self._replacement)
+        return Tree(
+            tokens, parents, q, rows, self._replacement, draws if self._replacement else None
+        )
 
 
 def drawn(law: Distribution, draw: Draw) -> Iterator[tuple[int, float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any
 
@@ -12,7 +14,8 @@ import numpy as np
 
 from accel.ir.errors import RecipeError, shown
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.tree import LEVEL, ROOT, Draw, Growth, Level
+from accel.runtime.speculation.round_cost import RoundCost
+from accel.runtime.tree import LEVEL, ROOT, Draw, Growth, Level, Shape
 from accel.runtime.tree._nodes import Nodes, children
 
 Path = tuple[
@@ -78,33 +81,85 @@ def chances(paths: Sequence[Path], rates: Sequence[float]) -> list[float]:
     return [math.prod(rates[rank] for rank in path) for path in paths]
 
 
+def fitted(
+    paths: Sequence[Path], stand: Sequence[float], cost: RoundCost, level: float
+) -> tuple[Path, ...]:
+    """As many of the first paths as give the most tokens per time, where `stand` [n] says how often each one's node
+    stands; `cost`, `level`: as of `Base.begin`.
+    """
+    levels = np.maximum.accumulate([len(path) for path in paths])
+    taken = np.array([cost(count) for count in range(1, len(paths) + 1)]) + level * levels
+    return tuple(paths[: 1 + int(((1 + np.cumsum(stand)) / taken).argmax())])
+
+
+def checked_paths(name: str, paths: Any, most: int) -> tuple[Path, ...]:
+    """Paths that make a form, of the shape `name`. Raises RecipeError for one that does not, or more than `most`."""
+    found: dict[Path, None] = {}
+    if isinstance(paths, Sequence) and len(paths) > most:
+        raise RecipeError(f"tree.{name}: {len(paths)} paths are out of range; give at most {most}")
+    for path in paths if isinstance(paths, Sequence) and not isinstance(paths, str) else [paths]:
+        whole = isinstance(path, Sequence) and path and all(type(r) is int and r >= 0 for r in path)
+        if not whole or isinstance(path, str):
+            raise RecipeError(
+                f"tree.{name}: path {shown(path)} is not a list of ranks; give paths as [[0], [1], [0, 0]]"
+            )
+        path = tuple(path)
+        before = path[:-1] if path[-1] == 0 else (*path[:-1], path[-1] - 1)
+        for wanted in (path[:-1], before):
+            if wanted and wanted not in found:
+                raise RecipeError(
+                    f"tree.{name}: path {list(path)} lacks its parent {list(wanted)}; put that before it"
+                )
+        if path in found:
+            raise RecipeError(f"tree.{name}: path {list(path)} occurs twice; remove one")
+        found[path] = None
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Formed(Shape):
+    """Grows one form, of which the first nodes are used where the limit is lower."""
+
+    paths: tuple[Path, ...]
+
+    def grow(self, limit: int, draw: Draw | None = None) -> Growth:
+        return shaped(_form(self.paths, limit), draw)
+
+
+@lru_cache(maxsize=256)
+def _form(paths: tuple[Path, ...], limit: int) -> Form:
+    return formed(paths[:limit])
+
+
 def shaped(form: Form, draw: Draw | None, replacement: bool = False) -> Growth:
     """Grow a tree of that form, less what has no probability. `replacement`: siblings are drawn independently; those
-    that hold the same token are asked for once.
+    that hold the same token are one node, below which all goes on that the form has below them.
     """
     nodes, level, expanded = Nodes(replacement), LEVEL, 0
-    # Nodes to expand: in the form, in the tree, and by which of the guesses.
-    open_ = [(0, ROOT, 0)] if form[0] else []
+    # Nodes to expand: where they are in the form, and in the tree.
+    open_: list[tuple[list[int], int]] = [([0], ROOT)] if form[0] else []
     while open_:
         guesses = yield level
         if guesses is None:
             break
         rows = guesses.tolist() if isinstance(guesses, np.ndarray) else guesses
-        below, asked = [], dict[tuple[int, int], int]()
-        for place, node, number in open_:
-            wanted, guess = form[place], rows[number]
+        below, above = list[tuple[list[int], int]](), list[int]()
+        for number, ((places, node), guess) in enumerate(zip(open_, rows, strict=True)):
+            wanted = [child for place in places for child in form[place]]
             if isinstance(guess, list):
                 added = nodes.add(node, [token for token in guess[: len(wanted)] if token >= 0])
             else:
                 found = children(guess, len(wanted), draw, replacement)
                 added = nodes.add(node, found, None if draw is None else guess)
+            of: dict[int, list[int]] = {}
             for child, new in zip(wanted, added, strict=False):
                 if form[child]:
-                    key = expanded + number, nodes.tokens[new]
-                    below.append((child, new, asked.setdefault(key, len(asked))))
+                    of.setdefault(new, []).append(child)
+            below += [(those, new) for new, those in of.items()]
+            above += [expanded + number] * len(of)
         expanded += len(rows)
         open_ = below
-        level = Level(_ints([token for _, token in asked]), _ints([above for above, _ in asked]))
+        level = Level(_ints([nodes.tokens[new] for _, new in open_]), _ints(above))
     return nodes.tree()
 
 

@@ -15,7 +15,8 @@ from accel.runtime.tree._shaped import Form, formed, shaped
 @dataclass(frozen=True)
 class IndependentChains(Base, Shape):
     """`chains` of equal length, as long as the limit allows. Where tokens are chosen the chains begin with the
-    likeliest ones. Chains may agree: the drafter is asked for what they share once, the target checks each.
+    likeliest ones. Chains that begin alike are a trie: the drafter is asked for what they share once, and the target
+    checks it once; rules know how often each token was drawn.
     """
 
     chains: int = count(3, most=64)

@@ -144,6 +144,11 @@ class Base(Method, ABC):
                 f"verify.{name} takes chains, but node {node} of the tree follows node "
                 f"{tree.parents[node]}, not {node - 1}; use verify = {self.instead}, or draft a chain"
             )
+        if not self.branches and tree.siblings:
+            raise InputError(
+                f"verify.{name} takes chains, but node {next(iter(tree.siblings.values()))} of the tree was drawn more "
+                f"than once; use verify = {self.instead}, or draft a chain"
+            )
         if self.branches and len(self.siblings) < len(Siblings):
             for kind in tree.siblings.keys() - self.siblings:
                 takes = " or ".join(one.value for one in Siblings if one in self.siblings)

@@ -39,10 +39,10 @@ class SpectrKseq(Base):
             else:
                 stands, owed = tried(tree, law, nodes, chance)
                 token = chance.draw(owed) if stands is None else int(tree.tokens[stands])
-            found = [node for node in nodes if tree.tokens[node] == token]
+            found = dict.fromkeys(node for node in nodes if tree.tokens[node] == token)
             if not found:
                 return Verdict(tree.path(alive[0]), token)
-            alive = found
+            alive = list(found)  # a node that was drawn twice has the children of both draws
 
     def _token(self, target: Target, p: Distribution, nodes: list[int], chance: Chance) -> int:
         """What follows, of these siblings or what they leave."""

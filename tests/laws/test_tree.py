@@ -1,6 +1,6 @@
 """What every shape of a draft holds to: its limit, what was given to it, and that a rule over its trees stays exact."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -133,16 +133,17 @@ class Twos(Base, Shape):
         again = self.siblings is Siblings.INDEPENDENT
         draw = None if self.siblings is Siblings.CHOSEN else draw
         nodes, level, open_, expanded = Nodes(again or self.wrong == "says again"), LEVEL, [-1], 0
-        while open_ and len(nodes.tokens) < limit:
+        drawn = 0
+        while open_ and drawn < limit:
             guesses = yield level
             if guesses is None:
                 break
             added, parents = [], []
             for number, (node, guess) in enumerate(zip(open_, guesses, strict=True)):
-                room = 2 if self.wrong == "limit" else min(2, limit - len(nodes.tokens))
+                room = 2 if self.wrong == "limit" else min(2, limit - drawn)
                 new = self.children(nodes, node, guess, room, draw)
-                if again:  # one of those that hold the same token
-                    new = list({nodes.tokens[n]: n for n in new}.values())
+                drawn += len(new)
+                new = list(dict.fromkeys(new))  # one of those that hold the same token
                 added, parents = added + new, parents + [expanded + number] * len(new)
             expanded += len(open_)
             open_ = added
@@ -150,7 +151,8 @@ class Twos(Base, Shape):
             level = Level(
                 tokens, np.array(parents if self.wrong != "numbers" else [n + 9 for n in parents])
             )
-        return nodes.tree()
+        tree = nodes.tree()
+        return replace(tree, draws=None) if self.wrong == "forgets" else tree
 
     def children(self, nodes, node, guess, room, draw):
         if guess is None:
@@ -195,3 +197,9 @@ def test_twos_hold(siblings):
 def test_the_laws_catch(wrong, law):
     with pytest.raises(AssertionError):
         law(Twos(wrong))
+
+
+def test_how_often_a_token_was_drawn_is_caught():
+    """Of siblings that are merged where they agree."""
+    with pytest.raises(AssertionError):
+        law_exact(Twos("forgets", Siblings.INDEPENDENT))

@@ -61,6 +61,22 @@ def test_a_law_that_is_used_up_is_even_over_the_others():
 
 EVEN = np.full((2, 4), 0.25)
 BAD = {
+    "draws without replacement": (
+        ([0, 1], [-1, -1], EVEN, [0, 0], False, [0, 1]),
+        "set replacement = True",
+    ),
+    "a draw of no node": (
+        ([0, 1], [-1, -1], EVEN, [0, 0], True, [0, 2]),
+        "are no list of nodes; give each of the 2",
+    ),
+    "a node never drawn": (
+        ([0, 1], [-1, -1], EVEN, [0, 0], True, [0, 0]),
+        "hold node 1 0 times, but it is there",
+    ),
+    "chosen twice": (
+        ([0, 1], [-1, -1], EVEN, [0, -1], True, [0, 1, 1]),
+        "node 1 2 times, but it was chosen",
+    ),
     "a parent after its child": (([0, 1], [1, -1]), r"node 0 has parent 1; .* -1 .* to -1"),
     "its own parent": (([0, 1], [-1, 1]), "node 1 has parent 1; a parent comes before its child"),
     "below the root": (([0], [-2]), "node 0 has parent -2"),

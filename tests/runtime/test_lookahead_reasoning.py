@@ -145,6 +145,89 @@ def test_other_steps_are_caught(toy, tokenizer, monkeypatch, broken):
         law_of_steps(toy, tokenizer)
 
 
+def tree_reference(toy, tokenizer, prompt, judge, steps, size, width, every=5, limit=20):
+    """As `reference`, of a tree: the first of the drafted steps at a place that may stand does. Each begins with a less
+    likely token than the one before; one that is there already is left out.
+    """
+
+    def draft(ids, rank):
+        new = []
+        while len(new) < size and len(ids) + len(new) < len(prompt) + limit:
+            logits = toy.oracle(np.array([*ids, *new]))[-1]
+            wrong = (len(ids) + len(new) - 1) % every == 0
+            order = np.argsort(-(np.roll(logits, 1) if wrong else logits), kind="stable")
+            new.append(int(order[0 if new else rank]))
+        return new
+
+    def own(ids):
+        new = []
+        while len(new) < size and len(ids) + len(new) < len(prompt) + limit:
+            new.append(int(toy.oracle(np.array([*ids, *new]))[-1].argmax()))
+        return new
+
+    ids = [*prompt, int(toy.oracle(np.array(prompt))[-1].argmax())]
+    others = 0
+    while len(ids) < len(prompt) + limit:
+        for level in range(steps + 1):
+            mine = own(ids)
+            drafts = [draft(ids, rank) for rank in range(width)] if level < steps else []
+            fit = [
+                n
+                for n, d in enumerate(drafts)
+                if d == mine or judge(*map(tokenizer.decode, (d, mine)))
+            ]
+            ids += drafts[fit[0]] if fit else mine
+            others += bool(fit and fit[0])
+            if not fit or len(ids) == len(prompt) + limit:
+                break
+    return ids[len(prompt) :], others
+
+
+def law_of_trees(toy, tokenizer):
+    """Two drafted steps at each place: the first one that may stand does, wherever it is."""
+    others = 0
+    for name, judge in JUDGES.items():
+        rows = rows_of(PROMPTS, limit=20)
+        with toy.session(batch=len(rows)) as session:
+            method = LookaheadReasoning(2, 4, 2)
+            list(method.tokens(session, rows, told(toy, tokenizer, judge)))
+            assert session.batch == len(rows)
+            assert session.lengths.tolist() == [row.seen.size - 1 for row in rows]
+        want = [tree_reference(toy, tokenizer, prompt, judge, 2, 4, 2) for prompt in PROMPTS]
+        assert [row.tokens for row in rows] == [tokens for tokens, _ in want], name
+        others += sum(n for _, n in want)
+    assert others, "never the second of two"
+
+
+def test_any_of_several_drafted_steps_may_stand(toy, tokenizer):
+    law_of_trees(toy, tokenizer)
+    rows = rows_of(PROMPTS, WARM, limit=20)
+    with toy.session(batch=3) as session:
+        context = told(toy, tokenizer, JUDGES["no"])
+        list(LookaheadReasoning(2, 4, 2).tokens(session, rows, context))
+    assert [row.tokens for row in rows] == plain(
+        toy.session(batch=3), rows_of(PROMPTS, WARM, limit=20)
+    )
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("broken", ["first", "sibling"])
+def test_other_steps_of_a_tree_are_caught(toy, tokenizer, monkeypatch, broken):
+    draft = lookahead_reasoning._Draft
+    children = draft.children
+    if broken == "first":  # only the first of several is judged
+        monkeypatch.setattr(draft, "children", lambda self, step: children(self, step)[:1])
+    else:  # what follows a step is taken for what follows the one beside it
+        path = draft.path
+
+        def beside(self, step):
+            return path(self, children(self, 0)[0] if self.parents[step] == 0 else step)
+
+        monkeypatch.setattr(draft, "path", beside)
+    with pytest.raises((AssertionError, InputError, IndexError)):
+        law_of_trees(toy, tokenizer)
+
+
 def law_of_samples(toy, tokenizer):
     """For each seed: steps that stand, because they have the same tokens, change nothing."""
     stood = 0
@@ -212,8 +295,8 @@ def test_what_is_judged_as_it_is_completed_is_caught(toy, tokenizer, monkeypatch
     def first(self, group):
         for k, way in enumerate(group.ways):
             if group.chosen is None and way.whole:
-                last = k == len(group.draft.ends)
-                if last or not self._same(group.draft.step(k), way.tokens):
+                last = k == len(group.draft) - 1
+                if last or not self._same(group.draft.tokens[k + 1], way.tokens):
                     group.chosen = k
 
     monkeypatch.setattr(lookahead_reasoning._Rounds, "_choose", first)
@@ -313,7 +396,12 @@ def test_generate_takes_a_judge_and_its_own_rule_without(toy):
 
 def test_bad_input(toy, tokenizer):
     assert assemble(Recipe.load("lookahead-reasoning")).grade == "approximate"
-    for options, why in (((0,), "steps is 0; give at least 1"), ((1, 0), "step_tokens is 0")):
+    for options, why in (
+        ((0,), "steps is 0; give at least 1"),
+        ((1, 0), "step_tokens is 0"),
+        ((1, 9, 0), "width is 0"),
+        ((4, 9, 3), "width = 3 and steps = 4 are 120 steps of a round"),
+    ):
         with pytest.raises(RecipeError, match=f"loop.lookahead-reasoning: {why}"):
             LookaheadReasoning(*options)
     with pytest.raises(RecipeError, match="loop = lookahead-reasoning needs .draft."):

@@ -1,11 +1,12 @@
 """Every recipe that drafts, on the bundled model, against its own plain decoding and transformers' drafting.
 
     python tools/bench/bench_speculation.py [--prompts 3] [--tokens 96] [--repeat 3] [--only NAME ...]
-        [--page docs/figures]
+        [--batch 1 --batch 8] [--temperature 0 --temperature 0.8] [--page docs/figures]
 
-Each recipe is built and measured (accel-compile bench --speculation) in turn; results are kept in
-build/speculation, one file each, and not measured again. --page writes docs/figures/speculation.md with its
-pictures out of those that there are.
+A case is a recipe, a batch and a temperature. Each is built and measured (accel-compile bench --speculation) in turn;
+its result is kept in build/speculation as soon as it is there, one file each, and not measured again with the same
+settings. A case that fails is told, and the others go on. --page writes docs/figures/speculation.md with its pictures
+out of those that there are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
@@ -33,12 +36,45 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(str(files("accel.reference")))
 RESULTS = ROOT / "build" / "speculation"
 PEERS = ("transformers prompt lookup", "transformers assisted")
+BATCHES, TEMPERATURES = (1, 8), (0.0, 0.8)
 app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured at once. `name`: of a recipe, or transformers, which is measured greedily, a row at a time."""
+
+    name: str
+    batch: int = 1
+    temperature: float = 0.0
+
+    @property
+    def file(self) -> Path:
+        return RESULTS / f"{self.name}.{self.batch}.{self.temperature:g}.json"
+
+    def kept(self, count: int, tokens: int, repeat: int) -> bool:
+        """Whether there is its result, of as many prompts, tokens and runs."""
+        if not self.file.exists():
+            return False
+        found = json.loads(self.file.read_text())
+        whole = -(-count // self.batch) * self.batch
+        return bool(
+            (found["prompts"], found["new_tokens"], found["repeat"]) == (whole, tokens, repeat)
+        )
 
 
 def recipes() -> list[str]:
     """Those that draft, by name."""
     return [name for group in groups() if group.name == "speculation" for name in group.recipes]
+
+
+def cases(names: list[str], batches: list[int], temperatures: list[float]) -> list[Case]:
+    """A whole table after the other."""
+    found = []
+    for temperature in temperatures:
+        for batch in batches:
+            found += [Case(name, batch, temperature) for name in names if name != "transformers"]
+    return found + [Case(name) for name in names if name == "transformers"]
 
 
 @app.command()
@@ -49,6 +85,12 @@ def run(
     only: Annotated[
         list[str] | None, typer.Option(help="Recipes, or transformers; by default all.")
     ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompts that run together; by default 1 and 8.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="By default 0 (greedy) and 0.8.")
+    ] = None,
     page: Annotated[
         Path | None, typer.Option(help="The folder of the page; nothing is measured.")
     ] = None,
@@ -56,23 +98,36 @@ def run(
     """Measure what is not measured yet, or write the page."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     if page is not None:
-        write(page, [json.loads(f.read_text()) for f in sorted(RESULTS.glob("*.json"))])
+        write(page, [json.loads(f.read_text()) for f in sorted(RESULTS.glob("*.json"))], recipes())
         return
-    wanted = only or [*recipes(), "transformers"]
-    for name in track(wanted, "recipes"):
-        file = RESULTS / f"{name}.json"
-        if file.exists():
+    names = only or [*recipes(), "transformers"]
+    wanted = cases(names, batch or list(BATCHES), temperature or list(TEMPERATURES))
+    options = {"count": count, "tokens": tokens, "repeat": repeat}
+    todo, failed = [case for case in wanted if not case.kept(**options)], list[Case]()
+    for case in track(todo, f"{len(todo)} cases"):
+        try:
+            found = _measured(case, **options)
+        except Exception:
+            traceback.print_exc()
+            failed.append(case)
             continue
-        options = {"count": count, "tokens": tokens, "repeat": repeat}
-        found = peers(**options) if name == "transformers" else _recipe(name, **options)
-        file.write_text(json.dumps(found))
+        part = case.file.with_suffix(".part")  # a result is there whole or not at all
+        part.write_text(json.dumps(found))
+        part.rename(case.file)
+    for case in failed:
+        print(f"FAILED {case}")
+    if failed:
+        raise typer.Exit(1)
 
 
-def _recipe(name: str, **options: int) -> dict[str, Any]:
-    folder = RESULTS / "artifacts" / name
+def _measured(case: Case, **options: int) -> dict[str, Any]:
+    if case.name == "transformers":
+        return peers(**options)
+    folder = RESULTS / "artifacts" / case.name
     if not folder.exists():
-        accel.optimize(MODEL, name, out=folder, verify=False).close()
-    return {"name": name, **measure(folder, **options)}
+        accel.optimize(MODEL, case.name, out=folder, verify=False, max_batch=max(BATCHES)).close()
+    found = measure(folder, batch=case.batch, temperature=case.temperature, **options)
+    return {"name": case.name, **found}
 
 
 def peers(count: int, tokens: int, repeat: int) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """Every way to guess tokens with every KV codec and depth method, in float32 and int4, on the bundled model: over 200
 prompts, greedily, each token is that of plain decoding of the same artifact, or the recipe is refused.
 
-    python tools/matrix/matrix_greedy.py [--sample N] [--seed S] [--results FILE]
+    python tools/matrix/matrix_greedy.py [--sample N] [--seed S] [--having METHOD] [--part K/N] [--results FILE]
 
-All of them with batch-invariant rows, so that no rounding of wide calls excuses a difference.
+All of them with batch-invariant rows, so that no rounding of wide calls excuses a difference. A way is a drafter with a
+shape, a rule or a length with drafts that reach it, or a loop that guesses by itself and is to give the same tokens.
+Codecs with depth methods are matrix.py's.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -40,30 +41,40 @@ EACH, ROWS, LONGEST, NEW = (
     24,
 )  # prompts of a kind, rows of a session, tokens of a prompt, new ones
 EXACT = ("numerics", "batch-invariant")
-LOSSLESS = (
-    "jacobi",
-    "lookahead",
-    "pearl",
-    "specbranch",
-)  # loops of their own that are to give the tokens of plain decoding
 
 
 def cases() -> list[Case]:
-    """Found by folder; those that a recipe cannot be are refused as they run."""
+    """Found by folder; those that a recipe cannot be are refused as they run. Each way alone, with each codec and with
+    each depth method, in turns in float32 and int4.
+    """
+    graph = [
+        (),
+        *(((axis, name),) for axis in ("kv.codec", "depth") for name in find_axes()[axis].names()),
+    ]
+    bits: list[tuple[tuple[str, str], ...]] = [(), (("weights", "int4"),)]
+    found = []
+    for turn, way in enumerate(ways()):
+        found += [
+            Case("bundled", (*tables, *bits[(turn + i) % 2], EXACT, *way))
+            for i, tables in enumerate(graph)
+        ]
+        found.append(Case("bundled", (*bits[1 - turn % 2], EXACT, *way)))
+    return found
+
+
+def ways() -> list[tuple[tuple[str, str], ...]]:
     axes = find_axes()
-    ways: list[tuple[tuple[str, str], ...]] = []
+    found: list[tuple[tuple[str, str], ...]] = []
     for draft in axes["draft"].names():
         trees = axes["tree"].names() if "tree" in axes["draft"].build(draft).asks else ()
-        ways += [(("draft", draft), ("tree", tree)) for tree in trees] or [(("draft", draft),)]
-    ways += [(("loop", name),) for name in axes["loop"].names() if name in LOSSLESS]
-    graph = [
-        [None, *((axis, name) for name in axes[axis].names())] for axis in ("kv.codec", "depth")
-    ]
-    graph.append([None, ("weights", "int4")])
-    return [
-        Case("bundled", (*(table for table in tables if table is not None), EXACT, *way))
-        for tables in itertools.product(*graph) for way in ways
-    ]  # fmt: skip
+        found += [(("draft", draft), ("tree", tree)) for tree in trees] or [(("draft", draft),)]
+    found += [(("verify", name),) for name in axes["verify"].names()]
+    found += [(("length", name),) for name in axes["length"].names()]
+    for name in axes["loop"].names():
+        loop = axes["loop"].method(name)
+        if not loop.masked_diffusion and getattr(loop, "grade", None) == "lossless":
+            found.append((("loop", name),))
+    return found
 
 
 @dataclass
@@ -72,18 +83,16 @@ class Greedy(matrix_loops.Loops):
 
     def _recipe(self, case: Case) -> Recipe:
         tables = {axis: {"use": name} for axis, name in case.tables}
-        if tables.get("loop", {}).get("use") in ("pearl", "specbranch"):
-            tables["draft"] = {"use": "model"}
-        elif "draft" in tables:
+        if "draft" in tables:
             tables["verify"] = {"use": "sample-match"}
+        for axis, name in case.tables:
+            tables |= matrix_loops.reaching(axis, name)
+            if axis == "verify":  # a rule that is exact only so
+                tables[axis] |= find_axes()[axis].small(name)
         return Recipe(name=str(case), tables=tables)
 
     def _program(self, architecture: str) -> Program:
-        if architecture not in self.programs:
-            loaded = load_model(MODEL)
-            program = capture(loaded.model, max_context=512, stored=loaded.stored)
-            self.programs[architecture] = over_state(program)
-        return self.programs[architecture].copy()
+        return _captured().copy()
 
     def _like_plain(self, built: CompiledModel) -> tuple[str, str]:
         """Over all prompts, some rows at a time."""
@@ -100,6 +109,12 @@ class Greedy(matrix_loops.Loops):
         if not stood:
             return "wrong", f"of {drafted} drafted tokens none stood: nothing was tested"
         return "equal", f"{len(ids)} prompts, {drafted} tokens drafted, {stood} stood"
+
+
+@cache
+def _captured() -> Program:
+    loaded = load_model(MODEL)
+    return over_state(capture(loaded.model, max_context=512, stored=loaded.stored))
 
 
 @cache

@@ -1,7 +1,7 @@
 """Every loop, drafter, tree, length and rule with every method that changes the graph, on tiny models: refused with a
 reason, or the tokens of plain decoding over the same artifact.
 
-    python tools/matrix/matrix_loops.py [--sample N] [--seed S] [--results FILE]
+    python tools/matrix/matrix_loops.py [--sample N] [--seed S] [--having METHOD] [--part K/N] [--results FILE]
 
 A loop that searches has other tokens than plain decoding: those of the eager target count there.
 """
@@ -32,6 +32,7 @@ from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
 from accel.ir.axis import find_axes
 from accel.ir.invariants import Invariant
+from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.runtime.decode.costs import Costs
@@ -58,10 +59,12 @@ CLOSE = 1e-3  # between the best two logits, of the largest: a token that roundi
 
 def cases() -> list[Case]:
     """Each method between calls, the rest of a recipe by default: with none of the graph, on every architecture; with
-    each of the graph on the first; on each other one with one of each axis of the graph.
+    each of the graph on the first; on each other one with one of each axis of the graph. Loops that fill masks are for
+    other models.
     """
     axes = {name: axis.names() for name, axis in find_axes().items()}
-    left = {"loop": {"autoregressive", "speculative"}}
+    fill = {name for name in axes["loop"] if find_axes()["loop"].method(name).masked_diffusion}
+    left = {"loop": {"autoregressive", "speculative", *fill}}
     hosts = {a: [m for m in axes[a] if m not in left.get(a, ())] for a in HOST if a in axes}
     graph = {a: names for a, names in sorted(axes.items()) if a.partition(".")[0] in AXES}
     found = []
@@ -86,19 +89,15 @@ class Loops(Matrix):
     def _recipe(self, case: Case) -> Recipe:
         axis, name = case.tables[0]
         graph = super()._recipe(Case(case.architecture, case.tables[1:]))
-        tables = {axis: {"use": name, **find_axes()[axis].small(name)}}
-        if axis in HOST and axis not in ("draft", "loop"):
-            odds = Invariant.PROBABILITIES in find_axes()[axis].build(name).relies
-            tables["draft"] = {"use": "model" if odds or axis == "length" else "token-recycling"}
-            if axis == "verify":
-                tables |= _reaching(name)
-        if axis == "loop" and find_axes()["loop"].method(name).asks.get("draft") == "":
-            tables["draft"] = {"use": "model"}
-        drafts = tables.get("draft", {}).get("use")
-        if drafts and find_axes()["draft"].method(drafts).draft_folder is not Drafts.draft_folder:
-            tables["draft"]["path"] = str(
-                self._drafting(case.architecture, matrix.LAYERS if axis == "loop" else 1)
-            )
+        tables = {axis: {"use": name, **find_axes()[axis].small(name)}, **reaching(axis, name)}
+        if drafts := tables.get("draft", {}).get("use"):
+            kind = find_axes()["draft"].method(drafts)
+            if kind.fills:
+                tables["draft"]["path"] = str(self._filling(case.architecture))
+            elif kind.draft_folder is not Drafts.draft_folder:
+                tables["draft"]["path"] = str(
+                    self._drafting(case.architecture, matrix.LAYERS if axis == "loop" else 1)
+                )
         return Recipe(name=str(case), tables={**graph.tables, **tables})
 
     def _drafting(self, architecture: str, size: int) -> Path:
@@ -122,6 +121,16 @@ class Loops(Matrix):
             ).close()
         return folder
 
+    def _filling(self, architecture: str) -> Path:
+        """A model that fills masks, with the tokens of an architecture."""
+        folder = Path(self.folder.name) / f"fills.{architecture}"
+        if not folder.exists():
+            module, size = models.llada(), self._program(architecture).facts.vocab_size
+            module.resize_token_embeddings(size)
+            module.config.mask_token_id = size - 1
+            module.save_pretrained(folder)
+        return folder
+
     def _compare(self, case: Case) -> tuple[str, str]:
         job = building._Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
         job.build_draft = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
@@ -130,9 +139,14 @@ class Loops(Matrix):
         program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
         passes = building._passes(job)
         own = matrix.shared(passes)
+        plan = draft_build.own_plan(job.plan, program.facts.max_context)
+        beside = None if plan is None else program.copy()
         run(program, passes[own:], done=passes[:own])
         program.calibration = None
-        with building._artifact(job, program, None, None, None) as built:
+        if plan is not None and beside is not None:
+            job.own = building._Job(plan, BuildOptions(verify=False), lambda *_: None)
+            _own(job.own, beside, program)
+        with building._artifact(job, program, None, None, None, beside) as built:
             if getattr(job.plan.methods.get("loop"), "searches", False):
                 oracle = building._in_process(job, program, None, None)
                 assert built.artifact is not None
@@ -154,8 +168,32 @@ class Loops(Matrix):
             return alike(_generated(plain, PROMPTS), got, PROMPTS, plain)
 
 
-def _reaching(name: str) -> dict[str, Any]:
-    """What drafts that a rule takes come from: chains, the trees that its drafter's own shape gives, or another's."""
+def _own(job: Any, beside: Program, program: Program) -> None:
+    """Make of a program that was captured that by which the model drafts for itself, as a build does."""
+    job.plan.passes = building.keeping(beside, job.plan.passes)
+    passes = building.pipeline(own=job.plan.every)
+    done = matrix.shared(passes)
+    run(beside, passes[done:], done=passes[:done])
+    beside.calibration = None
+    rounded = any(isinstance(step, building.Calibrated) for step in job.plan.passes)
+    draft_build.share(beside, program, rounded)
+
+
+def reaching(axis: str, name: str) -> dict[str, Any]:
+    """The drafts by which a method between calls is reached, as the tables of other axes."""
+    axes, model = find_axes(), {"draft": {"use": "model"}}
+    if axis == "verify":
+        return _judged(name)
+    if axis == "length":  # a head says which drafts it learnt of
+        return dict(getattr(axes["length"].method(name), "drafts", model))
+    if axis == "tree":
+        odds = Invariant.PROBABILITIES in axes["tree"].build(name).relies
+        return model if odds else {"draft": {"use": "token-recycling"}}
+    return model if axis == "loop" and axes["loop"].method(name).asks.get("draft") == "" else {}
+
+
+def _judged(name: str) -> dict[str, Any]:
+    """Drafts that a rule takes: chains, the trees that their drafter's own shape gives, or another's."""
     axes = find_axes()
     rule = axes["verify"].build(name)
     if not rule.branches:

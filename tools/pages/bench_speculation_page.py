@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 TEMPLATE = Path(__file__).with_name("speculation.md")  # the page, and what people wrote on it
 INK, STAGES = "#1f2937", {"draft": "#ff7f0e", "verify": "#1f77b4", "host": "#7f7f7f"}
 PLACES = 10
+LINES = ("-", "--", ":")
 Result = dict[str, Any]
 
 
-def write(folder: Path, results: list[Result]) -> None:
-    """The page and its pictures."""
+def write(folder: Path, results: list[Result], names: Sequence[str]) -> None:
+    """The page and its pictures. `names`: the recipes that there should be results of; those that lack one of a batch
+    and temperature are named below its table. Raises ValueError where there is no result of any.
+    """
     import matplotlib
 
+    ours = [r for r in results if r["name"] in names]
+    if not ours:
+        raise ValueError(
+            "there is no result of a recipe; run tools/bench/bench_speculation.py before --page"
+        )
     matplotlib.use("Agg")
     pictures = folder / "speculation"
     pictures.mkdir(parents=True, exist_ok=True)
-    ours = [r for r in results if r["name"] != "transformers"]
     theirs = next((r for r in results if r["name"] == "transformers"), None)
-    _speedups(pictures / "speedup.png", ours)
-    _places(pictures / "places.png", ours)
-    _stages(pictures / "stages.png", ours)
-    first = ours[0]
+    by = {key: [r for r in ours if _key(r) == key] for key in sorted({_key(r) for r in ours})}
+    first = next(iter(by.values()))  # one at a time and greedy, where that was measured
+    _speedups(pictures / "speedup.png", by, [n for n in names if any(r["name"] == n for r in ours)])
+    _places(pictures / "places.png", first)
+    _stages(pictures / "stages.png", first)
+    tables: list[str] = []
+    for key, found in by.items():
+        missing = [f"`{name}`" for name in names if all(r["name"] != name for r in found)]
+        left = [f"Not measured: {', '.join(missing)}.", ""] if missing else []
+        tables += [f"### {_told(key)}", "", *_table(found), "", *left]
     text = TEMPLATE.read_text(encoding="utf-8").format(
-        prompts=first["prompts"], tokens=first["new_tokens"], repeat=first["repeat"],
-        table="\n".join(_table(ours)), peers="\n".join(_peers(theirs, ours)),
+        prompts=ours[0]["prompts"], tokens=ours[0]["new_tokens"], repeat=ours[0]["repeat"],
+        tables="\n".join(tables).rstrip(), peers="\n".join(_peers(theirs, by.get((0.0, 1), []))),
     )  # fmt: skip
     (folder / "speculation.md").write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+def _key(result: Result) -> tuple[float, int]:
+    return result["temperature"], result["batch"]
+
+
+def _told(key: tuple[float, int]) -> str:
+    temperature, batch = key
+    rows = "One prompt at a time" if batch == 1 else f"{batch} prompts at a time"
+    return f"{rows}, temperature {temperature:g}" if temperature else f"{rows}, greedy"
 
 
 def _table(results: list[Result]) -> list[str]:
@@ -64,22 +88,33 @@ def _peers(theirs: Result | None, ours: list[Result]) -> list[str]:
     return rows
 
 
-def _speedups(file: Path, results: list[Result]) -> None:
-    """A field for each recipe and kind of prompt."""
+def _speedups(
+    file: Path, by: Mapping[tuple[float, int], list[Result]], names: Sequence[str]
+) -> None:
+    """A field for each recipe and kind of prompt, a part for each batch and temperature; what was not measured is
+    empty.
+    """
     import matplotlib.pyplot as plt
+    import numpy as np
     from matplotlib.colors import TwoSlopeNorm
 
-    kinds = [r["kind"] for r in results[0]["rows"]]
-    values = [[x["speedup"] for x in r["rows"]] for r in results]
-    figure, axes = plt.subplots(figsize=(7.5, 1.2 + 0.42 * len(results)), layout="constrained")
-    most = max(2.0, *(v for row in values for v in row))
-    axes.imshow(values, cmap="RdYlGn", norm=TwoSlopeNorm(1.0, 0.5, most), aspect="auto")
-    for y, row in enumerate(values):
-        for x, value in enumerate(row):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=INK, fontsize=9)
-    axes.set_xticks(range(len(kinds)), kinds)
-    axes.set_yticks(range(len(results)), [r["name"] for r in results])
-    axes.set_title("Speed with drafts, that of plain decoding being 1", fontsize=10, color=INK)
+    kinds = [x["kind"] for x in next(iter(by.values()))[0]["rows"]]
+    figure, parts = plt.subplots(
+        1, len(by), figsize=(1.8 + 3.4 * len(by), 1.2 + 0.3 * len(names)), layout="constrained",
+        sharey=True, squeeze=False,
+    )  # fmt: skip
+    most = max([2.0, *(x["speedup"] for found in by.values() for r in found for x in r["rows"])])
+    for axes, (key, found) in zip(parts[0], by.items(), strict=True):
+        values = np.full((len(names), len(kinds)), np.nan)
+        for r in found:
+            values[names.index(r["name"])] = [x["speedup"] for x in r["rows"]]
+        axes.imshow(values, cmap="RdYlGn", norm=TwoSlopeNorm(1.0, 0.5, most), aspect="auto")
+        for y, x in zip(*np.nonzero(~np.isnan(values)), strict=True):
+            axes.text(x, y, f"{values[y, x]:.2f}", ha="center", va="center", color=INK, fontsize=7)
+        axes.set_xticks(range(len(kinds)), kinds, fontsize=7)
+        axes.set_yticks(range(len(names)), names, fontsize=8)
+        axes.set_title(_told(key), fontsize=9, color=INK)
+    figure.suptitle("Speed with drafts, that of plain decoding being 1", fontsize=10, color=INK)
     figure.savefig(file, dpi=120)
     plt.close(figure)
 
@@ -89,16 +124,22 @@ def _places(file: Path, results: list[Result]) -> None:
     import matplotlib.pyplot as plt
 
     kinds = [r["kind"] for r in results[0]["rows"]]
+    colours = plt.get_cmap("tab20").colors
     figure, grid = plt.subplots(
-        2, 3, figsize=(9, 5), sharex=True, sharey=True, layout="constrained"
+        2,
+        3,
+        figsize=(10, max(5.0, 1 + 0.2 * len(results))),
+        sharex=True,
+        sharey=True,
+        layout="constrained",
     )
     for axes, (i, kind) in zip(grid.flat, enumerate(kinds), strict=False):
-        for r, colour in zip(results, plt.get_cmap("tab20").colors, strict=False):
+        for n, r in enumerate(results):
             found = r["rows"][i]["by_place"][:PLACES]
-            places = range(1, len(found) + 1)
             axes.plot(
-                places, found, marker="o", markersize=3, linewidth=1, color=colour, label=r["name"]
-            )
+                range(1, len(found) + 1), found, marker="o", markersize=3, linewidth=1, label=r["name"],
+                color=colours[n % len(colours)], linestyle=LINES[n // len(colours) % len(LINES)],
+            )  # fmt: skip
         axes.set_title(kind, fontsize=9, color=INK)
         axes.set_ylim(-0.03, 1.03)
         axes.grid(alpha=0.3)
