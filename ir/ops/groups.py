@@ -128,7 +128,8 @@ def _steps(codes: Tensor, bits: int, rows: int, width: int) -> Tensor:
     per = 8 // bits
     shifts = torch.tensor([[bits * i] for i in range(per)], dtype=torch.uint8, device=codes.device)
     each = codes.unflatten(-1, (rows, 1, -1)) >> shifts & (2**bits - 1)
-    return each.flatten(-2)[..., :width].float()
+    found: Tensor = each.flatten(-2)[..., :width].float()
+    return found
 
 
 def _group_dequantize(

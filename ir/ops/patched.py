@@ -16,7 +16,8 @@ def _add_product(x: Tensor, a: Tensor, b: Tensor, rows: int) -> Tensor:
     width = x.shape[-1]
     left = a.float().unflatten(-1, (rows, -1))
     right = b.float().unflatten(-1, (width, -1))
-    return x + (left @ right.mT).flatten(2, 3)
+    found: Tensor = x + (left @ right.mT).flatten(2, 3)
+    return found
 
 
 # x [B,G,P R,D], of P blocks of R = `rows` rows, a [B,G,P,R r], b [B,G,P,D r] float16 -> x and of each block the product
@@ -35,7 +36,8 @@ def _put_numbers(x: Tensor, value: Tensor, place: Tensor, rows: int, along: str)
     count = lines.shape[-2]
     values, places = (part.unflatten(-1, (count, -1)) for part in (value.float(), place.long()))
     put = lines.scatter(-1, places, values)
-    return (put.mT if along == "rows" else put).flatten(2, 3)
+    found: Tensor = (put.mT if along == "rows" else put).flatten(2, 3)
+    return found
 
 
 # x [B,G,P R,D], of P blocks of R = `rows` rows, with n numbers of each line of a block in the place of its own: value

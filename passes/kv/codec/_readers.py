@@ -55,7 +55,7 @@ def reads_in_place(node: fx.Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         region, index = node.args
-        return _either(region, index)  # type: ignore[arg-type]
+        return _either(region, index)
     if target is decode_static.default:  # 8 bits, or what GroupQueryAttention takes
         found = operand_of(node, "bits") == 8 or operand_of(node, "width") % HEAD == 0
         return target in READ and bool(found)
