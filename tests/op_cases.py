@@ -22,6 +22,7 @@ from accel.ir.ops import (
     kv,
     norm,
     pages,
+    patched,
     quantized,
     recurrence,
     rope,
@@ -265,6 +266,63 @@ def packed_blocks(width: int, bits: int, group: int, along: str) -> Callable[...
     return make
 
 
+def with_finer(*how: Any) -> Callable[..., list[Any]]:
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        operands = packed_blocks(*how)(b, t, c, rng)
+        return [*operands, torch.from_numpy(rng.integers(0, 256, operands[0].shape, np.uint8))]
+
+    return make
+
+
+def several(c: int, rows: int) -> int:
+    """Blocks of so many rows: of single ones c, but none at the smallest."""
+    return 3 if rows > 1 else c if c > 1 else 0
+
+
+def product(rows: int) -> Callable[..., list[Any]]:
+    """In rank 2."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        count = several(c, rows)
+        x, a, right = (
+            randn(rng, b, 2, *n) for n in ((rows * count, 7), (count, 2 * rows), (count, 14))
+        )
+        return [x, a.half(), right.half(), rows]
+
+    return make
+
+
+def placed(rows: int, along: str) -> Callable[..., list[Any]]:
+    """Of each line one number for each two, in places of their own."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        count, (lines, size) = several(c, rows), ((7, rows) if along == "rows" else (rows, 7))
+        each = -(-size // 2)
+        places = np.argsort(rng.random((b, 2, count, lines, size)))[..., :each]
+        places = torch.from_numpy(places.reshape(b, 2, count, lines * each)).byte()
+        return [
+            randn(rng, b, 2, rows * count, 7),
+            randn(rng, *places.shape).half(),
+            places,
+            rows,
+            along,
+        ]
+
+    return make
+
+
+def few(width: int, stay: int) -> Callable[..., list[Any]]:
+    """Blocks of 4 rows, of each of which so many numbers stay."""
+
+    def make(b: int, t: int, c: int, rng: np.random.Generator) -> list[Any]:
+        count = c if c > 1 else 0
+        rank = torch.from_numpy(rng.random((b, 2, count, 4, width))).argsort(-1).argsort(-1)
+        mask = groups.packed((rank < stay).long(), 1).flatten(-2)
+        return [randn(rng, b, 2, count, 4 * stay).half(), mask, 4, width]
+
+    return make
+
+
 GROUPS = [
     (10, 2, 4, "rows"),
     (10, 2, 4, "channels"),
@@ -501,6 +559,17 @@ def cases() -> list[Case]:
                 ("dequantize", groups.group_dequantize, packed_blocks),
             )
         ),
+        *(
+            Case(f"group_dequantize-{how[1]}-{how[3]}-finer", groups.group_dequantize, with_finer(*how))
+            for how in GROUPS
+        ),
+        *(Case(f"add_product-{n}", patched.add_product, product(n)) for n in (1, 4)),
+        *(
+            Case(f"put_numbers-{n}-{a}", patched.put_numbers, placed(n, a))
+            for n in (1, 4)
+            for a in ("rows", "channels")
+        ),
+        *(Case(f"spread_rows-{w}-{n}", patched.spread_rows, few(w, n)) for w, n in ((8, 3), (21, 21), (64, 20))),
         Case("kv_append-positions", kv.kv_append, append()),
         Case("rms_norm", norm.rms_norm, scale(1e-5, 36), (1,)),
         Case("rms_norm-heads", norm.rms_norm, scale(0.1, 3, 9), (1,)),

@@ -91,6 +91,8 @@ def operands(rng, shape, tokens, how, mask, shared):
         k_along=1,
         v_along=0,
         v_width=wide,
+        k_down=0,
+        v_down=0,
     )
     given = [q, k, v, q_pos, held, None, None]
     coded = [*given, k_parts[0], v_parts[0], places, None, *k_parts[1:], *v_parts[1:]]
@@ -158,7 +160,9 @@ def slots_of_codes(shape, tokens, bits, kept, listed):
             scales += parts[1:] if part == "new" or kept else [None, None]
     pages = [pages] if listed else [None]
     settings = dict(scale=0.3, softcap=0.0, mask=0, window=0, exact=0, packed=0, page=16, partial=0)
-    ours = dict(rows=1, k_group=8, v_group=8, k_along=0, v_along=0, v_width=wide)
+    ours = dict(
+        rows=1, k_group=8, v_group=8, k_along=0, v_along=0, v_width=wide, k_down=0, v_down=0
+    )
     ours |= dict(zip(("k_bits", "v_bits"), bits, strict=True))
     return [*coded, *pages, *scales], [*plain, *pages], settings, settings | ours
 

@@ -123,6 +123,15 @@ group_quantize = Op(
 )
 
 
+def _steps(codes: Tensor, bits: int, rows: int, width: int) -> Tensor:
+    """The codes of blocks [..,n] apart, float32 [..,R,D]."""
+    per = 8 // bits
+    shifts = torch.tensor([[bits * i] for i in range(per)], dtype=torch.uint8, device=codes.device)
+    each = codes.unflatten(-1, (rows, 1, -1)) >> shifts & (2**bits - 1)
+    found: Tensor = each.flatten(-2)[..., :width].float()
+    return found
+
+
 def _group_dequantize(
     codes: Tensor,
     scale: Tensor,
@@ -132,11 +141,11 @@ def _group_dequantize(
     along: str,
     rows: int,
     width: int,
+    finer: Tensor | None = None,
 ) -> Tensor:
-    per = 8 // bits
-    shifts = torch.tensor([[bits * i] for i in range(per)], dtype=torch.uint8, device=codes.device)
-    each = codes.unflatten(-1, (rows, 1, -1)) >> shifts & (2**bits - 1)
-    steps = each.flatten(-2)[..., :width].float()
+    steps = _steps(codes, bits, rows, width)
+    if finer is not None:
+        steps = steps + (_steps(finer, bits, rows, width) - 2 ** (bits - 1)) / 2**bits
     if along == "rows":
         of = [x.unflatten(-1, (rows // group, 1, width)) for x in (scale.float(), least.float())]
         x = (steps.unflatten(-2, (-1, group)) * of[0] + of[1]).flatten(-3, -2)
@@ -151,12 +160,14 @@ def _group_dequantize(
 
 
 # What group_quantize made of blocks [..,P,R,D], codes and groups [..,P,n] -> their rows one after another,
-# float32 [..,P R,D].
+# float32 [..,P R,D]. finer: further codes, laid out alike: what a number is off, in parts of 2^bits to a step, of which
+# half lie below 0.
 group_dequantize = Op(
     "group_dequantize",
-    "(Tensor codes, Tensor scale, Tensor least, int bits, int group, str along, int rows, int width) -> Tensor",
+    "(Tensor codes, Tensor scale, Tensor least, int bits, int group, str along, int rows, int width, "
+    "Tensor? finer=None) -> Tensor",
     reference=_group_dequantize,
-    shape=lambda codes, scale, least, bits, group, along, rows, width: scale.new_empty(
+    shape=lambda codes, scale, least, bits, group, along, rows, width, finer=None: scale.new_empty(
         (*codes.shape[:-2], codes.shape[-2] * rows, width), dtype=torch.float32
     ),
 )

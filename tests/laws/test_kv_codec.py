@@ -3,6 +3,7 @@ bytes declared.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from accel.compiler.assemble import GRADES
+from accel.compiler.facts_json import kv_bytes
 from accel.ir.axis import find_axes
 from accel.ir.program import DTYPES
 from accel.ir.tables import Observed, Rows, Tables
@@ -27,6 +29,9 @@ WIDTHS = (1, 7, 10, 64, 129)
 HEADS = 4
 CODECS = [AXIS.build(n, **o) for n in AXIS.names() for o in ({}, *AXIS.method(n).others)]
 LAYERS = 4  # of codecs that span layers
+_LOST = re.compile(
+    r"every stored token of (all layers|\d+ layers) first, to ([\d,]+) bytes of floats"
+)
 
 
 @dataclass(frozen=True)
@@ -288,16 +293,20 @@ def attentions(program, folder):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", AXIS.names())
 def test_a_build_says_whether_codes_are_read_in_place(name, stateful, tmp_path, monkeypatch):
-    """Native attention reads floats where, and only where, a note says that a step decodes; the control: a note of what
-    is read in place.
+    """Native attention reads floats where, and only where, a note says that a step decodes, with the bytes that they
+    take a token; the control: a note of what is read in place.
     """
     for broken in (False, True):
         program = stateful("llama")
+        dense = kv_bytes(program) - 8  # of float32 keys and values, without a position
         monkeypatch.setattr(_readers, "READ", frozenset() if broken else _readers.READ)
         measured_for(AXIS.build(name, **AXIS.small(name)), program, tmp_path).run(program)
         told = [note for note in program.facts.notes if "no attention reads its codes" in note]
         right = bool(told) == ("Attention" in attentions(program, tmp_path))
         assert right or broken
         if told and right:
+            (decoded, some), many = _LOST.search(told[0]).groups(), len(program.facts.layers)
+            layers = many if decoded == "all layers" else int(decoded.split()[0])
+            assert int(some.replace(",", "")) * many == dense * layers
             return
     assert not right

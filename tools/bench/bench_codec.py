@@ -1,6 +1,6 @@
 """Calls of 1, 4 and 8 tokens after a long prompt, by how the cache is stored; alternating, each rewound.
 
-python tools/bench/bench_codec.py [--context 16384] [--rounds 5] [--kv-heads 16]
+python tools/bench/bench_codec.py [--context 16384] [--rounds 5] [--kv-heads 16] [--only kv-int8,gear]
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import accel
 
 VOCABULARY, HEADS, SIZE, LAYERS = 8000, 16, 64, 2
-RECIPES = {"float32": [], "kv-int8": ["kv-int8"], "kivi-4": ["kivi-4"], "kivi-2": ["kivi-2"]}
 CALLS, SETTLE = 16, 6  # of a round, the first of which are not counted
 
 
@@ -25,7 +24,9 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kv-heads", type=int, default=HEADS)
+    parser.add_argument("--only", default="kv-int8,kivi-4,kivi-2", help="recipes of codecs")
     options = parser.parse_args()
+    recipes = {"float32": [], **{name: [name] for name in options.only.split(",")}}
     torch.manual_seed(0)
     longest = options.context + 1024
     module = LlamaForCausalLM(
@@ -36,7 +37,7 @@ def main() -> None:
     ).eval()  # fmt: skip
     numbers = 2 * LAYERS * options.kv_heads * SIZE * options.context
     sessions = {}
-    for name, codec in RECIPES.items():
+    for name, codec in recipes.items():
         model = accel.optimize(module, ["int4", *codec], max_context=longest, verify=False)
         sessions[name] = model.session()
         tokens = np.random.default_rng(0).integers(3, VOCABULARY, (1, options.context))

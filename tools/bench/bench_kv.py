@@ -5,6 +5,7 @@
     python tools/bench/bench_kv.py --keep 16384 --only whole,snapkv,h2o,tova     # what a score costs where all stays
     python tools/bench/bench_kv.py --context 32768 --read 2048 --only whole,quest,tidaldecode,clusterkv
     python tools/bench/bench_kv.py --only whole,ada-kv,ada-kv:padded   # heads of unequal numbers, and padded ones
+    python tools/bench/bench_kv.py --only whole,leoam,leoam:memory     # keys and values in files, and in memory
 
 With one thread its own processor time counts, which others on the machine disturb less. Attention alone is a
 call's time less that of a call after 300 tokens of the whole cache.
@@ -47,10 +48,15 @@ def recipe(name: str, options: argparse.Namespace) -> Any:
 
 
 def compiled_of(name: str, module: Any, options: argparse.Namespace) -> Any:
-    """Of a recipe; of `NAME:padded` with as many kept slots of each head as the largest has."""
-    name, _, padded = name.partition(":")
+    """Of a recipe; of `NAME:padded` with as many kept slots of each head as the largest has, of `NAME:memory` with all
+    state in memory.
+    """
+    name, _, form = name.partition(":")
     with ExitStack() as stack:
-        if padded:
+        if form == "memory":
+            select = find_axes()["kv.select"].method(name)
+            stack.enter_context(mock.patch.object(select, "homes", {}))
+        elif form:
             budget = find_axes()["kv.budget"].method(name)
             stack.enter_context(mock.patch.object(budget, "level", True))
         return accel.optimize(
@@ -129,6 +135,11 @@ def main() -> None:
         if (other := taken.get(f"{name}:padded")) is not None:
             ratio = statistics.median(b / a for a, b in zip(taken[name], other, strict=True))
             line += f"; {ratio:.2f} times as fast as padded"
+        if (other := taken.get(f"{name}:memory")) is not None:
+            ratio = statistics.median(a / b for a, b in zip(taken[name], other, strict=True))
+            mapped = session.stats["kv_mapped"] / 1e6
+            share = mapped / held
+            line += f"; {share:.0%} of it in files, {ratio:.2f} of the time in memory"
         print(line)
 
 

@@ -1,7 +1,8 @@
-"""A step of one token over a stored cache, by codec, beside float32: one layer, one thread, its processor time,
-alternating. The cache is of random codes, so that no prompt has to run, and constants of layers are random.
+"""A step over a stored cache, by codec, beside float32: one layer, one thread, its processor time, alternating. The
+cache is of random codes, so that no prompt has to run, and constants of layers are random.
 
-python tools/bench/bench_readers.py [--context 8192] [--rounds 15] [--kv-heads 16] [--only kivi,ort-gqa-kv:gqa]
+python tools/bench/bench_readers.py [--context 8192] [--tokens 1] [--rounds 15] [--kv-heads 16]
+    [--only kivi,ort-gqa-kv:gqa]
 
 A codec may be followed by the variant of the step that reads it, `native` if none is given.
 """
@@ -49,15 +50,15 @@ def random_constants(heads: int) -> Any:
     return made
 
 
-def bound(session: Any, context: int) -> Any:
-    """A call after `context` tokens; what it appends to is written in place, as sessions do."""
+def bound(session: Any, context: int, tokens: int) -> Any:
+    """A call of so many tokens after `context`; what it appends to is written in place, as sessions do."""
     rng, binding = np.random.default_rng(0), session.io_binding()
     inputs = {i.name: i for i in session.get_inputs()}
     block = int(inputs["kept.pos"].shape[3]) if "kept.pos" in inputs else 0
     recent = RECENT // 2 if block else context
     sizes = {
         "B": 1,
-        "T": 1,
+        "T": tokens,
         "P": context // block if block else 0,
         "C": RECENT if block else context + RECENT,
     }
@@ -70,8 +71,10 @@ def bound(session: Any, context: int) -> Any:
         elif name == "kv.pos":
             value = np.where(np.arange(shape[1]) < recent, np.arange(shape[1]), -1)[None]
             value = np.where(value < 0, -1, value + context * bool(block))
-        elif name in ("positions", "slots"):
-            value = np.full(shape, recent + (context if block and name == "positions" else 0))
+        elif name == "slots":
+            value = np.full(shape, recent)
+        elif name == "positions":
+            value = np.arange(tokens)[None] + recent + context * bool(block)
         elif one.type == "tensor(uint8)":
             most = 1 if any(part in name for part in INDEXED) else 120
             value = rng.integers(0, most, shape, np.uint8)
@@ -94,6 +97,7 @@ def main() -> None:
     names = find_axes()["kv.codec"].names()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=1, help="of a call")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--kv-heads", type=int, default=HEADS)
     parser.add_argument("--only", default=",".join(names))
@@ -116,7 +120,7 @@ def main() -> None:
             model = accel.optimize(module, recipe, max_context=options.context + 1024, verify=False)
         graph = model.artifact.entries["step"].graphs[variant or "native"]
         session = open_session(model.artifact.path / graph, 1, False)
-        calls[asked] = (model, session, bound(session, options.context))
+        calls[asked] = (model, session, bound(session, options.context, options.tokens))
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(options.rounds):
         for name, (_, session, binding) in calls.items():

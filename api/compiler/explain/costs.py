@@ -191,8 +191,10 @@ def _kept(program: Program, sizes: Sizes | None, methods: Mapping[str, Any], pro
     none = (0.0,) * _forms(methods)
     if program.facts.kv is None or not layers:
         return Held(0.0, prompt, none)
-    if block := program.facts.kv.flush:  # all stays; blocks before the newest whole one are codes
-        kept = max(0, prompt // block - 1) * block
+    if (
+        block := program.facts.kv.flush
+    ):  # all stays; sinks apart, blocks before the newest whole one are codes
+        kept = max(0, (prompt - program.facts.kv.sinks) // block - 1) * block
         return Held(float(kept), prompt - kept, none)
     budget, when, keep = methods["kv.budget"], methods["kv.when"], methods["kv.keep"]
     heads = max(kept_heads(program.state).values(), default=1)

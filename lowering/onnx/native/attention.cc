@@ -8,7 +8,8 @@
 // AttentionTable: the same of bytes, each of which stands for a number of a table; rows may have scales, which must be
 // there for int8.
 //
-// AttentionGroups: the same, where what was kept lies in blocks of codes (grouped.h), and what came since as it is.
+// AttentionGroups: the same, where what was kept lies in blocks (stored.h), and what came since as it is. A call may read
+// it `coarse`ly, without finer codes.
 // AttentionCodes: the same, where each slot is such a block by itself, of what was kept and of what came since.
 //
 // What was read elsewhere (a partial result and the log-sum-exp of its scores) is merged in, and the second result
@@ -57,15 +58,22 @@ struct Settings {
   float scale, softcap;
   int64_t mask, window, exact, packed;  // packed: queries and results by token, [B,T,H,D] and [B,T,H W]
   int64_t page, partial;  // partial: whether the log-sum-exp is wanted
-  int64_t k_bits, v_bits, rows, k_group, v_group, k_along, v_along, v_width;  // of blocks
+  int64_t k_bits, v_bits, rows, k_group, v_group, k_along, v_along, v_width;  // of blocks; no bits: of few numbers
+  int64_t k_down, v_down;  // whether numbers at places are those of channels
   float noise;  // of what slots draw, and its seed
   int64_t seed;
+};
+
+// What may lie beside the codes of keys or values.
+struct Beside {
+  abi::Tensor finer, left, right, numbers, places;
 };
 
 // Slots that lie one after another: what was kept, each head's own or of the same tokens, and what came since.
 struct Segment {
   abi::Tensor k, v, k_scale, v_scale, k_least, v_least;  // with scales keys and values are codes
-  grouped::Blocks k_blocks, v_blocks;
+  Beside k_beside, v_beside;
+  stored::Blocks k_blocks, v_blocks;
   std::vector<float> k_table, v_table;  // what bytes stand for
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
@@ -398,9 +406,9 @@ void empty(float* sofar, int64_t W) {
 int64_t group(int64_t left) { return left > kGroup ? 6 : left; }
 
 // Keys or values of a segment from a slot on, counted over the heads of all rows.
-Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<float>& table, const grouped::Blocks& blocks,
+Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<float>& table, const stored::Blocks& blocks,
              int64_t slot) {
-  if (blocks.codes) return {nullptr, nullptr, nullptr, blocks.width, &blocks, slot};
+  if (blocks.codes.codes) return {nullptr, nullptr, nullptr, blocks.codes.width, &blocks, slot};
   if (!table.empty()) return Rows{nullptr, x.as<int8_t>(), scale.as<float>(), x.size[3], nullptr, 0, table.data()}.at(slot);
   bool codes = scale.data != nullptr;
   return Rows{codes ? nullptr : x.as<float>(), codes ? x.as<int8_t>() : nullptr, scale.as<float>(), x.size[3]}.at(slot);
@@ -689,18 +697,47 @@ constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionTable"
                                   "AttentionCodes"};
 constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8"};
 constexpr size_t kInputs[] = {11, 15, 19, 15, 19};  // before the tree
+constexpr size_t kMore = 6;     // the tree and what follows, of each form
+constexpr size_t kBeside = 11;  // of AttentionGroups, then
+
+// Whether a tensor has `count` numbers, of which each of some lines has as many; these.
+bool shared(const abi::Tensor& x, int64_t count, int64_t* each) {
+  *each = x.rank && count ? x.count() / count : 0;
+  return !x.rank || x.count() == count * *each;
+}
+
+// What lies beside the codes of blocks, where it is given; whether it is of their sizes.
+bool lay_beside(const Beside& more, int64_t blocks, bool coarse, stored::Blocks* out) {
+  const grouped::Blocks& codes = out->codes;
+  int64_t lines = out->numbers.down ? codes.width : codes.rows, other, places;
+  if (more.finer.rank && more.finer.count() != blocks * codes.rows * codes.bytes()) return false;
+  out->codes.finer = coarse ? nullptr : more.finer.as<uint8_t>();
+  out->product.left = more.left.as<uint16_t>(), out->product.right = more.right.as<uint16_t>();
+  out->numbers.numbers = more.numbers.as<uint16_t>(), out->numbers.places = more.places.as<uint8_t>();
+  return shared(more.left, blocks * codes.rows, &out->product.rank) && shared(more.right, blocks * codes.width, &other) &&
+         other == out->product.rank && shared(more.numbers, blocks * lines, &out->numbers.each) &&
+         shared(more.places, blocks * lines, &places) && places == out->numbers.each &&
+         (!places || codes.rows <= 256 || !out->numbers.down);
+}
 
 // Blocks of `width` channels, and whether the tensors are of their sizes.
-bool blocks_of(const Call& c, const Segment& s, bool keys, grouped::Blocks* out) {
+bool blocks_of(const Call& c, const Segment& s, bool keys, bool coarse, stored::Blocks* out) {
   const abi::Tensor &x = keys ? s.k : s.v, &scale = keys ? s.k_scale : s.v_scale, &least = keys ? s.k_least : s.v_least;
-  int64_t bits = keys ? c.set.k_bits : c.set.v_bits;
-  *out = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), bits, c.set.rows,
-          keys ? c.set.k_group : c.set.v_group, keys ? c.D : c.W, bool(keys ? c.set.k_along : c.set.v_along)};
-  if (c.set.rows <= 0 || out->group <= 0 || (out->along && c.set.rows % out->group)) return false;
-  int64_t blocks = c.B * (s.ragged ? 1 : c.G) * (s.C / c.set.rows);
-  return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && s.C % c.set.rows == 0 && x.rank == 4 &&
-         x.count() == blocks * c.set.rows * out->bytes() && scale.rank && scale.count() == blocks * out->groups() &&
-         least.rank && least.count() == scale.count();
+  int64_t bits = keys ? c.set.k_bits : c.set.v_bits, width = keys ? c.D : c.W, rows = c.set.rows;
+  out->codes = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), bits, rows,
+                keys ? c.set.k_group : c.set.v_group, width, bool(keys ? c.set.k_along : c.set.v_along)};
+  out->numbers.down = keys ? c.set.k_down : c.set.v_down;
+  if (rows <= 0 || s.C % rows || x.rank != 4 || !scale.rank) return false;
+  int64_t blocks = c.B * (s.ragged ? 1 : c.G) * (s.C / rows);
+  if (!bits) {  // a mask, and the numbers that are there
+    out->few = {x.as<uint8_t>(), scale.as<uint16_t>(), scale.as<uint16_t>() + scale.count(), 0, width};
+    return x.count() == blocks * rows * out->few.bytes() && shared(scale, blocks * rows, &out->few.stay);
+  }
+  const grouped::Blocks& codes = out->codes;
+  if (codes.group <= 0 || (codes.along && rows % codes.group)) return false;
+  return (bits == 1 || bits == 2 || bits == 4 || bits == 8) && x.count() == blocks * rows * codes.bytes() &&
+         scale.count() == blocks * codes.groups() && least.rank && least.count() == scale.count() &&
+         lay_beside(keys ? s.k_beside : s.v_beside, blocks, coarse, out);
 }
 
 // Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any; int8 rows must.
@@ -747,7 +784,7 @@ bool share(Call& c) {
   return true;
 }
 
-abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, bool draws, Call& c) {
+abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Call& c) {
   const abi::Api& api = kernel.api;
   Segment &kept = c.segments[0], &recent = c.segments[1];
   abi::Tensor k_pos, kept_pos, counts;
@@ -770,8 +807,18 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, boo
   if (abi::Status* s = abi::read(api, context, many + 2, &c.beside)) return s;
   if (abi::Status* s = abi::read(api, context, many + 3, &c.beside_lse)) return s;
   if (abi::Status* s = abi::read(api, context, many + 4, &counts)) return s;
-  if (!draws)
-    if (abi::Status* s = abi::read(api, context, many + 5, &c.owner)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 5, &c.owner)) return s;
+  abi::Tensor coarse;
+  if (form == kGroups) {
+    abi::Tensor* beside[kBeside];
+    size_t next = 0;
+    for (Beside* x : {&kept.k_beside, &kept.v_beside})
+      for (abi::Tensor* part : {&x->finer, &x->places, &x->left, &x->right, &x->numbers}) beside[next++] = part;
+    beside[next] = &coarse;
+    for (size_t i = 0; i < kBeside; ++i)
+      if (abi::Status* s = abi::read(api, context, many + kMore + i, beside[i])) return s;
+  }
+  bool coarsely = coarse.data && *coarse.as<bool>();
   c.set = kernel.set;
   c.B = c.q.size[0], c.H = c.q.size[1], c.T = c.q.size[2], c.D = c.q.size[3];
   if (c.set.packed) std::swap(c.H, c.T);
@@ -788,7 +835,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, boo
   kept.ragged = some && counts.rank, kept.by_head = kept.ragged || kept_pos.size[1] == c.G;
   recent.C = recent.k.size[2], kept.C = some ? kept_pos.size[2] : 0;
   auto sized = [&](Segment& s, bool blocks) {
-    return blocks ? blocks_of(c, s, true, &s.k_blocks) && blocks_of(c, s, false, &s.v_blocks) : same(c, s, coded);
+    if (!blocks) return same(c, s, coded);
+    return blocks_of(c, s, true, coarsely, &s.k_blocks) && blocks_of(c, s, false, coarsely, &s.v_blocks);
   };
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == lines && k_pos.size[0] == c.B &&
               k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
@@ -874,9 +922,9 @@ abi::Status* prepare_draw(const abi::Api& api, abi::Context* context, size_t inp
 template <Form kForm, bool kDraws>
 abi::Status* run(const Kernel& self, abi::Context* context) {
   Call c = {};
-  if (abi::Status* s = prepare(self, context, kForm, kDraws, c)) return s;
+  if (abi::Status* s = prepare(self, context, kForm, c)) return s;
   if (kDraws)
-    if (abi::Status* s = prepare_draw(self.api, context, kInputs[kForm] + 5, c)) return s;
+    if (abi::Status* s = prepare_draw(self.api, context, kInputs[kForm] + kMore, c)) return s;
   size_t items = c.B * c.G * (kDraws && c.splits == 1 ? c.draw.lanes : c.blocks * c.splits);
   if (abi::Status* s = abi::parallel<work>(self.api, context, items, c)) return s;
   if (c.splits > 1) join(c);
@@ -906,6 +954,8 @@ constexpr abi::Attribute<Settings> kWithBlocks[] = {
     {"k_along", &Settings::k_along, nullptr},
     {"v_along", &Settings::v_along, nullptr},
     {"v_width", &Settings::v_width, nullptr},
+    {"k_down", &Settings::k_down, nullptr},
+    {"v_down", &Settings::v_down, nullptr},
 };
 
 constexpr abi::Attribute<Settings> kWithDraw[] = {
@@ -915,9 +965,13 @@ constexpr abi::Attribute<Settings> kWithDraw[] = {
     {"seed", &Settings::seed, nullptr},
 };
 
-int type_of(Form form, bool draws, size_t i) {
+int type_of(Form form, size_t i) {
+  if (form == kGroups && i >= kInputs[form] + kMore) {
+    size_t at = i - kInputs[form] - kMore;
+    return at + 1 == kBeside ? abi::kBool : at % 5 < 2 ? abi::kUint8 : abi::kHalf;
+  }
   if (size_t many = kInputs[form]; i >= many)
-    return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + (draws ? 7 : 5) ? abi::kInt64 : abi::kFloat;
+    return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + 5 || i == many + 8 ? abi::kInt64 : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kTable) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kUint8 : abi::kFloat;
@@ -936,8 +990,8 @@ abi::Op op() {
   else
     op = abi::op_of<Settings, kAttributes, run<kForm, false>>();
   op.name = [](const abi::Op*) { return kDraws ? kDrawn[kForm] : kNames[kForm]; };
-  op.input_count = [](const abi::Op*) { return kInputs[kForm] + (kDraws ? 8 : 6); };
-  op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, kDraws, i); };
+  op.input_count = [](const abi::Op*) { return kInputs[kForm] + (kDraws ? kMore + 3 : kForm == kGroups ? kMore + kBeside : kMore); };
+  op.input_type = [](const abi::Op*, size_t i) { return type_of(kForm, i); };
   op.output_count = [](const abi::Op*) { return size_t(kDraws ? 3 : 2); };
   op.output_presence = [](const abi::Op*, size_t i) { return int(i ? abi::kOptional : abi::kRequired); };
   op.input_presence = [](const abi::Op*, size_t i) { return int(i > 4 ? abi::kOptional : abi::kRequired); };

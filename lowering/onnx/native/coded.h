@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-#include "grouped.h"
+#include "stored.h"
 #include "vector.h"
 
 namespace coded {
@@ -92,7 +92,7 @@ struct Rows {
   const int8_t* codes;
   const float* scales;
   int64_t width;
-  const grouped::Blocks* blocks = nullptr;
+  const stored::Blocks* blocks = nullptr;
   int64_t first = 0;
   const float* table = nullptr;
 

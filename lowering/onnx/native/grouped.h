@@ -45,10 +45,12 @@ inline i8 lanes(const uint8_t* codes) {
 #endif
 }
 
-// The numbers that the codes in some bits of each lane are.
-template <int BITS>
-inline v8 numbers(i8 x, int shift) {
-  if constexpr (BITS < 8) x = (x >> shift) & all((1 << BITS) - 1);
+// The numbers that the codes in some bits of each lane are; `FINE`: with those of `y` below them.
+template <int BITS, bool FINE>
+inline v8 numbers(i8 x, i8 y, int shift) {
+  constexpr int most = (1 << BITS) - 1;
+  if constexpr (BITS < 8) x = (x >> shift) & all(most);
+  if constexpr (FINE) x = (x << BITS) | ((y >> shift) & all(most));
   return __builtin_convertvector(x, v8);
 }
 
@@ -58,6 +60,7 @@ struct Blocks {
   const uint16_t *scale, *least;
   int64_t bits, rows, group, width;
   bool along;  // rows of a channel share a group; else channels of a row
+  const uint8_t* finer = nullptr;  // codes of what a number is off, in parts of a step, half of them below 0
 
   int64_t bytes() const { return (width * bits + 7) / 8; }
   int64_t each() const { return (width + group - 1) / group; }  // groups of a row, where not along
@@ -65,70 +68,96 @@ struct Blocks {
 
   // `count` rows from `row` on, counted through all blocks, as floats.
   void read(int64_t row, int64_t count, float* out) const {
-    if (bits == 1) return read_all<1>(row, count, out);
-    if (bits == 2) return read_all<2>(row, count, out);
-    if (bits == 4) return read_all<4>(row, count, out);
-    read_all<8>(row, count, out);
+    return finer ? read_bits<true>(row, count, out) : read_bits<false>(row, count, out);
   }
 
  private:
-  template <int BITS>
+  template <bool FINE>
+  void read_bits(int64_t row, int64_t count, float* out) const {
+    if (bits == 1) return read_all<1, FINE>(row, count, out);
+    if (bits == 2) return read_all<2, FINE>(row, count, out);
+    if (bits == 4) return read_all<4, FINE>(row, count, out);
+    read_all<8, FINE>(row, count, out);
+  }
+
+  template <int BITS, bool FINE>
   void read_all(int64_t row, int64_t count, float* out) const {
     while (count > 0) {
       int64_t block = row / rows, r = row % rows, some = std::min(count, (along ? r / group * group + group : rows) - r);
-      const uint8_t* from = codes + (block * rows + r) * bytes();
+      int64_t from = (block * rows + r) * bytes();
+      const uint8_t *x = codes + from, *y = FINE ? finer + from : x;
       if (along) {
         int64_t at = block * groups() + r / group * width;
-        down<BITS>(from, scale + at, least + at, some, out);
+        down<BITS, FINE>(x, y, scale + at, least + at, some, out);
       } else {
         int64_t at = block * groups() + r * each();
-        across<BITS>(from, scale + at, least + at, some, out);
+        across<BITS, FINE>(x, y, scale + at, least + at, some, out);
       }
       row += some, count -= some, out += some * width;
     }
   }
 
-  // Code `w` of a row.
-  float one(const uint8_t* from, int64_t w) const {
-    int64_t n = bytes();
-    return float(from[w % n] >> (w / n * bits) & ((1 << bits) - 1));
+  // A step and a smallest number, where codes have as many bits again below them.
+  template <bool FINE, typename V>
+  static void refine(V& step, V& first, V half, V part) {
+    if constexpr (FINE) first = first - step * half, step = step * part;
+  }
+
+  // Number `w` of a row.
+  template <int BITS, bool FINE>
+  float one(const uint8_t* x, const uint8_t* y, int64_t w, uint16_t step, uint16_t first) const {
+    int64_t n = bytes(), shift = w / n * BITS;
+    int code = x[w % n] >> shift & ((1 << BITS) - 1);
+    if constexpr (FINE) code = code << BITS | (y[w % n] >> shift & ((1 << BITS) - 1));
+    float s = number(step), m = number(first);
+    refine<FINE>(s, m, 0.5f, 1.0f / (1 << BITS));
+    return std::fma(float(code), s, m);
   }
 
   // Rows of one group each channel.
-  template <int BITS>
-  void down(const uint8_t* from, const uint16_t* step, const uint16_t* first, int64_t count, float* out) const {
+  template <int BITS, bool FINE>
+  void down(const uint8_t* x, const uint8_t* y, const uint16_t* step, const uint16_t* first, int64_t count,
+            float* out) const {
     constexpr int PER = 8 / BITS;
     int64_t n = bytes(), whole = n * PER == width ? n / 8 * 8 : 0;
     for (int64_t w = 0; w < whole; w += 8) {
       v8 s[PER], m[PER];
-      for (int j = 0; j < PER; ++j) s[j] = halves_at(step + j * n + w), m[j] = halves_at(first + j * n + w);
+      for (int j = 0; j < PER; ++j) {
+        s[j] = halves_at(step + j * n + w), m[j] = halves_at(first + j * n + w);
+        refine<FINE>(s[j], m[j], all(0.5f), all(1.0f / (1 << BITS)));
+      }
       for (int64_t i = 0; i < count; ++i) {
-        i8 x = lanes(from + i * n + w);
+        i8 codes = lanes(x + i * n + w), more = FINE ? lanes(y + i * n + w) : codes;
         for (int j = 0; j < PER; ++j)
-          store(out + i * width + j * n + w, fused(numbers<BITS>(x, BITS * j), s[j], m[j]));
+          store(out + i * width + j * n + w, fused(numbers<BITS, FINE>(codes, more, BITS * j), s[j], m[j]));
       }
     }
     for (int64_t w = 0; w < width; ++w)
       for (int64_t i = 0; i < count && w % n >= whole; ++i)
-        out[i * width + w] = std::fma(one(from + i * n, w), number(step[w]), number(first[w]));
+        out[i * width + w] = one<BITS, FINE>(x + i * n, y + i * n, w, step[w], first[w]);
   }
 
   // Rows, whose channels are in groups.
-  template <int BITS>
-  void across(const uint8_t* from, const uint16_t* step, const uint16_t* first, int64_t count, float* out) const {
+  template <int BITS, bool FINE>
+  void across(const uint8_t* x, const uint8_t* y, const uint16_t* step, const uint16_t* first, int64_t count,
+              float* out) const {
     constexpr int PER = 8 / BITS;
     int64_t n = bytes(), size = std::min(group, width), run = std::min(size, n), of[PER];
     bool even = n * PER == width && run % 8 == 0 && (size % n == 0 || n % size == 0);
     for (int j = 0; j < PER; ++j) of[j] = j * n / size;
-    for (int64_t i = 0; i < count; ++i, from += n, step += each(), first += each(), out += width) {
+    for (int64_t i = 0; i < count; ++i, x += n, y += n, step += each(), first += each(), out += width) {
       for (int64_t w = 0; w < width && !even; ++w)
-        out[w] = std::fma(one(from, w), number(step[w / group]), number(first[w / group]));
+        out[w] = one<BITS, FINE>(x, y, w, step[w / group], first[w / group]);
       for (int64_t start = 0, k = 0; start < n && even; start += run, ++k) {
         v8 s[PER], m[PER];
-        for (int j = 0; j < PER; ++j) s[j] = all(number(step[of[j] + k])), m[j] = all(number(first[of[j] + k]));
+        for (int j = 0; j < PER; ++j) {
+          s[j] = all(number(step[of[j] + k])), m[j] = all(number(first[of[j] + k]));
+          refine<FINE>(s[j], m[j], all(0.5f), all(1.0f / (1 << BITS)));
+        }
         for (int64_t w = start; w < start + run; w += 8) {
-          i8 x = lanes(from + w);
-          for (int j = 0; j < PER; ++j) store(out + j * n + w, fused(numbers<BITS>(x, BITS * j), s[j], m[j]));
+          i8 codes = lanes(x + w), more = FINE ? lanes(y + w) : codes;
+          for (int j = 0; j < PER; ++j)
+            store(out + j * n + w, fused(numbers<BITS, FINE>(codes, more, BITS * j), s[j], m[j]));
         }
       }
     }

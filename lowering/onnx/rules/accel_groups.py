@@ -62,6 +62,22 @@ def group_quantize(b: Builder, x: str, bits: int, group: int, along: str) -> tup
     )
 
 
+def _apart(b: Builder, codes: str, bits: int, rows: int, width: int, short: int) -> str:
+    """The codes of blocks, floats [..,R,width + short]."""
+    per, lead = 8 // bits, [0] * (b.rank(codes) - 1)
+    wide = -(-width // per)
+    shifts = b.constant([[bits * i] for i in range(per)], "uint8")
+    apart = b.node("Reshape", codes, b.ints(*lead, rows, 1, wide))
+    if bits < 8:
+        apart = b.node("BitShift", apart, shifts, direction="RIGHT")
+        apart = b.node("BitwiseAnd", apart, b.constant(2**bits - 1, torch.uint8))
+    steps = str(b.node("Cast", apart, to=_FLOAT))
+    if wide * per > width or short:
+        steps = _last(b, b.node("Reshape", steps, b.ints(*lead, rows, wide * per)), width)
+        steps = b.node("Pad", steps, b.ints(0, short), None, b.ints(-1)) if short else steps
+    return steps
+
+
 @lower(groups.group_dequantize.default)
 def group_dequantize(
     b: Builder,
@@ -73,19 +89,15 @@ def group_dequantize(
     along: str,
     rows: int,
     width: int,
+    finer: str | None = None,
 ) -> str:
-    per, lead = 8 // bits, [0] * (b.rank(codes) - 1)
-    wide, count = -(-width // per), -(-width // group)
-    shifts = b.constant([[bits * i] for i in range(per)], "uint8")
-    apart = b.node("Reshape", codes, b.ints(*lead, rows, 1, wide))
-    if bits < 8:
-        apart = b.node("BitShift", apart, shifts, direction="RIGHT")
-        apart = b.node("BitwiseAnd", apart, b.constant(2**bits - 1, torch.uint8))
-    steps = b.node("Cast", apart, to=_FLOAT)
+    lead, count = [0] * (b.rank(codes) - 1), -(-width // group)
     short = count * group - width if along == "channels" else 0
-    if wide * per > width or short:
-        steps = _last(b, b.node("Reshape", steps, b.ints(*lead, rows, wide * per)), width)
-        steps = b.node("Pad", steps, b.ints(0, short), None, b.ints(-1)) if short else steps
+    steps = _apart(b, codes, bits, rows, width, short)
+    if finer is not None:
+        half = _number(b, 2 ** (bits - 1))
+        less = b.node("Sub", _apart(b, finer, bits, rows, width, short), half)
+        steps = b.node("Add", steps, b.node("Mul", less, _number(b, 2.0**-bits)))
     if along == "rows":
         sizes, cut = (
             b.ints(*lead, rows // group, 1, width),

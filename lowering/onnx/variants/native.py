@@ -12,7 +12,8 @@ import torch
 from accel.ir.ops import attention, choice, codec, flat, groups, mass, pages, quantized, units
 from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
-from accel.lowering.onnx.native.join import DRAWN, attributes, join
+from accel.lowering.onnx.native.join import DRAWN, join
+from accel.lowering.onnx.native.stored import Stored, stored_of
 from accel.lowering.onnx.rules.accel_codec import decode_rows as decoded
 from accel.lowering.onnx.rules.accel_ops import position_mask
 from accel.lowering.onnx.rules.accel_pages import kv_pages as portable_pages
@@ -74,7 +75,7 @@ def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
     if x.pages is not None or x.tree is not None:
         return NotImplemented
     blocks = (x.k, x.v, x.kept_k, x.kept_v)
-    if any(name and _made(b, name, "DecodeGroups") for name in blocks):
+    if any(name and stored_of(b, name) for name in blocks):
         return NotImplemented
     op, given, common = _plain(b, x, partial=False)
     asked = [x.share, x.temperature, x.layer]
@@ -88,14 +89,15 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     if x.pages is not None and (x.tree is not None or _apart(x)):
         return NotImplemented
     new, old = (
-        [_made(b, name, "DecodeGroups") for name in names if name]
+        [stored_of(b, name) for name in names if name]
         for names in ((x.k, x.v), (x.kept_k, x.kept_v))
     )
     k_read, v_read = old or new
     if k_read and v_read and _alike(new, old):
         if x.tree is not None:
             return NotImplemented
-        return _over_blocks(b, x, k_read, v_read, new if all(new) else [], _common(b, x, partial))
+        slots = [found for found in new if found] if all(new) else []
+        return _over_blocks(b, x, k_read, v_read, slots, _common(b, x, partial))
     op, given, common = _plain(b, x, partial)
     return b.node(op, *given, **common)
 
@@ -187,8 +189,8 @@ def _looked_up(x: attention.Operands[str], made: dict[str, onnx.NodeProto]) -> l
 
 def _last(x: attention.Operands[str]) -> list[str | None]:
     """The operands that come last, whatever form keys and values have."""
-    owner = [x.owner] if isinstance(x, flat.Flat) else []
-    return [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts, *owner]
+    owner = x.owner if isinstance(x, flat.Flat) else None
+    return [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts, owner]
 
 
 def _apart(x: attention.Operands[str]) -> bool:
@@ -196,53 +198,45 @@ def _apart(x: attention.Operands[str]) -> bool:
     return x.bias is not None if x.page < _PAGE else x.page % _PAGE != 0
 
 
-def _alike(new: list[onnx.NodeProto | None], old: list[onnx.NodeProto | None]) -> bool:
+def _alike(new: list[Stored | None], old: list[Stored | None]) -> bool:
     """Whether one operator reads these codes: blocks of as many rows, before slots of floats; or slots, each a block,
     before others of the same kind.
     """
-    last, first = ([attributes(n) for n in made if n] for made in (new, old))
-    if {kind["rows"] for kind in last} > {1} or (last and len(last) < len(new)):
+    last, first = ([found.codes for found in all_of if found] for all_of in (new, old))
+    if {kind.rows for kind in last} > {1} or (last and len(last) < len(new)):
         return False
-    return len({kind["rows"] for kind in first}) < 2 and (not first or not last or first == last)
+    if last and not all(found and found.plain for found in (*new, *old)):
+        return False
+    alike = [kind.kind for kind in first] == [kind.kind for kind in last]
+    return len({kind.rows for kind in first}) < 2 and (not first or not last or alike)
 
 
 def _over_blocks(
     b: Builder,
     x: attention.Operands[str],
-    k_read: onnx.NodeProto,
-    v_read: onnx.NodeProto,
-    new: list[onnx.NodeProto | None],
+    k: Stored,
+    v: Stored,
+    new: list[Stored],
     common: dict[str, Any],
 ) -> Any:
     """Attention that reads blocks of codes before slots of floats; or where what is `new` is in codes, too, slots of
     them, each a block.
     """
-    k, v = attributes(k_read), attributes(v_read)
-    kept = [list(made.input) for made in (k_read, v_read)] if x.kept_k else [[None] * 3] * 2
-    last = [list(made.input) for made in new if made]
-    k_now, v_now = (codes for codes, *_ in last) if last else (x.k, x.v)
-    scales = [name for _, *groups in [*last, *kept] for name in groups]
-    (k_codes, *_), (v_codes, *_) = kept
-    where = _of_all(b, x.kept_pos)
-    given = (
-        x.q,
-        k_now,
-        v_now,
-        x.q_pos,
-        x.k_pos,
-        x.bias,
-        x.sink,
-        k_codes,
-        v_codes,
-        where,
-        x.pages,
-        *scales,
-    )
-    return b.node(
-        "AttentionCodes" if last else "AttentionGroups", *given, *_last(x), **common,
-        k_bits=k["bits"], v_bits=v["bits"], rows=k["rows"], k_group=k["group"], v_group=v["group"],
-        k_along=k["along"], v_along=v["along"], v_width=v["width"],
+    settings = common | dict(
+        k_bits=k.codes.bits, v_bits=v.codes.bits, rows=k.codes.rows, k_group=k.codes.group, v_group=v.codes.group,
+        k_along=k.codes.along, v_along=v.codes.along, v_width=v.codes.width, k_down=k.down, v_down=v.down,
     )  # fmt: skip
+    kept = [k, v] if x.kept_k else []
+    k_now, v_now = (found.codes.codes for found in new) if new else (x.k, x.v)
+    scales = [part for found in (*new, *kept) for part in (found.codes.scale, found.codes.least)]
+    k_kept, v_kept = (found.codes.codes for found in kept) if kept else (None, None)
+    ends = (x.q_pos, x.k_pos, x.bias, x.sink)
+    given = [x.q, k_now, v_now, *ends, k_kept, v_kept, _of_all(b, x.kept_pos), x.pages, *scales]
+    given += [None] * (4 - 4 * bool(kept)) if new else []
+    if new:
+        return b.node("AttentionCodes", *given, *_last(x), **settings)
+    beside = [part for found in (k, v) for part in found.beside]
+    return b.node("AttentionGroups", *given, *_last(x), *beside, k.coarse, **settings)
 
 
 def _of_all(b: Builder, positions: str | None) -> str | None:
@@ -403,13 +397,14 @@ def group_dequantize(
     along: str,
     rows: int,
     width: int,
+    finer: str | None = None,
 ) -> Any:
     """Only for who needs the numbers: attention reads the codes."""
     if b.rank(codes) != 4:
         return NotImplemented
     return b.node(
-        "DecodeGroups", codes, scale, least, domain=DOMAIN, bits=bits, group=group, along=int(along == "rows"),
-        rows=rows, width=width,
+        "DecodeGroups", codes, scale, least, finer, domain=DOMAIN, bits=bits, group=group,
+        along=int(along == "rows"), rows=rows, width=width,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
+from accel.ir.ops.patched import add_product, put_numbers
 from accel.passes.kv.codec import Sizes
 from accel.passes.kv.codec._directions import any_columns, orthonormal
 from accel.passes.kv.codec.kivi import Kivi
@@ -101,20 +102,13 @@ class Gear(Kivi):
         return found
 
     def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        back = self._backbone(role, parts, width).unflatten(2, (-1, self.residual))
-        if rank := self._rank(width):
-            a = parts["a"].float().unflatten(-1, (self.residual, rank))
-            b = parts["b"].float().unflatten(-1, (width, rank))
-            back = back + a @ b.mT
-        lines, ends = self._ends(role, width)
-        if ends:
-            value = parts["outlier"].float().unflatten(-1, (lines, 2 * ends))
-            place = parts["place"].long().unflatten(-1, (lines, 2 * ends))
-            across = back.mT if role == "k" else back
-            back = across.scatter(-1, place, value)
-            back = back.mT if role == "k" else back
-        found: Tensor = back.flatten(2, 3)
-        return found
+        back = self._backbone(role, parts, width)
+        if self._rank(width):
+            back = add_product(back, parts["a"], parts["b"], self.residual)
+        if self._ends(role, width)[1]:
+            beside = parts["outlier"], parts["place"]
+            back = put_numbers(back, *beside, self.residual, "rows" if role == "k" else "channels")
+        return back
 
     def _backbone(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         """D̂ [B,G,P R,D]."""

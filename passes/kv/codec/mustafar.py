@@ -12,7 +12,8 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.ir.ops.groups import group_dequantize, packed
+from accel.ir.ops.groups import packed
+from accel.ir.ops.patched import spread_rows
 from accel.passes.kv.codec import Base, Sizes
 
 
@@ -62,11 +63,8 @@ class Mustafar(Base):
         }
 
     def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
-        rows = {name: x.unflatten(-1, (self.block, -1)).flatten(2, 3) for name, x in parts.items()}
-        one = torch.ones_like(rows["mask"][..., :1], dtype=torch.float16)
-        stays = group_dequantize(rows["mask"], one, one * 0, 1, width, "channels", 1, width)
-        place = (stays.cumsum(-1) - 1).clamp(min=0).long()
-        return torch.where(stays > 0, rows[""].float().gather(-1, place), 0.0)
+        back: Tensor = spread_rows(parts[""], parts["mask"], self.block, width)
+        return back
 
     def bits_of(self, role: str, width: int) -> float:
         return (16 * self._stay(width) + 8 * -(-width // 8)) / width

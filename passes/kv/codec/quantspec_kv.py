@@ -12,7 +12,6 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.ops.groups import (
-    LEAST,
     block_sizes,
     group_dequantize,
     group_quantize,
@@ -64,27 +63,18 @@ class QuantspecKv(Base):
         upper, scale, least = group_quantize(x, _BITS, self.group, along)
         found = {"": upper, "scale": scale, "least": least}
         lost = x - self.decode(role, found, width).unflatten(2, (-1, self.block))
-        step = spread(_fine(scale).float(), self.block, width, self.group, along)
-        steps = (lost / step.clamp(min=LEAST)).round().clamp(-_FINER // 2, _FINER // 2 - 1)
+        step = spread(scale.float() / _FINER, self.block, width, self.group, along)
+        steps = (lost / step).round().clamp(-_FINER // 2, _FINER // 2 - 1)
         steps = torch.where(steps.isnan(), 0, steps + _FINER // 2)
         return {**found, "lower": packed(steps.long(), _BITS).flatten(-2)}
 
     def decode(self, role: str, parts: dict[str, Tensor], width: int) -> Tensor:
         """Of the upper bits alone, or of both."""
-        scale = parts["scale"]
-        back: Tensor = self._read(role, parts[""], scale, parts["least"], width)
-        if "lower" not in parts:
-            return back
-        fine = _fine(scale)
-        first = (fine.float() * (-_FINER // 2)).half()  # exact, as is the product
-        back = back + self._read(role, parts["lower"], fine, first, width)
+        back: Tensor = group_dequantize(
+            parts[""], parts["scale"], parts["least"], _BITS, self.group, self._along(role), self.block, width,
+            parts.get("lower"),
+        )  # fmt: skip
         return back
-
-    def _read(self, role: str, codes: Tensor, scale: Tensor, least: Tensor, width: int) -> Tensor:
-        found: Tensor = group_dequantize(
-            codes, scale, least, _BITS, self.group, self._along(role), self.block, width
-        )
-        return found
 
     def bits_of(self, role: str, width: int) -> float:
         codes, groups = block_sizes(self.block, width, _BITS, self.group, self._along(role))
@@ -93,9 +83,3 @@ class QuantspecKv(Base):
     def within(self, role: str, x: Tensor, back: Tensor) -> Tensor:
         """No number is off by more than a step of 8 bits; half of one, but where 8 of them were to be added."""
         return near_by(x, back, 1 / _SPAN / _FINER, self.group, self._along(role))
-
-
-def _fine(scale: Tensor) -> Tensor:
-    """The steps of the lower bits, float16."""
-    found: Tensor = (scale.float() / _FINER).half()
-    return found
