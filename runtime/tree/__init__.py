@@ -92,7 +92,10 @@ class Tree:
     def head(self, count: int) -> Tree:
         """Its first `count` nodes; parents and earlier siblings come first."""
         rows = None if self.q is None else self._drawn[:count]
-        return Tree(self.tokens[:count], self.parents[:count], self.q, rows, self.replacement)
+        draws = None if self.draws is None else self.draws[self.draws < count]
+        return Tree(
+            self.tokens[:count], self.parents[:count], self.q, rows, self.replacement, draws
+        )
 
     @cached_property
     def mask(self) -> npt.NDArray[np.bool_]:
