@@ -261,7 +261,9 @@ def law_of_rows(method):
     """
     case = opened(method, SHAPES.build("chain"), RULES.build("spec-chain"), "same", 2, seed=6)
     assert case.gap(2) < 1e-12
-    assert len(case.drafts) > 1, "all rounds are alike"
+    kind = type(method.open(rows_of([[0], [0]], sampled()), unmeasured_cost))
+    by_row = kind.draws is not Paces.draws or kind.keeps is not Paces.keeps
+    assert len(case.drafts) > 1 or not by_row, "all rounds are alike"
 
 
 @pytest.mark.parametrize("name", filter(compares, AXIS.names()))
@@ -429,14 +431,14 @@ def test_cost_optimal_drafts_further_where_more_stands_and_tokens_cost_less():
     found = {}
     for chance in (0.3, 0.6, 0.9):
         for each in (0.02, 0.2):
-            limits = drive(CostOptimal().begin(price(each)), np.random.default_rng(0), 400, chance)
+            limits = drive(Alone(CostOptimal(), price(each)), np.random.default_rng(0), 400, chance)
             found[chance, each] = np.mean(limits)
     assert found[0.3, 0.02] < found[0.6, 0.02] < found[0.9, 0.02]
     assert all(found[chance, 0.2] < found[chance, 0.02] for chance in (0.3, 0.6, 0.9))
 
 
 def test_cost_optimal_stops_where_no_draft_pays_and_goes_on_where_one_does_again():
-    pace = CostOptimal().begin(price(0.2, 0.5))
+    pace = Alone(CostOptimal(), price(0.2, 0.5))
     limits = drive(pace, np.random.default_rng(0), 400, 0.1)
     assert np.count_nonzero(limits) < 30 and max(limits[100:]) <= 1, (
         "a token at a time is tried, ever rarer"

@@ -23,7 +23,7 @@ from accel.runtime.session.session import Session
 class Counts:
     """A backend session whose state is how many tokens came; `fails`: at which step."""
 
-    tile, alike, kv_bytes, kv_mapped = 1, None, 0, 0
+    tile, flat, alike, kv_bytes, kv_mapped = 1, False, None, 0, 0
     observed = {"queries.0": np.zeros((2, 1, 1, 4), np.float32)}
 
     def __init__(self, fails=0):
