@@ -117,7 +117,7 @@ def test_a_draft_is_told_by_its_levels(monkeypatch):
         list(speculated(session, rows, Says(forked), "sample-match", length=length, costs=costs))
     assert [row.seen.tolist() for row in rows] == found
     assert len(told) > 4 and set(told) == {(2, 2)}
-    assert weighed and all(set(given[1]) == {(2, 2)} and given[-1] == 4 for given in weighed)
+    assert weighed and all(set(given[1]) == {(2, 2)} and given[5] == 4 for given in weighed)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 40])
