@@ -12,7 +12,7 @@ from accel.runtime.loop import speculative
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict, spec_chain
 
-COUNT, PARTS = 24, 6  # recipes, and tests that share them out
+COUNT, PARTS = 16, 4  # recipes, and tests that share them out
 CHOSEN = sorted(
     matrix.stratified(matrix.cases(), COUNT, seed=5),
     key=lambda case: matrix.ARCHITECTURES.index(case.architecture),
@@ -40,6 +40,12 @@ def test_every_method_is_in_the_sample():
         methods = {table for case in every for table in case.tables}
         assert len(there) >= min(len(methods), len(chosen)), methods - there
     assert {case.architecture for case in CHOSEN} == set(matrix.ARCHITECTURES)
+
+
+def test_what_slots_draw_with_noise_has_every_variant(runner):
+    """Of numbers of a table, too."""
+    case = matrix.Case("llama", (("kv.codec", "kv-fp8"), ("kv.score", "keyformer")))
+    assert runner.run(case).why == ""
 
 
 def test_a_wrong_cache_is_caught(runner, monkeypatch):
@@ -79,7 +85,7 @@ def test_the_page_says_what_was_found(tmp_path):
     assert (tmp_path / "composition" / "pairs.png").stat().st_size > 1000
 
 
-LOOPS = matrix.stratified(matrix_loops.cases(), 12, seed=2)
+LOOPS = matrix.stratified(matrix_loops.cases(), 8, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +95,7 @@ def loops():
 
 @pytest.mark.parametrize("part", range(2))
 def test_loops_are_refused_or_right(loops, part):
-    found = [loops.run(case) for case in LOOPS[6 * part : 6 * part + 6]]
+    found = [loops.run(case) for case in LOOPS[4 * part : 4 * part + 4]]
     wrong = [f"{o.case}: {o.why}" for o in found if o.kind == "wrong"]
     assert not wrong, "\n".join(wrong)
     assert all(o.why for o in found if o.kind == "refused")

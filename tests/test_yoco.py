@@ -212,6 +212,7 @@ def test_slots_that_begin_elsewhere(tables):
         assert np.abs(got - want).max() < 1e-3 * np.abs(want).max()
 
 
+@pytest.mark.long
 def test_an_eviction_sees_the_last_queries_of_all_layers():
     evict = {
         "kv.score": {"use": "snapkv", "window": 4},

@@ -69,6 +69,7 @@ FAULTS = (  # no reason, but a bug that was caught
     "is not valid",
     "was edited or damaged",
     "cannot run it",
+    "cannot open it",
 )
 COMMITTED = Path("docs/figures/composition/outcomes.jsonl.gz")  # beside the page's pictures
 EXACT = 1e-3  # error relative to the largest logit

@@ -228,8 +228,9 @@ def _gumbel(b: Builder, x: mass.Drawn[str]) -> str:
         more = b.node("Add", more, number(1))
         return squared(left(b.node("Add", b.node("Mul", found, number(48271)), more)), 12345)
 
+    assert x.layer is not None, "where there is noise"
     heads = b.constant(torch.arange(1, groups * repeat + 1).reshape(1, groups, repeat, 1))
-    found = mixed(mixed(number(x.seed % PRIME), str(x.layer)), str(heads))
+    found = mixed(mixed(number(x.seed % PRIME), x.layer), str(heads))
     found = mixed(found, str(b.node("Unsqueeze", x.q_pos, b.ints(1, 2))))  # [B,G,R,T]
     found = str(b.node("Reshape", found, b.ints(0, groups, -1, 1)))
     where = b.node("Unsqueeze", x.k_pos, b.ints(1))

@@ -70,7 +70,9 @@ def attend_partly(b: Builder, *operands: Any, **more: Any) -> Any:
 
 @lower(mass.drawn_attention.default)
 def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
-    """The attention again, which `join` makes one with that of the layer. The portable rule reads blocks of codes."""
+    """The attention again, which `join` makes one with that of the layer. The portable rule reads blocks of codes, and
+    bytes that stand for numbers of a table.
+    """
     x = mass.Drawn[str](*operands, **more)
     if x.pages is not None or x.tree is not None:
         return NotImplemented
@@ -78,6 +80,8 @@ def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
     if any(name and stored_of(b, name) for name in blocks):
         return NotImplemented
     op, given, common = _plain(b, x, partial=False)
+    if op not in DRAWN:
+        return NotImplemented
     asked = [x.share, x.temperature, x.layer]
     outputs = b.node(
         DRAWN[op], *given, *asked, **common | {"outputs": 3}, noise=float(x.noise), seed=x.seed
