@@ -109,6 +109,8 @@ def _shrink(call: fx.Node) -> None:
     """Let a layer give what is read of it, and take what that needs."""
     region = call.target
     assert isinstance(region, Region)
+    if isinstance(region, Conditional):
+        return  # both of its graphs take and give the same
     (out,) = region.graph.find_nodes(op="output")
     results, items = out.args[0], sorted(call.users, key=lambda item: item.args[1])  # type: ignore
     assert isinstance(results, tuple)
