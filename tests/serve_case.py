@@ -70,7 +70,7 @@ def running(
             model = stack.enter_context(accel.load(path, threads=1))
             engine = Engine(model, max_waiting=waiting)
             stack.callback(engine.close, drain=False)
-            found.append(Served(path.name, model, engine, model.facts.max_batch, waiting))
+            found.append(Served(path.name, model, engine))
         listener = stack.enter_context(bound("127.0.0.1", 0))
         made = server(application(Models(found), **options), drain)
         thread = threading.Thread(target=made.run, kwargs={"sockets": [listener]}, daemon=True)

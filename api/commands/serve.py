@@ -46,7 +46,7 @@ def serve(
         typer.Option(
             min=1,
             metavar="N",
-            help="Most texts that run at once. Default: the artifact's max_batch.",
+            help="Most texts that run at once; never more than the artifact's max_batch, the default.",
         ),
     ] = None,
     max_waiting: Annotated[
@@ -128,5 +128,5 @@ def _opened(
         most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
         engine = Engine(model, max_batch=most, max_waiting=max_waiting)
         stack.callback(engine.close, drain=False)
-        found.append(Served(path.resolve().name, model, engine, most, max_waiting, text))
+        found.append(Served(path.resolve().name, model, engine, text))
     return Models(found)

@@ -17,15 +17,13 @@ FLOAT = 4  # bytes
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is served. `most`: requests that run at once; `waiting`: those that may wait; `chat_template`: in
-    place of the model's own, as `Tokenizer.apply_chat_template` takes it.
+    """A model that is served. `chat_template`: in place of the model's own, as `Tokenizer.apply_chat_template` takes
+    it.
     """
 
     name: str
     model: CompiledModel
     engine: Engine
-    most: int
-    waiting: int
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -53,7 +51,7 @@ class Served:
             "owned_by": "accel",
             "parent": None if name == self.name else self.name,
             "max_model_len": facts.max_context,
-            "max_batch": self.most,
+            "max_batch": self.engine.max_batch,
             "chat": self.chats,
             "recipe": recipe.get("name"),
             "about": recipe.get("about"),

@@ -93,11 +93,11 @@ def _unsupported(name: str) -> ApiError:
 
 def _samples(asked: Generation, served: Served) -> int:
     """`n`, which must fit. Raises ApiError."""
-    n = 1 if asked.n is None else asked.n
-    if not 1 <= n <= served.most:
+    n, most = 1 if asked.n is None else asked.n, served.engine.max_batch
+    if not 1 <= n <= most:
         raise ApiError(
             400,
-            f"n = {n} is out of range; this server runs {served.most} texts at once: give from 1 to {served.most}, "
+            f"n = {n} is out of range; this server runs {most} texts at once: give from 1 to {most}, "
             "or serve an artifact that was built with a larger max_batch",
             param="n",
         )
@@ -106,10 +106,11 @@ def _samples(asked: Generation, served: Served) -> int:
 
 def _check_texts(count: int, served: Served) -> None:
     """Raise ApiError where so many fit into no empty queue."""
-    if count > served.waiting:
+    most = served.engine.max_waiting
+    if count > most:
         raise ApiError(
             400,
-            f"the request asks for {count} texts (prompts times n), and at most {served.waiting} may wait; send "
+            f"the request asks for {count} texts (prompts times n), and at most {most} may wait; send "
             "several requests",
             param="prompt",
         )

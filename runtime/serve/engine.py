@@ -54,12 +54,12 @@ class Engine:
         InputError, RecipeError.
         """
         facts = model.facts
-        self._most = (
+        self.max_batch = (
             facts.max_batch
             if max_batch is None
             else as_count(max_batch, "max_batch", 1, facts.max_batch)
         )
-        self._max_waiting = as_count(max_waiting, "max_waiting", 1)
+        self.max_waiting = as_count(max_waiting, "max_waiting", 1)
         self._model = model
         self._loop, self._context = model.decoding()
         self._alone, chunks, step = self._sharing()
@@ -68,9 +68,9 @@ class Engine:
         )
         if not chunks and self._schedule.chunks:
             self._schedule = ContinuousBatching()
-        everything = self._most * -(-facts.max_context // BLOCK)
+        everything = self.max_batch * -(-facts.max_context // BLOCK)
         count = everything if blocks is None else as_count(blocks, "blocks", 1)
-        self._limits = Limits(self._most, count, BLOCK, step, recompute=chunks)
+        self._limits = Limits(self.max_batch, count, BLOCK, step, recompute=chunks)
         self._ledger = Ledger(count)
         self._changed = Condition()
         self._waiting = deque[Job]()
@@ -117,8 +117,8 @@ class Engine:
                 )
             if self._closing:
                 raise InputError("this engine is closed; make another")
-            if len(self._waiting) >= self._max_waiting:
-                raise Full(f"{self._max_waiting} requests wait already; try again later")
+            if len(self._waiting) >= self.max_waiting:
+                raise Full(f"{self.max_waiting} requests wait already; try again later")
             self._waiting.append(job)
             self._counts["requests_total"] += 1
             self._changed.notify_all()
@@ -217,7 +217,6 @@ class Engine:
         for i, tokens in plan.chunks:
             self._prompt(self._running[i], tokens)
         self._ledger.commit()
-        self._sweep()
         self._ledger.check()
 
     def _sweep(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import onnx
@@ -11,7 +12,7 @@ from torch import fx, nn
 
 from accel.ir.errors import LoweringError
 from accel.ir.weights import Stored
-from accel.lowering.onnx.writer.builder import Builder, Param, small
+from accel.lowering.onnx.writer.builder import Builder, Param, finished, small
 from accel.lowering.onnx.writer.fallback import lower_node
 from accel.lowering.onnx.writer.table import lower
 
@@ -281,6 +282,18 @@ def test_prune_keeps_what_outputs_need() -> None:
     b.node("Mul", kept, Param("weight", torch.ones(3)))
     b.prune([kept])
     assert [n.op_type for n in b.nodes] == ["Add"] and len(b.initializers) == 1
+
+
+def test_a_parameter_that_is_lost_on_the_way_is_found_before_it_is_written() -> None:
+    """A rule that makes a plain string of it; as it is, it is the control."""
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [3])
+    weight = Param("weight", torch.ones(3))
+    for given, right in ((weight, True), (str(weight), False)):
+        b = builder()
+        out = b.node("Mul", "x", given)
+        y = onnx.helper.make_tensor_value_info(out, onnx.TensorProto.FLOAT, [3])
+        with nullcontext() if right else pytest.raises(LoweringError, match="reads 'weight'"):
+            finished(b, "step", [x], [y])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.int8])

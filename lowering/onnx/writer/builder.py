@@ -374,13 +374,33 @@ class Builder:
 def finished(
     b: Builder, name: str, inputs: list[onnx.ValueInfoProto], outputs: list[onnx.ValueInfoProto]
 ) -> onnx.ModelProto:
-    """The builder's graph as a model, which names the domain of every node in it."""
+    """The builder's graph as a model, which names the domain of every node in it. Raises LoweringError where a node
+    reads a value that nothing makes.
+    """
     graph = helper.make_graph(b.nodes, name, inputs, outputs, initializer=b.initializers)
+    _check_reads(graph, {""})
     domains = sorted({MICROSOFT, *(n.domain for n in b.nodes)} - {""})
     opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(d, 1) for d in domains)]
     return helper.make_model(
         graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="accel"
     )
+
+
+def _check_reads(graph: onnx.GraphProto, made: set[str]) -> None:
+    """Raise LoweringError where a node reads what was not made before it. `made`: names so far, to which these are
+    added; those of inner graphs too.
+    """
+    made.update(x.name for x in (*graph.input, *graph.initializer))
+    for node in graph.node:
+        for lost in (x for x in node.input if x not in made):
+            raise LoweringError(
+                f"onnx: node {node.name} ({node.op_type}) of {graph.name} reads '{lost}', which nothing makes; the "
+                "rule that wrote it lost a parameter (pass a Param on as it is, not as str)"
+            )
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _check_reads(attribute.g, made)
+        made.update(node.output)
 
 
 def reads(node: onnx.NodeProto) -> Iterator[str]:
