@@ -14,7 +14,7 @@ from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.passes import run
 from accel.passes.state.trees import Trees
-from accel.runtime.model.compiled import from_artifact
+from accel.runtime.model.load import from_artifact
 from accel.runtime.tree import Tree
 
 from .kv_case import table

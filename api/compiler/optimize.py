@@ -87,7 +87,8 @@ from accel.runtime.backends.triton import TritonBackend
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST
 from accel.runtime.model.adapters import Adapters, adapted, check_name
-from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import from_artifact
 from accel.runtime.model.output import peak_memory
 
 if TYPE_CHECKING:

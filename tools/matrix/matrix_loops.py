@@ -40,7 +40,8 @@ from accel.runtime.draft import Base as Drafts
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST
 from accel.runtime.loop.self_infill import SENTINELS
-from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import from_artifact
 from accel.runtime.model.output import Output
 from accel.runtime.speculation.guard import MOST, Guard
 

@@ -39,7 +39,8 @@ from accel.lowering.onnx.threads import default_threads
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.loop import HOST
-from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import from_artifact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
