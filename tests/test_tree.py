@@ -6,7 +6,7 @@ import models
 import numpy as np
 import pytest
 
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, PassError
 from accel.ir.ops.attention import attention
