@@ -9,7 +9,7 @@ import torch
 
 import accel
 from accel.compiler.assemble import assemble, check_target
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe

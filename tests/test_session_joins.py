@@ -10,7 +10,7 @@ import accel
 from accel.ir.errors import InputError
 from accel.ir.state import Part, name_of
 from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.backends.onnx.backend import OrtSession
+from accel.runtime.backends.onnx.session import OrtSession
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers import observer_classes
 from accel.runtime.session.observers.observer import SessionObserver
