@@ -22,7 +22,7 @@ SETTINGS = dict(scale=0.3, softcap=0.0, exact=0, packed=0, page=0, partial=0)
 
 
 def stored(rng, form, width, lead):
-    """Keys or values of slots [*lead,width] in the parts that the form reads, and the table of bytes where it has one."""
+    """Keys or values of slots [*lead,width] in the parts that the form reads, and its table of bytes or none."""
     x = rng.standard_normal((*lead, width)).astype(np.float32)
     if form == "AttentionInt8":
         return [(x * 40).clip(-127, 127).astype(np.int8), rng.random(lead).astype(np.float32)], []
@@ -45,7 +45,7 @@ def table_of(rng):
 
 
 def laid(form, kept):
-    """Operands of what lies in slots or blocks, by the places of native/attention.cc: keys and values, and what is beside."""
+    """Operands of what lies in slots or blocks, in the order of native/attention.cc: keys and values, scales, tables."""
     (k, k_table), (v, v_table) = kept
     return (
         [k[0], v[0]],

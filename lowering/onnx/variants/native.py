@@ -108,8 +108,8 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
 
 
 def _in_place(b: Builder, x: attention.Operands[str]) -> tuple[attention.Operands[str], str | None]:
-    """Where kept slots are gathered from the blocks of a pool: what is in all blocks [Z,G,E,..] in their place, positions
-    [B,1,P], and the table [B,M] of the blocks that are a row's.
+    """Where kept slots are gathered from the blocks of a pool: what all blocks hold [Z,G,E,..] in their place,
+    positions [B,1,P], and the table [B,M] of the blocks that are a row's.
     """
     if x.kept_k is None or x.kept_v is None:
         return x, None
