@@ -45,7 +45,7 @@ def table_of(rng):
 
 
 def laid(form, kept):
-    """Operands of what lies in slots or blocks, in the order of native/attention.cc: keys and values, scales, tables."""
+    """Of what lies in slots or blocks, in the order of native/attention.cc: keys and values, scales, tables."""
     (k, k_table), (v, v_table) = kept
     return (
         [k[0], v[0]],
