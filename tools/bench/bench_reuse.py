@@ -8,9 +8,13 @@ python tools/bench/bench_reuse.py MODEL --blocks 2048 8192 [--batches 1 8]
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -129,24 +133,28 @@ def blocks(
     options: argparse.Namespace, prefixes: Sequence[int], batches: Sequence[int], rng: Any
 ) -> None:
     """A token of rows whose prefix lies in blocks: native attention over gathered blocks against the blocks in place,
-    by turns in one process.
+    by turns in one process. The model is said to take so long a context, whatever it writes then.
     """
-    longest, most = max(prefixes), max(batches)
-    built = {}
-    for name in ("gathered", "in place"):
-        with patch.object(
-            native,
-            "_in_place",
-            (lambda b, x: (x, None)) if name == "gathered" else native._in_place,
-        ):
-            made = accel.optimize(
-                options.model,
+    folder = Path(tempfile.mkdtemp())
+    for file in Path(options.model).resolve().iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    told_to = config | {"max_position_embeddings": max(prefixes) + 256}
+    (folder / "config.json").write_text(json.dumps(told_to))
+    ways = {"gathered": lambda b, x: (x, None), "in place": native._in_place}
+    made, built = [], {}
+    for name, way in ways.items():
+        with patch.object(native, "_in_place", way):
+            model = accel.optimize(
+                folder,
                 "paged-prefix",
-                max_context=longest + 256,
-                max_batch=most,
+                max_context=max(prefixes) + 256,
+                max_batch=max(batches),
                 verify=False,
             )
-        built[name] = accel.load(made.artifact.path, kernels="native")
+        made.append(model)  # whose artifact goes with it
+        built[name] = accel.load(model.artifact.path, kernels="native")
     for prefix, batch in ((p, b) for p in prefixes for b in batches):
         common = rng.integers(3, built["in place"].facts.vocab_size, prefix)
         prompts = np.concatenate(
@@ -176,6 +184,7 @@ def blocks(
         )
     for model in built.values():
         model.close()
+    shutil.rmtree(folder)
 
 
 def main() -> None:
