@@ -24,6 +24,12 @@ lower = Table(NATIVE, batch_invariant=True, missing=lambda: library()[1], join=j
 aten = torch.ops.aten
 _AXES = 4  # that native/abi.h reads
 _PAGE = 16  # slots that native/attention.cc reads together
+# what decodes slots -> its operands that have slots
+_BY_SLOT: dict[Any, tuple[int, ...]] = {
+    codec.decode_rows.default: (0, 1),
+    codec.look_up_rows.default: (0, 2),
+    groups.group_dequantize.default: (0, 1, 2, 8),
+}
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.h
 
 
@@ -127,25 +133,30 @@ def _of_pool(b: Builder, value: str) -> tuple[str, str] | None:
         if call.node.target is kv.gather_blocks.default:
             pool, table = call.operands
             return pool, table
-        found = [_of_pool(b, x) if isinstance(x, str) else None for x in call.operands]
-        if not _by_slot(call) or len({pair[1] for pair in found if pair is not None}) != 1:
+        if not (slots := _slots(call)):
             continue
-        given = [
-            x if pair is None else pair[0] for x, pair in zip(call.operands, found, strict=True)
-        ]
+        found = {i: _of_pool(b, call.operands[i]) for i in slots}
+        pools = {i: one for i, one in found.items() if one is not None}
+        tables = {table for _, table in pools.values()}
+        if len(pools) < len(found) or len(tables) > 1:
+            continue
+        given = [pools[i][0] if i in pools else x for i, x in enumerate(call.operands)]
         made = lower.rules[call.node.target](b, *given)
         if made is not NotImplemented:
             b.meta[made] = call.node.meta["val"]
             b.lowered[made] = [Call(call.node, given)]
-            return made, next(pair[1] for pair in found if pair is not None)
+            return made, tables.pop()
     return None
 
 
-def _by_slot(call: Call) -> bool:
-    """Whether a call decodes each slot by itself, so that it may as well be gathered before."""
-    if call.node.target is groups.group_dequantize.default:
-        return bool(call.operands[6] == 1)  # rows of a block
-    return call.node.target in (codec.decode_rows.default, codec.look_up_rows.default)
+def _slots(call: Call) -> list[int]:
+    """The operands that hold what each slot is decoded from by itself, which may as well be gathered after; none where
+    slots are decoded together.
+    """
+    places = _BY_SLOT.get(call.node.target, ())
+    if call.node.target is groups.group_dequantize.default and call.operands[6] > 1:  # rows
+        return []
+    return [i for i in places if i < len(call.operands) and call.operands[i] is not None]
 
 
 def _static(b: Builder, x: attention.Operands[str]) -> tuple[attention.Operands[str], str] | None:
