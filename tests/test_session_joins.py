@@ -113,7 +113,7 @@ def test_rows_go_on_as_alone(name, stateful):
     check(model)
 
 
-ONNX = ["base", "snapkv", "kivi-4", "quest", "promptdistill"]
+ONNX = ["base", "paged-prefix", "snapkv", "kivi-4", "quest", "promptdistill"]
 
 
 @pytest.mark.few(1)
