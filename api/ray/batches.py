@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 from ray.data import Dataset
 
-from accel.ir.errors import AccelError, InputError, unknown
+from accel.ir.errors import AccelError, InputError, shown, unknown
 from accel.ray.room import actor_environment, check_room, machines, share
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.decode.sampling_params import SamplingParams
@@ -40,8 +40,8 @@ def row_seed(seed: int, row: Any) -> int:
 
 
 class Generate:
-    """For `Dataset.map_batches(Generate, fn_constructor_kwargs={…}, concurrency=…, batch_format="pyarrow")`, which makes
-    one in each actor: a model and an engine, loaded once. `generate` does that.
+    """For `Dataset.map_batches(Generate, fn_constructor_kwargs={…}, concurrency=…, batch_format="pyarrow")`, which
+    makes one in each actor: a model and an engine, loaded once. `generate` does that.
     """
 
     def __init__(
@@ -138,6 +138,18 @@ class _Made:
         self.prompt_tokens, self.completion_tokens = usage.prompt_tokens, usage.completion_tokens
 
 
+def check_sampling(params: Any, row: str | None) -> None:
+    """Raise InputError where the options are not those of one text for each row."""
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"params is {shown(params)}; give accel.SamplingParams(…)")
+    if params.n != 1:
+        raise InputError(f"n = {params.n}: a row gets one text; leave n at 1, and repeat rows")
+    if params.seed is not None and not params.sampler.greedy and row is None:
+        raise InputError(
+            "a seed needs ids of rows, of which each row's own seed is made; name their column"
+        )
+
+
 def check_columns(names: list[str], prompt: str, row: str | None) -> None:
     """Raise InputError where a dataset lacks a column that is read, or has one that is made."""
     for name in [prompt] if row is None else [prompt, row]:
@@ -183,20 +195,14 @@ def generate(
     artifact = open_artifact(path)
     check_served(artifact)
     params = SamplingParams() if params is None else params
-    if not isinstance(params, SamplingParams):
-        raise InputError("params: give accel.SamplingParams(…)")
-    if params.n != 1:
-        raise InputError(f"n = {params.n}: a row gets one text; leave n at 1, and repeat rows")
-    if params.seed is not None and not params.sampler.greedy and row is None:
-        raise InputError(
-            "a seed needs ids of rows, of which each row's own seed is made; name their column"
-        )
+    check_sampling(params, row)
     as_count(actors, "actors", 1)
     as_count(batch, "batch", 1)
     threads = share(cpus)
     check_columns(rows.schema().names, prompt, row)
     check_room(machines(), actors, cpus, "actors", spare=1)
-    return rows.map_batches(
+    # a call takes rows of one block only, and an actor whole blocks
+    return rows.repartition(target_num_rows_per_block=batch).map_batches(
         Generate,
         fn_constructor_kwargs={
             "path": str(artifact.path.resolve()),

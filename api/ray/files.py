@@ -18,10 +18,8 @@ from accel.ir.errors import InputError
 ROWS = 1024  # of a part
 
 
-def read(path: Path) -> tuple[Dataset, str]:
-    """The rows of a file, or of a folder's files, in their order; and the ending that says their format. Raises
-    InputError.
-    """
+def found(path: Path) -> tuple[list[Path], str]:
+    """A file, or a folder's files in their order, and the ending that says their format. Raises InputError."""
     files = [path]
     if path.is_dir():
         files = sorted(one for one in path.iterdir() if one.is_file() and one.name[0] not in "._")
@@ -32,7 +30,12 @@ def read(path: Path) -> tuple[Dataset, str]:
     if kind not in _READ:
         told = "files of no one kind" if path.is_dir() else "an unknown ending"
         raise InputError(f"{path} has {told}; give files that end in {', '.join(_READ)}")
-    return _READ[kind]([str(one.resolve()) for one in files]), kind
+    return files, kind
+
+
+def read(files: list[Path], kind: str) -> Dataset:
+    """The rows of all."""
+    return _READ[kind]([str(one.resolve()) for one in files])
 
 
 def write(tables: Iterator[pa.Table], folder: Path, kind: str) -> Iterator[int]:

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from accel.ir.errors import AccelError, InputError
 from accel.ray import files
-from accel.ray.batches import BATCH, generate
+from accel.ray.batches import BATCH, check_sampling, generate
 from accel.ray.room import machines
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.artifact.atomic import AtomicOutputDir
@@ -27,7 +27,7 @@ from accel.runtime.serve.opening import check_served
 
 @dataclass(frozen=True)
 class Job:
-    """Fields as the arguments of `accel.ray.generate`. `source`: as of `files.read`; `out`: the folder to make; `cpus`
+    """Fields as the arguments of `accel.ray.generate`. `source`: as of `files.found`; `out`: the folder to make; `cpus`
     None: all of Ray but one, shared out.
     """
 
@@ -44,11 +44,12 @@ class Job:
         """Make the folder, whole or not at all; gives how many rows it has, and how many of them failed. `progress` is
         called with rows done and all rows. Raises AccelError.
         """
-        check_served(
-            open_artifact(self.artifact, hashes=False)
-        )  # what is wrong is told before Ray starts
+        # what is wrong is told before Ray takes its time to start
+        check_served(open_artifact(self.artifact, hashes=False))
+        check_sampling(self.params, self.row)
+        names, kind = files.found(self.source)
         with AtomicOutputDir(self.out, what="output") as folder, _ray(), _told():
-            rows, kind = files.read(self.source)
+            rows = files.read(names, kind)
             total = rows.count()
             if not total:
                 raise InputError(f"{self.source} has no rows")

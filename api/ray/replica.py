@@ -50,8 +50,8 @@ def app(
     limits: Limits | None = None,
     chat_template: str | None = None,
 ) -> serve.Application:
-    """The server of an artifact, for `ray.serve.run`. It is checked here and loaded by each replica, at the same path on
-    every machine.
+    """The server of an artifact, for `ray.serve.run`. It is checked here and loaded by each replica, at the same path
+    on every machine.
 
     Args:
         path: the artifact's folder. The model's id is its name.
