@@ -237,7 +237,7 @@ def test_light_commands_import_neither_torch_nor_transformers(artifact):
     code = (
         "import sys; from accel import cli\n"
         "try: cli.main()\n"
-        "finally: print(*sorted({'torch', 'transformers', 'numpy', 'rich', 'fastapi'} & sys.modules.keys()),"
+        "finally: print(*sorted({'torch', 'transformers', 'numpy', 'rich', 'fastapi', 'ray', 'pyarrow'} & sys.modules.keys()),"
         " file=sys.stderr)"
     )
 

@@ -52,11 +52,12 @@ class Generate:
         prompt: str = "prompt",
         row: str | None = None,
         threads: int | None = None,
+        mapped: bool = False,
     ):
         """Arguments as of `generate`; `threads`: of compute. Raises AccelError."""
         self._stack = ExitStack()
         self._model, self._engine = self._stack.enter_context(
-            opened(path, max_waiting=WAITING, threads=threads)
+            opened(path, max_waiting=WAITING, threads=threads, mapped=mapped)
         )
         self._params, self._prompt, self._row = params or SamplingParams(), prompt, row
 
@@ -171,6 +172,7 @@ def generate(
     prompt: str = "prompt",
     row: str | None = None,
     batch: int = BATCH,
+    mapped: bool = False,
 ) -> Dataset:
     """The rows with what a model makes of each: columns `generated_text`, `finish_reason`, `prompt_tokens`,
     `completion_tokens` and `error`. Runs when the dataset that it gives is read.
@@ -188,6 +190,7 @@ def generate(
         prompt: the column of prompts.
         row: the column of ids of rows; needed for a `seed` only.
         batch: rows that an actor is given at once; the engine takes them as it has room.
+        mapped: as of `app`.
 
     Raises:
         AccelError: the artifact cannot be served, a column or option is wrong, or Ray has too few CPUs.
@@ -210,6 +213,7 @@ def generate(
             "prompt": prompt,
             "row": row,
             "threads": threads,
+            "mapped": mapped,
         },
         batch_format="pyarrow",
         batch_size=batch,

@@ -49,6 +49,7 @@ def app(
     key: str | None = None,
     limits: Limits | None = None,
     chat_template: str | None = None,
+    mapped: bool = False,
 ) -> serve.Application:
     """The server of an artifact, for `ray.serve.run`. It is checked here and loaded by each replica, at the same path
     on every machine.
@@ -61,6 +62,8 @@ def app(
             keeps as many more; beyond them it answers 503.
         key, limits: as of `accel.serve.app.application`.
         chat_template: in place of the model's own: its text, or the name of one.
+        mapped: replicas of a machine share the weights in memory, and none packs a copy. Low-bit weights are shared in
+            any case; calls of several tokens over others take longer so.
 
     Raises:
         AccelError: the artifact cannot be served, an option is out of range, or the Ray that runs has too few CPUs.
@@ -86,6 +89,6 @@ def app(
         max_queued_requests=room,
         ray_actor_options={"num_cpus": cpus, "runtime_env": actor_environment(threads)},
     )
-    how = {"max_batch": most, "max_waiting": max_waiting, "threads": threads}
+    how = {"max_batch": most, "max_waiting": max_waiting, "threads": threads, "mapped": mapped}
     folder = str(artifact.path.resolve())
     return deployed.bind(folder, key, limits, {**how, "chat_template": chat_template})
