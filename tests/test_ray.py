@@ -179,6 +179,7 @@ def test_rows_come_back_whatever_the_blocks_and_deaths(
     import ray
 
     from accel.ray import batches
+    from accel.ray.job import in_a_line
 
     class Watched(batches.Generate):
         folder, kills = tmp_path, False
@@ -193,6 +194,10 @@ def test_rows_come_back_whatever_the_blocks_and_deaths(
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().__call__(table)
 
+    class Broken(batches.Generate):
+        def __call__(self, table):
+            raise OSError("a broken disk")
+
     monkeypatch.setattr(batches, "Generate", Watched)
     given = rows(24)
     want = [alone(model, row) for row in given]
@@ -206,6 +211,12 @@ def test_rows_come_back_whatever_the_blocks_and_deaths(
         assert [row["generated_text"] for row in found] == want
         loads = {int(one.name) for one in Watched.folder.iterdir() if one.name != "killed"}
         assert len(loads) == 2 + kills and os.getpid() not in loads
+    monkeypatch.setattr(batches, "Generate", Broken)
+    with (
+        pytest.raises(accel.AccelError, match="^Ray could not do it: OSError: a broken disk$"),
+        in_a_line(),
+    ):
+        batches.generate(data, artifact).take_all()
     with pytest.raises(accel.InputError, match="4 actors of 1 CPUs do not fit"):
         batches.generate(data, artifact, actors=4)
     with pytest.raises(

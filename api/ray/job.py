@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.artifact.atomic import AtomicOutputDir
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.serve.opening import check_served
+
+_RAISED = re.compile(r"^(?!ray\.)(?:[\w.]+\.)?(\w+(?:Error|Exception)): (.+)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Job:
         check_served(open_artifact(self.artifact, hashes=False))
         check_sampling(self.params, self.row)
         names, kind = files.found(self.source)
-        with AtomicOutputDir(self.out, what="output") as folder, _ray(), _told():
+        with AtomicOutputDir(self.out, what="output") as folder, _ray(), in_a_line():
             rows = files.read(names, kind)
             total = rows.count()
             if not total:
@@ -99,7 +102,7 @@ def _ray() -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise InputError(f"Ray cannot be used: {error}; look at RAY_ADDRESS") from error
     try:
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)
         context = DataContext.get_current()
         context.enable_progress_bars = False
         context.execution_options.preserve_order = True
@@ -109,12 +112,13 @@ def _ray() -> Iterator[None]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Errors of Ray as accel's own, in a line."""
+def in_a_line() -> Iterator[None]:
+    """Errors of Ray, which are tracebacks of several processes, as accel's own: what was raised first."""
     try:
         yield
     except AccelError:
         raise
     except RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        raise AccelError(f"Ray could not do it: {lines[-1].strip()}") from error
+        found = _RAISED.search(str(error))
+        told = f"{found[1]}: {found[2]}" if found else str(error)
+        raise AccelError(f"Ray could not do it: {told}") from error
