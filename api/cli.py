@@ -21,6 +21,7 @@ from accel.commands import (
     demo,
     explain,
     inspect,
+    map,
     recipes,
     run,
     serve,
@@ -37,6 +38,7 @@ Examples:
   accel-compile run ./artifact --prompt "def quicksort("
   accel-compile chat ./artifact
   accel-compile serve ./artifact
+  accel-compile map ./artifact prompts.parquet ./texts
   accel-compile recipes float16
   accel-compile explain snapkv
   accel-compile choose ./my-model --prompts prompts.jsonl
@@ -82,6 +84,7 @@ for module in (
     run,
     chat,
     serve,
+    map,
     recipes,
     explain,
     choose,

@@ -237,8 +237,8 @@ def test_light_commands_import_neither_torch_nor_transformers(artifact):
     code = (
         "import sys; from accel import cli\n"
         "try: cli.main()\n"
-        "finally: print(*sorted({'torch', 'transformers', 'numpy', 'rich', 'fastapi'} & sys.modules.keys()),"
-        " file=sys.stderr)"
+        "finally: print(*sorted({'torch', 'transformers', 'numpy', 'rich', 'fastapi', 'ray', 'pyarrow'}"
+        " & sys.modules.keys()), file=sys.stderr)"
     )
 
     def heavy(*arguments):

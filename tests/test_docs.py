@@ -36,8 +36,9 @@ PAGES = [
     *(p for p in sorted(DOCS.rglob("*.md")) if GENERATED not in p.parents),
 ]
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
-GROWS = (
-    "docs/guides/shrink-a-long-context.md"  # with each method: its code takes as long as ten others
+LONG = (
+    "docs/guides/shrink-a-long-context.md",  # with each method: its code takes as long as ten others
+    "docs/guides/many-machines.md",  # starts a Ray three times
 )
 METHOD = re.compile(
     r"# ((?:passes|runtime)/[\w/]+)/(\w+)\.py\n"
@@ -141,7 +142,7 @@ def shown(workplace):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=pytest.mark.long if n == GROWS else ())
+        pytest.param(n, marks=pytest.mark.long if n in LONG else ())
         for n, p in zip(NAMES, PAGES, strict=True)
         if blocks(p, "python")
     ],

@@ -487,8 +487,9 @@ def test_what_cannot_be_served_is_one_line(artifact, tmp_path, monkeypatch):
 
 
 def test_the_base_install_needs_no_part_of_the_extra():
-    """Only `accel.serve` imports it, and only the command, inside `extra`, imports that."""
-    parts = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}
+    """Only `accel.serve` and `accel.ray` import it, and only their commands, inside `extra`, import those."""
+    parts = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "ray", "pyarrow"}
+    own = {ROOT / "api" / name for name in ("serve", "ray")}
 
     def imports(tree):
         for node in ast.walk(tree):
@@ -499,16 +500,16 @@ def test_the_base_install_needs_no_part_of_the_extra():
     found = set()
     for folder in ("ir", "passes", "lowering", "runtime", "api"):
         for path in (ROOT / folder).rglob("*.py"):
-            if path.parent == ROOT / "api" / "serve" or "__pycache__" in path.parts:
+            if path.parent in own or "__pycache__" in path.parts:
                 continue
             text = path.read_text(encoding="utf-8")
-            if not any(part in text for part in (*parts, "accel.serve")):
+            if not any(part in text for part in (*parts, "accel.serve", "accel.ray")):
                 continue
             tree = ast.parse(text)
             for node, name in imports(tree):
-                if name.split(".")[0] in parts or name.startswith("accel.serve"):
+                if name.split(".")[0] in parts or name.startswith(("accel.serve", "accel.ray")):
                     found.add((path.name, node in tree.body))
-    assert found == {("serve.py", False)}
+    assert found == {("serve.py", False), ("map.py", False)}
 
 
 class Page(HTMLParser):

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from accel.commands import options
 from accel.ir.errors import InputError, extra
-
-if TYPE_CHECKING:
-    from accel.serve.models import Models
 
 EXAMPLES = """\b
 Examples:
@@ -82,14 +79,16 @@ def serve(
         import prometheus_client as _  # noqa: F401  (the rest of the extra comes by the next two)
 
         from accel.serve.app import Limits, application
+        from accel.serve.models import Models, served
         from accel.serve.server import LOOPBACK, bound, server
 
     if api_key is not None and not (api_key.isascii() and api_key.strip()):
         raise InputError("--api-key is empty or not ASCII; give letters, digits and signs")
+    text = None if chat_template is None else options.template(chat_template)
+    how: dict[str, Any] = {"max_batch": max_batch, "max_waiting": max_waiting, "threads": threads}
+    how |= {"kernels": kernels, "public_key": public_key}
     with bound(host, port) as listener, ExitStack() as stack:
-        models = _opened(
-            paths, stack, max_batch, max_waiting, chat_template, threads, kernels, public_key
-        )
+        models = Models([stack.enter_context(served(path, text, **how)) for path in paths])
         app = application(models, key=api_key, limits=Limits(round(max_body * 1e6), timeout))
         for one in models.served:
             typer.echo(f"{one.name}: {one.engine.how}", err=True)
@@ -99,34 +98,3 @@ def serve(
         shown = f"[{address}]" if ":" in address else address
         typer.echo(f"serving on http://{shown}:{number}")
         server(app, drain).run(sockets=[listener])
-
-
-def _opened(
-    paths: list[Path],
-    stack: ExitStack,
-    max_batch: int | None,
-    max_waiting: int,
-    chat_template: str | None,
-    threads: int | None,
-    kernels: str,
-    public_key: Path | None,
-) -> Models:
-    """The artifacts, each with an engine; the stack closes them. Raises AccelError."""
-    from accel.runtime.model.load import load
-    from accel.runtime.serve.engine import Engine
-    from accel.serve.models import Models, Served
-
-    text = None if chat_template is None else options.template(chat_template)
-    found = []
-    for path in paths:
-        model = stack.enter_context(
-            load(path, threads=threads, kernels=kernels, public_key=public_key)
-        )
-        if model.tokenizer is None or model.facts.encoder is not None:
-            lacks = "it has no tokenizer" if model.tokenizer is None else "it is an encoder-decoder"
-            raise InputError(f"{path} cannot be served: {lacks}; build another, or use `run`")
-        most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
-        engine = Engine(model, max_batch=most, max_waiting=max_waiting)
-        stack.callback(engine.close, drain=False)
-        found.append(Served(path.resolve().name, model, engine, text))
-    return Models(found)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import InputError, unknown
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.serve.engine import Engine
+from accel.runtime.serve.opening import opened
 from accel.serve.errors import ApiError
 
 FLOAT = 4  # bytes
@@ -61,6 +64,13 @@ class Served:
             "kv_bytes_per_token": self.model.report.get("kv_bytes_per_token"),
             "plain_kv_bytes_per_token": plain,
         }
+
+
+@contextmanager
+def served(path: Path, chat_template: str | None = None, **options: Any) -> Iterator[Served]:
+    """An artifact under the name of its folder; `options` of `opened`. Raises AccelError."""
+    with opened(path, **options) as (model, engine):
+        yield Served(path.resolve().name, model, engine, chat_template)
 
 
 class Models:

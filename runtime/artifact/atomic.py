@@ -72,11 +72,14 @@ class AtomicOutputDir:
 
     `out` may exist if it is empty, or an artifact with no file beside those that its manifest lists; that is
     replaced. `needs`: bytes to be written, where known; too little free space is then refused before any work.
+    `what` is written, for errors; where that is no artifact, `out` must not exist.
     """
 
-    def __init__(self, out: str | os.PathLike[str], needs: int | None = None):
+    def __init__(
+        self, out: str | os.PathLike[str], needs: int | None = None, what: str = "artifact"
+    ):
         self.out = user_path(out).resolve()
-        self.needs = needs
+        self.needs, self.what = needs, what
         self._work = Workspace(self.out)
         self._made: list[Path] = []  # parents made for it, innermost first
         self._watchdog: subprocess.Popen[bytes] | None = None
@@ -132,7 +135,7 @@ class AtomicOutputDir:
         if full:
             raise self._no_space(words) from error
         if kind is None:
-            raise ArtifactError(f"cannot put the artifact at {self.out}: {error}") from error
+            raise ArtifactError(f"cannot put the {self.what} at {self.out}: {error}") from error
 
     def _make(self) -> None:
         """The folder and its watchdog."""
@@ -158,9 +161,11 @@ class AtomicOutputDir:
     def _check_replaceable(self) -> None:
         """Only an artifact or an empty folder may be replaced: never a user's own files."""
         if not self.out.name:
-            raise ArtifactError(f"{self.out} cannot be an artifact; give a folder below it")
-        if not self.out.exists():
+            raise ArtifactError(f"{self.out} cannot be an {self.what}; give a folder below it")
+        if not os.path.lexists(self.out):
             return
+        if self.what != "artifact":
+            raise ArtifactError(f"{self.out} exists; give the name of a folder that does not")
         if not self.out.is_dir():
             raise ArtifactError(f"{self.out} is a file; give another output folder")
         if not any(self.out.iterdir()):
@@ -239,7 +244,7 @@ class AtomicOutputDir:
 
     def _no_space(self, words: str) -> ArtifactError:
         return ArtifactError(
-            f"no space for the artifact in {self.out.parent}: {words}. Free some, or give another "
+            f"no space for the {self.what} in {self.out.parent}: {words}. Free some, or give another "
             "output folder"
         )
 
