@@ -67,6 +67,7 @@ class Job:
         """Give the ticket what the row took since; how many tokens."""
         sample, row, before = self.prepared.sample, self.row, self._told
         finish = sample.finish_reason
+        self.ticket.count(row.drafting["drafted"], row.drafting["accepted"])
         for at in range(before, len(row.tokens)):
             last = finish is not None and at == len(row.tokens) - 1
             text = sample.script.take(1)

@@ -69,7 +69,7 @@ def requests(count=9, **more):
 
 
 def law(model, engine, asked):
-    """Events of all requests, against `generate`."""
+    """Events of all requests, against `generate`; what they used."""
     tickets = [engine.submit(one) for one in asked]
     for ticket, one in zip(tickets, asked, strict=True):
         events, want = list(ticket), model.generate(one.prompt, sampling_params=one.params)
@@ -88,6 +88,7 @@ def law(model, engine, asked):
                 for t in p
             ]
             assert np.allclose(*zip(*near, strict=True), atol=1e-3)
+    return [ticket.usage for ticket in tickets]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -99,8 +100,13 @@ def test_requests_get_the_tokens_that_they_get_alone(opened, name):
     with Engine(model) as engine:
         turns = "take turns" in engine.how
         assert turns == (name in ("search", "fastcot")), engine.how
-        law(model, engine, asked)
+        used = law(model, engine, asked)
         assert engine.stats["kv_bytes"] == 0 and engine.stats["running"] == 0
+        for one in ("drafted", "accepted"):
+            told = [getattr(each, one) for each in used]
+            assert sum(told) == engine.stats[f"{one}_total"]
+            assert any(told) == (name in ("drafts", "jacobi", "fastcot"))
+        assert all(each.accepted < each.completion_tokens for each in used)
         assert engine.stats["requests_total"] == len(asked)
 
 
