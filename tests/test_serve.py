@@ -19,7 +19,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,7 +27,6 @@ from typer.testing import CliRunner
 from accel import cli
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
-from accel.serve.penalties import Penalties
 from accel.serve.replies import usage
 from accel.serve.stream import EventStream
 
@@ -217,11 +215,7 @@ def test_response_formats(client):
 
 
 def test_penalties_lower_what_was_said(client, model):
-    """OpenAI's formula, on the new tokens alone; and the server passes it on."""
-    logits = Penalties(0.5, 0.25, 2)(np.array([1, 1, 3, 3, 2]), np.zeros(5, np.float32))
-    assert logits.tolist() == [0, 0, -0.75, -1.0, 0]
-    size = len(model.tokenizer.encode(PROMPT))
-    same = model.generate(PROMPT, 12, logits_processors=[Penalties(2, 2, size)])
+    same = model.generate(PROMPT, 12, presence_penalty=2, frequency_penalty=2)
     found = client.completions.create(
         **GREEDY, prompt=PROMPT, presence_penalty=2, frequency_penalty=2
     )
