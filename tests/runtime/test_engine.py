@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 import accel
-from accel.ir.errors import AccelError, InputError
+from accel.ir.errors import AccelError, InputError, OutOfMemoryError
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.loop.speculative import _Rounds as RoundsOfDrafts
 from accel.runtime.schedule.continuous_batching import ContinuousBatching
 from accel.runtime.serve.engine import Engine, Full, Request
+from accel.runtime.session.session import Session
 
 BATCH = 4
 LOOPS = {
@@ -184,27 +187,95 @@ def test_a_request_that_fails_fails_alone(opened, at):
             assert [event.token for event in other] == want
 
 
+def failing(monkeypatch, error, when):
+    """Rounds' calls fail where `when(rows that run, calls before)`; how many did."""
+    calls, failed = [], []
+    for kind, name in ((Rounds, "_call"), (RoundsOfDrafts, "_called")):
+        call = getattr(kind, name)
+
+        def fails(self, live, *given, call=call):
+            calls.append(len(live))
+            if when(len(live), len(calls)):
+                failed.append(len(live))
+                raise error
+            return call(self, live, *given)
+
+        monkeypatch.setattr(kind, name, fails)
+    return failed
+
+
+def ends(tickets):
+    """Why each request ended."""
+    found = []
+    for ticket in tickets:
+        try:
+            found.append(list(ticket)[-1].finish)
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
 def test_a_call_that_fails_ends_its_group_and_the_engine_goes_on(opened, monkeypatch):
-    model, call = opened(), Rounds._call
-    calls = []
+    failing(monkeypatch, ZeroDivisionError("no"), lambda rows, calls: calls == 2)
+    with Engine(opened()) as engine:
+        told = ends([engine.submit(one) for one in requests(2, ignore_eos=True)])
+        assert "ZeroDivisionError" in told
+        law(opened(), engine, requests(3))
 
-    def fails(self, live):
-        calls.append(len(live))
-        if len(calls) == 2:
-            raise MemoryError("no room")
-        return call(self, live)
 
-    monkeypatch.setattr(Rounds, "_call", fails)
+@pytest.mark.parametrize(("name", "most"), [("plain", 2), ("drafts", 1)])
+def test_where_memory_runs_out_the_newest_request_runs_again(opened, monkeypatch, name, most):
+    """Whenever more than so many rows run: all get their tokens; where even one row is too many, each request ends."""
+    model, no_room = opened(name), OutOfMemoryError("no room")
+    asked = requests(6, ignore_eos=True)
+    want = [model.generate(one.prompt, sampling_params=one.params).tokens[0] for one in asked]
+    with pytest.MonkeyPatch.context() as patch, Engine(model) as engine:
+        failed = failing(patch, no_room, lambda rows, calls: rows > most)
+        tickets = [engine.submit(one) for one in asked]
+        assert [[event.token for event in ticket] for ticket in tickets] == want
+        assert engine.stats["preemptions_total"] == len(failed) > 0
+    assert engine._ledger.free == engine._ledger.blocks
     with Engine(model) as engine:
-        tickets = [engine.submit(one) for one in requests(2, ignore_eos=True)]
-        ends = []
-        for ticket in tickets:
-            try:
-                ends.append(list(ticket)[-1].finish)
-            except MemoryError:
-                ends.append("no room")
-        assert "no room" in ends
-        law(model, engine, requests(3))
+        failing(monkeypatch, no_room, lambda rows, calls: True)
+        tickets = [engine.submit(one) for one in asked]
+        assert ends(tickets) == ["OutOfMemoryError"] * len(asked)
+    assert engine.stats["running"] == engine.stats["kv_bytes"] == 0
+
+
+def test_where_memory_runs_out_in_a_prompt_it_runs_again(opened, monkeypatch):
+    model, prompt = opened("sarathi"), Session.prompt
+    asked = requests(5, ignore_eos=True)
+    want = [model.generate(one.prompt, sampling_params=one.params).tokens[0] for one in asked]
+    engine, failed = Engine(model), []
+
+    def fails(self, tokens, lengths=None):
+        if len(engine._running) > 1 and len(failed) < 3:
+            failed.append(1)
+            raise MemoryError("no room")
+        return prompt(self, tokens, lengths)
+
+    monkeypatch.setattr(Session, "prompt", fails)
+    with engine:
+        tickets = [engine.submit(one) for one in asked]
+        assert [[event.token for event in ticket] for ticket in tickets] == want
+        assert engine.stats["preemptions_total"] == len(failed) == 3
+
+
+def test_a_round_that_took_tokens_before_memory_ran_out_is_not_run_again(opened, monkeypatch):
+    """The rows would lose some."""
+
+    def fails(self):
+        taken = run_(self)
+        if len(self.rows) > 1:
+            raise MemoryError("no room")
+        return taken
+
+    rounds = type(opened()._loop.rounds(opened().session(), [], DecodeContext()))
+    run_ = rounds.run
+    monkeypatch.setattr(rounds, "run", fails)
+    with Engine(opened()) as engine:
+        told = ends([engine.submit(one) for one in requests(4, ignore_eos=True)])
+        assert told.count("MemoryError") > 1 and engine.stats["preemptions_total"] == 0
 
 
 class Idle(ContinuousBatching):
