@@ -329,7 +329,12 @@ class Engine:
                 job.ran(tokens)
                 self._pull(job)
             elif tokens < left.size or job.row.tokens:
-                job.session.run(left[None, :tokens], last_only=True)
+                part, ahead = left[None, :tokens], job.ahead
+                if 0 < ahead <= tokens:  # it runs again, and its prompt ends before what it made
+                    job.session.prompt(part[:, :ahead])
+                    part = part[:, ahead:]
+                if part.size:
+                    job.session.run(part, last_only=True)
                 job.ran(tokens)
             else:
                 assert job.rounds is not None

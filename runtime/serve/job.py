@@ -53,6 +53,11 @@ class Job:
         """Tokens [n] that are to run before it decodes."""
         return self.row.seen[self._computed : self.length]
 
+    @property
+    def ahead(self) -> int:
+        """How many of these are its prompt's."""
+        return max(0, int(self.row.prompt.size) - self._computed)
+
     def ran(self, tokens: int) -> None:
         """So many more tokens of its prompt ran."""
         self._computed += tokens

@@ -14,7 +14,11 @@ from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.loop.speculative import _Rounds as RoundsOfDrafts
 from accel.runtime.schedule.continuous_batching import ContinuousBatching
 from accel.runtime.serve.engine import Engine, Full, Request
+from accel.runtime.serve.job import Job
 from accel.runtime.session.session import Session
+
+from ..kv_case import recipe
+from ..prefill_case import built
 
 BATCH = 4
 LOOPS = {
@@ -127,6 +131,25 @@ def test_blocks_run_out_and_requests_run_again(opened):
             assert engine._ledger.free == 8
     with Engine(opened(), blocks=2) as engine, pytest.raises(InputError, match="has room for 32"):
         engine.submit(Request(np.arange(1, 30), SamplingParams(max_tokens=9)))
+
+
+@pytest.mark.long
+def test_prompts_that_end_in_eviction_run_in_chunks_and_again(monkeypatch):
+    """A request that runs again drops the tokens of its prompt that it had dropped; one that drops none is caught."""
+    tables = recipe(kept=8) | {"schedule": {"use": "sarathi", "tokens": 9}}
+    model, rng = built("llama", tables=tables), np.random.default_rng(2)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    asked = [Request(rng.integers(3, 50, size), params) for size in (14, 15)]
+    want = [model.generate(one.prompt, sampling_params=params).tokens[0] for one in asked]
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(Job, "ahead", 0)
+        with Engine(model, blocks=3) as engine:
+            assert "in chunks" in engine.how
+            tickets = [engine.submit(one) for one in asked]
+            got = [[event.token for event in ticket] for ticket in tickets]
+            assert engine.stats["preemptions_total"] > 0
+        assert (got == want) == (not broken)
 
 
 def test_cancelled_requests_leave_and_others_go_on(opened):
