@@ -243,7 +243,7 @@ EVICTS = [  # each method that evicts and brings no file, of a recipe that does 
 @pytest.mark.parametrize(("axis", "name"), EVICTS)
 def test_prompts_that_end_in_eviction_run_in_chunks(axis, name):
     """Where nothing but keys, values and the last queries is scored; what is added up by call is not."""
-    made = recipe(kept=8, **{axis: name})
+    made = recipe(kept=8) | {f"kv.{axis}": table(name, axis)}
     session = built("llama", tables=made).session()
     session.prompt(TOKENS[:, :PROMPT])
     law_of_chunks(session, session.capabilities)
