@@ -36,15 +36,17 @@ if TYPE_CHECKING:
     from accel.runtime.decode.sampling_params import SamplingParams
     from accel.runtime.decode.structured_outputs import StructuredOutputsParams
     from accel.runtime.model.chat import Chat
-    from accel.runtime.model.compiled import CompiledModel, Output, load
+    from accel.runtime.model.compiled import CompiledModel
+    from accel.runtime.model.load import load
+    from accel.runtime.model.output import Output
     from accel.runtime.session.session import Session
 
 _WHERE = {
     "optimize": "accel.compiler.optimize",
-    "load": "accel.runtime.model.compiled",
+    "load": "accel.runtime.model.load",
     "Chat": "accel.runtime.model.chat",
     "CompiledModel": "accel.runtime.model.compiled",
-    "Output": "accel.runtime.model.compiled",
+    "Output": "accel.runtime.model.output",
     "Logprob": "accel.runtime.decode.logprobs",
     "SamplingParams": "accel.runtime.decode.sampling_params",
     "StructuredOutputsParams": "accel.runtime.decode.structured_outputs",

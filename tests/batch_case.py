@@ -10,7 +10,7 @@ import numpy as np
 from accel.ir.axis import find_axes
 from accel.ir.entries.flat import FLAT, OWNER
 from accel.runtime.backends.eager import EagerSession
-from accel.runtime.backends.onnx.backend import OrtSession
+from accel.runtime.backends.onnx.session import OrtSession
 from accel.runtime.decode.row import Row
 from accel.runtime.session import flat
 

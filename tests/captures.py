@@ -19,6 +19,7 @@ from captured import shared as common
 from torch import nn
 
 from accel.compiler import optimize
+from accel.compiler import rewrite as rewriting
 from accel.compiler.explain import subject
 from accel.ir.capture import capture as capturing
 from accel.ir.program import Program
@@ -30,7 +31,7 @@ KEPT = 16  # programs, the last ones that were asked for
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 STEPS = ("prepared", "check_weights", "export", "convert", "check")  # which a test may replace
 _real = capturing.capture_inspected
-_rewrite, _run = optimize._rewrite, optimize.run
+_rewrite, _run = rewriting.rewrite, rewriting.run
 _made: OrderedDict[Hashable, Program] = OrderedDict()
 _fresh: OrderedDict[int, tuple[Program, Hashable]] = (
     OrderedDict()
@@ -132,4 +133,4 @@ def share() -> None:
     """Let builds and captures of all tests share."""
     for module in (capturing, optimize, subject):
         module.capture_inspected = shared  # type: ignore[attr-defined]
-    optimize._rewrite, optimize.run = rewritten, run  # type: ignore[assignment]
+    optimize.rewrite, rewriting.run = rewritten, run  # type: ignore[assignment]

@@ -12,7 +12,8 @@ from accel.ir.axis import Axis
 from accel.ir.ops.attention import Mask
 from accel.ir.tables import Observed, Rows, Tables
 from accel.ir.ties import FirstOfTies
-from accel.passes.kv.compress import Compress, chooser
+from accel.passes.kv.chooser import chooser
+from accel.passes.kv.compress import Compress
 from accel.passes.kv.inputs import every_input
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.trained import Trained

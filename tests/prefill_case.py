@@ -9,9 +9,12 @@ import torch
 from captured import over_state, shared
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from accel.compiler import optimize as building
+from accel.compiler.artifact_build import write_artifact
 from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.in_process import in_process_model
+from accel.compiler.job import Job
+from accel.compiler.rewrite import rewrite
 from accel.ir.capture.capture import capture
 from accel.ir.recipe import Recipe
 from accel.passes import run
@@ -48,22 +51,20 @@ def built(name, target="eager", tables=None, **prune):
                 over_state(_MADE[begun])
         tables = {**({"prefill.prune": prune} if prune else {}), **(tables or {})}
         program = _MADE[begun].copy()
-        job = building._Job(
-            assemble(Recipe(tables=tables)), BuildOptions(target=target), lambda *_: None
-        )
+        job = Job(assemble(Recipe(tables=tables)), BuildOptions(target=target), lambda *_: None)
         check = NumericCheck(program) if target == "onnx" else None
         if target == "eager":
             rewritten(job, program)
-            _MADE[key] = building._in_process(job, program, None, None)
+            _MADE[key] = in_process_model(job, program, None, None)
         else:
-            building._rewrite(job, program, check)
-            _MADE[key] = building._artifact(job, program, check, None, None)
+            rewrite(job, program, check)
+            _MADE[key] = write_artifact(job, program, check, None, None)
     return _MADE[key]
 
 
 def rewritten(job, program):
     """The passes of a recipe from its own on, over a program over state."""
-    passes = building._passes(job)
+    passes = job.passes()
     own = shared(passes)
     job.steps += run(program, passes[own:], done=passes[:own])
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accel import AccelError, PassError, optimize
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention
 from accel.passes import run

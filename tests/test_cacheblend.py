@@ -10,8 +10,8 @@ from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe
 from accel.passes.prefill.prune._blend import Blend
+from accel.runtime.kv.reuse._store import Store, cover
 from accel.runtime.session.observers import _two_parts, pieces
-from accel.runtime.session.observers._store import Store, cover
 from accel.runtime.session.observers.pieces import PieceReuse
 
 from .pieces_case import CHUNKS, QUESTION, asked, blended, put, reusing
@@ -158,7 +158,7 @@ def test_only_what_was_computed_is_stored():
     """So that errors do not add up: of a blended row the tokens before what was taken over, and all after a rewind."""
     model = reusing("cacheblend", ratio=0.0)
     asked(model, CHUNKS[0], mixed := np.concatenate([MORE, CHUNKS[0], QUESTION]))
-    observers = [factory.open(1) for factory in model._observers]
+    observers = [factory.open(1) for factory in model._sessions.observers]
     (store,) = [one.reuse.store for one in observers if isinstance(one, PieceReuse)]
     held = sorted(one.tokens.tolist() for one in store._stored.values())
     assert held == sorted([CHUNKS[0].tolist(), MORE.tolist()])

@@ -14,7 +14,7 @@ import accel
 import accel.reference
 from accel import cli
 from accel.compiler.load.checkpoint import load_model
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.compiler.quality.calibration import make_calibration, read_calibration
 from accel.compiler.quality.loss import loss, storage
 from accel.compiler.smoke.tiny_models import randomise, small_config

@@ -457,14 +457,14 @@ def test_surprises_are_one_line_and_a_traceback_when_asked(artifact, monkeypatch
     def broken(*_, **__):
         raise ZeroDivisionError("by\nnought")
 
-    monkeypatch.setattr("accel.runtime.model.compiled.from_artifact", broken)
+    monkeypatch.setattr("accel.runtime.model.load.from_artifact", broken)
     flags = ("run", artifact, "--prompt", "0")
     words = ("ZeroDivisionError: by nought", "bug in accel", "ACCEL_TRACEBACK=1")
     one_error(call(*flags), *words)
     traced = call(*flags, env={"ACCEL_TRACEBACK": "1"})
     assert traced.exit_code == 1 and "Traceback" in traced.stderr
     monkeypatch.setattr(
-        "accel.runtime.model.compiled.from_artifact", lambda *_, **__: exec("raise MemoryError")
+        "accel.runtime.model.load.from_artifact", lambda *_, **__: exec("raise MemoryError")
     )
     one_error(call(*flags), "out of memory")
     one_error(call("build", artifact, "--out", "x", "--dump", "/dev/null/x"), "/dev/null/x")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel import PassError
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.ops.rope import rope
 from accel.passes import run

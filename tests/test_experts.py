@@ -10,7 +10,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import accel
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.errors import PassError
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.quantized import dequantize, quantized_expert_linear, quantized_linear

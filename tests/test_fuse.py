@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accel
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture.capture import capture
 from accel.ir.ops.attention import attention

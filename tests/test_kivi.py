@@ -8,7 +8,7 @@ import torch
 
 import accel
 from accel.compiler.assemble import assemble
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, PassError, RecipeError
 from accel.ir.ops.attention import attention

@@ -13,7 +13,7 @@ from accel.passes.kv.compress import Compress
 from accel.passes.kv.keep.drop import Drop
 from accel.passes.kv.score.knorm import KNorm
 from accel.runtime.kv.budget.uniform import Uniform
-from accel.runtime.model.compiled import from_artifact
+from accel.runtime.model.load import from_artifact
 from accel.runtime.session.observers import recurrent_history as past
 
 from .kv_case import (

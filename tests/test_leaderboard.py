@@ -96,9 +96,15 @@ def test_parts_of_a_case_are_measured_apart(tmp_path):
     assert "| 0.25 | – | – | – |" in (tmp_path / "leaderboard.md").read_text()
 
 
-def test_results_of_this_machine_come_before_those_of_the_page(tmp_path):
+def test_parts_of_this_machine_come_before_those_of_the_page(tmp_path):
     page_, own = tmp_path / "results.jsonl", tmp_path / "own"
     assert leaderboard.results_of(own, page_) == {}
-    page_.write_text('{"name":"a","x":1}\n{"name":"b","x":1}\n')
+    page_.write_text('{"name":"a","x":1,"y":1}\n{"name":"b","x":1}\n{"name":"c","refused":"no"}\n')
     leaderboard.keep(own / "a.json", {"name": "a", "x": 2})
-    assert {n: r["x"] for n, r in leaderboard.results_of(own, page_).items()} == {"a": 2, "b": 1}
+    leaderboard.keep(own / "c.json", {"name": "c", "x": 3})
+    found = leaderboard.results_of(own, page_)
+    assert found == {
+        "a": {"name": "a", "x": 2, "y": 1},
+        "b": {"name": "b", "x": 1},
+        "c": {"name": "c", "x": 3},
+    }

@@ -8,7 +8,7 @@ import accel
 from accel.ir.errors import RecipeError
 from accel.ir.ops.attention import Mask
 from accel.ir.state import Home
-from accel.passes.kv.select import Where
+from accel.passes.kv.select._where import Where
 
 from .select_case import built, law_every_target, llama
 

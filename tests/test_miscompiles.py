@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel import PassError
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.ops.attention import attention
 from accel.ir.ops.experts import expert_linear
 from accel.ir.ops.kv import kv_append

@@ -32,7 +32,7 @@ def operands(rng, shape, tokens, mask, kept, coded=False):
     which = 0 if coded else 2
     old = [old_k[which], old_v[which], places] if kept else [None] * 3
     scales = [k[1], v[1], *([old_k[1], old_v[1]] if kept else [None] * 2)] if coded else []
-    given = [q, k[which], v[which], q_pos, held, None, None, *old, None, *scales, *[None] * 6]
+    given = [q, k[which], v[which], q_pos, held, None, None, *old, None, *scales, *[None] * 7]
     settings = dict(scale=0.3, softcap=0.0, mask=MASKS.index(mask), window=90)
     settings |= dict(exact=0, packed=0, page=0, partial=0)
     want = [q, k[2], v[2], q_pos, held, None, 0.3, 0.0, mask, 90, None]
@@ -89,7 +89,7 @@ def test_heads_that_keep_unequal_numbers_draw_in_their_own_slots(noise):
     counts = np.array([[27, 9], [0, 40]])
     flat = [given[i][:, :1].copy() for i in (7, 8, 9)]
     for cut in (counts, counts[:, ::-1].copy()):
-        made = [*given[:7], *flat, *given[10:-2], cut, None], settings, list(want)
+        made = [*given[:7], *flat, *given[10:-3], cut, None, None], settings, list(want)
         made[2][11:14] = [torch.from_numpy(x) for x in flat]
         more = asked(np.random.default_rng(5), 5, noise)
         extra = dict(

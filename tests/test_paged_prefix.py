@@ -9,7 +9,7 @@ import torch
 
 import accel
 from accel.compiler.assemble import assemble, check_target
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import EncoderFacts
 from accel.ir.recipe import Recipe
@@ -17,9 +17,13 @@ from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.kv._shared.paged import Paged
 from accel.passes.state.head import Head
+from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.kv.reuse.paged_prefix import PagedPrefix
+from accel.runtime.serve.engine import Engine, Request
+from accel.runtime.session.core import SessionCore
 from accel.runtime.session.observers.prefix_cache import PrefixCache
 
+from .prefill_case import built as made
 from .reuse_case import BLOCK, close, named, shared
 
 MODELS = ["llama", "mistral", "plain_latent"]
@@ -312,3 +316,49 @@ def test_steppers_share_blocks_and_nothing_else(case):
             for name in mine:
                 same = mine[name].data_ptr() == theirs[name].data_ptr()
                 assert same == name.startswith(("pool.", "table")), name
+
+
+ENGINE = {"kv.reuse": {"use": "paged-prefix", "block": BLOCK, "blocks": 256}}
+SCHEDULES = {"whole": {}, "chunks": {"schedule": {"use": "sarathi", "tokens": 7}}}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_requests_of_one_beginning_compute_it_once(schedule, monkeypatch):
+    """Of the engine: a beginning of six blocks, before 5 tokens of each request's own, which get the tokens that they
+    get without blocks. The control: other beginnings are computed.
+    """
+    model, plain = made("llama", tables=ENGINE | SCHEDULES[schedule]), made("llama")
+    rng = np.random.default_rng(8)
+    system = rng.integers(3, 50, (2, 24))
+    prompts = [np.concatenate([system[int(i == 3)], rng.integers(3, 50, 5)]) for i in range(4)]
+    params, ran = SamplingParams(max_tokens=6, ignore_eos=True), []
+    want = [plain.generate(p.tolist(), sampling_params=params).tokens[0] for p in prompts]
+    right = SessionCore.count
+    monkeypatch.setattr(
+        SessionCore, "count", lambda self, *a: (ran.append(a[1]), right(self, *a))[1]
+    )
+    with Engine(model) as engine:
+        assert "share calls" in engine.how and ("in chunks" in engine.how) == (schedule == "chunks")
+        tickets = [engine.submit(Request(prompt, params)) for prompt in prompts]
+        assert [[event.token for event in ticket] for ticket in tickets] == want
+        assert engine.stats["reused_tokens_total"] == 2 * 24
+    assert sum(ran) == sum(p.size for p in prompts) + 4 * 5 - 2 * 24
+    assert model.pool["used"] == 0
+
+
+def test_a_row_that_joins_brings_its_table():
+    """And its own slots, not the blocks that both use."""
+    model = made("llama", tables=ENGINE)
+    tokens = np.random.default_rng(5).integers(3, 50, (2, 30))
+    tokens[1, :24] = tokens[0, :24]
+    one, other = sessions = [model.session() for _ in range(2)]
+    for row, session in enumerate(sessions):
+        session.prompt(tokens[row : row + 1])
+    one.join(other)
+    first, second = one.observer(PrefixCache)._rows
+    assert first[:6] == second[:6] and model.pool["used"] == len({*first, *second}) == 8
+    buffers = one._core.backend.buffers()
+    assert buffers["table"].tolist() == [first, second]
+    assert (buffers["kv.pos"] >= 0).sum(1).tolist() == [2, 2]
+    one.close()
+    assert model.pool["used"] == 0

@@ -20,7 +20,7 @@ import accel
 from accel.compiler.explain import explain
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.merge import merged
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.ops.quantized import dequantize, quantized_expert_linear, quantized_linear
 from accel.ir.peft import read_adapter

@@ -10,7 +10,7 @@ import accel
 from accel.ir.errors import PassError
 from accel.ir.tables import Tables
 from accel.passes.trained import Trained
-from accel.runtime.model.compiled import from_artifact
+from accel.runtime.model.load import from_artifact
 
 from .kv_case import (
     close,

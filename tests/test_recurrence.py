@@ -317,7 +317,7 @@ class TakesNoTurns(Broken):
 @pytest.mark.parametrize("spoilt", [NeverGoesBack, PaddingIsReal, TakesNoTurns])
 def test_a_broken_stepper_is_caught(built, spoilt):
     ids, want, compiled = built("mamba")
-    backend = spoilt(compiled._backend.open_session(3))
+    backend = spoilt(compiled._sessions.backend.open_session(3))
     with Session(backend, 3, [past.RecurrentHistory(3)], vocab_size=VOCAB, max_context=64) as live:
         with pytest.raises(AssertionError, match="Not equal to tolerance"):
             converse(live, ids, want)

@@ -11,7 +11,8 @@ from torch import nn
 
 import accel
 from accel import AccelError, CaptureError, PassError, RecipeError
-from accel.compiler import optimize as building
+from accel.compiler import job as building
+from accel.compiler.pipeline import pipeline
 from accel.passes import check_order
 from accel.passes.clean.clean import Clean
 from accel.passes.recognise.attention import Attention
@@ -266,7 +267,7 @@ def test_passes_out_of_order_are_refused_before_the_model_is_touched(monkeypatch
     class Early(Clean):
         after = (Attention,)
 
-    before = building.pipeline()
+    before = pipeline()
     monkeypatch.setattr(building, "pipeline", lambda *_: [Early(), *before])
     refused("no/such/model", "Early runs after Attention; move it", kind=PassError)
     with pytest.raises(PassError, match="Early runs after Attention"):

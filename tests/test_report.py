@@ -172,7 +172,7 @@ def test_it_is_quick_and_the_same_each_time(tmp_path):
 
 def test_loading_an_artifact_draws_nothing():
     code = (
-        "import sys, accel.runtime.model.compiled\n"
+        "import sys, accel.runtime.model.load\n"
         "assert not {'matplotlib', 'jinja2', 'accel.compiler.report'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

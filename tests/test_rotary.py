@@ -8,7 +8,7 @@ from torch import nn
 
 import accel
 from accel import PassError
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.compiler.smoke.tiny_models import randomise
 from accel.ir.capture import length_limits as steady
 from accel.ir.capture.capture import capture

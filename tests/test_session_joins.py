@@ -10,7 +10,7 @@ import accel
 from accel.ir.errors import InputError
 from accel.ir.state import Part, name_of
 from accel.runtime.backends.eager import EagerBackend
-from accel.runtime.backends.onnx.backend import OrtSession
+from accel.runtime.backends.onnx.session import OrtSession
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers import observer_classes
 from accel.runtime.session.observers.observer import SessionObserver
@@ -113,7 +113,7 @@ def test_rows_go_on_as_alone(name, stateful):
     check(model)
 
 
-ONNX = ["base", "snapkv", "kivi-4", "quest", "promptdistill"]
+ONNX = ["base", "paged-prefix", "snapkv", "kivi-4", "quest", "promptdistill"]
 
 
 @pytest.mark.few(1)

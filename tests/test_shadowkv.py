@@ -13,7 +13,7 @@ from accel.ir.ops.attention import Mask
 from accel.ir.state import Home
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import Where
+from accel.passes.kv.select._where import Where
 from accel.passes.kv.select.shadowkv import Shadowkv
 
 from .select_case import Selecting, built, close, law_every_target, llama, singles

@@ -10,7 +10,7 @@ import torch
 
 import accel
 from accel.compiler.layer_summary import groups, summaries
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.compiler.smoke.tiny_models import randomise, small_config
 from accel.ir.capture.arch.cla import ClaConfig
 from accel.ir.capture.capture import capture

@@ -13,7 +13,7 @@ from accel.ir.ops.groups import group_dequantize, group_quantize, midpoint_quant
 from accel.ir.ops.pages import fetch_pages
 from accel.ir.region import Conditional
 from accel.ir.state import Home
-from accel.passes.kv.select import Form
+from accel.passes.kv.select._where import Form
 from accel.passes.kv.select.specache import Specache
 
 from .select_case import Selecting, built, law_every_target, llama

@@ -127,7 +127,7 @@ def test_a_model_keeps_it_between_requests():
     for sampling in ({}, {"temperature": 1.0, "seed": 3}):
         want = base.generate(prompt, max_new_tokens=24, eos=[], **sampling).tokens
         for _ in range(2):
-            model = CompiledModel(base._backend, base.facts, recipe={"tables": tables})
+            model = CompiledModel(base._sessions.backend, base.facts, recipe={"tables": tables})
             model._costs = Costs((1, 32), (1.0, 1.1))
             outs = [model.generate(prompt, 24, eos=[], **sampling) for _ in range(2)]
             assert [out.tokens for out in outs] == [want, want]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel.compiler.assemble import assemble
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.examples import example
 from accel.ir.errors import TextError
 from accel.ir.facts import Facts

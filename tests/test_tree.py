@@ -6,7 +6,7 @@ import models
 import numpy as np
 import pytest
 
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.errors import InputError, PassError
 from accel.ir.ops.attention import attention
@@ -14,7 +14,7 @@ from accel.ir.recipe import Recipe
 from accel.ir.spec import verify
 from accel.passes import run
 from accel.passes.state.trees import Trees
-from accel.runtime.model.compiled import from_artifact
+from accel.runtime.model.load import from_artifact
 from accel.runtime.tree import Tree
 
 from .kv_case import table

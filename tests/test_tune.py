@@ -19,7 +19,7 @@ from accel.runtime.backends.onnx import tune
 from accel.runtime.backends.onnx.backend import OrtBackend
 from accel.runtime.backends.onnx.tune import AUTO, WORK, choose
 from accel.runtime.decode.costs import TOKENS, Costs, known
-from accel.runtime.model.compiled import from_artifact
+from accel.runtime.model.load import from_artifact
 
 
 @pytest.fixture

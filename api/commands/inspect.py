@@ -77,7 +77,7 @@ def _measured(
     from accel.runtime.backends.onnx.backend import OrtBackend
     from accel.runtime.backends.onnx.tune import AUTO, choose
     from accel.runtime.decode.costs import known
-    from accel.runtime.model.compiled import from_artifact
+    from accel.runtime.model.load import from_artifact
 
     if measure:
         with from_artifact(artifact, threads=threads) as model:

@@ -16,7 +16,8 @@ from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
     from accel.runtime.decode.structured_outputs import StructuredOutputsParams
-    from accel.runtime.model.compiled import CompiledModel, Output
+    from accel.runtime.model.compiled import CompiledModel
+    from accel.runtime.model.output import Output
 
 EXAMPLES = """\b
 Examples:

@@ -112,7 +112,7 @@ def _opened(
     public_key: Path | None,
 ) -> Models:
     """The artifacts, each with an engine; the stack closes them. Raises AccelError."""
-    from accel.runtime.model.compiled import load
+    from accel.runtime.model.load import load
     from accel.runtime.serve.engine import Engine
     from accel.serve.models import Models, Served
 

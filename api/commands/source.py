@@ -33,7 +33,7 @@ def open_model(
         AccelError: it is neither, or cannot be opened or compiled.
     """
     from accel.runtime.artifact.workspace import put_back
-    from accel.runtime.model.compiled import load
+    from accel.runtime.model.load import load
 
     asked = {
         name

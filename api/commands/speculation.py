@@ -80,7 +80,7 @@ def measure(
 def _both(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel, CompiledModel]:
     """The artifact as it decodes plainly, and as its recipe says."""
     from accel.runtime.artifact.artifact import open_artifact
-    from accel.runtime.model.compiled import from_artifact
+    from accel.runtime.model.load import from_artifact
 
     artifact = open_artifact(path)
     loop = artifact.recipe.get("tables", {}).get("loop", {}).get("use", "autoregressive")

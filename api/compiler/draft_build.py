@@ -22,7 +22,8 @@ from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST
-from accel.runtime.model.compiled import CompiledModel, load
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import load
 from accel.runtime.speculation.follow import Follower
 from accel.runtime.speculation.round_cost import unmeasured_cost
 

@@ -22,6 +22,7 @@ _HELP = {  # of the engine's stats
     "prompt_tokens_total": "Tokens of prompts that were run",
     "generated_tokens_total": "Tokens that were made",
     "preemptions_total": "Requests that made room for others and ran again",
+    "reused_tokens_total": "Prompt tokens whose keys and values were taken over (kv.reuse)",
     "drafted_total": "Tokens that were drafted",
     "accepted_total": "Drafted tokens that stood",
     "kv_bytes": "State of the requests that run, in bytes",

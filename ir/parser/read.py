@@ -25,7 +25,8 @@ from torch.fx.node import map_aggregate
 
 from accel.ir.errors import TextError, unknown
 from accel.ir.facts import Facts
-from accel.ir.parser.syntax import (
+from accel.ir.parser.syntax import read_tree
+from accel.ir.parser.tree import (
     Body,
     Call,
     Input,
@@ -36,7 +37,6 @@ from accel.ir.parser.syntax import (
     Tree,
     Type,
     Weight,
-    read_tree,
 )
 from accel.ir.program import Program, State, symbolic_size
 from accel.ir.region import Conditional, Entry, Region

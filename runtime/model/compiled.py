@@ -10,62 +10,48 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
-from accel.ir.fields import MANIFEST
-from accel.ir.peft import read_adapter
-from accel.lowering.onnx.threads import MOST_THREADS
-from accel.runtime.artifact.artifact import Artifact, copy_artifact, open_artifact, own_draft
-from accel.runtime.artifact.manifest import DRAFT_FOLDER
+from accel.runtime.artifact.artifact import Artifact, copy_artifact
 from accel.runtime.artifact.shipped import located
 from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.backends.onnx.tune import AUTO, Tuning
+from accel.runtime.backends.onnx.tune import Tuning
 from accel.runtime.backends.protocol import Backend, Logits
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.costs import Costs, known, measured
 from accel.runtime.decode.judge import Judge, JudgeFunction
-from accel.runtime.decode.logits_processors import LogitsProcessor, Processed
-from accel.runtime.decode.logprobs import TopLogprobs
+from accel.runtime.decode.logits_processors import LogitsProcessor
 from accel.runtime.decode.pool import groups
-from accel.runtime.decode.row import Row
 from accel.runtime.decode.sampling_params import MAX_TOKENS, SamplingParams
 from accel.runtime.decode.sampling_params import sampling_params as joined_params
-from accel.runtime.decode.structured_outputs import Grammar, StructuredOutputsParams
-from accel.runtime.inputs.encoder_inputs import encoder_rows, padded
+from accel.runtime.decode.structured_outputs import StructuredOutputsParams
+from accel.runtime.inputs.encoder_inputs import encoder_rows
 from accel.runtime.inputs.ints import Ints, as_ints
 from accel.runtime.inputs.prompts import (
     as_count,
     as_prompts,
-    as_stops,
     is_conversation,
     is_text,
     without_messages,
 )
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST, chosen
 from accel.runtime.loop import Base as Loop
-from accel.runtime.model.adapters import Adapters, Chosen, names_of
+from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import model_table
-from accel.runtime.model.output import Meter, Output, Prepared, Sample, Stream, Transcript, pieces
-from accel.runtime.sample import Base as Sampler
-from accel.runtime.session.observers import observer_factories
-from accel.runtime.session.observers.observer import ModelParts
-from accel.runtime.session.observers.prompt_filter import unseen
-from accel.runtime.session.saved import Origin, SavedSession, imported, saved_session, saving
-from accel.runtime.session.session import Session
-
-ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
-NO_ADAPTERS = (
-    "adapter {!r}: this model takes no adapters; build it with them (adapters={{name: DIR}}, --adapter NAME=DIR), or "
-    "leave the adapter out"
+from accel.runtime.model.output import Meter, Output, Prepared, Sample, Stream, pieces
+from accel.runtime.model.requests import (
+    Sources,
+    check_one_each,
+    prompt_behind,
+    samples_of,
+    sources_of,
 )
-Sources = list[npt.NDArray[Any]] | None
-
-__all__ = ["CompiledModel", "Output", "Stream", "load"]
+from accel.runtime.model.sessions import Sessions
+from accel.runtime.session.saved import imported, saved_session
+from accel.runtime.session.session import Session
 
 
 class CompiledModel:
@@ -100,27 +86,14 @@ class CompiledModel:
         self.program = program
         self.artifact = artifact
         self.draft_model = draft_model
-        self._backend: Backend | None = backend
         self._on_close = on_close
-        self._adapters = adapters
-        self._weights = weights
         tables = self.recipe.get("tables", {})
         files = () if artifact is None else artifact.files
         there = Path() if artifact is None else artifact.path
         self._loop, self._methods = chosen(located(tables, HOST, there, files))
         draft = self._methods.get("draft")
         self._store = None if draft is None else draft.store(facts, tokenizer)
-        self._observers = observer_factories(
-            ModelParts(
-                facts,
-                tables,
-                backend.state,
-                backend.entries,
-                backend.open_session,
-                None if artifact is None else artifact.path,
-                backend.threads if isinstance(backend, OrtBackend) else None,
-            )
-        )
+        self._sessions = Sessions(backend, facts, self.recipe, artifact, adapters, weights)
         self._costs: Costs | None = None
 
     def generate(
@@ -189,9 +162,9 @@ class CompiledModel:
             structured_outputs=structured_outputs,
         )  # fmt: skip
         prompts = without_messages(prompts, self.tokenizer, chat_template_kwargs)
-        sources, prompts = self._sources(encoder_input, prompts)
+        sources, prompts = sources_of(encoder_input, prompts, self.facts, self.tokenizer)
         samples = self._samples(prompts, params)
-        names = self._named(adapter, len(samples) // params.n)
+        names = self._sessions.named(adapter, len(samples) // params.n)
         context = self._context(judge)
         meter = Meter(self.tuning, context.costs)
         for _ in self._decode(samples, params.n, sources, names, meter, context):
@@ -255,10 +228,10 @@ class CompiledModel:
         )
         text = text or is_conversation(prompt) or (prompt is None and self.tokenizer is not None)
         prompt = without_messages(prompt, self.tokenizer, chat_template_kwargs)
-        sources, prompt = self._sources(encoder_input, prompt)
-        names = self._named(adapter, 1)
+        sources, prompt = sources_of(encoder_input, prompt, self.facts, self.tokenizer)
+        names = self._sessions.named(adapter, 1)
         if session is not None:
-            prompt = self._behind(session, prompt, adapter)
+            prompt = prompt_behind(session, prompt, adapter, self.facts, self.tokenizer)
         return self._stream(prompt, params, text, sources, names, session, judge)
 
     def chat(
@@ -289,7 +262,7 @@ class CompiledModel:
                 "this model fills masks, so no turn goes on from the one before; give `generate` the messages"
             )
 
-        names = self._named(adapter, 1)
+        names = self._sessions.named(adapter, 1)
 
         def start(ids: Ints, params: SamplingParams, session: Session) -> Stream:
             return self._stream(ids, params, True, None, names, session)
@@ -315,13 +288,14 @@ class CompiledModel:
                 f"tokens have shape {list(ids.shape)}; logits takes [B, T] with B >= 1 and T >= 1"
             )
         sources = encoder_rows(encoder_input, self.facts.encoder, self.tokenizer)
-        _one_each(sources, len(ids))
-        names = self._named(adapter, len(ids))
+        check_one_each(sources, len(ids))
+        names = self._sessions.named(adapter, len(ids))
         out = []
         for start in range(0, len(ids), self.facts.max_batch):
-            group = ids[start : start + self.facts.max_batch]
-            with self._encoded(sources, names, start, len(group)) as session:
-                out.append(session.run(group))
+            part = slice(start, start + self.facts.max_batch)
+            own_sources = None if sources is None else sources[part]
+            with self._sessions.encoded(own_sources, names[part]) as session:
+                out.append(session.run(ids[part]))
         return out[0] if len(out) == 1 else np.concatenate(out)
 
     def session(self, batch: int = 1, adapter: Any = None) -> Session:
@@ -330,15 +304,14 @@ class CompiledModel:
         `adapter`: the name of an adapter, or a list with one for each row, as in `generate`; the session keeps it.
         Raises InputError.
         """
-        if self._backend is None:
-            raise InputError("this model is closed; load or optimize it again")
+        self._sessions.live_backend()
         if isinstance(batch, int) and batch > self.facts.max_batch:
             raise InputError(
                 f"batch = {shown(batch)} is more than max_batch = {self.facts.max_batch}; "
                 "build with a larger max_batch"
             )
         as_count(batch, "batch", 1)
-        return self._session(self._named(adapter, int(batch)))
+        return self._sessions.open(self._sessions.named(adapter, int(batch)))
 
     def prompt_session(
         self,
@@ -374,9 +347,8 @@ class CompiledModel:
         Raises SavedSessionError: the file is missing, cut, damaged, of another version, model, recipe or adapter, or
         has more rows than `max_batch` or more tokens than `max_context`.
         """
-        if self._backend is None:
-            raise InputError("this model is closed; load or optimize it again")
-        return self._opened(saved_session(path))
+        self._sessions.live_backend()
+        return self._sessions.resumed(saved_session(path))
 
     def import_row(self, data: bytes) -> Session:
         """A session of one row that goes on from what `session.export_row` gave, of this model in any process; it may
@@ -384,116 +356,21 @@ class CompiledModel:
 
         Raises SavedSessionError: the bytes are cut, damaged, or of another version, model, recipe or adapter.
         """
-        if self._backend is None:
-            raise InputError("this model is closed; load or optimize it again")
-        return self._opened(imported(data))
-
-    def _opened(self, saved: SavedSession) -> Session:
-        """A session that goes on from a saved one, which fits this model. Raises SavedSessionError."""
-        saved.check_rows(self._origin)
-        names = self._named(saved.adapters, saved.batch)
-        saved.check(self._origin)
-        return self._session(names, saved)
-
-    @cached_property
-    def _origin(self) -> Origin:
-        """What saved sessions are held to."""
-        return Origin(
-            self.facts.name,
-            lambda: self._weights_digest,
-            self.recipe,
-            () if self._backend is None else self._backend.state,
-            self.facts.max_batch,
-            self.facts.max_context,
-            lambda name: "" if self._adapters is None else self._adapters.digest(name),
-            saving(self.recipe.get("tables", {})),
-        )
-
-    @cached_property
-    def _weights_digest(self) -> str | None:
-        """What tells this model's parameters from another's; None: unknown."""
-        if self.artifact is not None:
-            return self.artifact.manifest.weights_digest
-        return None if self._weights is None else self._weights()
-
-    def _session(self, names: list[str | None], saved: SavedSession | None = None) -> Session:
-        """A session whose rows use these adapters."""
-        assert self._backend is not None
-        batch, used = len(names), self._chosen(names)
-        backend = self._backend.open_session(batch)
-        observers = [factory.open(batch) for factory in self._observers]
-        if used is not None:
-            backend.adapt(used.arrays, used.rows)
-            for one in observers:
-                one.adapted(used.numbers)
-        try:
-            return Session(
-                backend,
-                batch,
-                observers,
-                vocab_size=self.facts.vocab_size,
-                max_context=self.facts.max_context,
-                origin=self._origin,
-                adapters=names,
-                saved=saved,
-            )
-        except BaseException:
-            backend.close()
-            raise
-
-    def _named(self, adapter: Any, rows: int) -> list[str | None]:
-        """The name of each row's adapter, all of which exist."""
-        names = names_of(adapter, rows)
-        self._chosen(names)
-        return names
-
-    def _chosen(self, names: Sequence[str | None]) -> Chosen | None:
-        """What rows that use these adapters are given; None: none is used."""
-        if not any(name is not None for name in names):
-            return None
-        if self._adapters is None:
-            raise InputError(NO_ADAPTERS.format(next(filter(None, names))))
-        return self._adapters.chosen(names)
-
-    def _encoded(
-        self, sources: Sources, names: list[str | None], start: int, batch: int
-    ) -> Session:
-        """A session of the rows from `start` on: their adapters, and their encoder's sources where there is one."""
-        session = self.session(batch, names[start : start + batch])
-        if sources is not None and self.facts.encoder is not None:
-            session.encode(*padded(sources[start : start + batch], self.facts.encoder))
-        return session
-
-    def _sources(self, encoder_input: Any, prompts: Any) -> tuple[Sources, Any]:
-        """The encoder's rows (None: no encoder), and the prompts with the tokens a decoder starts
-        from.
-        """
-        encoder = self.facts.encoder
-        sources = encoder_rows(encoder_input, encoder, self.tokenizer)
-        if encoder is None or sources is None:
-            if prompts is None:
-                raise InputError("there is no prompt; give text, token ids, or a list of them")
-            return None, prompts
-        start = list(encoder.start)
-        if prompts is None and not start:
-            raise InputError("this model has no decoder start token; give a prompt of token ids")
-        if prompts is None:
-            return sources, [start] * len(sources)
-        items = as_prompts(prompts, self.facts, self.tokenizer, start)
-        _one_each(sources, len(items))
-        return sources, items
+        self._sessions.live_backend()
+        return self._sessions.resumed(imported(data))
 
     @property
     def pool(self) -> dict[str, int] | None:
         """Statistics of the blocks or prompts that the model's sessions share (`kv.reuse`); None: they share none."""
-        return next((one.shared() for one in self._observers if one.shared is not None), None)
+        return self._sessions.shared()
 
     @property
     def tuning(self) -> Tuning | None:
         """The selected kernel variant, the reason, and its measured costs on this machine. Measured on first
         use, in under two seconds. None for a model without an artifact.
         """
-        return self._backend.tuning if isinstance(self._backend, OrtBackend) else None
+        backend = self._sessions.backend
+        return backend.tuning if isinstance(backend, OrtBackend) else None
 
     @property
     def costs(self) -> Costs:
@@ -503,17 +380,17 @@ class CompiledModel:
         loads on a machine, then cached. Raises InputError if the model is closed.
         """
         if self._costs is None:
-            if self._backend is None:
-                raise InputError("this model is closed; load or optimize it again")
+            backend = self._sessions.live_backend()
             before = self._costs_before
             if before is None or not before.sure:
-                before = measured(self._backend.open_session(1), self.facts, self._cost_key)
+                before = measured(backend.open_session(1), self.facts, self._cost_key)
             self._costs = before
         return self._costs
 
     @property
     def _cost_key(self) -> dict[str, Any] | None:
-        return self._backend.cost_key if isinstance(self._backend, OrtBackend) else None
+        backend = self._sessions.backend
+        return backend.cost_key if isinstance(backend, OrtBackend) else None
 
     def _context(self, judge: JudgeFunction | None = None) -> DecodeContext:
         """What the loop is given for a request; costs are measured where it goes by them. Raises InputError."""
@@ -553,15 +430,15 @@ class CompiledModel:
                 f"n = {params.n}: an engine takes a request for each sample; leave n at 1"
             )
         as_count(sample, "sample", 0)
-        sources, prompt = self._sources(encoder_input, prompt)
+        sources, prompt = sources_of(encoder_input, prompt, self.facts, self.tokenizer)
         samples = self._samples(prompt, params)
         if len(samples) != 1:
             raise InputError(f"a request has one prompt, not {len(samples)}; give each its own")
         if sample:
             row = samples[0].row
             row.rng = row.rng.spawn(sample)[-1]
-        names = self._named(adapter, 1)
-        return Prepared(samples[0], lambda: self._encoded(sources, names, 0, 1))
+        names = self._sessions.named(adapter, 1)
+        return Prepared(samples[0], lambda: self._sessions.encoded(sources, names))
 
     @cached_property
     def _costs_before(self) -> Costs | None:
@@ -571,16 +448,14 @@ class CompiledModel:
     @property
     def adapters(self) -> list[str]:
         """The names of the adapters that a session may choose."""
-        return [] if self._adapters is None else self._adapters.names
+        return self._sessions.adapter_names
 
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
         """Let sessions that open from now on choose the LoRA adapter of a folder that `peft` saved, by this name. It
         may adapt the modules that the adapters of the build adapt. One of the same name is replaced; sessions that use
         it keep it. `save` does not write it. Raises InputError.
         """
-        if self._adapters is None:
-            raise InputError(NO_ADAPTERS.format(name))
-        self._adapters.add(name, read_adapter(os.fspath(path)))
+        self._sessions.load_adapter(name, path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the artifact to a folder, atomically. Raises ArtifactError."""
@@ -592,13 +467,9 @@ class CompiledModel:
 
     def close(self) -> None:
         """Free the weights and temporary files. Closing twice is harmless."""
-        backend, self._backend = self._backend, None
         self._store = None
-        if backend is not None:
-            backend.close()
-            for one in self._observers:
-                if one.close is not None:
-                    one.close()
+        if self._sessions.backend is not None:
+            self._sessions.close()
             if self.draft_model is not None:
                 self.draft_model.close()
             if self._on_close is not None:
@@ -620,69 +491,10 @@ class CompiledModel:
     def _repr_html_(self) -> str:
         return model_table(self.facts, self.recipe, self.report)
 
-    def _behind(self, session: Session, prompt: Any, adapter: Any) -> Ints:
-        """The tokens [n] that a session holds, and those of a prompt that follows them. Raises InputError."""
-        held = session.tokens
-        if held is None or len(held) != 1 or held[0].size != session.length:
-            raise InputError(
-                "the tokens of this session are not known, or it has run others since, or a recipe has dropped some; "
-                "give one row that model.prompt_session or model.open_session gave, or a fork of it"
-            )
-        if adapter is not None:
-            raise InputError("a session keeps its adapter; leave adapter out")
-        if is_text(prompt):
-            (ids,) = as_prompts(prompt, self.facts, self.tokenizer, held[0].tolist())
-            return ids
-        (new,) = as_prompts([prompt], self.facts, self.tokenizer)
-        return np.concatenate([held[0], new])
-
     def _samples(self, prompts: Any, params: SamplingParams) -> list[Sample]:
-        """Everything checked, before any work: `n` rows per prompt, each prompt with its own generator from the
-        seed, of which its later samples' are spawned.
-        """
-        if self._backend is None:
-            raise InputError("this model is closed; load or optimize it again")
-        self._loop.check(self.tokenizer)
-        stops = as_stops(params.stop, self.tokenizer)
-        ends, size = params.ends(self.facts), self.facts.vocab_size
-        if self._loop.masked_diffusion and (given := params.token_by_token):
-            raise InputError(
-                f"{', '.join(given)}: this model fills masks in any order, so no token is known to follow others; "
-                "leave it unset, or take a causal model"
-            )
-        score = None if params.logprobs is None else TopLogprobs(params.logprobs, self.tokenizer)
-        if self._loop.writes and params.structured_outputs is not None:
-            raise InputError(
-                "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "
-                "rule; leave it unset, or build with another [loop]"
-            )
-        grammar = None
-        if params.structured_outputs is not None:
-            grammar = Grammar(params.structured_outputs, self.tokenizer, size)
-        bias, processors = params.logit_bias, params.logits_processors or ()
-        samples = []
-        for prompt in as_prompts(prompts, self.facts, self.tokenizer):
-            prompt = prompt.copy()  # the array says whose samples rows are
-            rng = np.random.default_rng(params.seed)
-            for generator in [rng, *rng.spawn(params.n - 1)]:
-                sampler: Sampler = params.sampler_behind(prompt.size)
-                if bias or processors or grammar:
-                    guide = None if grammar is None else grammar.begin(prompt.size, ends)
-                    sampler = Processed(sampler, size, bias, processors, guide)
-                script = Transcript(self.tokenizer, stops)
-                row = Row(
-                    prompt,
-                    sampler,
-                    generator,
-                    limit=params.max_tokens,
-                    max_context=self.facts.max_context + unseen(self.facts.prefill, prompt.size),
-                    eos=ends,
-                    watch=script if self.tokenizer else None,
-                    score=score,
-                )
-                own = () if params.ignore_eos else self.facts.eos
-                samples.append(Sample(row, script, frozenset(own)))
-        return samples
+        """What will be made, checked before any work. Raises InputError, also if the model is closed."""
+        self._sessions.live_backend()
+        return samples_of(prompts, params, self.facts, self.tokenizer, self._loop)
 
     def _stream(
         self,
@@ -731,108 +543,9 @@ class CompiledModel:
             opened = (
                 nullcontext(session)
                 if session
-                else self._encoded(own_sources, [names[i] for i in places], 0, len(places))
+                else self._sessions.encoded(own_sources, [names[i] for i in places])
             )
             with opened as own:
                 own.select(np.repeat(np.arange(len(group) // n), n))
                 for _, token in meter.watch(self._loop.tokens(own, group, context), own, group):
                     yield token
-
-
-def load(
-    path: str | os.PathLike[str],
-    *,
-    threads: int | None = None,
-    kernels: str = AUTO,
-    public_key: str | os.PathLike[str] | None = None,
-) -> CompiledModel:
-    """Open an artifact. Its files are checked first. Imports neither torch nor transformers.
-
-    Args:
-        path: the artifact's folder.
-        threads: compute threads per call. Default: `OMP_NUM_THREADS`, or the number of physical cores.
-        kernels: a kernel variant (`accel-compile inspect` lists them), or "auto": the fastest on this
-            machine, measured on first use in under two seconds and then cached.
-        public_key: path of a public Ed25519 key (OpenSSH or PEM). The artifact must be signed with it
-            (`accel-compile sign`); this is checked first. Default: signatures are not looked at.
-
-    Raises:
-        ArtifactError: the artifact is missing, damaged, newer than this version, unsafe, or not signed
-            with the key.
-        InputError: an argument is wrong, such as a key that is not Ed25519.
-    """
-    if threads is not None:
-        as_count(threads, "threads", 1, MOST_THREADS)
-    artifact = open_artifact(path, public_key=public_key)
-    return from_artifact(artifact, threads=threads, kernels=kernels)
-
-
-def from_artifact(
-    artifact: Artifact,
-    *,
-    threads: int | None = None,
-    kernels: str = AUTO,
-    program: Any = None,
-    on_close: Callable[[], None] | None = None,
-    in_turns: bool = False,
-    mapped: bool = False,
-    plain: bool = False,
-) -> CompiledModel:
-    """A model over an artifact that is already checked. `in_turns`, `mapped`: as in `OrtBackend`; `plain`: decode one
-    token per call, whatever the recipe. Raises ArtifactError.
-
-    A small draft model gets one thread, so that the target's threads need not stop while it computes. One over the
-    weights of the artifact itself reads them where the file is mapped, so that no second copy is packed.
-    """
-    draft_model, recipe, facts = None, artifact.recipe, artifact.facts
-    if plain:
-        recipe = {
-            **recipe,
-            "tables": {n: t for n, t in recipe.get("tables", {}).items() if n not in HOST},
-        }
-    elif (draft := _draft(artifact)) is not None:
-        alone = sum(file.bytes for file in draft.files.values()) < ALONE
-        in_turns = in_turns or not alone
-        draft_model = from_artifact(
-            draft,
-            threads=1 if alone else threads,
-            in_turns=in_turns,
-            mapped=draft.path == artifact.path,
-        )
-    return CompiledModel(
-        OrtBackend(artifact, threads=threads, in_turns=in_turns, kernels=kernels, mapped=mapped),
-        facts,
-        tokenizer=_tokenizer(artifact) if TOKENIZER in artifact.files else None,
-        recipe=recipe,
-        report=artifact.report,
-        program=program,
-        artifact=artifact,
-        draft_model=draft_model,
-        on_close=on_close,
-        adapters=None if facts.adapters is None else Adapters(facts.adapters, artifact.path),
-    )
-
-
-def _draft(artifact: Artifact) -> Artifact | None:
-    """The model that drafts: a smaller one, or itself over the same weights. Its checksums are among the artifact's.
-    Raises ArtifactError.
-    """
-    if f"{DRAFT_FOLDER}/{MANIFEST}" in artifact.files:
-        return open_artifact(artifact.path / DRAFT_FOLDER, hashes=False)
-    return own_draft(artifact)
-
-
-def _tokenizer(artifact: Artifact) -> Tokenizer:
-    """The one that the artifact holds. Raises ArtifactError."""
-    try:
-        config = TokenizerConfig.read(artifact.path, artifact.files)
-    except ValueError as error:
-        raise ArtifactError(f"{error}; build the artifact again") from error
-    return Tokenizer(artifact.path / TOKENIZER, config)
-
-
-def _one_each(sources: Sources, prompts: int) -> None:
-    if sources is not None and len(sources) != prompts:
-        raise InputError(
-            f"there are {len(sources)} encoder inputs but {prompts} prompts; give one for each prompt"
-        )

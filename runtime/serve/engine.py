@@ -29,7 +29,7 @@ __all__ = ["Engine", "Event", "Full", "Request", "Ticket", "Usage"]
 BLOCK = 16  # tokens
 COUNTS = (
     "requests_total", "prompt_tokens_total", "generated_tokens_total", "preemptions_total",
-    "drafted_total", "accepted_total", "kv_bytes",
+    "reused_tokens_total", "drafted_total", "accepted_total", "kv_bytes",
 )  # fmt: skip
 
 
@@ -128,8 +128,8 @@ class Engine:
     @property
     def stats(self) -> Mapping[str, float]:
         """`running` and `waiting` requests; since the start `requests_total`, `prompt_tokens_total`,
-        `generated_tokens_total`, `preemptions_total`, and `drafted_total` and `accepted_total` tokens of requests that
-        ended; `kv_bytes` of state now.
+        `generated_tokens_total`, `preemptions_total`, `reused_tokens_total` (of prompts, taken over by `kv.reuse`), and
+        `drafted_total` and `accepted_total` tokens of requests that ended; `kv_bytes` of state now.
         """
         with self._changed:
             return {"running": len(self._running), "waiting": len(self._waiting), **self._counts}
@@ -324,13 +324,16 @@ class Engine:
                     job.tokens = cast(Generator[Any], given)
                 else:
                     job.rounds = self._loop.rounds(job.session, [job.row], self._context)
+                    if tokens < job.left.size:  # a whole one finds for itself what is known of it
+                        job.session.reuse(job.left[None])
             left = job.left
             if self._alone:
                 job.ran(tokens)
                 self._pull(job)
             elif tokens < left.size or job.row.tokens:
-                part, ahead = left[None, :tokens], job.ahead
-                if 0 < ahead <= tokens:  # it runs again, and its prompt ends before what it made
+                known = max(0, int(job.session.lengths[0]) - job.computed)  # more than was planned
+                part, ahead = left[None, known:tokens], job.ahead - known
+                if 0 < ahead <= part.shape[1]:  # it runs again: its prompt ends before what it made
                     job.session.prompt(part[:, :ahead])
                     part = part[:, ahead:]
                 if part.size:
@@ -347,6 +350,8 @@ class Engine:
             return
         if tokens == left.size:
             self._count("prompt_tokens_total", job.row.prompt.size)
+            if job.session is not None:
+                self._count("reused_tokens_total", int(job.session.stats["reused"]))
             if not self._alone and not job.over:
                 self._join(job)
 

@@ -18,7 +18,7 @@ from accel.runtime.session.session import Session
 @dataclass(eq=False)
 class Job:
     """A request: `session` and `rounds` are its own until it joins others, or for good where none can join; `tokens`:
-    what a loop without rounds gives; `length`: tokens that run before it decodes.
+    what a loop without rounds gives; `length`: tokens that run before it decodes, of which `computed` ran.
     """
 
     id: int
@@ -33,7 +33,7 @@ class Job:
         self.tokens: Generator[Any] | None = None
         self.length = int(self.row.prompt.size)
         self.most = self.length + self.row.left
-        self._computed = self._told = 0
+        self.computed = self._told = 0
 
     @property
     def row(self) -> Row:
@@ -46,26 +46,26 @@ class Job:
 
     def task(self, blocks: int) -> Task:
         """It as a schedule sees it."""
-        return Task(self.id, self.length, self.most, self._computed, blocks, self.arrived)
+        return Task(self.id, self.length, self.most, self.computed, blocks, self.arrived)
 
     @property
     def left(self) -> Ints:
         """Tokens [n] that are to run before it decodes."""
-        return self.row.seen[self._computed : self.length]
+        return self.row.seen[self.computed : self.length]
 
     @property
     def ahead(self) -> int:
         """How many of these are its prompt's."""
-        return max(0, int(self.row.prompt.size) - self._computed)
+        return max(0, int(self.row.prompt.size) - self.computed)
 
     def ran(self, tokens: int) -> None:
         """So many more tokens of its prompt ran."""
-        self._computed += tokens
+        self.computed += tokens
 
     def again(self) -> None:
         """It lost what it held, and is to run from its first token on: of what it made, all but the last."""
         self.length = int(self.row.seen.size) - (1 if self.row.tokens else 0)
-        self._computed = 0
+        self.computed = 0
         self.close()
 
     def tell(self) -> int:
@@ -83,7 +83,7 @@ class Job:
             self.ticket.put(Event(row.tokens[at], text, logprobs, finish if last else None))
         self._told = len(row.tokens)
         if row.tokens:
-            self._computed = max(self._computed, int(row.seen.size) - 1)
+            self.computed = max(self.computed, int(row.seen.size) - 1)
         return self._told - before
 
     def end(self, error: BaseException | None = None) -> None:

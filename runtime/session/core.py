@@ -154,10 +154,7 @@ class SessionCore:
         try:
             self.catch_up()
             if last_only:
-                for one in self.observers:
-                    if (left := one.admit(backend, ids, counts, before)) is not None:
-                        ids, counts, found = left
-                        self.lengths, self.room = before + found, []
+                ids, counts = self._admit(ids, counts)
             logits = self._ran(ids, counts, last_only, prompt)
             after = self._settle("call", after - self._gone, self.observers)
         except BaseException as error:
@@ -165,6 +162,21 @@ class SessionCore:
             raise
         self.lengths = after
         return logits
+
+    def reuse(self, tokens: Any, lengths: Any) -> Ints:
+        """See `Session.reuse`."""
+        before = self.lengths
+        self._admit(*call_tokens(tokens, lengths, before, self.vocab_size, self.max_context))
+        return self.lengths - before
+
+    def _admit(self, ids: Ints, counts: Ints | None) -> tuple[Ints, Ints | None]:
+        """Of tokens [B,T], `counts` of them real (None: all), rows hold from here on what is known: what is left."""
+        before = self.lengths
+        for one in self.observers:
+            if (left := one.admit(self.backend, ids, counts, before)) is not None:
+                ids, counts, found = left
+                self.lengths, self.room = before + found, []
+        return ids, counts
 
     def end_prompt(self) -> None:
         """See `Session.end_prompt`."""

@@ -227,6 +227,15 @@ class Session:
         core.end_prompt()
         return logits
 
+    def reuse(self, tokens: Any, lengths: Any = None) -> Ints:
+        """Let rows that hold nothing hold what other sessions computed of the beginnings of prompts [B,T] (`kv.reuse`;
+        `lengths` as in `run`): how many tokens each holds now [B]. The last token of a prompt is always left.
+
+        `prompt`, and `run` with `last_only`, do so themselves; this is for who runs a prompt in several calls, which
+        takes the rest. Raises InputError, as `run`.
+        """
+        return self._open().reuse(tokens, lengths)
+
     def end_prompt(self) -> None:
         """Mark the end of a prompt, after `run`. The recipe's eviction after a prompt happens here.
 

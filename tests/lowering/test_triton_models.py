@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accel
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture

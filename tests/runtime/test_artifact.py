@@ -16,7 +16,7 @@ from accel.ir.errors import ArtifactError
 from accel.lowering.onnx.threads import default_threads, physical_cores
 from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.backends.onnx.backend import OrtBackend
-from accel.runtime.model.compiled import load
+from accel.runtime.model.load import load
 
 
 def refused(path, words):

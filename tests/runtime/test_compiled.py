@@ -12,7 +12,8 @@ import torch
 from accel.ir.errors import ArtifactError, InputError, RecipeError
 from accel.ir.facts import Facts
 from accel.runtime.model import compiled as module
-from accel.runtime.model.compiled import CompiledModel, load
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import load
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session.core import SessionCore
 

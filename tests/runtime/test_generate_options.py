@@ -17,7 +17,7 @@ from accel.runtime.loop.fastcot import FastCoT
 from accel.runtime.loop.first_finish import FirstFinish
 from accel.runtime.loop.jacobi import Jacobi
 from accel.runtime.loop.lookahead import Lookahead
-from accel.runtime.model.compiled import load
+from accel.runtime.model.load import load
 from accel.runtime.sample.standard import Standard
 from accel.runtime.verify import Target
 

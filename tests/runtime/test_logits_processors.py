@@ -20,7 +20,7 @@ from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.dllm_lowconf import DllmLowconf
 from accel.runtime.loop.first_finish import FirstFinish
 from accel.runtime.loop.lookahead import Lookahead
-from accel.runtime.model.compiled import load
+from accel.runtime.model.load import load
 from accel.runtime.sample.standard import Standard
 from accel.runtime.tree.static import Static
 from accel.runtime.verify import Target
@@ -312,8 +312,8 @@ def test_a_model_that_gives_no_numbers_is_not_blamed_on_the_functions(toy):
 
 def test_without_options_rows_have_the_plain_sampler(model, monkeypatch):
     """Nothing is paid for where nothing is asked for."""
-    monkeypatch.delattr("accel.runtime.model.compiled.Processed")
-    monkeypatch.delattr("accel.runtime.model.compiled.Grammar")
+    monkeypatch.delattr("accel.runtime.model.requests.Processed")
+    monkeypatch.delattr("accel.runtime.model.requests.Grammar")
     assert model.generate([4, 5], 3, logits_processors=[], logit_bias={}).tokens
     (sample,) = model._samples([4], SamplingParams())
     assert type(sample.row.sampler) is Standard

@@ -9,7 +9,7 @@ import pytest
 from accel.compiler.explain import explain
 from accel.compiler.explain.subject import subject
 from accel.runtime.model import notebook
-from accel.runtime.model.compiled import load
+from accel.runtime.model.load import load
 
 EVIL = "<script>alert('&')</script>"
 

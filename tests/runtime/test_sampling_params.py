@@ -7,7 +7,7 @@ import pytest
 
 from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
-from accel.runtime.model.compiled import load
+from accel.runtime.model.load import load
 
 
 @pytest.fixture(scope="module")

@@ -161,7 +161,7 @@ def one(mutant, folder, model):
 
 def decode(model, recipe):
     found = CompiledModel(
-        model._backend, model.facts, recipe=recipe.to_json(), artifact=model.artifact
+        model._sessions.backend, model.facts, recipe=recipe.to_json(), artifact=model.artifact
     ).generate(PROMPT, 6, eos=[])
     assert all(0 <= token < 37 for token in found.tokens[0])
 

@@ -2,19 +2,26 @@
 side.
 
 python tools/bench/bench_reuse.py MODEL [--prefix 1024] [--rounds 5]
+python tools/bench/bench_reuse.py MODEL --blocks 2048 8192 [--batches 1 8]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import accel
+from accel.lowering.onnx.variants import native
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
@@ -122,12 +129,74 @@ def documents(dense: Any, blend: Any, length: int, rounds: int, rng: np.random.G
     )
 
 
+def blocks(
+    options: argparse.Namespace, prefixes: Sequence[int], batches: Sequence[int], rng: Any
+) -> None:
+    """A token of rows whose prefix lies in blocks: native attention over gathered blocks against the blocks in place,
+    by turns in one process. The model is said to take so long a context, whatever it writes then.
+    """
+    folder = Path(tempfile.mkdtemp())
+    for file in Path(options.model).resolve().iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").unlink()
+    told_to = config | {"max_position_embeddings": max(prefixes) + 256}
+    (folder / "config.json").write_text(json.dumps(told_to))
+    ways = {"gathered": lambda b, x: (x, None), "in place": native._in_place}
+    made, built = [], {}
+    for name, way in ways.items():
+        with patch.object(native, "_in_place", way):
+            model = accel.optimize(
+                folder,
+                "paged-prefix",
+                max_context=max(prefixes) + 256,
+                max_batch=max(batches),
+                verify=False,
+            )
+        made.append(model)  # whose artifact goes with it
+        built[name] = accel.load(model.artifact.path, kernels="native")
+    for prefix, batch in ((p, b) for p in prefixes for b in batches):
+        common = rng.integers(3, built["in place"].facts.vocab_size, prefix)
+        prompts = np.concatenate(
+            [np.tile(common, (batch, 1)), rng.integers(3, 50, (batch, 8))], axis=1
+        )
+        sessions = {}
+        for name, model in built.items():
+            with model.session() as session:
+                session.prompt(common[None])
+            sessions[name] = model.session(batch)
+            sessions[name].prompt(prompts)
+            assert sessions[name].stats["reused"] == batch * prefix
+        found: dict[str, list[float]] = {name: [] for name in built}
+        for number in range(2 + 8 * options.rounds):  # the first two make room
+            names = list(built) if number % 2 else list(built)[::-1]
+            times = {
+                n: milliseconds(lambda s=sessions[n], t=prompts[:, :1]: s.run(t)) for n in names
+            }
+            for name, spent in times.items() if number > 1 else ():
+                found[name].append(spent)
+        for name, each in found.items():
+            told(f"prefix {prefix}, {batch} rows, {name}", each)
+            sessions[name].close()
+        ratios = [a / b for a, b in zip(found["gathered"], found["in place"], strict=True)]
+        print(
+            f"times as fast: {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+        )
+    for model in built.values():
+        model.close()
+    shutil.rmtree(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--prefix", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, nargs="+", help="prefixes of shared blocks alone")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()
+    if options.blocks:
+        return blocks(options, options.blocks, options.batches, np.random.default_rng(0))
     built = {
         name: accel.optimize(options.model, name, max_context=options.prefix + 256, verify=False)
         for name in ("base", "paged-prefix", "pie", "cacheblend")

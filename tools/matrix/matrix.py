@@ -43,9 +43,12 @@ from rich.progress import track
 from run import kind_of
 
 import accel
-from accel.compiler import optimize as building
+from accel.compiler.artifact_build import write_artifact
 from accel.compiler.assemble import EVICTION, assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.in_process import in_process_model
+from accel.compiler.job import Job
+from accel.compiler.quality.calibration import make_calibration
 from accel.ir.axis import find_axes
 from accel.ir.capture.capture import capture
 from accel.ir.errors import AccelError, InputError
@@ -244,16 +247,14 @@ class Matrix:
     def eager(self, case: Case) -> CompiledModel:
         """A case on the eager target. Raises AccelError where it is refused."""
         job, program, _ = self._rewritten(case)
-        return building._in_process(job, program, None, None)
+        return in_process_model(job, program, None, None)
 
     def _rewritten(self, case: Case) -> tuple[Any, Program, list[Any]]:
         """The job of a case, its program, and a report of each of its own passes."""
-        job = building._Job(
-            assemble(self._recipe(case)), BuildOptions(target="eager"), lambda *_: None
-        )
+        job = Job(assemble(self._recipe(case)), BuildOptions(target="eager"), lambda *_: None)
         program = self._program(case.architecture)
-        program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
-        passes = building._passes(job)
+        program.calibration = make_calibration(None, None, program.facts, lambda *_: None)
+        passes = job.passes()
         own = shared(passes)
         steps = run(program, passes[own:], done=passes[:own])
         program.calibration = None
@@ -277,9 +278,9 @@ class Matrix:
             turns and budget is not None and budget.most(2, 2) > 2
         )  # the head that keeps most says how much
         free = {"bytes", "held"} if shares else set[str]()
-        oracle = building._in_process(job, program, None, None)
+        oracle = in_process_model(job, program, None, None)
         job.options = BuildOptions()
-        with building._artifact(job, program, None, None, None) as built:
+        with write_artifact(job, program, None, None, None) as built:
             assert built.artifact is not None
             want = drive(oracle)
             for kernels in built.artifact.entries["step"].graphs:

@@ -27,20 +27,28 @@ from matrix import ARCHITECTURES, AXES, EXACT, ROUNDED, VOCABULARY, Case, Matrix
 
 import accel
 from accel.compiler import draft_build
-from accel.compiler import optimize as building
+from accel.compiler.artifact_build import write_artifact
 from accel.compiler.assemble import assemble
 from accel.compiler.build_options import BuildOptions
+from accel.compiler.in_process import in_process_model
+from accel.compiler.job import Job
+from accel.compiler.optimize import build
+from accel.compiler.pipeline import pipeline
+from accel.compiler.quality.calibration import make_calibration
 from accel.ir.axis import find_axes
 from accel.ir.invariants import Invariant
 from accel.ir.program import Program
 from accel.ir.recipe import Recipe
 from accel.passes import run
+from accel.passes.weights._calibrated import Calibrated
+from accel.passes.weights._kept import keeping
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Base as Drafts
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import HOST
 from accel.runtime.loop.self_infill import SENTINELS
-from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import from_artifact
 from accel.runtime.model.output import Output
 from accel.runtime.speculation.guard import MOST, Guard
 
@@ -132,23 +140,23 @@ class Loops(Matrix):
         return folder
 
     def _compare(self, case: Case) -> tuple[str, str]:
-        job = building._Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
-        job.build_draft = draft_build.builder(job.plan, building.build, BuildOptions(verify=False))
+        job = Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
+        job.build_draft = draft_build.builder(job.plan, build, BuildOptions(verify=False))
         program = self._program(case.architecture)
         program.facts.max_batch = 8
-        program.calibration = building.make_calibration(None, None, program.facts, lambda *_: None)
-        passes = building._passes(job)
+        program.calibration = make_calibration(None, None, program.facts, lambda *_: None)
+        passes = job.passes()
         own = matrix.shared(passes)
         plan = draft_build.own_plan(job.plan, program.facts.max_context)
         beside = None if plan is None else program.copy()
         run(program, passes[own:], done=passes[:own])
         program.calibration = None
         if plan is not None and beside is not None:
-            job.own = building._Job(plan, BuildOptions(verify=False), lambda *_: None)
+            job.own = Job(plan, BuildOptions(verify=False), lambda *_: None)
             _own(job.own, beside, program)
-        with building._artifact(job, program, None, None, None, beside) as built:
+        with write_artifact(job, program, None, None, None, beside) as built:
             if getattr(job.plan.methods.get("loop"), "searches", False):
-                oracle = building._in_process(job, program, None, None)
+                oracle = in_process_model(job, program, None, None)
                 assert built.artifact is not None
                 with from_artifact(built.artifact, threads=1) as model:
                     model.tokenizer = oracle.tokenizer = _words(model.facts.vocab_size)
@@ -170,12 +178,12 @@ class Loops(Matrix):
 
 def _own(job: Any, beside: Program, program: Program) -> None:
     """Make of a program that was captured that by which the model drafts for itself, as a build does."""
-    job.plan.passes = building.keeping(beside, job.plan.passes)
-    passes = building.pipeline(own=job.plan.every)
+    job.plan.passes = keeping(beside, job.plan.passes)
+    passes = pipeline(own=job.plan.every)
     done = matrix.shared(passes)
     run(beside, passes[done:], done=passes[:done])
     beside.calibration = None
-    rounded = any(isinstance(step, building.Calibrated) for step in job.plan.passes)
+    rounded = any(isinstance(step, Calibrated) for step in job.plan.passes)
     draft_build.share(beside, program, rounded)
 
 

@@ -134,11 +134,15 @@ def keep(path: Path, value: dict[str, Any]) -> None:
 
 
 def results_of(own: Path, committed: Path) -> dict[str, dict[str, Any]]:
-    """Results by the name of their case: those of this folder, before those that the page was made of."""
+    """Results by the name of their case: parts of this folder, before those that the page was made of."""
     lines = committed.read_text(encoding="utf-8").splitlines() if committed.is_file() else []
-    found = [json.loads(line) for line in lines]
-    found += [json.loads(p.read_text(encoding="utf-8")) for p in sorted(own.glob("*.json"))]
-    return {one["name"]: one for one in found}
+    each = [json.loads(line) for line in lines]
+    each += [json.loads(p.read_text(encoding="utf-8")) for p in sorted(own.glob("*.json"))]
+    found: dict[str, dict[str, Any]] = {}
+    for one in each:
+        before = found.get(one["name"], {})
+        found[one["name"]] = {n: v for n, v in before.items() if n != "refused"} | one
+    return found
 
 
 def missing(case: Case, results: dict[str, dict[str, Any]], parts: list[str]) -> list[str]:

@@ -7,7 +7,7 @@ import argparse
 from torch import fx
 
 from accel.compiler.load.checkpoint import load_model
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.passes import Pass, run

@@ -10,7 +10,8 @@ from accel.compiler.assemble import Plan
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.tokenizer import read_tokenizer
-from accel.compiler.optimize import build_captured, reads_text
+from accel.compiler.optimize import build_captured
+from accel.compiler.pipeline import reads_text
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 from accel.runtime.model.compiled import CompiledModel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from accel.compiler.assemble import EVICTION, GRADES, Plan, assemble, check_target, fit
 from accel.compiler.choose.front import Point, Stage, front
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.errors import AccelError
 from accel.ir.facts import Facts
 from accel.ir.recipe import Recipe, bundled

@@ -32,14 +32,15 @@ from accel.compiler.choose.prompts import Samples, read_prompts, samples
 from accel.compiler.choose.store import Store, fingerprint
 from accel.compiler.explain.costs import cache
 from accel.compiler.load.hub import model_folder
-from accel.compiler.optimize import reads_text
+from accel.compiler.pipeline import reads_text
 from accel.ir.errors import AccelError, InputError
 from accel.ir.version import VERSION
 from accel.lowering.onnx.threads import default_threads
 from accel.runtime.artifact.artifact import open_artifact
 from accel.runtime.backends.onnx.machine import machine
 from accel.runtime.loop import HOST
-from accel.runtime.model.compiled import CompiledModel, from_artifact
+from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.model.load import from_artifact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

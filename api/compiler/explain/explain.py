@@ -15,7 +15,7 @@ from accel.compiler.facts_json import kv_bytes, model_facts, state_json
 from accel.compiler.layer_summary import bytes_text
 from accel.compiler.load.beside import beside
 from accel.compiler.nearest import Nearest, nearest
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.compiler.quality.calibration import make_calibration
 from accel.ir.calibration import Calibration
 from accel.ir.errors import AccelError, InputError

@@ -15,6 +15,9 @@
 // What was read elsewhere (a partial result and the log-sum-exp of its scores) is merged in, and the second result
 // is the log-sum-exp of everything.
 //
+// What was kept may lie in blocks of a pool, of which a table lists those of each row in order: they are read where they
+// are, in the order of the slots that they stand for, so that results are those over the gathered slots, bit for bit.
+//
 // Where each query of a group lists the pages that it reads, so many slots each, the others are passed over; small
 // pages, single tokens among them, are read slot by slot (lists.h).
 //
@@ -69,6 +72,8 @@ struct Beside {
   abi::Tensor finer, left, right, numbers, places;
 };
 
+struct Call;
+
 // Slots that lie one after another: what was kept, each head's own or of the same tokens, and what came since.
 struct Segment {
   abi::Tensor k, v, k_scale, v_scale, k_least, v_least;  // with scales keys and values are codes
@@ -78,11 +83,25 @@ struct Segment {
   int64_t C, first, last;           // slots; the chunks of the call that they are
   bool by_head;                     // whether heads have slots of their own
   bool ragged;                      // whether these lie one head's after another's, C of a row in all
+  abi::Tensor table;                // [B,M]: `k` and `v` are a pool's blocks [Z,G,E,..], of which these are the rows'
   std::vector<Span> spans;                          // of positions: [B], or [B G]
   std::shared_ptr<const std::vector<Slots>> slots;  // the same
 
   // Where the keys of a head of a row lie among all, and how many.
   Span of(int64_t pair) const { return ragged ? spans[pair] : Span{pair * C, C}; }
+  int64_t page() const { return k.size[2]; }  // slots of a block
+  int64_t rows(const Call& c) const;          // of keys and values, over all heads
+};
+
+// Pages of `size` slots: slot j is number `skip` + j of them, and page p starts at p * step + first.
+struct Paging {
+  int64_t size, step, first, skip;
+
+  int64_t place(const int64_t* pages, int64_t j) const {
+    return std::max<int64_t>(0, pages[(skip + j) / size]) * step + first + (skip + j) % size;
+  }
+  // Slots from j on that lie together.
+  int64_t together(int64_t j) const { return size - (skip + j) % size; }
 };
 
 // Slots of a segment that are gone through together: tiles [from, to) of its C slots.
@@ -93,20 +112,27 @@ struct Piece {
   Range held;  // positions
   bool full;   // no slot is empty
   bool on;     // what comes after it is read too
-  const int64_t* pages = nullptr;  // where each page of it starts, in slots from `k` and `v`; none: they lie as they are
+  const int64_t* pages = nullptr;  // pages that the slots lie in; none: they lie as they are
+  Paging paging = {};
   const int64_t* listed = nullptr;  // the slots, one by one, counted from `k` and `v`
-  int64_t more = 0;                 // of them, those of the pieces after it among them
+  int64_t more = 0;                 // those of `pages` or `listed`, of the pieces after it too
 
-  // Slots from number j on, as many as lie together.
-  int64_t place(int64_t j, int64_t page) const { return pages ? pages[j / page] + j % page : j; }
+  // Where slot j lies, from `k` and `v`.
+  int64_t place(int64_t j) const { return pages ? paging.place(pages, j) : j; }
   int64_t used() const { return std::min(to * kTile, C) - from * kTile; }
 
   // `count` rows of `k` or `v` from number j on.
-  const float* read(const Rows& rows, int64_t j, int64_t count, int64_t page, float* room) const {
-    return listed ? lists::read(rows, listed + j, count, room) : rows.at(place(j, page)).read(count, room);
+  const float* read(const Rows& rows, int64_t j, int64_t count, float* room) const {
+    if (listed) return lists::read(rows, listed + j, count, room);
+    if (!pages || paging.together(j) >= count) return rows.at(place(j)).read(count, room);
+    for (int64_t i = 0, some; i < count; i += some) {
+      some = std::min(paging.together(j + i), count - i);
+      lists::copy(rows, place(j + i), some, room + i * rows.width);
+    }
+    return room;
   }
-  void ahead(const Rows& rows, int64_t j, int64_t count, int64_t page) const {
-    if (!listed) return rows.ahead(place(j, page), count);
+  void ahead(const Rows& rows, int64_t j, int64_t count) const {
+    if (!listed) return rows.ahead(place(j), count);
     for (int64_t i = j; i < std::min(j + count, more); ++i) rows.ahead(listed[i], 1);
   }
 };
@@ -124,6 +150,10 @@ struct Call {
   std::vector<float> partial;  // [B G, rows, chunks, W + 2], where keys are split
   drawn::Draw draw;
 };
+
+int64_t Segment::rows(const Call& c) const {
+  return table.rank ? k.size[0] * k.size[1] * page() : c.B * (ragged ? 1 : c.G) * C;
+}
 
 struct Row {
   const Slots* slots;
@@ -276,7 +306,7 @@ void mix_run(const Call& c, const float* const* p, const Piece& x, int64_t from,
   float* at[N];
   for (int64_t j = 0, some; j < count; j += some) {
     some = c.turned ? count : std::min(kNear, count - j);
-    const float* values = x.read(x.v, from + j, some, c.set.page, room);
+    const float* values = x.read(x.v, from + j, some, room);
     int64_t w = 0;
     auto place = [&] {
       for (int n = 0; n < N; ++n) weights[n] = p[n] + j, at[n] = out[n] + w;
@@ -314,9 +344,9 @@ void go(const Call& c, const Row* rows, const Piece& x, const float* turned, flo
   for (int n = 0; n < N; ++n) q[n] = rows[n].q, at[n] = s[n];
   for (int64_t j = 0; !turned && j < used; j += kNear) {
     int64_t next = j + (x.listed ? kFarther : 2) * kNear;
-    if (x.on && (!x.pages || next < used)) x.ahead(x.k, next, kNear, c.set.page);
-    x.ahead(x.v, j, kNear, c.set.page);
-    const float* keys = x.read(x.k, j, std::min(kNear, used - j), c.set.page, room);
+    if (x.on && (!x.pages || next < x.more)) x.ahead(x.k, next, kNear);
+    x.ahead(x.v, j, kNear);
+    const float* keys = x.read(x.k, j, std::min(kNear, used - j), room);
     direct_all<N>(c, rows, keys, from, j, used, whole, at);
   }
   for (int64_t j = 0; turned && j < full; j += 16) {
@@ -418,9 +448,14 @@ Rows rows_at(const abi::Tensor& x, const abi::Tensor& scale, const std::vector<f
 Piece piece_of(const Call& c, const Segment& s, int64_t pair, int64_t from, int64_t to) {
   const Slots* slots = &(*s.slots)[s.by_head ? pair : pair / c.G];
   Span mine = s.of(pair);
-  int64_t slot = mine.start + from * kTile;
+  int64_t slot = s.table.rank ? 0 : mine.start + from * kTile;
   Rows k = rows_at(s.k, s.k_scale, s.k_table, s.k_blocks, slot), v = rows_at(s.v, s.v_scale, s.v_table, s.v_blocks, slot);
-  return {k, v, slots, mine.count, from, to, {kFar, -1}, true, true};
+  Piece x = {k, v, slots, mine.count, from, to, {kFar, -1}, true, true};
+  if (s.table.rank) {
+    x.pages = s.table.as<int64_t>() + pair / c.G * s.table.size[1], x.more = s.C - from * kTile;
+    x.paging = {s.page(), c.G * s.page(), pair % c.G * s.page(), from * kTile};
+  }
+  return x;
 }
 
 // The rows that go together: `first`, then one every `step`. Where queries list pages, they are of one token.
@@ -476,7 +511,7 @@ void over_pages(const Call& c, int64_t pair, const std::vector<int64_t>& pages, 
   }
   if (whole.empty()) return;
   Piece x = piece_of(c, c.segments[1], pair, 0, whole.size() * c.set.page / kTile);
-  x.held = seen, x.pages = whole.data();
+  x.held = seen, x.pages = whole.data(), x.paging = {c.set.page, 1, 0, 0}, x.more = x.used();
   over(x);
 }
 
@@ -487,17 +522,12 @@ struct Lane {
   Slots slots;
   int64_t before;  // slots before the call's own, which all of its tokens see
 
-  static void copy(const Rows& from, int64_t row, int64_t count, float* to) {
-    const float* found = from.at(row).read(count, to);
-    if (found != to) std::copy(found, found + count * from.width, to);
-  }
-
   // Of chunk `index` of what came since; its slots before the call's own.
   void begin(const Call& c, int64_t pair, int64_t index) {
     Piece x = piece_of(c, c.segments[1], pair, index * kChunk / kTile, 0);
     before = std::clamp<int64_t>(c.first.as<int64_t>()[pair / c.G] - index * kChunk, 0, kChunk);
     k.resize(kChunk * c.D), v.resize(kChunk * c.W), pos.resize(kChunk);
-    copy(x.k, 0, before, k.data()), copy(x.v, 0, before, v.data());
+    lists::copy(x.k, 0, before, k.data()), lists::copy(x.v, 0, before, v.data());
     std::copy_n(x.slots->pos.data() + index * kChunk, before, pos.data());
   }
 
@@ -508,7 +538,7 @@ struct Lane {
     Piece x = piece_of(c, c.segments[1], pair, 0, 0);
     auto take = [&](int64_t slot) {
       if (int64_t at = next++; at >= 0) {
-        copy(x.k, slot, 1, k.data() + at * c.D), copy(x.v, slot, 1, v.data() + at * c.W);
+        lists::copy(x.k, slot, 1, k.data() + at * c.D), lists::copy(x.v, slot, 1, v.data() + at * c.W);
         pos[at] = x.slots->pos[slot], count = at + 1;
       }
     };
@@ -598,9 +628,9 @@ void go_through(Call& c, int64_t pair, int64_t block, int64_t split, float* draw
   }
   auto over = [&, count = count, step = step](Piece x, int64_t i) {
     if (c.turned) {
-      turn(x.read(x.k, 0, x.used(), c.set.page, room.data()), c.D, x.used(), keys.data());
-      x.v = Rows{x.read(x.v, 0, x.used(), c.set.page, room.data()), nullptr, nullptr, c.W};
-      x.listed = nullptr;
+      turn(x.read(x.k, 0, x.used(), room.data()), c.D, x.used(), keys.data());
+      x.v = Rows{x.read(x.v, 0, x.used(), room.data()), nullptr, nullptr, c.W};
+      x.listed = x.pages = nullptr;
     }
     for (int64_t r = 0; r < count; ++r) rows[r].slots = x.slots;
     for (int64_t r = 0; r < count && c.draw.asked(); ++r) {
@@ -697,7 +727,7 @@ constexpr const char* kNames[] = {"Attention", "AttentionInt8", "AttentionTable"
                                   "AttentionCodes"};
 constexpr const char* kDrawn[] = {"DrawnAttention", "DrawnAttentionInt8"};
 constexpr size_t kInputs[] = {11, 15, 19, 15, 19};  // before the tree
-constexpr size_t kMore = 6;     // the tree and what follows, of each form
+constexpr size_t kMore = 7;     // the tree and what follows, of each form
 constexpr size_t kBeside = 11;  // of AttentionGroups, then
 
 // Whether a tensor has `count` numbers, of which each of some lines has as many; these.
@@ -727,8 +757,8 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, bool coarse, stored::
   out->codes = {x.as<uint8_t>(), scale.as<uint16_t>(), least.as<uint16_t>(), bits, rows,
                 keys ? c.set.k_group : c.set.v_group, width, bool(keys ? c.set.k_along : c.set.v_along)};
   out->numbers.down = keys ? c.set.k_down : c.set.v_down;
-  if (rows <= 0 || s.C % rows || x.rank != 4 || !scale.rank) return false;
-  int64_t blocks = c.B * (s.ragged ? 1 : c.G) * (s.C / rows);
+  if (rows <= 0 || (s.table.rank ? s.page() : s.C) % rows || x.rank != 4 || !scale.rank) return false;
+  int64_t blocks = s.rows(c) / rows;
   if (!bits) {  // a mask, and the numbers that are there
     out->few = {x.as<uint8_t>(), scale.as<uint16_t>(), scale.as<uint16_t>() + scale.count(), 0, width};
     return x.count() == blocks * rows * out->few.bytes() && shared(scale, blocks * rows, &out->few.stay);
@@ -742,11 +772,22 @@ bool blocks_of(const Call& c, const Segment& s, bool keys, bool coarse, stored::
 
 // Whether keys and values of a segment are of the call's sizes, and so are their scales where they have any; int8 rows must.
 bool same(const Call& c, const Segment& s, bool coded) {
-  int64_t lists = s.ragged ? 1 : c.G;
   for (const abi::Tensor* scale : {&s.k_scale, &s.v_scale})
-    if (scale->rank ? scale->count() != c.B * lists * s.C : coded) return false;
-  return s.k.rank == 4 && s.v.rank == 4 && s.k.size[0] == c.B && s.v.size[0] == c.B && s.k.size[1] == lists &&
-         s.v.size[1] == lists && s.k.size[2] == s.C && s.v.size[2] == s.C && s.k.size[3] == c.D && s.v.size[3] == c.W;
+    if (scale->rank ? scale->count() != s.rows(c) : coded) return false;
+  const int64_t sizes[] = {s.table.rank ? s.k.size[0] : c.B, s.ragged ? 1 : c.G, s.table.rank ? s.page() : s.C};
+  return s.k.rank == 4 && s.v.rank == 4 && std::equal(sizes, sizes + 3, s.k.size) && std::equal(sizes, sizes + 3, s.v.size) &&
+         s.k.size[3] == c.D && s.v.size[3] == c.W;
+}
+
+// Whether the table of a segment, if it has one, lists blocks that are there, as many as it has slots.
+bool listed(const Call& c, const Segment& s) {
+  if (!s.table.rank) return true;
+  if (s.table.rank != 2 || s.ragged || s.k.rank != 4 || s.table.size[0] != c.B || s.k.size[1] != c.G ||
+      s.page() < 1 || s.table.size[1] * s.page() != s.C)
+    return false;
+  const int64_t* block = s.table.as<int64_t>();
+  return std::all_of(block, block + s.table.count(), [&](int64_t i) { return i < s.k.size[0]; }) &&
+         (!s.C || s.k.size[0]);
 }
 
 // The spans of a segment's positions, out of the slots of each head where these are unequal numbers; whether they fit.
@@ -808,6 +849,7 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
   if (abi::Status* s = abi::read(api, context, many + 3, &c.beside_lse)) return s;
   if (abi::Status* s = abi::read(api, context, many + 4, &counts)) return s;
   if (abi::Status* s = abi::read(api, context, many + 5, &c.owner)) return s;
+  if (abi::Status* s = abi::read(api, context, many + 6, &kept.table)) return s;
   abi::Tensor coarse;
   if (form == kGroups) {
     abi::Tensor* beside[kBeside];
@@ -838,6 +880,8 @@ abi::Status* prepare(const Kernel& kernel, abi::Context* context, Form form, Cal
     if (!blocks) return same(c, s, coded);
     return blocks_of(c, s, true, coarsely, &s.k_blocks) && blocks_of(c, s, false, coarsely, &s.v_blocks);
   };
+  if (kept.table.rank && (!some || !listed(c, kept)))
+    return api.fail("Attention: the table of blocks does not fit the pool and the slots that were kept");
   bool fits = whole && c.G > 0 && c.H % c.G == 0 && c.q_pos.size[0] == lines && k_pos.size[0] == c.B &&
               k_pos.size[1] == recent.C && sized(recent, form == kCodes) &&
               (!some || (kept_pos.size[0] == c.B && kept_pos.size[1] == (kept.by_head && !kept.ragged ? c.G : 1) &&
@@ -971,7 +1015,9 @@ int type_of(Form form, size_t i) {
     return at + 1 == kBeside ? abi::kBool : at % 5 < 2 ? abi::kUint8 : abi::kHalf;
   }
   if (size_t many = kInputs[form]; i >= many)
-    return i == many ? abi::kBool : i == many + 1 || i == many + 4 || i == many + 5 || i == many + 8 ? abi::kInt64 : abi::kFloat;
+    return i == many ? abi::kBool
+           : i == many + 1 || (i >= many + 4 && i < many + kMore) || i == many + kMore + 2 ? abi::kInt64
+                                                                                           : abi::kFloat;
   if (i == 3 || i == 4 || i == 9 || i == 10) return abi::kInt64;
   if (form == kInt8) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kInt8 : abi::kFloat;
   if (form == kTable) return i == 1 || i == 2 || i == 7 || i == 8 ? abi::kUint8 : abi::kFloat;

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 Progress = Callable[[str, float], None]
-SECONDS = 120  # for all of it
+SECONDS = 600  # for all of it; half a minute on an idle machine, many times that on a busy one
 _FLAGS = (
     "-std=c++17",
     "-O3",

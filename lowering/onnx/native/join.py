@@ -16,7 +16,7 @@ from accel.lowering.onnx.writer.builder import MICROSOFT, Builder, reads, same_s
 
 # the numbers that native/linear.cc gives to them
 GATES = {("QuickGelu", ""): 1, ("Gelu", "none"): 2, ("Gelu", "tanh"): 3}
-_OPERANDS = {"Attention": 17, "AttentionInt8": 21}  # of both, in native/attention.cc
+_OPERANDS = {"Attention": 18, "AttentionInt8": 22}  # of both, in native/attention.cc
 # attention -> what writes the slots that it reads
 _PLACES = {
     "Attention": "Place", "AttentionInt8": "PlaceInt8", "AttentionGroups": "Place",

@@ -26,14 +26,16 @@ inline void slots(const int64_t* pages, int64_t count, int64_t page, const ::slo
     for (uint64_t left = marks[w]; left; left &= left - 1) out.push_back(w * 64 + __builtin_ctzll(left));
 }
 
+// `count` rows from one on as floats, to a place of their own.
+inline void copy(const coded::Rows& rows, int64_t row, int64_t count, float* to) {
+  const float* found = rows.at(row).read(count, to);
+  if (found != to) std::copy(found, found + count * rows.width, to);
+}
+
 // Rows of these slots as floats, one after another: as they lie where they are neighbours, else in `room`.
 inline const float* read(const coded::Rows& rows, const int64_t* listed, int64_t count, float* room) {
   if (count && listed[count - 1] - listed[0] == count - 1) return rows.at(listed[0]).read(count, room);
-  for (int64_t i = 0; i < count; ++i) {
-    float* to = room + i * rows.width;
-    const float* found = rows.at(listed[i]).read(1, to);
-    if (found != to) std::copy(found, found + rows.width, to);
-  }
+  for (int64_t i = 0; i < count; ++i) copy(rows, listed[i], 1, room + i * rows.width);
   return room;
 }
 

@@ -25,11 +25,12 @@ def block_positions(b: Builder, table: str, heads: int, block: int) -> str:
     blocks = b.node("Range", zero, b.size(table, 1), b.constant(1, torch.int64))
     first = b.node("Mul", blocks, b.constant(block, torch.int64))
     slots = b.node("Add", b.node("Unsqueeze", first, b.ints(1)), b.constant(torch.arange(block)))
-    none = b.node("Unsqueeze", b.node("Less", table, zero), b.ints(1, 3))  # [B,1,M,1]
+    none = b.node("Unsqueeze", b.node("Less", table, zero), b.ints(2))  # [B,M,1]
     where = b.node("Where", none, b.constant(-1, torch.int64), slots)
-    wide = b.node("Expand", where, b.ints(1, heads, 1, 1))
-    shape = b.concat_ints([b.size(table, 0), heads, _slots(b, table, block)])
-    return str(b.node("Reshape", wide, shape, allowzero=1))
+    shape = b.concat_ints([b.size(table, 0), 1, _slots(b, table, block)])
+    alike = b.node("Reshape", where, shape, allowzero=1)
+    b.meta[alike] = torch.empty(1, 1, 1, dtype=torch.int64, device="meta")
+    return str(b.node("Expand", alike, b.ints(1, heads, 1)))  # last, for who needs one head's
 
 
 def _slots(b: Builder, table: str, block: int) -> str:

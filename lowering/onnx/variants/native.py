@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import torch
 
-from accel.ir.ops import attention, choice, codec, flat, groups, mass, pages, quantized, units
+from accel.ir.ops import attention, choice, codec, flat, groups, kv, mass, pages, quantized, units
 from accel.lowering import Table
 from accel.lowering.onnx.native import DOMAIN, library
 from accel.lowering.onnx.native.join import DRAWN, join
@@ -24,6 +24,12 @@ lower = Table(NATIVE, batch_invariant=True, missing=lambda: library()[1], join=j
 aten = torch.ops.aten
 _AXES = 4  # that native/abi.h reads
 _PAGE = 16  # slots that native/attention.cc reads together
+# what decodes slots -> its operands that have slots
+_BY_SLOT: dict[Any, tuple[int, ...]] = {
+    codec.decode_rows.default: (0, 1),
+    codec.look_up_rows.default: (0, 2),
+    groups.group_dequantize.default: (0, 1, 2, 8),
+}
 _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.h
 
 
@@ -79,7 +85,7 @@ def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
     blocks = (x.k, x.v, x.kept_k, x.kept_v)
     if any(name and stored_of(b, name) for name in blocks):
         return NotImplemented
-    op, given, common = _plain(b, x, partial=False)
+    op, given, common = _plain(b, *_in_place(b, x), partial=False)
     if op not in DRAWN:
         return NotImplemented
     asked = [x.share, x.temperature, x.layer]
@@ -92,6 +98,7 @@ def drawn_attention(b: Builder, *operands: Any, **more: Any) -> Any:
 def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     if x.pages is not None and (x.tree is not None or _apart(x)):
         return NotImplemented
+    x, table = _in_place(b, x)
     new, old = (
         [stored_of(b, name) for name in names if name]
         for names in ((x.k, x.v), (x.kept_k, x.kept_v))
@@ -101,9 +108,55 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
         if x.tree is not None:
             return NotImplemented
         slots = [found for found in new if found] if all(new) else []
-        return _over_blocks(b, x, k_read, v_read, slots, _common(b, x, partial))
-    op, given, common = _plain(b, x, partial)
+        return _over_blocks(b, x, table, k_read, v_read, slots, _common(b, x, partial))
+    op, given, common = _plain(b, x, table, partial)
     return b.node(op, *given, **common)
+
+
+def _in_place(b: Builder, x: attention.Operands[str]) -> tuple[attention.Operands[str], str | None]:
+    """Where kept slots are gathered from the blocks of a pool: what all blocks hold [Z,G,E,..] in their place,
+    positions [B,1,P], and the table [B,M] of the blocks that are a row's.
+    """
+    if x.kept_k is None or x.kept_v is None:
+        return x, None
+    k, v = (_of_pool(b, name) for name in (x.kept_k, x.kept_v))
+    if k is None or v is None or k[1] != v[1]:
+        return x, None
+    return replace(x, kept_k=k[0], kept_v=v[0], kept_pos=_of_all(b, x.kept_pos)), k[1]
+
+
+def _of_pool(b: Builder, value: str) -> tuple[str, str] | None:
+    """A pool and the table by which a value was gathered; of codes that were gathered, what all of the pool stands for,
+    which nobody computes.
+    """
+    for call in b.lowered.get(value, []):
+        if call.node.target is kv.gather_blocks.default:
+            pool, table = call.operands
+            return pool, table
+        if not (slots := _slots(call)):
+            continue
+        found = {i: _of_pool(b, call.operands[i]) for i in slots}
+        pools = {i: one for i, one in found.items() if one is not None}
+        tables = {table for _, table in pools.values()}
+        if len(pools) < len(found) or len(tables) > 1:
+            continue
+        given = [pools[i][0] if i in pools else x for i, x in enumerate(call.operands)]
+        made = lower.rules[call.node.target](b, *given)
+        if made is not NotImplemented:
+            b.meta[made] = call.node.meta["val"]
+            b.lowered[made] = [Call(call.node, given)]
+            return made, tables.pop()
+    return None
+
+
+def _slots(call: Call) -> list[int]:
+    """The operands that hold what each slot is decoded from by itself, which may as well be gathered after; none where
+    slots are decoded together.
+    """
+    places = _BY_SLOT.get(call.node.target, ())
+    if call.node.target is groups.group_dequantize.default and call.operands[6] > 1:  # rows
+        return []
+    return [i for i in places if i < len(call.operands) and call.operands[i] is not None]
 
 
 def _static(b: Builder, x: attention.Operands[str]) -> tuple[attention.Operands[str], str] | None:
@@ -162,7 +215,7 @@ def _common(b: Builder, x: attention.Operands[str], partial: bool) -> dict[str, 
 
 
 def _plain(
-    b: Builder, x: attention.Operands[str], partial: bool
+    b: Builder, x: attention.Operands[str], table: str | None, partial: bool
 ) -> tuple[str, list[str | None], dict[str, Any]]:
     """Operator, operands and settings of attention over floats, or over int8 codes where all are."""
     held = [name for name in (x.k, x.v, x.kept_k, x.kept_v) if name]
@@ -170,17 +223,19 @@ def _plain(
     coded = len(codes) == len(set(held))
     looked = {name: made for name in held if (made := _made(b, name, "LookUp"))}
     if len(looked) == len(set(held)):
-        return "AttentionTable", _looked_up(x, looked), _common(b, x, partial)
+        return "AttentionTable", _looked_up(x, table, looked), _common(b, x, partial)
     given = (x.q, x.k, x.v, x.q_pos, x.k_pos, x.bias, x.sink, x.kept_k, x.kept_v)
     read = [codes[name][0] if coded and name in codes else name for name in given]
     scales: list[str | None] = [codes[n][1] for n in held if coded]
     none = [None] * (4 - len(scales) if coded else 0)
-    rest = [*none, *_last(x)]
+    rest = [*none, *_last(x, table)]
     op = "AttentionInt8" if coded else "Attention"
     return op, [*read, x.kept_pos, x.pages, *scales, *rest], _common(b, x, partial)
 
 
-def _looked_up(x: attention.Operands[str], made: dict[str, onnx.NodeProto]) -> list[str | None]:
+def _looked_up(
+    x: attention.Operands[str], table: str | None, made: dict[str, onnx.NodeProto]
+) -> list[str | None]:
     """Operands of attention over bytes that stand for numbers of tables."""
     parts = {name: [*node.input, None][:3] for name, node in made.items()}
     places = (x.k, x.v, x.kept_k, x.kept_v)
@@ -188,13 +243,13 @@ def _looked_up(x: attention.Operands[str], made: dict[str, onnx.NodeProto]) -> l
         [(parts[n][i] or None) if n else None for n in places] for i in range(3)
     )
     q, given = [x.q, *codes[:2]], [x.q_pos, x.k_pos, x.bias, x.sink, *codes[2:]]
-    return [*q, *given, x.kept_pos, x.pages, *scales, *tables, *_last(x)]
+    return [*q, *given, x.kept_pos, x.pages, *scales, *tables, *_last(x, table)]
 
 
-def _last(x: attention.Operands[str]) -> list[str | None]:
-    """The operands that come last, whatever form keys and values have."""
+def _last(x: attention.Operands[str], table: str | None) -> list[str | None]:
+    """The operands that come last, whatever form keys and values have. table: of the blocks that were kept."""
     owner = x.owner if isinstance(x, flat.Flat) else None
-    return [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts, owner]
+    return [x.tree, x.first, x.beside, x.beside_lse, x.kept_counts, owner, table]
 
 
 def _apart(x: attention.Operands[str]) -> bool:
@@ -218,6 +273,7 @@ def _alike(new: list[Stored | None], old: list[Stored | None]) -> bool:
 def _over_blocks(
     b: Builder,
     x: attention.Operands[str],
+    table: str | None,
     k: Stored,
     v: Stored,
     new: list[Stored],
@@ -238,9 +294,9 @@ def _over_blocks(
     given = [x.q, k_now, v_now, *ends, k_kept, v_kept, _of_all(b, x.kept_pos), x.pages, *scales]
     given += [None] * (4 - 4 * bool(kept)) if new else []
     if new:
-        return b.node("AttentionCodes", *given, *_last(x), **settings)
+        return b.node("AttentionCodes", *given, *_last(x, table), **settings)
     beside = [part for found in (k, v) for part in found.beside]
-    return b.node("AttentionGroups", *given, *_last(x), *beside, k.coarse, **settings)
+    return b.node("AttentionGroups", *given, *_last(x, table), *beside, k.coarse, **settings)
 
 
 def _of_all(b: Builder, positions: str | None) -> str | None:

@@ -4,10 +4,9 @@ functions, a summary of a page's keys and a score of pages by queries; this pass
 
 from __future__ import annotations
 
-import operator
 from abc import ABC
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,8 +15,7 @@ from torch import Tensor, fx
 
 from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant, Method
-from accel.ir.ops.attention import Mask, Operands, attention, operands_of
-from accel.ir.ops.choice import best_pages, pages_before
+from accel.ir.ops.attention import Mask, attention, operands_of
 from accel.ir.ops.kv import kv_append
 from accel.ir.ops.pages import fetch_pages, few_to_many, kv_pages, pages_written
 from accel.ir.program import Editor, Program, State
@@ -28,10 +26,18 @@ from accel.ir.state import POSITIONS, CacheRegion, Home, Part, name_of, output_o
 from accel.ir.tables import Tables
 from accel.ir.trace import trace
 from accel.passes import Pass, Report
-from accel.passes.clean.clean import remove_dead
 from accel.passes.kv._shared.tables import appended, attentions
 from accel.passes.kv.inputs import call as named_call
 from accel.passes.kv.inputs import parameters
+from accel.passes.kv.select._build import (
+    Build,
+    graph_of,
+    no_list,
+    other_list,
+    reads_recent,
+    region_call,
+)
+from accel.passes.kv.select._where import Where
 from accel.passes.state.cache import Cache
 from accel.passes.state.head import Head
 from accel.passes.state.recurrent import buffer
@@ -204,13 +210,13 @@ class Base(_Scored, Pass, Method, ABC):
         wanted = {self.chooser(layer) for layer in free if not self.reads_all(layer)} & free
         tables = constants(self, program, keys) if wanted and isinstance(self, Tables) else {}
         outputs = program.step.output_nodes()
-        build: _Build | None = None
+        build: Build | None = None
         for node in sites:
             layer = node.meta.get("layer")
             if layer in wanted and not why[node]:
                 build = build or self._build(program, node, tables, outputs, tuple(sorted(wanted)))
                 build.lists[layer] = node, self._list(build, node)
-            own = why[node] or self.reads_all(layer) or _other(build, node, self.chooser(layer))
+            own = why[node] or self.reads_all(layer) or other_list(build, node, self.chooser(layer))
             if own:
                 report.refused.append(f"{node.name}: {own}")
                 continue
@@ -255,7 +261,7 @@ class Base(_Scored, Pass, Method, ABC):
         tables: Parts,
         outputs: dict[str, fx.Node],
         layers: tuple[int, ...],
-    ) -> _Build:
+    ) -> Build:
         """What all lists have in common, before the first."""
         graph = program.step.graph
         editor = Editor(program, graph)
@@ -267,14 +273,14 @@ class Base(_Scored, Pass, Method, ABC):
             read = self.count * self.page
             positions = program.step.input("positions")
             chooses = editor.call(few_to_many.default, positions, where, self.width, read)
-        return _Build(program, chooses, letters, tables, outputs, layers)
+        return Build(program, chooses, letters, tables, outputs, layers)
 
     def _dense(self, program: Program, node: fx.Node) -> str:
         """Why an attention can neither choose nor read a list; nothing where it can."""
         x = operands_of(node)
         layer = node.meta.get("layer")
         states = {s.name for s in program.state}
-        if layer is None or POSITIONS not in states or not _recent(program, x):
+        if layer is None or POSITIONS not in states or not reads_recent(program, x):
             return "it does not read a cache that steps append to"
         if x.bias is not None:
             return "the score bound of a page does not include a position bias (ALiBi, T5)"
@@ -299,7 +305,7 @@ class Base(_Scored, Pass, Method, ABC):
             )
         return ""
 
-    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+    def _list(self, build: Build, node: fx.Node) -> fx.Node:
         """Keep the pages' parts up to date, and list the pages that the readers of one layer's choice attend to."""
         program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
@@ -316,21 +322,21 @@ class Base(_Scored, Pass, Method, ABC):
             choose = partial(self._choose, list(stored), [*inputs, *names][len(stored) :], mask)
             region = Conditional(
                 f"choose.{layer}",
-                _graph(program, layer, choose, given, ("choose", self, mask), table),
-                _graph(program, layer, partial(_nothing, groups), given, ("nothing", groups)),
+                graph_of(program, layer, choose, given, ("choose", self, mask), table),
+                graph_of(program, layer, partial(no_list, groups), given, ("nothing", groups)),
             )
-            (pages,) = _called(editor, region, given, node)
+            (pages,) = region_call(editor, region, given, node)
         build.outputs |= {
             output_of(name_of(Part.PAGES, layer, detail=part)): new for part, new in stored.items()
         }
         return pages
 
-    def _asked(self, build: _Build, node: fx.Node) -> fx.Node:
+    def _asked(self, build: Build, node: fx.Node) -> fx.Node:
         """What `score` gets as the queries of an attention's tokens [B,T,H,D], before it."""
         editor = Editor(build.program, build.program.step.graph)
         return editor.call(torch.ops.aten.transpose.int, operands_of(node).q, 1, 2, like=node)
 
-    def _stored(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def _stored(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The pages' parts, as they are after the call."""
         program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
@@ -367,7 +373,7 @@ class Base(_Scored, Pass, Method, ABC):
 
     def _held(
         self,
-        build: _Build,
+        build: Build,
         layer: int,
         groups: int,
         declared: Mapping[str, tuple[str, Sizes]],
@@ -415,116 +421,3 @@ class Base(_Scored, Pass, Method, ABC):
         x = dict(zip([*parts, *more], values, strict=True))
         known = {"queries": rows, "parts": {n: x[n] for n in parts}, **{n: x[n] for n in more}}
         return self.choice(known, Where(q_pos, k_pos, slots, mask), heads // groups)
-
-
-@dataclass(frozen=True)
-class Form(Mask):
-    """What a query sees, and what makes logits of its products with keys: a scale, and a cap where it is not 0."""
-
-    scale: float = 1.0
-    softcap: float = 0.0
-
-    def logits(self, products: Tensor) -> Tensor:
-        """Of products of any shape; the lowest number is not put where nothing is seen."""
-        logits = products * self.scale
-        return torch.tanh(logits / self.softcap) * self.softcap if self.softcap else logits
-
-
-@dataclass(frozen=True)
-class Where:
-    """Positions of a call [B,T] and in the slots [B,C], the call's first slots [B], and what its tokens see."""
-
-    q_pos: Tensor
-    k_pos: Tensor
-    slots: Tensor
-    mask: Mask
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the call, T."""
-        return self.q_pos.shape[1]
-
-    def seen(self, pages: int, page: int) -> Tensor:
-        """Which of so many pages each token may choose, bool [B,1,T,pages]."""
-        return pages_before(self.q_pos, self.k_pos, self.slots, pages, page, self.mask)[0]
-
-    def best(self, worth: Tensor, count: int, page: int) -> Tensor:
-        """worth [B,G,T,N] -> each token's own page, then the best of those that it may choose (`best_pages`)."""
-        call, mask = (self.q_pos, self.k_pos, self.slots), self.mask
-        found: Tensor = best_pages(worth, *call, count, page, mask.kind, mask.size)
-        return found
-
-
-@dataclass
-class _Build:
-    """A program while its layers get their lists.
-
-    chooses: whether this call chooses. tables: the constants of each layer. layers: those that choose. lists: layer ->
-    its attention, its list.
-    shared: what a method makes once for all layers.
-    """
-
-    program: Program
-    chooses: fx.Node
-    letters: dict[str, Any]
-    tables: Parts
-    outputs: dict[str, fx.Node]
-    layers: tuple[int, ...]
-    lists: dict[int, tuple[fx.Node, fx.Node]] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
-
-
-def _other(build: _Build | None, node: fx.Node, layer: int) -> str:
-    """Why an attention cannot read the list that a layer chose; nothing where it can."""
-    if build is None or layer not in build.lists:
-        return f"layer {layer}, whose list it would read, chooses none"
-    x, y = operands_of(node), operands_of(build.lists[layer][0])
-    if (x.mask, x.window, x.k_pos) != (y.mask, y.window, y.k_pos):
-        return f"it sees other tokens than layer {layer}, whose list it would read"
-    if sizes(x.k)[1] != sizes(y.k)[1]:
-        return f"it has other KV heads than layer {layer}, whose list it would read"
-    return ""
-
-
-def _graph(
-    program: Program,
-    layer: int,
-    function: Callable[..., Any],
-    given: tuple[fx.Node, ...],
-    key: Any,
-    table: Mapping[str, Tensor] | None = None,
-) -> fx.Graph:
-    """What a function does with operands, the first (a condition) left out, and with parameters of its own."""
-    graph = fx.Graph()
-    holders = []
-    for i, node in enumerate(given):
-        holders.append(graph.placeholder(str(node.target) if node.op == "placeholder" else f"x{i}"))
-        holders[-1].meta["val"] = node.meta["val"]
-    editor = Editor(program, graph)
-    operands = *holders[1:], *(editor.param(*one) for one in (table or {}).items())
-    found = trace(editor, f"pages.{layer}", function, *operands, key=key)
-    graph.output(found if isinstance(found, tuple) else (found,))
-    remove_dead(graph)  # what a vote did not ask for
-    return graph
-
-
-def _called(
-    editor: Editor, region: Conditional, given: tuple[fx.Node, ...], like: fx.Node
-) -> list[fx.Node]:
-    """What a call of the region gives."""
-    call = editor.graph.call_function(region, given)
-    (out,) = region.graph.find_nodes(op="output")
-    call.meta |= {"val": tuple(v.meta["val"] for v in out.args[0]), "layer": like.meta["layer"]}
-    return [editor.call(operator.getitem, call, i, like=like) for i in range(len(out.args[0]))]
-
-
-def _nothing(groups: int, queries: Tensor, q_pos: Tensor, *rest: Tensor) -> Tensor:
-    """No list of pages [B,G,0,1], since everything is read."""
-    return q_pos.new_zeros((q_pos.shape[0], groups, 0, 1))
-
-
-def _recent(program: Program, x: Operands[Any]) -> bool:
-    """Whether it reads what steps append to `kv.pos`."""
-    return isinstance(x.k_pos, fx.Node) and x.k_pos is program.step.output_nodes().get(
-        output_of(POSITIONS)
-    )

@@ -18,7 +18,8 @@ from accel.ir.region import sizes
 from accel.ir.state import Part, output_of
 from accel.ir.trace import trace
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import Base, Sizes, _Build
+from accel.passes.kv.select import Base, Sizes
+from accel.passes.kv.select._build import Build
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import ALL, Fitted, Parts, source
 
@@ -88,11 +89,11 @@ class Features(Fitted, Base):
     def score(self, queries: Tensor, parts: dict[str, Tensor]) -> Tensor:
         return queries @ parts[_FEATURE].transpose(-1, -2)
 
-    def _asked(self, build: _Build, node: fx.Node) -> fx.Node:
+    def _asked(self, build: Build, node: fx.Node) -> fx.Node:
         queries: fx.Node = self._features(build, node)[0]
         return queries
 
-    def _stored(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def _stored(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The features of all tokens, as they are after the call."""
         keys = self._features(build, node)[1]
         layer, (_, groups, _, width) = node.meta["layer"], sizes(keys)
@@ -116,7 +117,7 @@ class Features(Fitted, Base):
         new = self.summary(keys[:, :, :, None])
         return {name: kv_append(old, new[name], slots) for name, old in held.items()}
 
-    def _features(self, build: _Build, node: fx.Node) -> Any:
+    def _features(self, build: Build, node: fx.Node) -> Any:
         """Queries [B,T,H,F] and keys [B,G,T,F] of a layer."""
         layer = node.meta["layer"]
         known = build.shared.setdefault("features", {})
@@ -149,7 +150,7 @@ class Features(Fitted, Base):
         known[layer] = found
         return found
 
-    def _trunk(self, build: _Build) -> tuple[fx.Node, Parts]:
+    def _trunk(self, build: Build) -> tuple[fx.Node, Parts]:
         """What all features are made of [B,T,M], in the first layer, and the trained tensors."""
         program = build.program
         step, editor = program.step, Editor(program, program.step.graph)

@@ -22,7 +22,8 @@ from accel.ir.sizes import FEW
 from accel.ir.state import Part
 from accel.ir.trace import trace
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import LEAST, SPARSE, _Build, _called, _graph
+from accel.passes.kv.select import LEAST, SPARSE
+from accel.passes.kv.select._build import Build, graph_of, region_call
 from accel.passes.kv.select._tokens import PLACES, Tokens
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import ALL, Fitted
@@ -107,7 +108,7 @@ class Histories(Fitted, Tokens):
         `inside` (bool [M,N]); whatever elsewhere. shared: the tensors of `shared`.
         """
 
-    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The keys."""
         return {"keys": operands_of(node).k}
 
@@ -148,7 +149,7 @@ class Histories(Fitted, Tokens):
         always = torch.where(always <= own, always, -1)[:, None, None]
         return torch.cat((chosen, always.expand(-1, groups, -1, -1)), dim=3), {}
 
-    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+    def _list(self, build: Build, node: fx.Node) -> fx.Node:
         """The list that an attention chooses, and what it leaves for later tokens."""
         program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
@@ -175,21 +176,21 @@ class Histories(Fitted, Tokens):
             choose = partial(self._chosen_by, names, mask, form)
             region = Conditional(
                 f"choose.{layer}",
-                _graph(program, layer, choose, given, ("choose", self, mask, form), table),
-                _graph(
+                graph_of(program, layer, choose, given, ("choose", self, mask, form), table),
+                graph_of(
                     program, layer, partial(_none, groups, heads), given, ("none", groups, heads)
                 ),
             )
-            pages, noted = _called(editor, region, given, node)
+            pages, noted = region_call(editor, region, given, node)
             looks = _looks(editor, build, self, node)
             given = looks, build.chooses, *asked, noted, *held
             note = partial(self._noted, mask, form)
             region = Conditional(
                 f"note.{layer}",
-                _graph(program, layer, note, given, ("note", self, mask, form)),
-                _graph(program, layer, partial(self._kept), given, ("keep", self)),
+                graph_of(program, layer, note, given, ("note", self, mask, form)),
+                graph_of(program, layer, partial(self._kept), given, ("keep", self)),
             )
-            after = _called(editor, region, given, node)
+            after = region_call(editor, region, given, node)
         build.outputs |= {state.output: new for state, new in zip(states, after, strict=True)}
         return pages
 
@@ -328,7 +329,7 @@ def masked(logits: Tensor, seen: Tensor) -> Tensor:
     return share
 
 
-def _looks(editor: Editor, build: _Build, method: Histories, node: fx.Node) -> fx.Node:
+def _looks(editor: Editor, build: Build, method: Histories, node: fx.Node) -> fx.Node:
     """Whether some token of the call looks at all keys, bool []."""
     if "looks" not in build.shared:
 

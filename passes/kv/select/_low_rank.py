@@ -31,7 +31,9 @@ from accel.passes.kv._shared.cached import cache_of
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.slots import written
 from accel.passes.kv._shared.tables import appended, attentions
-from accel.passes.kv.select import Base, Form, _Build, _called, _graph
+from accel.passes.kv.select import Base
+from accel.passes.kv.select._build import Build, graph_of, region_call
+from accel.passes.kv.select._where import Form
 from accel.passes.state.recurrent import buffer
 
 CODED = name_of(Part.LOW_RANK, detail="coded")  # [B]: the keys of so many first tokens are kept
@@ -103,7 +105,7 @@ class LowRank(Base):
             return str(error)
         return ""
 
-    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+    def _list(self, build: Build, node: fx.Node) -> fx.Node:
         """List the pages that an attention reads as they are, and let it merge what those give that are rebuilt."""
         program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
@@ -117,12 +119,12 @@ class LowRank(Base):
             slots = program.step.input("slots")
             given = (build.chooses, by_token, x.q_pos, x.k_pos, slots, coded, *stored.values())
             choose = partial(self._split, list(stored), mask)
-            pages, chosen = _called(
+            pages, chosen = region_call(
                 editor,
                 Conditional(
                     f"choose.{layer}",
-                    _graph(program, layer, choose, given, ("split", self, mask)),
-                    _graph(program, layer, partial(_no_lists, groups), given, ("none", groups)),
+                    graph_of(program, layer, choose, given, ("split", self, mask)),
+                    graph_of(program, layer, partial(_no_lists, groups), given, ("none", groups)),
                 ),
                 given,
                 node,
@@ -133,12 +135,12 @@ class LowRank(Base):
             rebuild = partial(self._rebuilt, mask, interleaved)
             nothing = partial(_no_part, value_width)
             table = rotation.named if rotation is not None else {}
-            out, lse = _called(
+            out, lse = region_call(
                 editor,
                 Conditional(
                     f"rebuild.{layer}",
-                    _graph(program, layer, rebuild, given, ("rebuild", self, mask, interleaved), table),
-                    _graph(program, layer, nothing, given, ("no part", value_width)),
+                    graph_of(program, layer, rebuild, given, ("rebuild", self, mask, interleaved), table),
+                    graph_of(program, layer, nothing, given, ("no part", value_width)),
                 ),
                 given,
                 node,
@@ -149,7 +151,7 @@ class LowRank(Base):
         }
         return pages
 
-    def _kept(self, build: _Build, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
+    def _kept(self, build: Build, node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node]:
         """State of a layer's keys, and of rows."""
         program, keys = build.program, operands_of(node).k
         editor, layer = Editor(program, program.step.graph), node.meta["layer"]

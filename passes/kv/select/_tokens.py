@@ -17,7 +17,9 @@ from accel.ir.program import Editor, State
 from accel.ir.region import Conditional, sizes
 from accel.ir.sizes import FEW
 from accel.ir.state import Part
-from accel.passes.kv.select import SPARSE, Base, Form, Sizes, _Build, _called, _graph
+from accel.passes.kv.select import SPARSE, Base, Sizes
+from accel.passes.kv.select._build import Build, graph_of, region_call
+from accel.passes.kv.select._where import Form
 from accel.passes.state.recurrent import buffer
 from accel.passes.trained import Parts
 
@@ -63,7 +65,7 @@ class Tokens(Base):
         return {}
 
     @abstractmethod
-    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """What `choose` reads beside queries and positions, of an attention."""
 
     def in_layer(self, layer: int, layers: tuple[int, ...], tables: Parts) -> Self:
@@ -91,7 +93,7 @@ class Tokens(Base):
         """queries [B,G,M,D], the parts [B,G,U,…] -> what each unit is worth to them [B,G,M,U]."""
         return queries.float() @ parts["mean"].transpose(-1, -2)
 
-    def _list(self, build: _Build, node: fx.Node) -> fx.Node:
+    def _list(self, build: Build, node: fx.Node) -> fx.Node:
         """The list of tokens that an attention chooses."""
         program = build.program
         editor, x = Editor(program, program.step.graph), operands_of(node)
@@ -126,20 +128,20 @@ class Tokens(Base):
             nothing = partial(_everything, groups, self.sees_all, merges, len(held), len(noted))
             region = Conditional(
                 f"choose.{layer}",
-                _graph(program, layer, choose, given, key),
-                _graph(program, layer, nothing, given, ("everything", *nothing.args)),
+                graph_of(program, layer, choose, given, key),
+                graph_of(program, layer, nothing, given, ("everything", *nothing.args)),
             )
-            pages, *after = _called(editor, region, given, node)
+            pages, *after = region_call(editor, region, given, node)
             if self.sees_all:
                 whole = after.pop(0)
                 some = editor.call(torch.ops.aten.any.default, whole, like=node)
                 given = some, pages, whole, x.k_pos, slots
                 region = Conditional(
                     f"whole.{layer}",
-                    _graph(program, layer, _with_whole, given, "with whole"),
-                    _graph(program, layer, _as_chosen, given, "as chosen"),
+                    graph_of(program, layer, _with_whole, given, "with whole"),
+                    graph_of(program, layer, _as_chosen, given, "as chosen"),
                 )
-                (pages,) = _called(editor, region, given, node)
+                (pages,) = region_call(editor, region, given, node)
             if self.merges:
                 out, lse, *after = after
                 node.kwargs = {**node.kwargs, "beside": out, "beside_lse": lse}

@@ -28,7 +28,8 @@ from accel.passes import Report
 from accel.passes.kv._shared.slots import written
 from accel.passes.kv.inputs import call as named_call
 from accel.passes.kv.inputs import parameters
-from accel.passes.kv.select import Sizes, _Build
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._tokens import Tokens, constant
 from accel.passes.state.recurrent import buffer
 
@@ -139,7 +140,7 @@ class Units(_Grouped, Tokens):
             program.entries[GROUP.name] = self._entry(program)
         return report
 
-    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The origin, a layer's labels and parts."""
         program, letters, keys = build.program, build.letters, operands_of(node).k
         editor = Editor(program, program.step.graph)

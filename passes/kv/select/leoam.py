@@ -13,7 +13,8 @@ from torch import Tensor
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.ir.state import Home, Part
-from accel.passes.kv.select import LARGEST, Where
+from accel.passes.kv.select import LARGEST
+from accel.passes.kv.select._where import Where
 from accel.passes.kv.select.quest import Quest
 
 

@@ -13,7 +13,8 @@ from accel.ir.errors import PassError, RecipeError, shown
 from accel.ir.program import Editor, Program
 from accel.ir.trace import trace
 from accel.passes import Report
-from accel.passes.kv.select import Sizes, _Build
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._units import Units, _own, marked, means_of
 
 _FEWEST = 2  # queries that choose; before, a token reads everything
@@ -92,7 +93,7 @@ class Sentencekv(Units):
         """The sum of the queries of a token's sentence so far, and how many they are; none where it ends one."""
         return {"sum": ("float32", (heads, width)), "count": ("float32", ())}
 
-    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """See Units; and which tokens of the call end a sentence."""
         found, program = super().operands(build, node), build.program
         editor = Editor(program, program.step.graph)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
-from accel.passes.kv.select import Sizes, Where
+from accel.passes.kv.select import Sizes
 from accel.passes.kv.select._low_rank import LowRank
+from accel.passes.kv.select._where import Where
 
 _LOCAL, _OUTLIER = 2.0, 1.0  # what such a chunk is worth: more than any logarithm of a share
 

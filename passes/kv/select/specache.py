@@ -23,8 +23,10 @@ from accel.ir.program import Editor, State
 from accel.ir.region import sizes
 from accel.ir.state import Home, Part, output_of
 from accel.ir.trace import trace
-from accel.passes.kv.select import LARGEST, Form, Sizes, _Build
+from accel.passes.kv.select import LARGEST, Sizes
+from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._tokens import Tokens
+from accel.passes.kv.select._where import Form
 from accel.passes.state.recurrent import buffer
 
 _ROLES = {"k": "rows", "v": "channels"}  # of one scale: tokens of a channel, channels of a token
@@ -95,7 +97,7 @@ class Specache(Tokens):
         )
         return found
 
-    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The cache, and the copy as it is after the call."""
         program, x = build.program, operands_of(node)
         editor, layer = Editor(program, program.step.graph), node.meta["layer"]

@@ -17,7 +17,8 @@ from accel.ir.ops.op import operand_of
 from accel.ir.ops.rope import rope
 from accel.ir.program import Editor
 from accel.passes.kv._shared.shift import tables
-from accel.passes.kv.select import Sizes, _Build
+from accel.passes.kv.select import Sizes
+from accel.passes.kv.select._build import Build
 from accel.passes.kv.select._tokens import Tokens, searches
 
 _STEPS = 1024.0  # of a logit's unit: what is smaller is rounding
@@ -68,7 +69,7 @@ class Tokenselect(Tokens):
             return {}
         return {"query": ("float32", (heads * width,)), "at": ("int64", ())}
 
-    def operands(self, build: _Build, node: fx.Node) -> dict[str, fx.Node]:
+    def operands(self, build: Build, node: fx.Node) -> dict[str, fx.Node]:
         """The keys, and the tables of their rotation, continued to negative positions."""
         program, keys = build.program, operands_of(node).k
         editor = Editor(program, program.step.graph)

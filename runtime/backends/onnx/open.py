@@ -79,6 +79,13 @@ def open_session(
         ) from error
 
 
+def ort_value(array: npt.NDArray[Any]) -> Any:
+    """An OrtValue over the array's own memory. Empty arrays have none to share: onnxruntime copies
+    them.
+    """
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
 def aligned(shape: tuple[int, ...], dtype: str, fill: float | None = None) -> npt.NDArray[Any]:
     """An array on a 64-byte boundary (vector loads of its rows never straddle lines); filled, or
     not.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.state import state_of
-from accel.lowering.onnx.ort import ort
+from accel.runtime.backends.onnx.open import ort_value
 from accel.runtime.backends.protocol import Arrays
 
 
@@ -41,7 +41,9 @@ class Parts:
         if entry not in self._bound:
             self._bound[entry] = _Bound(session, buffers, twice, self.held)
         bound = self._bound[entry]
-        held = {n: _value(np.ascontiguousarray(a)) for n, a in given.items() if n in bound.inputs}
+        held = {
+            n: ort_value(np.ascontiguousarray(a)) for n, a in given.items() if n in bound.inputs
+        }
         for name, value in held.items():
             bound.binding.bind_ortvalue_input(name, value)
         for name in bound.left:
@@ -70,10 +72,10 @@ class _Bound:
         ] = []  # in the order in which they are bound, in which a binding gives them
         self.left: list[str] = []
         self._held = {
-            n: _value(a) for n, a in buffers.items() if n in self.inputs
+            n: ort_value(a) for n, a in buffers.items() if n in self.inputs
         }  # must outlive the binding
         optional = {i.name for i in session.get_overridable_initializers()}
-        self._beside = {n: _value(a) for n, a in held.items() if n in optional}
+        self._beside = {n: ort_value(a) for n, a in held.items() if n in optional}
         for name, value in {**self._held, **self._beside}.items():
             self.binding.bind_ortvalue_input(name, value)
         for name in (o.name for o in session.get_outputs()):
@@ -84,7 +86,3 @@ class _Bound:
             else:
                 self.left.append(name)
         self.outputs += self.left
-
-
-def _value(array: npt.NDArray[Any]) -> Any:
-    return ort.OrtValue.ortvalue_from_numpy(array)

@@ -15,7 +15,7 @@ from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.inputs.ints import Bools
 from accel.runtime.kv.reuse import Base
-from accel.runtime.session.observers._store import Piece
+from accel.runtime.kv.reuse._store import Piece
 
 Floats = npt.NDArray[np.float32]
 

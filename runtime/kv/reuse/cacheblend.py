@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from accel.runtime.inputs.ints import Bools
 from accel.runtime.kv.reuse._pieces import Floats, Pieces, best
-from accel.runtime.session.observers._store import Piece, cover
+from accel.runtime.kv.reuse._store import Piece, cover
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.inputs.ints import Bools
 from accel.runtime.kv.reuse._pieces import Floats, Pieces, best
-from accel.runtime.session.observers._store import Piece, most_alike
+from accel.runtime.kv.reuse._store import Piece, most_alike
 
 
 @dataclass(frozen=True)

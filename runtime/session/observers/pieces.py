@@ -19,7 +19,7 @@ from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.inputs.stack import stacked
 from accel.runtime.inputs.token_log import Log
-from accel.runtime.session.observers._store import Piece, Store
+from accel.runtime.kv.reuse._store import Piece, Store
 from accel.runtime.session.observers._two_parts import TwoParts, Values
 from accel.runtime.session.observers.observer import (
     Calls,

@@ -17,7 +17,7 @@ from run import Run
 from torch import Tensor, fx
 from torch.nn import functional as F
 
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.entries.augment import LATENTS
 from accel.ir.entries.step import LOGITS
 from accel.ir.ops.attention import Operands, attention, weights

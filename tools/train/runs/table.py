@@ -12,7 +12,7 @@ from texts import rows_of
 from torch import Tensor
 
 from accel.compiler.load.beside import beside
-from accel.compiler.optimize import pipeline
+from accel.compiler.pipeline import pipeline
 from accel.ir.errors import InputError
 from accel.ir.tables import Tables
 from accel.passes.kv._shared.tables import measured

@@ -1,0 +1,435 @@
+"""One session with ONNX Runtime on the CPU: one set of bound state buffers.
+
+State is bound once, each buffer as input `name` and as output (`ir.state`), so that appends happen
+in place and a decode step costs Python the same whatever the number of layers. A graph may read
+recurrent state after it wrote the next one, so that has two buffers, which change places after
+each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.adapters import ROWS
+from accel.ir.entries.compress import COMPRESS
+from accel.ir.entries.step import given_beside
+from accel.ir.sizes import FEW, grows, in_numbers
+from accel.ir.state import Part, StateValue, output_of, state_of
+from accel.runtime.backends.buffers import (
+    drop,
+    forgettable,
+    kept_slots,
+    moved,
+    recent_slots,
+    trimmed,
+)
+from accel.runtime.backends.onnx.mapped import advise, memory_of
+from accel.runtime.backends.onnx.open import (
+    aligned,
+    copied,
+    grown,
+    made,
+    ort_value,
+)
+from accel.runtime.backends.onnx.part import Parts
+from accel.runtime.backends.protocol import Arrays, Compression, Logits, alike, call_inputs
+from accel.runtime.inputs.ints import Bools, Ints
+
+
+class OrtSession:
+    """State buffers of one session and the bindings over them: decode (T = N = `tile`) and every
+    other shape; where there is recurrent state, each for both directions.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        state: tuple[StateValue, ...],
+        batch: int,
+        vocab_size: int,
+        encoder: Any = None,
+        tile: int = 1,
+        other: Callable[[str], Any] | None = None,
+        controls: Mapping[str, npt.NDArray[Any]] | None = None,
+        trees: bool = False,
+        flat: bool = False,
+    ):
+        """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
+        what they are at first. `trees`: whether the step takes any. `flat`: whether there is such an entry.
+        """
+        self._session = session
+        self._other_entry = other
+        self._parts = Parts(other)
+        self.trees, self.flat = trees, flat
+        self._row = (
+            ort_value(np.ones((1, 1, 1), np.bool_)) if trees else None
+        )  # the tree of a plain call
+        self.observed: dict[str, npt.NDArray[np.float32]] = {}
+        self.tile = tile
+        self._encoder = encoder
+        self._state = state
+        self.alike = alike(state)
+        self._vocab = vocab_size
+        self._buffers: dict[str, npt.NDArray[Any]] = {}
+        self._wide: dict[
+            str, npt.NDArray[Any]
+        ] = {}  # arrays with room for more rows; buffers are their first
+        self._queries = {
+            o.name: tuple(o.shape[2:]) for o in session.get_outputs() if given_beside(o.name)
+        }
+        self._spare: dict[str, npt.NDArray[Any]] = {}  # what the next call writes in their place
+        self._values: list[Any] = []  # OrtValues over the buffers: must outlive the bindings
+        self._bytes: tuple[Any, int, int] = (
+            None,
+            0,
+            0,
+        )  # buffers, how large they are, those in files
+        self._mapped: list[npt.NDArray[Any]] = []  # those in files
+        self._few = True  # whether the system knows that few of their pages are read
+        self._decode: list[Any] = []  # that of the next call first
+        self._other: list[Any] = []
+        self._observing: list[Any] = []  # other shapes, giving queries too
+        self._sized(batch)
+        self._controls = {n: aligned(a.shape, a.dtype.name) for n, a in (controls or {}).items()}
+        self._control_values = {n: ort_value(a) for n, a in self._controls.items()}
+        self._adapters: dict[str, npt.NDArray[Any]] = {}
+        self._adapter_values: dict[str, Any] = {}
+        self.control(controls or {})
+
+    def _sized(self, batch: int) -> None:
+        """What a decode step is given and gives, for so many rows."""
+        tile, self._batch = self.tile, batch
+        self._small: dict[str, npt.NDArray[Any]] = {
+            name: aligned((batch,) if name == "slots" else (batch, tile), "int64", 0)
+            for name in ("tokens", "positions", "slots", "rows")
+        }
+        self._logits: Logits = aligned((batch, tile, self._vocab), "float32", 0)
+        self._small_values = {n: ort_value(a) for n, a in self._small.items()}
+        self._logits_value = ort_value(self._logits)
+
+    def control(self, values: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See protocol.BackendSession: written into memory that is bound already."""
+        for name, array in values.items():
+            self._controls[name][...] = array
+
+    def adapt(self, arrays: Mapping[str, npt.NDArray[Any]], rows: npt.NDArray[Any]) -> None:
+        """See protocol.BackendSession. Sessions share the arrays a and b; `rows` is this one's own."""
+        self._adapters = {n: np.ascontiguousarray(a) for n, a in {**arrays, ROWS: rows}.items()}
+        self._adapter_values = {n: ort_value(a) for n, a in self._adapters.items()}
+        self._parts.held = self._adapters
+        if self._decode:
+            self._bind(self._buffers)
+
+    def resize(self, capacity: int, *later: int) -> None:
+        """New buffers of `capacity` slots with the old contents; bindings are made anew. Raises StorageError, and
+        leaves all as it was.
+        """
+        buffers = dict(self._buffers)
+        letters = {"B": self._batch, "C": capacity}  # nothing is kept at first
+        letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
+        for value in self._state:
+            if value.cross:
+                continue
+            old = buffers.get(value.name)
+            if old is None or grows(value.shape):
+                rows = self._room(value)
+                sizes = in_numbers(value.shape, letters)
+                if old is not None and self._lies_wide(value) and old.shape[1:] == sizes[1:]:
+                    continue  # rows joined or left, and it has slots enough
+                buffers[value.name] = grown(old, value, letters | {"B": rows})
+                if rows > self._batch:
+                    self._wide[value.name] = buffers[value.name]
+                    buffers[value.name] = buffers[value.name][: self._batch]
+        self._bind(buffers)
+
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        rows: Ints,
+        observe: bool = False,
+        tree: Bools | None = None,
+    ) -> Logits:
+        """See protocol.BackendSession; `resize` comes first."""
+        if self._mapped and self._few != (tokens.shape[1] <= FEW):
+            self._few = not self._few
+            advise(self._mapped, self._few)
+        if tokens.shape[1] == self.tile == rows.shape[1] and not observe and tree is None:
+            small = self._small
+            small["tokens"][:] = tokens
+            small["positions"][:] = positions
+            small["slots"][:] = slots
+            small["rows"][:] = rows
+            self._session.run_with_iobinding(self._decode[0])
+            self._swap()
+            return self._logits.copy()
+        logits: Logits = aligned((self._batch, rows.shape[1], self._vocab), "float32")
+        given = call_inputs(tokens, positions, slots, rows, tree)
+        held = {name: ort_value(np.ascontiguousarray(array)) for name, array in given.items()}
+        if self._row is not None:
+            held.setdefault("tree", self._row)
+        binding = (self._observing if observe else self._other)[0]
+        for name, value in held.items():
+            binding.bind_ortvalue_input(name, value)
+        out = ort_value(logits)
+        binding.bind_ortvalue_output("logits", out)
+        if observe:
+            sizes = (self._batch, tokens.shape[1])
+            self.observed = {n: aligned((*sizes, *s), "float32") for n, s in self._queries.items()}
+            for name, array in self.observed.items():
+                binding.bind_ortvalue_output(name, ort_value(array))
+        self._session.run_with_iobinding(binding)
+        self._swap()
+        return logits
+
+    def part(self, entry: str, given: Arrays) -> Arrays:
+        """See protocol.BackendSession. State is written where it lies; what recurs may be read after it is written."""
+        out = self._parts.run(entry, given, self._buffers, self._spare)
+        for name in self._spare:
+            if output_of(name) in out:
+                np.copyto(self._buffers[name], out.pop(output_of(name)))
+        return out
+
+    def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See protocol.BackendSession. The cross state is bound as the encoder gave it."""
+        names = [value.output for value in self._state if value.cross]
+        given = {n: np.ascontiguousarray(a) for n, a in inputs.items()}
+        found = dict(zip(names, self._encoder.run(names, given), strict=True))
+        buffers = dict(self._buffers)
+        for name, array in found.items():
+            held = aligned(array.shape, array.dtype.name)
+            np.copyto(held, array)
+            buffers[state_of(name)] = held
+        if len(buffers) == len(self._state):
+            self._bind(buffers)
+        else:
+            self._buffers = buffers  # bound by the first resize
+
+    def compress(self, eviction: Compression, seen: Ints) -> None:
+        """See protocol.BackendSession."""
+        assert self._other_entry is not None
+        recent = recent_slots(self._state, self._buffers)
+        slots = kept_slots(self._state, self._buffers)
+        given = {**self._buffers, **eviction.compress_inputs(seen, recent, slots)}
+        session = self._other_entry(COMPRESS.name)
+        names = [o.name for o in session.get_outputs()]
+        wanted = {i.name: given[i.name] for i in session.get_inputs()}
+        out = dict(zip(names, session.run(names, wanted), strict=True))
+        found = trimmed(self._state, {state_of(n): a for n, a in out.items()})
+        held = {v.name for v in self._state if not grows(v.shape)}
+        buffers = {n: a for n, a in self._buffers.items() if n in held}
+        for name, array in found.items():
+            buffers[name] = aligned(array.shape, array.dtype.name)
+            np.copyto(buffers[name], array)
+        self._buffers = buffers  # bound by the next resize
+
+    def drop(self, first: Ints) -> None:
+        """See protocol.BackendSession."""
+        drop(self._state, self._buffers, first)
+
+    def forget(self, rows: npt.NDArray[np.bool_]) -> None:
+        """See protocol.BackendSession. Of what forks may share, a copy is changed."""
+        values = [v for v in self._state if forgettable(v)]
+        if not rows.any() or not all(v.name in self._buffers for v in values):
+            return
+        buffers = dict(self._buffers)
+        for value in values:
+            old = buffers[value.name]
+            buffers[value.name] = aligned(old.shape, old.dtype.name)
+            np.copyto(buffers[value.name], old)
+            buffers[value.name][rows] = value.fill
+        self._bind(buffers)
+
+    def buffers(self) -> dict[str, npt.NDArray[Any]]:
+        """See protocol.BackendSession."""
+        return self._buffers
+
+    def put(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """See protocol.BackendSession."""
+        self._buffers = {**self._buffers, **arrays}  # bound by the next resize
+
+    def copy(self, rows: Ints | None = None) -> OrtSession:
+        """See protocol.BackendSession."""
+        other = OrtSession(
+            self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
+            self.tile, self._other_entry, self._controls, self.trees, self.flat,
+        )  # fmt: skip
+        if self._adapters:
+            arrays = {n: a for n, a in self._adapters.items() if n != ROWS}
+            used = self._adapters[ROWS]
+            other.adapt(arrays, used.copy() if rows is None else used[rows])
+        copies = copied(self._state, self._buffers, rows)
+        advise(self._mapped, self._few)
+        if copies and len(copies) == len(self._state):
+            other._bind(copies)
+        else:
+            other._buffers = copies  # bound by the next resize
+        return other
+
+    def join(self, other: OrtSession) -> None:
+        """See protocol.BackendSession. Where there is no room for its rows, there is for as many again."""
+        batch = self._batch + other._batch
+        buffers = dict(self._buffers)
+        for value in self._state:
+            if value.pooled or value.name not in buffers:
+                continue
+            mine, its = buffers[value.name], other._buffers[value.name]
+            sizes = tuple(map(max, mine.shape[1:], its.shape[1:]))
+            wide = self._wide.get(value.name)
+            if self._room(value) < batch or wide is None or wide.shape[1:] != sizes:
+                wide = made(value, (max(2 * self._batch, batch), *sizes))
+                wide[: self._batch] = value.fill
+                wide[(slice(self._batch), *map(slice, mine.shape[1:]))] = mine
+            new = wide[self._batch : batch]
+            if its.shape != new.shape:
+                new[...] = value.fill
+            new[(slice(None), *map(slice, its.shape[1:]))] = its
+            self._wide[value.name], buffers[value.name] = wide, wide[:batch]
+        if self._adapters:
+            self._adapters[ROWS] = np.concatenate([self._adapters[ROWS], other._adapters[ROWS]])
+        other.close()
+        self._renewed(buffers, batch)
+
+    def leave(self, rows: Ints) -> None:
+        """See protocol.BackendSession. What forks may share is copied whole."""
+        moved, shared = (
+            np.flatnonzero(rows != np.arange(rows.size)),
+            {v.name for v in self._state if v.kept},
+        )
+        buffers = dict(self._buffers)
+        for value in self._state:
+            if value.pooled or value.name not in buffers:
+                continue
+            array = buffers[value.name]
+            if value.name in shared:
+                buffers[value.name] = array[rows]
+                continue
+            array[moved] = array[rows[moved]]
+            if value.name not in self._wide:
+                self._wide[value.name] = array
+            buffers[value.name] = array[: rows.size]
+        if self._adapters:
+            self._adapters[ROWS] = self._adapters[ROWS][rows]
+        self._renewed(buffers, rows.size)
+
+    def _renewed(self, buffers: dict[str, npt.NDArray[Any]], batch: int) -> None:
+        """Other buffers, of so many rows, which the next resize binds."""
+        self._decode, self._other, self._observing = [], [], []
+        self._parts.forget()
+        self._buffers, self._spare = buffers, {}
+        self._sized(batch)
+        if self._adapters:
+            self._adapter_values = {n: ort_value(a) for n, a in self._adapters.items()}
+
+    def _room(self, value: StateValue) -> int:
+        """Rows that there is room for where a buffer of the state lies."""
+        return len(self._wide[value.name]) if self._lies_wide(value) else self._batch
+
+    def _lies_wide(self, value: StateValue) -> bool:
+        """Whether a buffer is the first rows of one that rows may join."""
+        wide, now = self._wide.get(value.name), self._buffers.get(value.name)
+        return wide is not None and now is not None and wide.ctypes.data == now.ctypes.data
+
+    def move(self, rows: Ints, slots: tuple[int, int] | None) -> None:
+        """See protocol.BackendSession."""
+        if self._adapters:
+            self._adapters[ROWS][...] = self._adapters[ROWS][rows]
+        if anew := moved(self._state, self._buffers, rows, slots):
+            self._bind({**self._buffers, **anew})
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any state value is one."""
+        return any(value.part is Part.RECURRENT for value in self._state)
+
+    def snapshot(self) -> dict[str, npt.NDArray[Any]]:
+        """See protocol.BackendSession."""
+        return {name: self._buffers[name].copy() for name in self._spare}
+
+    def restore(self, snapshot: dict[str, npt.NDArray[Any]] | None, rows: Any) -> None:
+        """See protocol.BackendSession."""
+        for value in self._state:
+            if value.name in self._spare:
+                now = self._buffers[value.name]
+                now[rows] = value.fill if snapshot is None else snapshot[value.name][rows]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all state buffers but a pool's."""
+        return self._counted()[1]
+
+    @property
+    def kv_mapped(self) -> int:
+        """See protocol.BackendSession."""
+        return self._counted()[2]
+
+    def _counted(self) -> tuple[Any, int, int]:
+        """The buffers, and bytes of all but a pool's, and of those in files."""
+        if self._bytes[0] is not self._buffers:
+            own = [
+                self._wide[v.name] if self._room(v) > self._batch else self._buffers[v.name]
+                for v in self._state
+                if v.name in self._buffers and not v.pooled
+            ]
+            here = sum(a.nbytes for a in (*own, *self._spare.values()))
+            there = sum(a.nbytes for a in own if memory_of(a) is not None)
+            self._bytes = self._buffers, here, there
+        return self._bytes
+
+    def close(self) -> None:
+        """Drop bindings before the buffers that they point into."""
+        self._decode, self._other, self._observing = [], [], []
+        self._parts.forget()
+        self._values, self._mapped = [], []
+        self._buffers, self._spare, self._wide = {}, {}, {}
+        self._bytes = None, 0, 0
+
+    def _bind(self, buffers: dict[str, npt.NDArray[Any]]) -> None:
+        """Bind each buffer as input and as output, in all bindings; take them over only when all
+        went well.
+        """
+        self._wide = {
+            n: a
+            for n, a in self._wide.items()
+            if n in buffers and a.ctypes.data == buffers[n].ctypes.data
+        }
+        recurrent = {v.name for v in self._state if v.part is Part.RECURRENT}
+        read_only = {v.name for v in self._state if v.read_only}
+        spare = {n: aligned(a.shape, a.dtype.name, 0) for n, a in buffers.items() if n in recurrent}
+        here = {name: ort_value(array) for name, array in buffers.items()}
+        there = here | {name: ort_value(array) for name, array in spare.items()}
+        pairs = [(here, there), (there, here)] if spare else [(here, here)]
+        self._parts.forget()
+        decode: list[Any] = []
+        other: list[Any] = []
+        observing: list[Any] = []
+        for before, after in pairs:
+            for bindings in (decode, other, observing):
+                binding = self._session.io_binding()
+                for name, value in before.items():
+                    binding.bind_ortvalue_input(name, value)
+                    if name not in read_only:
+                        binding.bind_ortvalue_output(output_of(name), after[name])
+                for name, value in {**self._control_values, **self._adapter_values}.items():
+                    binding.bind_ortvalue_input(name, value)
+                bindings.append(binding)
+            for name, value in self._small_values.items():
+                decode[-1].bind_ortvalue_input(name, value)
+            decode[-1].bind_ortvalue_output("logits", self._logits_value)
+        self._decode, self._other, self._observing = decode, other, observing
+        self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
+        self._mapped = [a for a in buffers.values() if memory_of(a) is not None]
+        advise(self._mapped, self._few)
+
+    def _swap(self) -> None:
+        """After a call the spare buffers hold the recurrent state."""
+        if self._spare:
+            for bindings in (self._decode, self._other, self._observing):
+                bindings.reverse()
+            for name, array in self._spare.items():
+                self._buffers[name], self._spare[name] = array, self._buffers[name]

@@ -1,0 +1,123 @@
+"""What a request asks for, checked before any work: its prompts, its encoder inputs, and a row for each sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accel.ir.errors import InputError
+from accel.ir.facts import Facts
+from accel.runtime.decode.logits_processors import Processed
+from accel.runtime.decode.logprobs import TopLogprobs
+from accel.runtime.decode.row import Row
+from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.decode.structured_outputs import Grammar
+from accel.runtime.inputs.encoder_inputs import encoder_rows
+from accel.runtime.inputs.ints import Ints
+from accel.runtime.inputs.prompts import as_prompts, as_stops, is_text
+from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.loop import Base as Loop
+from accel.runtime.model.output import Sample, Transcript
+from accel.runtime.sample import Base as Sampler
+from accel.runtime.session.observers.prompt_filter import unseen
+from accel.runtime.session.session import Session
+
+Sources = list[npt.NDArray[Any]] | None  # of an encoder, one for each prompt; None: there is none
+
+
+def sources_of(
+    encoder_input: Any, prompts: Any, facts: Facts, tokenizer: Tokenizer | None
+) -> tuple[Sources, Any]:
+    """The encoder's sources, and the prompts with the tokens that a decoder starts from. Raises InputError."""
+    encoder = facts.encoder
+    sources = encoder_rows(encoder_input, encoder, tokenizer)
+    if encoder is None or sources is None:
+        if prompts is None:
+            raise InputError("there is no prompt; give text, token ids, or a list of them")
+        return None, prompts
+    start = list(encoder.start)
+    if prompts is None and not start:
+        raise InputError("this model has no decoder start token; give a prompt of token ids")
+    if prompts is None:
+        return sources, [start] * len(sources)
+    items = as_prompts(prompts, facts, tokenizer, start)
+    check_one_each(sources, len(items))
+    return sources, items
+
+
+def check_one_each(sources: Sources, prompts: int) -> None:
+    """Raise InputError where prompts lack a source, or sources a prompt."""
+    if sources is not None and len(sources) != prompts:
+        raise InputError(
+            f"there are {len(sources)} encoder inputs but {prompts} prompts; give one for each prompt"
+        )
+
+
+def prompt_behind(
+    session: Session, prompt: Any, adapter: Any, facts: Facts, tokenizer: Tokenizer | None
+) -> Ints:
+    """The tokens [n] that a session holds, and those of a prompt that follows them. Raises InputError."""
+    held = session.tokens
+    if held is None or len(held) != 1 or held[0].size != session.length:
+        raise InputError(
+            "the tokens of this session are not known, or it has run others since, or a recipe has dropped some; "
+            "give one row that model.prompt_session or model.open_session gave, or a fork of it"
+        )
+    if adapter is not None:
+        raise InputError("a session keeps its adapter; leave adapter out")
+    if is_text(prompt):
+        (ids,) = as_prompts(prompt, facts, tokenizer, held[0].tolist())
+        return ids
+    (new,) = as_prompts([prompt], facts, tokenizer)
+    return np.concatenate([held[0], new])
+
+
+def samples_of(
+    prompts: Any, params: SamplingParams, facts: Facts, tokenizer: Tokenizer | None, loop: Loop
+) -> list[Sample]:
+    """`n` samples of each prompt, each prompt with its own generator from the seed, of which its later samples' are
+    spawned. `loop`: the one that will make them. Raises InputError.
+    """
+    loop.check(tokenizer)
+    stops = as_stops(params.stop, tokenizer)
+    ends, size = params.ends(facts), facts.vocab_size
+    if loop.masked_diffusion and (given := params.token_by_token):
+        raise InputError(
+            f"{', '.join(given)}: this model fills masks in any order, so no token is known to follow others; "
+            "leave it unset, or take a causal model"
+        )
+    score = None if params.logprobs is None else TopLogprobs(params.logprobs, tokenizer)
+    if loop.writes and params.structured_outputs is not None:
+        raise InputError(
+            "structured_outputs: this model's loop also writes text that was not sampled, which a grammar cannot "
+            "rule; leave it unset, or build with another [loop]"
+        )
+    grammar = None
+    if params.structured_outputs is not None:
+        grammar = Grammar(params.structured_outputs, tokenizer, size)
+    bias, processors = params.logit_bias, params.logits_processors or ()
+    samples = []
+    for prompt in as_prompts(prompts, facts, tokenizer):
+        prompt = prompt.copy()  # the array says whose samples rows are
+        rng = np.random.default_rng(params.seed)
+        for generator in [rng, *rng.spawn(params.n - 1)]:
+            sampler: Sampler = params.sampler_behind(prompt.size)
+            if bias or processors or grammar:
+                guide = None if grammar is None else grammar.begin(prompt.size, ends)
+                sampler = Processed(sampler, size, bias, processors, guide)
+            script = Transcript(tokenizer, stops)
+            row = Row(
+                prompt,
+                sampler,
+                generator,
+                limit=params.max_tokens,
+                max_context=facts.max_context + unseen(facts.prefill, prompt.size),
+                eos=ends,
+                watch=script if tokenizer else None,
+                score=score,
+            )
+            own = () if params.ignore_eos else facts.eos
+            samples.append(Sample(row, script, frozenset(own)))
+    return samples
