@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ExtraError,
         InputError,
         LoweringError,
+        OutOfMemoryError,
         PassError,
         RecipeError,
         SavedSessionError,
@@ -54,17 +55,17 @@ _WHERE = {
     "Smoke": "accel.compiler.smoke.smoke",
     "smoke": "accel.compiler.smoke.smoke",
     **dict.fromkeys(
-        ("AccelError", "ArtifactError", "CaptureError", "ExtraError", "InputError", "LoweringError", "PassError",
-         "RecipeError", "SavedSessionError", "StorageError"),
+        ("AccelError", "ArtifactError", "CaptureError", "ExtraError", "InputError", "LoweringError",
+         "OutOfMemoryError", "PassError", "RecipeError", "SavedSessionError", "StorageError"),
         "accel.ir.errors",
     ),
 }  # fmt: skip
 
 __all__ = [
     "AccelError", "ArtifactError", "CaptureError", "Chat", "CompiledModel", "ExtraError", "InputError",
-    "Logprob", "LoweringError", "Output", "PassError", "Recipe", "RecipeError", "SamplingParams",
-    "SavedSessionError", "Session", "Smoke", "StorageError", "StructuredOutputsParams", "__version__", "load",
-    "optimize", "smoke",
+    "Logprob", "LoweringError", "OutOfMemoryError", "Output", "PassError", "Recipe", "RecipeError",
+    "SamplingParams", "SavedSessionError", "Session", "Smoke", "StorageError", "StructuredOutputsParams",
+    "__version__", "load", "optimize", "smoke",
 ]  # fmt: skip
 
 

@@ -51,6 +51,10 @@ class StorageError(AccelError):
     """The file system has no room, or no file, for the part of a session's state that lies in mapped files."""
 
 
+class OutOfMemoryError(AccelError, MemoryError):
+    """Memory ran out in a call of the model; a smaller one may succeed."""
+
+
 class InputError(AccelError, ValueError):
     """A prompt, token or option is out of range."""
 

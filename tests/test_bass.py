@@ -10,10 +10,13 @@ from accel.ir.errors import RecipeError
 from accel.ir.recipe import Recipe
 from accel.runtime.draft.prompt_lookup import PromptLookup
 from accel.runtime.length.bass import Bass
+from accel.runtime.loop.speculative import Speculative
 from accel.runtime.speculation.round_cost import unmeasured_cost
 
-from .batch_case import law, tables, to_the_next_row
+from .batch_case import batch, law, tables, to_the_next_row, watched
+from .draft_case import plain
 from .prefill_case import built
+from .runtime.test_rounds import context, scheduled
 
 HOW = {"drafter": PromptLookup(), "rule": "spec-chain", "length": Bass()}
 
@@ -71,3 +74,18 @@ def test_rows_get_what_they_get_alone(monkeypatch):
     law(model, monkeypatch, **HOW)
     with pytest.raises(AssertionError):
         law(model, monkeypatch, to_the_next_row, **HOW)
+
+
+@pytest.mark.long
+def test_rows_come_and_go_in_flat_calls(monkeypatch):
+    """As in an engine: what a call has is of the rows that are there."""
+    model, told = (
+        built("llama", tables=tables("flat")),
+        context(PromptLookup(), "chain", None, Bass()),
+    )
+    want = [plain(model.session(), [row])[0] for row in batch(range(5))]
+    calls = watched(monkeypatch, on=True)
+    assert scheduled(model, Speculative(), told, batch(range(5))) == want
+    assert len({len(given["slots"]) for given in calls}) > 1, "nothing joins"
+    watched(monkeypatch, True, to_the_next_row)
+    assert scheduled(model, Speculative(), told, batch(range(5))) != want

@@ -19,15 +19,15 @@ from importlib.resources import files
 from pathlib import Path
 
 import httpx
-import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from accel import cli
+from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
-from accel.serve.penalties import Penalties
+from accel.serve.replies import usage
 from accel.serve.stream import EventStream
 
 from . import serve_case
@@ -107,6 +107,7 @@ def test_a_completion_is_what_generate_gives(client, http, model):
     assert choice.text == alone.text[0] and choice.finish_reason == "length"
     assert whole.usage.prompt_tokens == len(model.tokenizer.encode(PROMPT))
     assert whole.usage.completion_tokens == 12 and whole.usage.total_tokens > 12
+    assert whole.usage.completion_tokens_details.accepted_prediction_tokens == 0
     lines = [list(line.values()) for line in alone.logprobs[0]]
     assert choice.logprobs.token_logprobs == [line[0].logprob for line in lines]
     assert "".join(choice.logprobs.tokens) == choice.text
@@ -172,6 +173,18 @@ def test_samples_and_prompts_have_an_order(client, model):
     assert own.text == model.generate("for i in", 12).text[0]
 
 
+def test_drafts_are_told_as_predictions():
+    """Of all samples together, beside the tokens that were made."""
+    tickets = [Ticket(7, print) for _ in range(2)]
+    for ticket, drafts in zip(tickets, ((9, 4), (5, 0)), strict=True):
+        ticket.put(Event(3, "a"))
+        ticket.count(*drafts)
+    told = openai.types.CompletionUsage(**usage(tickets, 1))
+    assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (7, 2, 9)
+    details = told.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 10)
+
+
 def test_a_stop_string_over_two_tokens(client, model):
     """It is found where it lies across tokens, and no piece of it is ever sent; one that almost comes is."""
     out = model.generate(PROMPT, 12)
@@ -202,11 +215,7 @@ def test_response_formats(client):
 
 
 def test_penalties_lower_what_was_said(client, model):
-    """OpenAI's formula, on the new tokens alone; and the server passes it on."""
-    logits = Penalties(0.5, 0.25, 2)(np.array([1, 1, 3, 3, 2]), np.zeros(5, np.float32))
-    assert logits.tolist() == [0, 0, -0.75, -1.0, 0]
-    size = len(model.tokenizer.encode(PROMPT))
-    same = model.generate(PROMPT, 12, logits_processors=[Penalties(2, 2, size)])
+    same = model.generate(PROMPT, 12, presence_penalty=2, frequency_penalty=2)
     found = client.completions.create(
         **GREEDY, prompt=PROMPT, presence_penalty=2, frequency_penalty=2
     )

@@ -8,13 +8,16 @@ import pytest
 from accel.compiler.assemble import assemble
 from accel.ir.errors import InputError, RecipeError
 from accel.ir.recipe import Recipe
+from accel.ir.tables import Tables
+from accel.passes.trained import Trained
 from accel.runtime.backends.eager import EagerBackend
 from accel.runtime.loop.speculative import reach
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.session.observers.block_codec import BlockCodecState
+from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities
 
-from .kv_case import evicting, table
+from .kv_case import EVICTING, evicting, recipe, table
 from .prefill_case import built, far
 
 PROMPT, AFTER, BLOCK = 24, 36, 8
@@ -185,7 +188,7 @@ def law_of_free_rewind(session, claim):
 def law_of_chunks(session, claim):
     """A prompt in several calls gives the row that it gives in one."""
     found = []
-    for sizes in ((), (7, 9)) if claim.chunks else ():
+    for sizes in ((), (7, 9), (20, 1, 1)) if claim.chunks else ():
         with session.fork() as live:
             live.rewind(0)
             for size in sizes:
@@ -193,11 +196,12 @@ def law_of_chunks(session, claim):
                 live.run(TOKENS[:, start : start + size], last_only=True)
             rest = live.prompt(TOKENS[:, int(live.lengths[0]) : PROMPT])
             found.append(np.concatenate([rest, ran(live, [1, 3])], axis=1))
-    assert not found or far(found[1], found[0]) < 1e-4, "prompts cannot run in chunks"
+    for got in found[1:]:
+        assert far(got, found[0]) < 1e-4, "prompts cannot run in chunks"
 
 
 LAWS = [law_of_width, law_of_back, law_of_free_rewind, law_of_chunks]
-CHUNKS = {"base", "kv-int8", "paged-prefix", "pie", "cp-ring", "mamba"}
+CHUNKS = {"base", "snapkv", "kv-int8", "paged-prefix", "pie", "cp-ring", "mamba", "falcon_h1"}
 
 
 @pytest.mark.few(3)
@@ -225,6 +229,35 @@ def test_a_recipe_may_draft_where_its_sessions_can_take_drafts_back(name):
         lambda: assemble(Recipe(tables={**tables, "draft": {"use": "iad"}})), RecipeError
     )
     assert built == refused(lambda: reach(claim), InputError)
+
+
+EVICTS = [  # each method that evicts and brings no file, of a recipe that does so when a prompt is whole
+    (axis.name.removeprefix("kv."), name)
+    for axis in EVICTING
+    for name in axis.names()
+    if axis.name != "kv.when" and not issubclass(axis.method(name), (Trained, Tables))
+]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("axis", "name"), EVICTS)
+def test_prompts_that_end_in_eviction_run_in_chunks(axis, name):
+    """Where nothing but keys, values and the last queries is scored; what is added up by call is not."""
+    made = recipe(kept=8) | {f"kv.{axis}": table(name, axis)}
+    session = built("llama", tables=made).session()
+    session.prompt(TOKENS[:, :PROMPT])
+    law_of_chunks(session, session.capabilities)
+    plan = session.observer(EvictionState).plan
+    assert session.capabilities.chunks == (not plan.counts and not plan.notes)
+
+
+def test_what_single_tokens_add_up_is_caught():
+    """`cam` counts the attention of generated tokens, and takes a call of one token for such."""
+    session = built("llama", tables=recipe(kept=8, keep="cam")).session()
+    session.prompt(TOKENS[:, :PROMPT])
+    assert not session.capabilities.chunks
+    with pytest.raises(AssertionError, match="cannot run in chunks"):
+        law_of_chunks(session, replace(session.capabilities, chunks=True))
 
 
 LIES = [

@@ -181,9 +181,18 @@ class ChatReply(Reply):
 
 
 def usage(tickets: Sequence[Ticket], prompts: int) -> Object:
-    """Tokens of a request, whose tickets are samples of each of its prompts in turn: a prompt counts once."""
+    """Tokens of a request, whose tickets are samples of each of its prompts in turn: a prompt counts once. Drafted
+    tokens are told as OpenAI's predicted ones; those that were rejected are no part of `completion_tokens`.
+    """
     samples = len(tickets) // prompts
     told = [ticket.usage for ticket in tickets]
     prompt = sum(one.prompt_tokens for one in told[::samples])
     made = sum(one.completion_tokens for one in told)
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+    accepted = sum(one.accepted for one in told)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(one.drafted for one in told) - accepted,
+        },
+    }  # fmt: skip

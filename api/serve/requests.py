@@ -14,7 +14,6 @@ from accel.runtime.serve.engine import Request, Ticket
 from accel.serve import prompts
 from accel.serve.errors import ApiError, of_exception
 from accel.serve.models import Served
-from accel.serve.penalties import Penalties
 from accel.serve.schemas import ChatRequest, CompletionRequest, Generation, ResponseFormat
 
 COMPLETION_TOKENS = 16  # OpenAI's default
@@ -36,8 +35,8 @@ class Asked:
         """Give all choices to the engine, or none. Raises Full, ApiError, AccelError."""
         tickets: list[Ticket] = []
         try:
+            params = _params(self.asked, self.served)
             for prompt in self.prompts:
-                params = _params(self.asked, prompt.size, self.served)
                 for sample in range(self.samples):
                     request = Request(prompt, params, adapter=self.adapter, sample=sample)
                     tickets.append(self.served.engine.submit(request))
@@ -120,8 +119,8 @@ def _full_context(given: Sequence[Ints], served: Served) -> bool:
     return any(prompt.size >= served.model.facts.max_context for prompt in given)
 
 
-def _params(asked: Generation, prompt: int, served: Served) -> SamplingParams:
-    """The options of one text behind a prompt of so many tokens. Raises InputError, ApiError."""
+def _params(asked: Generation, served: Served) -> SamplingParams:
+    """The options of each text. Raises InputError, ApiError."""
     limit = asked.max_tokens
     if isinstance(asked, ChatRequest):
         if asked.max_completion_tokens is not None:
@@ -129,7 +128,6 @@ def _params(asked: Generation, prompt: int, served: Served) -> SamplingParams:
         limit = served.model.facts.max_context if limit is None else limit
     elif limit is None:
         limit = COMPLETION_TOKENS
-    presence, frequency = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
     return SamplingParams(
         max_tokens=limit,
         temperature=TEMPERATURE if asked.temperature is None else asked.temperature,
@@ -137,15 +135,14 @@ def _params(asked: Generation, prompt: int, served: Served) -> SamplingParams:
         top_p=asked.top_p,
         min_p=asked.min_p,
         repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty or 0.0,
+        frequency_penalty=asked.frequency_penalty or 0.0,
         seed=None if asked.seed is None else asked.seed % (1 << 64),  # OpenAI's may be negative
         stop=asked.stop or None,
         stop_token_ids=asked.stop_token_ids or (),
         ignore_eos=bool(asked.ignore_eos),
         logprobs=top(asked),
         logit_bias=_bias(asked.logit_bias),
-        logits_processors=[Penalties(presence, frequency, prompt)]
-        if presence or frequency
-        else None,
         structured_outputs=_structured(asked.response_format),
     )
 

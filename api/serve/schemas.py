@@ -45,8 +45,8 @@ class Generation(Schema):
     seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
     top_k: int | None = None

@@ -30,6 +30,8 @@ class SamplingParams:
         top_p: sample from the most likely tokens with this total probability; None: all.
         min_p: sample from tokens with at least this fraction of the highest probability; None: all.
         repetition_penalty: above 1 penalises tokens of the prompt and the output.
+        presence_penalty: lowers the logits of tokens that the output has by this much, -2 to 2; below 0 raises them.
+        frequency_penalty: lowers them by this much for each time that it has them, -2 to 2.
         seed: random seed for reproducible sampling; each prompt has its own generator from it.
         stop: strings that end a row; they are not part of its text.
         stop_token_ids: token ids that end a row, in addition to the model's own.
@@ -51,6 +53,8 @@ class SamplingParams:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: int | Sequence[int] = ()
@@ -89,10 +93,15 @@ class SamplingParams:
 
     @property
     def sampler(self) -> Standard:
-        """The sampler of these options."""
+        """The sampler of these options, where there is no prompt."""
+        return self.sampler_behind(0)
+
+    def sampler_behind(self, prompt: int) -> Standard:
+        """The sampler of these options behind a prompt of so many tokens."""
         return Standard(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        )
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty,
+            self.presence_penalty, self.frequency_penalty, prompt,
+        )  # fmt: skip
 
     @property
     def token_by_token(self) -> list[str]:

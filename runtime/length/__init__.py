@@ -93,7 +93,7 @@ class Base(Method, ABC):
         raise NotImplementedError(f"{type(self).__name__} decides for all rows at once; use open")
 
     def open(self, rows: Sequence[Row], cost: RoundCost) -> Paces:
-        """For the rows of a session. `cost`: of a round's call, in plain steps."""
+        """For a list of rows, which others join and leave. `cost`: of a round's call, in plain steps."""
         return _Each([self.begin(cost) for _ in rows])
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from accel.ir.axis import count
 from accel.ir.errors import RecipeError
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Base, Pace, Paces
 from accel.runtime.speculation.round_cost import RoundCost
 from accel.runtime.tree import Level
@@ -44,10 +46,20 @@ class Bass(Base):
 
 
 class _Common(Paces):
+    """Rows that join draft as many as those that are there."""
+
+    joins = True
+
     def __init__(self, of: Bass):
         self._of, self._length = of, of.tokens
         self._short = 0  # 1 where the last round fell short
         self._drafted = self._accepted = 0  # of this round: the most of any row
+
+    def join(self, other: Self) -> None:
+        """What others learnt of their rows is dropped."""
+
+    def leave(self, order: Ints) -> None:
+        """What was learnt of a row that goes stands for those that stay."""
 
     def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
         if self._drafted:

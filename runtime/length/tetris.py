@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from accel.ir.errors import RecipeError
 from accel.ir.invariants import Invariant
 from accel.runtime.backends.protocol import Logits
 from accel.runtime.decode.row import Row
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.length import Base, Paces
 from accel.runtime.speculation.round_cost import RoundCost
 from accel.runtime.tree import Level
@@ -25,8 +26,8 @@ class Tetris(Base):
     """A call checks at most `tokens` drafted tokens for each row that runs, those of all rows counted together; a row
     drafts up to `tokens` + `extra`. A token is worth the probability of those before it, as the drafter finds it, times
     that of its likeliest next one. That is known before the token is drawn, so samples keep their distribution: rows
-    wait until their token is worth most of those that all rows may still draft. Where all rows are greedy nothing is
-    drawn: all draft what they may, in fewer calls of the draft model, and the same tokens are then picked.
+    wait until their token is worth most of those that all rows may still draft. Where all that run are greedy nothing
+    is drawn: all draft what they may, in fewer calls of the draft model, and the same tokens are then picked.
 
     `published`: as in the paper rows that sample do so, too, and the budget goes to the tokens whose own probability,
     with those before, is largest. That drops drawn tokens for what they are, so samples lean towards what the drafter
@@ -51,22 +52,31 @@ class Tetris(Base):
         return "approximate" if self.published else "lossless"
 
     def open(self, rows: Sequence[Row], cost: RoundCost) -> Paces:
-        return _Shared(self, self.published or all(row.sampler.greedy for row in rows))
+        return _Shared(self, rows)
 
 
 class _Shared(Paces):
-    """Of one round: the budget that is left, and of each row how likely its tokens so far stand (logarithms), by the
-    last of them.
+    """Of one round, so that rows may come and go between two: the budget that is left, and of each row how likely its
+    tokens so far stand (logarithms), by the last of them.
     """
 
-    def __init__(self, of: Tetris, whole: bool):
-        """`whole`: rows draft all they may, and the budget is spent afterwards."""
-        self._of, self._whole = of, whole
+    joins = True
+
+    def __init__(self, of: Tetris, rows: Sequence[Row]):
+        self._of, self._rows = of, rows
+        self._whole = False  # rows draft all they may, and the budget is spent afterwards
         self._asked = False  # whether the drafter of this round asks
         self._left = 0
         self._worth = dict[int, list[float]]()
 
+    def join(self, other: Self) -> None:
+        """Nothing is of more than one round."""
+
+    def leave(self, order: Ints) -> None:
+        """Nothing is of more than one round."""
+
     def limits(self, rows: Sequence[int]) -> Mapping[int, int]:
+        self._whole = self._of.published or all(self._rows[i].sampler.greedy for i in rows)
         self._asked, self._left = False, self._of.tokens * len(rows)
         self._worth = {i: [] for i in rows}
         return dict.fromkeys(rows, self._most)

@@ -110,6 +110,8 @@ class CompiledModel:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         stop: str | list[str] | None = None,
         eos: Any = None,
@@ -141,6 +143,7 @@ class CompiledModel:
             top_p: sample from the most likely tokens with this total probability (None: all).
             min_p: sample from tokens with at least this fraction of the highest probability (None: all).
             repetition_penalty: above 1 penalises tokens that already occurred.
+            presence_penalty, frequency_penalty: as in `SamplingParams`; the prompt's tokens do not count.
             seed: random seed; sampling is reproducible with it.
             stop: strings that end a row; they are not part of the text.
             eos: token ids that end a row and stay in its tokens. None: the model's own; []: none.
@@ -153,7 +156,8 @@ class CompiledModel:
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop, n=n,
+            min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, seed=seed, stop=stop, n=n,
             logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
             structured_outputs=structured_outputs,
         )  # fmt: skip
@@ -190,6 +194,8 @@ class CompiledModel:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         stop: str | list[str] | None = None,
         eos: Any = None,
@@ -211,7 +217,8 @@ class CompiledModel:
         """
         params = joined_params(
             sampling_params, self.facts, max_new_tokens, eos, temperature=temperature, top_k=top_k, top_p=top_p,
-            min_p=min_p, repetition_penalty=repetition_penalty, seed=seed, stop=stop,
+            min_p=min_p, repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, seed=seed, stop=stop,
             logprobs=logprobs, logit_bias=logit_bias, logits_processors=logits_processors,
             structured_outputs=structured_outputs,
         )  # fmt: skip

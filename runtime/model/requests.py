@@ -103,7 +103,7 @@ def samples_of(
         prompt = prompt.copy()  # the array says whose samples rows are
         rng = np.random.default_rng(params.seed)
         for generator in [rng, *rng.spawn(params.n - 1)]:
-            sampler: Sampler = params.sampler
+            sampler: Sampler = params.sampler_behind(prompt.size)
             if bias or processors or grammar:
                 guide = None if grammar is None else grammar.begin(prompt.size, ends)
                 sampler = Processed(sampler, size, bias, processors, guide)

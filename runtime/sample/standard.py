@@ -1,5 +1,5 @@
-"""Temperature, top-k, top-p, min-p and repetition penalty, with the meaning and order of
-transformers.
+"""Temperature, top-k, top-p, min-p and repetition penalty, with the meaning and order of transformers; presence and
+frequency penalty of OpenAI, where vLLM has them: behind the repetition penalty.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from accel.runtime.sample import Base, Distribution, numbers
 
 @dataclass(frozen=True)
 class Standard(Base):
-    """temperature 0 is greedy (the lowest id among equals), with the repetition penalty applied."""
+    """temperature 0 is greedy (the lowest id among equals), with the penalties applied. `start`: of how many tokens the
+    prompt is, which presence and frequency penalty do not count.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    start: int = 0
 
     def __post_init__(self) -> None:
         self.validate()
@@ -50,6 +55,9 @@ class Standard(Base):
             1e-9 <= _number(penalty) <= 1e9,  # beyond, float32 overflows
             "from 1e-9 to 1e9 (1 has no effect)",
         )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, -2 <= _number(value) <= 2, "from -2 to 2 (0 has no effect)")
 
     @property
     def greedy(self) -> bool:
@@ -57,7 +65,7 @@ class Standard(Base):
 
     def choices(self, logits: npt.NDArray[np.float32]) -> Ints | None:
         own = type(self).distribution is Standard.distribution  # a subclass may choose otherwise
-        if not (own and self.greedy and self.repetition_penalty == 1.0):
+        if not (own and self.greedy) or self._repeats or self._counts:
             return None
         found: Ints = logits.argmax(-1)  # NaN counts as the largest
         return found if np.isfinite(np.take_along_axis(logits, found[:, None], -1)).all() else None
@@ -65,12 +73,26 @@ class Standard(Base):
     def scores(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float32]:
-        if self.repetition_penalty != 1.0 and seen.size:
+        if self._repeats or self._counts:
             logits = logits.copy()
-            found = logits[seen]
+        if self._repeats:
+            ids = seen[seen < logits.size]  # a draft model may have fewer tokens
+            found = logits[ids]
             penalty = np.float32(self.repetition_penalty)
-            logits[seen] = np.where(found < 0, found * penalty, found / penalty)
+            logits[ids] = np.where(found < 0, found * penalty, found / penalty)
+        if self._counts:
+            new = seen[self.start :]
+            tokens, counts = np.unique(new[new < logits.size], return_counts=True)
+            logits[tokens] -= self.presence_penalty + self.frequency_penalty * counts
         return numbers(logits)
+
+    @property
+    def _repeats(self) -> bool:
+        return self.repetition_penalty != 1.0
+
+    @property
+    def _counts(self) -> bool:
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def distribution(
         self, logits: npt.NDArray[np.float32], seen: npt.NDArray[np.int64]
@@ -86,7 +108,7 @@ class Standard(Base):
         """What may be drawn: token ids [n] in rising order, and weights [n] in proportion to their
         probability.
 
-        logits [V] after the repetition penalty; the temperature must not be 0.
+        logits [V] after the penalties; the temperature must not be 0.
         """
         tokens, scores = np.arange(logits.size), logits
         if self.top_k is not None and self.top_k < logits.size:

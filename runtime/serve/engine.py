@@ -76,6 +76,7 @@ class Engine:
         self._waiting = deque[Job]()
         self._running: dict[int, Job] = {}  # by number, in the order of arrival
         self._groups: dict[str | None, Rounds] = {}  # those that decode together, by their adapter
+        self._short = False  # memory ran out: nothing is admitted before a request has left
         self._closing = self._halted = False
         self._counts = Counter[str](dict.fromkeys(COUNTS, 0))
         self._thread = Thread(target=self._work, name="accel-engine", daemon=True)
@@ -201,7 +202,7 @@ class Engine:
         """Plan, reserve, run, commit."""
         self._sweep()
         with self._changed:
-            waiting = list(self._waiting)
+            waiting = [] if self._short and self._running else list(self._waiting)
         if not waiting and not self._running:
             return
         tasks = [job.task(0) for job in waiting]
@@ -240,8 +241,11 @@ class Engine:
         """A request that runs is over, and in no group any more."""
         job.close()
         self._ledger.drop(job.id)
+        self._short = False
         with self._changed:
             del self._running[job.id]
+            if not self._running:
+                self._counts["kv_bytes"] = 0
             for name in ("drafted", "accepted"):
                 self._counts[f"{name}_total"] += job.row.drafting[name]
         job.end(error)
@@ -269,6 +273,16 @@ class Engine:
                 self._waiting.appendleft(job)
                 self._counts["preemptions_total"] += 1
 
+    def _spared(self, job: Job, error: Exception) -> bool:
+        """Memory ran out, and others run: let a request run again when one of them has left."""
+        if not isinstance(error, MemoryError) or not self._limits.recompute:
+            return False
+        if len(self._running) == 1:
+            return False
+        self._preempt([job])
+        self._short = True
+        return True
+
     def _admit(self, plan: Plan, waiting: Sequence[Job]) -> None:
         """Requests of the plan leave the queue."""
         admitted = {i for i, _ in plan.chunks}
@@ -290,11 +304,13 @@ class Engine:
                 self._pull(self._running[i])
             return
         for adapter, group in list(self._groups.items()):
-            jobs = self._of(group)
+            jobs, held = self._of(group), _held(group)
             try:
                 group.run()
             except Exception as error:  # a call of all of them failed
-                self._fail(adapter, error)
+                newest = max(jobs, key=lambda job: job.id)
+                if _held(group) != held or not self._spared(newest, error):
+                    self._fail(adapter, error)
             else:
                 self._tell(jobs)
 
@@ -316,8 +332,12 @@ class Engine:
                 self._pull(job)
             elif tokens < left.size or job.row.tokens:
                 known = max(0, int(job.session.lengths[0]) - job.computed)  # more than was planned
-                if known < tokens:
-                    job.session.run(left[None, known:tokens], last_only=True)
+                part, ahead = left[None, known:tokens], job.ahead - known
+                if 0 < ahead <= part.shape[1]:  # it runs again: its prompt ends before what it made
+                    job.session.prompt(part[:, :ahead])
+                    part = part[:, ahead:]
+                if part.size:
+                    job.session.run(part, last_only=True)
                 job.ran(tokens)
             else:
                 assert job.rounds is not None
@@ -325,7 +345,8 @@ class Engine:
                 job.ran(tokens)
                 self._tell([job])
         except Exception as error:
-            self._drop(job, error)
+            if not self._spared(job, error):
+                self._drop(job, error)
             return
         if tokens == left.size:
             self._count("prompt_tokens_total", job.row.prompt.size)
@@ -345,7 +366,8 @@ class Engine:
                 group.join(rounds)
             except Exception as error:
                 if len(group.rows) == group.session.batch and job.row not in group.rows:
-                    self._drop(job, error)  # nothing has changed
+                    if not self._spared(job, error):  # nothing has changed
+                        self._drop(job, error)
                 else:
                     self._fail(job.adapter, error)
                 return
@@ -394,3 +416,8 @@ class Engine:
     def _count(self, name: str, more: int) -> None:
         with self._changed:
             self._counts[name] += more
+
+
+def _held(group: Rounds) -> list[int]:
+    """Tokens of each row, and of those that its session holds."""
+    return [*(len(row.tokens) for row in group.rows), *group.session.lengths.tolist()]

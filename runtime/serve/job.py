@@ -53,6 +53,11 @@ class Job:
         """Tokens [n] that are to run before it decodes."""
         return self.row.seen[self.computed : self.length]
 
+    @property
+    def ahead(self) -> int:
+        """How many of these are its prompt's."""
+        return max(0, int(self.row.prompt.size) - self.computed)
+
     def ran(self, tokens: int) -> None:
         """So many more tokens of its prompt ran."""
         self.computed += tokens
@@ -67,6 +72,7 @@ class Job:
         """Give the ticket what the row took since; how many tokens."""
         sample, row, before = self.prepared.sample, self.row, self._told
         finish = sample.finish_reason
+        self.ticket.count(row.drafting["drafted"], row.drafting["accepted"])
         for at in range(before, len(row.tokens)):
             last = finish is not None and at == len(row.tokens) - 1
             text = sample.script.take(1)

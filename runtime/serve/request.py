@@ -57,10 +57,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request: those of its prompt, and those that were made so far."""
+    """Tokens of a request so far: those of its prompt, those that were made, those that were drafted, and of these
+    those that stood. A preempted request's drafts count on.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Ticket:
@@ -70,6 +74,7 @@ class Ticket:
         self._events = SimpleQueue[Event | BaseException]()
         self._on_cancel = on_cancel
         self._prompt_tokens, self._made = prompt_tokens, 0
+        self._drafted = self._accepted = 0
         self._ended = False
         self.cancelled = False
         """Whether `cancel` was called."""
@@ -94,7 +99,11 @@ class Ticket:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(self._prompt_tokens, self._made)
+        return Usage(self._prompt_tokens, self._made, self._drafted, self._accepted)
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """So many tokens were drafted so far, and so many of them stood; of the engine."""
+        self._drafted, self._accepted = drafted, accepted
 
     def put(self, event: Event | BaseException) -> None:
         """Give an event to whoever iterates; of the engine."""

@@ -43,6 +43,7 @@ SAMPLERS = {
     "top_k": sampled(top_k=2),
     "top_p": sampled(top_p=0.7),
     "penalty": sampled(repetition_penalty=1.7),
+    "counts": sampled(presence_penalty=1.1, frequency_penalty=0.6),
 }
 many = settings(max_examples=250, deadline=None, derandomize=True)
 
@@ -107,6 +108,8 @@ def forms(draw):
         top_p=st.sampled_from([None, 0.5, 0.9]),
         min_p=st.sampled_from([None, 0.2]),
         repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
+        presence_penalty=st.sampled_from([0.0, 1.5]),
+        frequency_penalty=st.sampled_from([0.0, -0.8]),
     ),
 )
 def test_any_form_any_law(name, form, seed, way, sampler):

@@ -5,10 +5,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from onnx import TensorProto, helper, save
 
 import accel
-from accel.ir.errors import AccelError
+from accel.ir.errors import AccelError, ArtifactError, OutOfMemoryError
 from accel.ir.recipe import Recipe
+from accel.lowering.onnx.ort import ort
+from accel.runtime.backends.onnx.open import _Session
 from accel.runtime.decode.sampling_params import SamplingParams
 
 HUGE = 10**400
@@ -91,3 +94,23 @@ def test_a_bad_recipe_is_an_error_with_its_place(tmp_path, name):
     with pytest.raises(AccelError, match=told) as error:
         Recipe.load(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_call_that_memory_is_too_small_for(tmp_path):
+    """onnxruntime's arena, and C++ where there is none: a MemoryError; what else it says is not."""
+    graph = helper.make_graph(
+        [helper.make_node("Expand", ["x", "s"], ["y"])], "g",
+        [helper.make_tensor_value_info(name, kind, size)
+         for name, kind, size in (("x", TensorProto.FLOAT, [2]), ("s", TensorProto.INT64, [2]))],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "m"])],
+    )  # fmt: skip
+    file = tmp_path / "graph.onnx"
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), file)
+    for arena in (True, False):
+        options = ort.SessionOptions()
+        options.log_severity_level, options.enable_cpu_mem_arena = 4, arena
+        session = _Session(file, options)
+        for shape, kind in (([2**45, 2], OutOfMemoryError), ([2, 3], ArtifactError)):
+            with pytest.raises(AccelError) as error:
+                session.run(None, {"x": np.ones(2, np.float32), "s": np.array(shape)})
+            assert type(error.value) is kind and "\n" not in str(error.value)

@@ -7,11 +7,18 @@ import numpy as np
 import pytest
 
 import accel
-from accel.ir.errors import AccelError, InputError
+from accel.ir.errors import AccelError, InputError, OutOfMemoryError
+from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.sampling_params import SamplingParams
+from accel.runtime.loop.speculative import _Rounds as RoundsOfDrafts
 from accel.runtime.schedule.continuous_batching import ContinuousBatching
 from accel.runtime.serve.engine import Engine, Full, Request
+from accel.runtime.serve.job import Job
+from accel.runtime.session.session import Session
+
+from ..kv_case import recipe
+from ..prefill_case import built
 
 BATCH = 4
 LOOPS = {
@@ -69,7 +76,7 @@ def requests(count=9, **more):
 
 
 def law(model, engine, asked):
-    """Events of all requests, against `generate`."""
+    """Events of all requests, against `generate`; what they used."""
     tickets = [engine.submit(one) for one in asked]
     for ticket, one in zip(tickets, asked, strict=True):
         events, want = list(ticket), model.generate(one.prompt, sampling_params=one.params)
@@ -88,6 +95,7 @@ def law(model, engine, asked):
                 for t in p
             ]
             assert np.allclose(*zip(*near, strict=True), atol=1e-3)
+    return [ticket.usage for ticket in tickets]
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -99,8 +107,13 @@ def test_requests_get_the_tokens_that_they_get_alone(opened, name):
     with Engine(model) as engine:
         turns = "take turns" in engine.how
         assert turns == (name in ("search", "fastcot")), engine.how
-        law(model, engine, asked)
+        used = law(model, engine, asked)
         assert engine.stats["kv_bytes"] == 0 and engine.stats["running"] == 0
+        for one in ("drafted", "accepted"):
+            told = [getattr(each, one) for each in used]
+            assert sum(told) == engine.stats[f"{one}_total"]
+            assert any(told) == (name in ("drafts", "jacobi", "fastcot"))
+        assert all(each.accepted < each.completion_tokens for each in used)
         assert engine.stats["requests_total"] == len(asked)
 
 
@@ -118,6 +131,25 @@ def test_blocks_run_out_and_requests_run_again(opened):
             assert engine._ledger.free == 8
     with Engine(opened(), blocks=2) as engine, pytest.raises(InputError, match="has room for 32"):
         engine.submit(Request(np.arange(1, 30), SamplingParams(max_tokens=9)))
+
+
+@pytest.mark.long
+def test_prompts_that_end_in_eviction_run_in_chunks_and_again(monkeypatch):
+    """A request that runs again drops the tokens of its prompt that it had dropped; one that drops none is caught."""
+    tables = recipe(kept=8) | {"schedule": {"use": "sarathi", "tokens": 9}}
+    model, rng = built("llama", tables=tables), np.random.default_rng(2)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    asked = [Request(rng.integers(3, 50, size), params) for size in (14, 15)]
+    want = [model.generate(one.prompt, sampling_params=params).tokens[0] for one in asked]
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(Job, "ahead", 0)
+        with Engine(model, blocks=3) as engine:
+            assert "in chunks" in engine.how
+            tickets = [engine.submit(one) for one in asked]
+            got = [[event.token for event in ticket] for ticket in tickets]
+            assert engine.stats["preemptions_total"] > 0
+        assert (got == want) == (not broken)
 
 
 def test_cancelled_requests_leave_and_others_go_on(opened):
@@ -178,27 +210,95 @@ def test_a_request_that_fails_fails_alone(opened, at):
             assert [event.token for event in other] == want
 
 
+def failing(monkeypatch, error, when):
+    """Rounds' calls fail where `when(rows that run, calls before)`; how many did."""
+    calls, failed = [], []
+    for kind, name in ((Rounds, "_call"), (RoundsOfDrafts, "_called")):
+        call = getattr(kind, name)
+
+        def fails(self, live, *given, call=call):
+            calls.append(len(live))
+            if when(len(live), len(calls)):
+                failed.append(len(live))
+                raise error
+            return call(self, live, *given)
+
+        monkeypatch.setattr(kind, name, fails)
+    return failed
+
+
+def ends(tickets):
+    """Why each request ended."""
+    found = []
+    for ticket in tickets:
+        try:
+            found.append(list(ticket)[-1].finish)
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
 def test_a_call_that_fails_ends_its_group_and_the_engine_goes_on(opened, monkeypatch):
-    model, call = opened(), Rounds._call
-    calls = []
+    failing(monkeypatch, ZeroDivisionError("no"), lambda rows, calls: calls == 2)
+    with Engine(opened()) as engine:
+        told = ends([engine.submit(one) for one in requests(2, ignore_eos=True)])
+        assert "ZeroDivisionError" in told
+        law(opened(), engine, requests(3))
 
-    def fails(self, live):
-        calls.append(len(live))
-        if len(calls) == 2:
-            raise MemoryError("no room")
-        return call(self, live)
 
-    monkeypatch.setattr(Rounds, "_call", fails)
+@pytest.mark.parametrize(("name", "most"), [("plain", 2), ("drafts", 1)])
+def test_where_memory_runs_out_the_newest_request_runs_again(opened, monkeypatch, name, most):
+    """Whenever more than so many rows run: all get their tokens; where even one row is too many, each request ends."""
+    model, no_room = opened(name), OutOfMemoryError("no room")
+    asked = requests(6, ignore_eos=True)
+    want = [model.generate(one.prompt, sampling_params=one.params).tokens[0] for one in asked]
+    with pytest.MonkeyPatch.context() as patch, Engine(model) as engine:
+        failed = failing(patch, no_room, lambda rows, calls: rows > most)
+        tickets = [engine.submit(one) for one in asked]
+        assert [[event.token for event in ticket] for ticket in tickets] == want
+        assert engine.stats["preemptions_total"] == len(failed) > 0
+    assert engine._ledger.free == engine._ledger.blocks
     with Engine(model) as engine:
-        tickets = [engine.submit(one) for one in requests(2, ignore_eos=True)]
-        ends = []
-        for ticket in tickets:
-            try:
-                ends.append(list(ticket)[-1].finish)
-            except MemoryError:
-                ends.append("no room")
-        assert "no room" in ends
-        law(model, engine, requests(3))
+        failing(monkeypatch, no_room, lambda rows, calls: True)
+        tickets = [engine.submit(one) for one in asked]
+        assert ends(tickets) == ["OutOfMemoryError"] * len(asked)
+    assert engine.stats["running"] == engine.stats["kv_bytes"] == 0
+
+
+def test_where_memory_runs_out_in_a_prompt_it_runs_again(opened, monkeypatch):
+    model, prompt = opened("sarathi"), Session.prompt
+    asked = requests(5, ignore_eos=True)
+    want = [model.generate(one.prompt, sampling_params=one.params).tokens[0] for one in asked]
+    engine, failed = Engine(model), []
+
+    def fails(self, tokens, lengths=None):
+        if len(engine._running) > 1 and len(failed) < 3:
+            failed.append(1)
+            raise MemoryError("no room")
+        return prompt(self, tokens, lengths)
+
+    monkeypatch.setattr(Session, "prompt", fails)
+    with engine:
+        tickets = [engine.submit(one) for one in asked]
+        assert [[event.token for event in ticket] for ticket in tickets] == want
+        assert engine.stats["preemptions_total"] == len(failed) == 3
+
+
+def test_a_round_that_took_tokens_before_memory_ran_out_is_not_run_again(opened, monkeypatch):
+    """The rows would lose some."""
+
+    def fails(self):
+        taken = run_(self)
+        if len(self.rows) > 1:
+            raise MemoryError("no room")
+        return taken
+
+    rounds = type(opened()._loop.rounds(opened().session(), [], DecodeContext()))
+    run_ = rounds.run
+    monkeypatch.setattr(rounds, "run", fails)
+    with Engine(opened()) as engine:
+        told = ends([engine.submit(one) for one in requests(4, ignore_eos=True)])
+        assert told.count("MemoryError") > 1 and engine.stats["preemptions_total"] == 0
 
 
 class Idle(ContinuousBatching):

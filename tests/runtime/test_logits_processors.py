@@ -33,6 +33,9 @@ from .test_speculative import drawing
 PROMPTS = [[5, 17, 200, 3, 88], [9], [7, 8] * 12]
 RECYCLING = {"draft": {"use": "token-recycling"}}
 WARM = Standard(temperature=0.8, top_k=30)
+PENALTIES = Standard(
+    repetition_penalty=1.3, presence_penalty=0.6, frequency_penalty=0.4, start=len(PROMPTS[-1])
+)
 WORDS = StructuredOutputsParams(regex="([a-d]{1,3} )+[0-9]{2}")
 
 
@@ -74,7 +77,7 @@ def text(tokenizer, row):
     return tokenizer.decode(row.tokens)
 
 
-@pytest.mark.parametrize("sampler", [Standard(), WARM, Standard(repetition_penalty=1.3)], ids=str)
+@pytest.mark.parametrize("sampler", [Standard(), WARM, PENALTIES], ids=str)
 @pytest.mark.parametrize("grammar", [False, True])
 def test_drafts_change_no_token(toy, rows, tokenizer, sampler, grammar):
     make = partial(rows, sampler, grammar=grammar)

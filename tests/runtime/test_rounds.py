@@ -12,11 +12,14 @@ from accel.ir.errors import InputError
 from accel.runtime.decode.context import DecodeContext
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.draft.model import Model
+from accel.runtime.length import Base
 from accel.runtime.length.fixed import Fixed
+from accel.runtime.length.tetris import Tetris
 from accel.runtime.loop.autoregressive import Autoregressive
 from accel.runtime.loop.fastcot import FastCoT
 from accel.runtime.loop.lookahead import Lookahead
 from accel.runtime.loop.speculative import Speculative
+from accel.runtime.loop.speculative import _Rounds as RoundsOfDrafts
 from accel.runtime.sample.standard import Standard
 from accel.runtime.verify.sample_match import SampleMatch
 
@@ -26,6 +29,7 @@ from ..prefill_case import built
 
 AXIS = Axis("draft", "accel.runtime.draft")
 SHAPES = Axis("tree", "accel.runtime.tree")
+LENGTHS = Axis("length", "accel.runtime.length")
 WARM = Standard(temperature=0.8, top_k=20)
 MOST = 5  # rows at once
 PROMPTS = [
@@ -40,8 +44,8 @@ def model(toy, tmp_path_factory):
         yield found
 
 
-def context(drafter, tree="static", model=None):
-    methods = {"draft": drafter, "verify": SampleMatch(), "length": Fixed(4)}
+def context(drafter, tree="static", model=None, length=None):
+    methods = {"draft": drafter, "verify": SampleMatch(), "length": length or Fixed(4)}
     return DecodeContext({**methods, "tree": SHAPES.build(tree)}, None, model)
 
 
@@ -117,6 +121,32 @@ def test_a_draft_models_rows_follow(model, want):
         if row.drafting["drafted"]
     ]
     assert stood and all(stood), "a draft follows another row"
+
+
+def compares(name):
+    """Whether a length decides for all rows at once."""
+    return LENGTHS.method(name).open is not Base.open
+
+
+@pytest.mark.parametrize("name", filter(compares, LENGTHS.names()))
+def test_rows_that_come_and_go_share_a_length(model, want, monkeypatch, name):
+    """They get what each gets alone; no call checks more than the budget of the rows that run."""
+    own, ran, sums = SimpleNamespace(draft_model=model, tokenizer=None, facts=model.facts), [], []
+    length = LENGTHS.build(name)
+    called = RoundsOfDrafts._called
+
+    def counted(self, trees, branches):
+        ran.append(len(self.rows))
+        sums.append((sum(map(len, trees.values())), len(trees)))
+        return called(self, trees, branches)
+
+    monkeypatch.setattr(RoundsOfDrafts, "_called", counted)
+    told = context(Model(), "chain", own, length)
+    law(model, Speculative(), told, want)
+    assert min(ran) == 1 and max(ran) > 2, "nothing joins"
+    if isinstance(length, Tetris):
+        assert all(drafted <= length.tokens * rows for drafted, rows in sums)
+        assert {drafted - length.tokens * rows for drafted, rows in sums} > {0}
 
 
 def test_state_that_stays_behind_is_caught(model, want, monkeypatch):

@@ -87,6 +87,16 @@ def test_greedy():
     assert Standard(repetition_penalty=3.0)(-logits, np.array([0]), rng) == 3, (
         "negative ones are multiplied"
     )
+    said = Standard(presence_penalty=0.5, frequency_penalty=0.25, start=1)
+    assert said.scores(logits, np.array([3, 1, 1, 0])).tolist() == [0.25, 2, 3, 2]
+    assert said(logits, np.array([1, 3]), rng) == 1, "a prompt does not count"
+
+
+def test_a_draft_model_may_lack_tokens_that_were_seen():
+    """Penalties are of those that it has."""
+    logits, seen = np.array([1, 3, 2], np.float32), np.array([1, 7, 1, 9])
+    for sampler in (Standard(repetition_penalty=2.0), Standard(frequency_penalty=1.0)):
+        assert sampler.scores(logits, seen).argmax() == 2
 
 
 class Counted:
@@ -160,6 +170,8 @@ BAD = {
     "top_p": [0, 0.0, -0.1, 1.1, math.nan, "x"],
     "min_p": [-0.1, 1.1, math.nan, []],
     "repetition_penalty": [0, -1, math.inf, math.nan, None],
+    "presence_penalty": [-2.1, 3, math.nan, None, "1", True],
+    "frequency_penalty": [2.5, -math.inf, None],
 }
 
 

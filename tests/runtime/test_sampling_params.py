@@ -1,5 +1,8 @@
 """SamplingParams: the same tokens as the keywords that it stands for, and refusals that name the option."""
 
+from functools import partial
+
+import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
@@ -14,13 +17,39 @@ def model(toy):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 1.3, "seed": 5, "top_k": 9}, {"repetition_penalty": 1.4}]
+    "options",
+    [
+        {},
+        {"temperature": 1.3, "seed": 5, "top_k": 9},
+        {"repetition_penalty": 1.4},
+        {"frequency_penalty": 2},
+    ],
 )
 def test_it_gives_what_the_keywords_give(model, options):
     want = model.generate([[4, 5], [6]], 9, **options).tokens
     params = SamplingParams(max_tokens=9, **options)
     assert model.generate([[4, 5], [6]], sampling_params=params).tokens == want
     assert list(model.stream([4, 5], sampling_params=params)) == want[0]
+
+
+def test_penalties_count_the_new_tokens(model):
+    """Of each prompt, behind it; a bias that does the same gives the same tokens."""
+
+    def raised(ids, logits, start):
+        new = ids[start:]
+        logits[np.unique(new)] += 1.5
+        np.add.at(logits, new, 2)
+        return logits
+
+    prompts, warm = [[4, 5, 4, 5, 4], [6]], {"eos": [], "temperature": 3.0, "seed": 1}
+    said = {"presence_penalty": -1.5, "frequency_penalty": -2}
+    found = model.generate(prompts, 40, **said, **warm).tokens
+    for prompt, tokens in zip(prompts, found, strict=True):
+        by_hand = partial(raised, start=len(prompt))
+        assert model.generate(prompt, 40, logits_processors=[by_hand], **warm).tokens == [tokens]
+        assert model.generate(prompt, 40, **warm).tokens != [tokens], "nothing is repeated"
+    wrong = partial(raised, start=0)
+    assert model.generate(prompts[0], 40, logits_processors=[wrong], **warm).tokens[0] != found[0]
 
 
 def test_end_tokens(model):

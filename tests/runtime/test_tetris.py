@@ -2,6 +2,7 @@
 is not lossless.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,6 +188,29 @@ def test_the_published_form_is_not_lossless():
         assert (gap > 0.1) if published else (gap < 1e-12)
         assert {(1, 1), (0, 2)} <= case.drafts
     assert Tetris().grade == "lossless" and Tetris(published=True).grade == "approximate"
+
+
+@dataclass(frozen=True)
+class Joined(Tetris):
+    """Opened for greedy rows, whose places others then take; `stale`: it does not hear of that."""
+
+    stale: bool = False
+
+    def open(self, rows, cost):
+        known = rows_of([[0]] * len(rows), Standard())
+        paces = super().open(known, cost)
+        known[:] = known if self.stale else rows
+        return paces
+
+
+def test_rows_that_join_are_drafted_for_as_they_sample():
+    """Greedy rows draft at once, which would be biased for one that samples and joins them."""
+    for stale in (False, True):
+        case = Opened(
+            Model(), Chain(), SpecChain(), World(sampled(), "same", 6, size=2),
+            limit=2, length=Joined(1, 1, stale=stale), beyond=1, batch=2,
+        )  # fmt: skip
+        assert (case.gap(2) > 0.1) if stale else (case.gap(2) < 1e-12)
 
 
 def test_a_drafter_that_does_not_ask_keeps_to_the_budget(toy):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accel.ir.errors import ArtifactError
+from accel.ir.errors import AccelError, ArtifactError, OutOfMemoryError
 from accel.ir.sizes import in_numbers
 from accel.ir.state import Home, StateValue
 from accel.lowering.onnx.native import is_native, register
@@ -17,9 +17,11 @@ from accel.lowering.onnx.ort import ort
 from accel.runtime.backends.onnx.mapped import advise, mapped
 from accel.runtime.inputs.ints import Ints
 
+_NO_MEMORY = ("Failed to allocate memory", "bad_alloc", "bad allocation")  # of its arena; else C++
+
 
 class _Session(ort.InferenceSession):  # type: ignore[misc]
-    """One whose calls raise ArtifactError, where onnxruntime raises a dozen classes without a common base."""
+    """One whose calls raise ArtifactError, OutOfMemoryError; onnxruntime's dozen classes have no common base."""
 
     def __init__(self, path: Path, options: Any):
         providers = ["CPUExecutionProvider"]  # the only one: no other is tried, and nothing printed
@@ -38,11 +40,11 @@ class _Session(ort.InferenceSession):  # type: ignore[misc]
         except Exception as error:
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> ArtifactError:
-        return ArtifactError(
-            f"{self.path}: onnxruntime {ort.__version__} cannot run it: {error}. If memory ran out, give fewer "
-            "or shorter prompts; otherwise build the artifact again"
-        )
+    def _failed(self, error: Exception) -> AccelError:
+        said = f"{self.path}: onnxruntime {ort.__version__} cannot run it: {error}"
+        if any(words in str(error) for words in _NO_MEMORY):
+            return OutOfMemoryError(f"{said}. Memory ran out: give fewer or shorter prompts")
+        return ArtifactError(f"{said}. Build the artifact again")
 
 
 def open_session(

@@ -57,6 +57,7 @@ class KvPlan:
     lookahead, repeats: see `KvFacts`. mass: names of the state that
     scores add up. tables: the budget's constants, by name, of each layer. marks, moves: see `KvFacts`.
     stages: how many stages of prompt pruning are before each layer. ragged: layers whose heads keep unequal numbers.
+    notes: whether a score notes something of each token.
     """
 
     budget: Budget
@@ -74,6 +75,7 @@ class KvPlan:
     moves: bool = False
     sinks: int = 0
     ragged: frozenset[int] = frozenset()
+    notes: bool = False
 
     def tokens(self, seen: int, layer: int, prompt: int) -> int:
         """Tokens that a head of the layer, one of `heads` in their order, keeps on average, where `prompt` of those
@@ -121,6 +123,7 @@ def kv_plan(tables: Mapping[str, Any], kv: Any, state: Sequence[Any]) -> KvPlan 
         kv.moves,
         kv.sinks,
         frozenset(s.layer for s in state if s.ragged),
+        any(s.part is Part.NOTE for s in state),
     )
 
 
@@ -192,16 +195,19 @@ class EvictionState(SessionObserver):
     @property
     def capabilities(self) -> Capabilities:
         """Where it may be due after a token, no call of several is the same, and none can be taken back. All rows are
-        compressed then, so that a row which joins makes others drop tokens when they would not alone.
+        compressed then, so that a row which joins makes others drop tokens when they would not alone. A prompt
+        may run in chunks where nothing is due before its end, and scores read what is then cached and the last
+        queries alone: what calls add up or note of tokens may depend on how many tokens a call has.
         """
         single = self.plan.when.single
         lost = single or self.plan.counts
+        early = any(self.plan.when.due(moment, 1 << 40) for moment in ("part", "call"))
         return Capabilities(
             back=0 if lost else None,
             width=1 if single else None,
             trees=not lost,
             joins=not single,
-            chunks=False,
+            chunks=not (early or self.plan.counts or self.plan.notes),
         )
 
     @property
