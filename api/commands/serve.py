@@ -113,7 +113,7 @@ def _opened(
 ) -> Models:
     """The artifacts, each with an engine; the stack closes them. Raises AccelError."""
     from accel.runtime.model.compiled import load
-    from accel.runtime.serve.engine import Engine
+    from accel.runtime.serve.phases import serving
     from accel.serve.models import Models, Served
 
     text = None if chat_template is None else options.template(chat_template)
@@ -126,7 +126,9 @@ def _opened(
             lacks = "it has no tokenizer" if model.tokenizer is None else "it is an encoder-decoder"
             raise InputError(f"{path} cannot be served: {lacks}; build another, or use `run`")
         most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
-        engine = Engine(model, max_batch=most, max_waiting=max_waiting)
+        engine = serving(
+            model, max_batch=most, max_waiting=max_waiting, threads=threads, kernels=kernels
+        )
         stack.callback(engine.close, drain=False)
         found.append(Served(path.resolve().name, model, engine, text))
     return Models(found)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError, InputError, shown
 from accel.ir.facts import Facts
 from accel.ir.fields import MANIFEST
@@ -52,6 +53,7 @@ from accel.runtime.model.chat import Chat
 from accel.runtime.model.notebook import model_table
 from accel.runtime.model.output import Meter, Output, Prepared, Sample, Stream, Transcript, pieces
 from accel.runtime.sample import Base as Sampler
+from accel.runtime.schedule import Base as Schedule
 from accel.runtime.session.observers import observer_factories
 from accel.runtime.session.observers.observer import ModelParts
 from accel.runtime.session.observers.prompt_filter import unseen
@@ -489,6 +491,11 @@ class CompiledModel:
         return self._backend.tuning if isinstance(self._backend, OrtBackend) else None
 
     @property
+    def threads(self) -> int | None:
+        """Compute threads of a call; None where they are not the model's own (a target other than ONNX Runtime)."""
+        return self._backend.threads if isinstance(self._backend, OrtBackend) else None
+
+    @property
     def costs(self) -> Costs:
         """The cost of a call of 1..32 tokens on this machine.
 
@@ -778,6 +785,11 @@ def from_artifact(
     weights of the artifact itself reads them where the file is mapped, so that no second copy is packed.
     """
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
+    schedule: Schedule = host_method(recipe.get("tables", {}), "schedule", "continuous-batching")
+    if (
+        schedule.beside
+    ):  # calls of several numbers of threads read one copy, and make room for each other
+        in_turns = mapped = True
     if plain:
         recipe = {
             **recipe,

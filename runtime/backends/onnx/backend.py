@@ -79,6 +79,7 @@ class OrtBackend:
         self._session: Any = None
         self._encoder: Any = None
         self._others: dict[str, Any] = {}
+        self._spread: dict[int, Any] = {}
         auto = isinstance(kernels, str) and kernels == AUTO
         self._tuning = None if auto else choose(artifact, kernels, self.threads)
 
@@ -127,6 +128,17 @@ class OrtBackend:
                 self._others[entry] = self._open(entry)
             return self._others[entry]
 
+    def spread(self, threads: int) -> Any:
+        """The InferenceSession of the step for calls of so many threads, opened when first asked for. Weights that are
+        not `mapped` are packed once more for each.
+        """
+        if threads == self.threads:
+            return self.session
+        with self._lock:
+            if threads not in self._spread:
+                self._spread[threads] = self._open(self.entry, threads)
+            return self._spread[threads]
+
     def open_session(self, batch: int) -> OrtSession:
         """A backend session for `batch` rows with an empty cache."""
         vocab_size = self.artifact.facts.vocab_size
@@ -134,14 +146,14 @@ class OrtBackend:
         return OrtSession(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
             self.other, everything(self.artifact.facts), self.artifact.manifest.keeps_trees(self.tuning.kernels),
-            FLAT.name in self.entries,
+            FLAT.name in self.entries, self.spread,
         )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
         with self._lock:
             self._session = self._encoder = None
-            self._others = {}
+            self._others, self._spread = {}, {}
 
     def _tuned(self) -> Tuning:
         if self._tuning is None:
@@ -149,14 +161,15 @@ class OrtBackend:
             assert self._tuning is not None  # it was measured
         return self._tuning
 
-    def _open(self, entry: str) -> Any:
+    def _open(self, entry: str, threads: int | None = None) -> Any:
         graphs = self.artifact.entries[entry].graphs
         path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
         kind = kind_of(entry)
         most = self.threads if kind is None or kind.threads is None else kind.threads
         turns = self._in_turns or FLAT.name in self.entries  # which comes between two steps
         resting = turns or entry != self.entry
-        return open_session(path, min(most, self.threads), resting=resting, mapped=self._mapped)
+        most = min(most, threads or self.threads)
+        return open_session(path, most, resting=resting, mapped=self._mapped)
 
 
 class OrtSession:
@@ -176,11 +189,14 @@ class OrtSession:
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
         trees: bool = False,
         flat: bool = False,
+        spread: Callable[[int], Any] | None = None,
     ):
         """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
         what they are at first. `trees`: whether the step takes any. `flat`: whether there is such an entry.
+        `spread`: the step's sessions of other numbers of threads.
         """
         self._session = session
+        self._other_threads = spread
         self._other_entry = other
         self._parts = Parts(other)
         self.trees, self.flat = trees, flat
@@ -306,6 +322,15 @@ class OrtSession:
         self._swap()
         return logits
 
+    def spread(self, threads: int) -> None:
+        """See protocol.BackendSession. The state stays where it is; its bindings are made anew."""
+        assert self._other_threads is not None
+        session = self._other_threads(threads)
+        if session is not self._session:
+            self._session = session
+            if self._decode:
+                self._bind(self._buffers)
+
     def part(self, entry: str, given: Arrays) -> Arrays:
         """See protocol.BackendSession. State is written where it lies; what recurs may be read after it is written."""
         out = self._parts.run(entry, given, self._buffers, self._spare)
@@ -376,7 +401,7 @@ class OrtSession:
         """See protocol.BackendSession."""
         other = OrtSession(
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
-            self.tile, self._other_entry, self._controls, self.trees, self.flat,
+            self.tile, self._other_entry, self._controls, self.trees, self.flat, self._other_threads,
         )  # fmt: skip
         if self._adapters:
             arrays = {n: a for n, a in self._adapters.items() if n != ROWS}
