@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ _SIZES = struct.Struct("<QQ")  # of the JSON, and of the bytes behind it
 class Wire:
     """Frames over two pipes. `send` may be called by any thread, `receive` by one."""
 
-    def __init__(self, reads: BinaryIO, writes: BinaryIO):
+    def __init__(self, reads: IO[bytes], writes: IO[bytes]):
         self._reads, self._writes = reads, writes
         self._lock = threading.Lock()
 

@@ -3,12 +3,13 @@
     python tools/bench/simulate.py fit ARTIFACT --out costs.json         measure calls, fit their cost
     python tools/bench/simulate.py run --costs costs.json                schedules under Poisson arrivals
     python tools/bench/simulate.py run --costs costs.json --trace requests.csv --schedule sarathi:tokens=64
-    python tools/bench/simulate.py check ARTIFACT --costs costs.json     one engine for real beside its simulation
+    python tools/bench/simulate.py check ARTIFACT                        one engine for real beside its simulation
+    python tools/bench/simulate.py real ARTIFACT OTHER …                 engines for real, in turns, over one trace
 
 A trace is a CSV or JSONL with the columns `arrival` (seconds), `prompt` and `output` (tokens). Every figure of `run` is
 simulated. A schedule is what an engine runs: the same `plan`, `route` and `share` are called, with the same ledger of
 blocks; only the calls of the model are a sum of costs. `check` runs an engine over the artifact, on this machine, in
-turns with a fit.
+turns with a fit. `real` runs the schedule that each artifact was built with; ratios are medians of turns.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from accel.runtime.schedule import Base, Limits, Place, State, Task
 from accel.runtime.serve.ledger import Ledger
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
-SIZES = (8, 24, 64, 128, 256)  # tokens of prompts that are measured
+SIZES = (8, 64, 192)  # tokens of prompts that are measured
 ROWS = (1, 2, 4, 8)
 
 
@@ -380,7 +381,7 @@ def fitted(features: Any, seconds: Any) -> Any:
     return out
 
 
-def measured(model: Any, repeats: int = 5) -> Costs:
+def measured(model: Any, repeats: int = 3) -> Costs:
     """The costs of a model's calls, medians, as an engine makes them: prompts into sessions of one row, and rounds of
     rows that joined.
     """
@@ -399,34 +400,34 @@ def measured(model: Any, repeats: int = 5) -> Costs:
     with Engine(model) as engine:  # kernels are chosen, and the code is warm
         list(engine.submit(Request(ids(8), SamplingParams(max_tokens=4))))
     for _ in range(repeats):
-        for tokens in (n for n in SIZES if n + 8 < size):
-            start = time.perf_counter()
-            session = model.session()
-            logits = session.prompt(ids(tokens)[None])
-            logits[0, 0].argmax()
-            prompts.setdefault((tokens, 0), []).append(time.perf_counter() - start)
-            start = time.perf_counter()
-            data = session.export_row()
-            model.import_row(data).close()
-            moves.setdefault(tokens, []).append((time.perf_counter() - start) / 2)
-            if 2 * tokens + 8 < size:
+        for tokens in (n for n in SIZES if 2 * n + 8 < size):
+            group = None
+            for rows in range(1, model.facts.max_batch + 1):
                 start = time.perf_counter()
-                session.run(ids(tokens)[None], last_only=True)
-                prompts.setdefault((tokens, tokens), []).append(time.perf_counter() - start)
-            for rows in (n for n in ROWS if n <= model.facts.max_batch):
-                group = model.session()
-                group.prompt(ids(tokens)[None])
-                for _ in range(rows - 1):
-                    other = model.session()
-                    other.prompt(ids(tokens)[None])
-                    group.join(other)
-                for _ in range(3):
+                session = model.session()
+                logits = session.prompt(ids(tokens)[None])
+                logits[0, 0].argmax()
+                prompts.setdefault((tokens, 0), []).append(time.perf_counter() - start)
+                if group is None:
+                    group = session
                     start = time.perf_counter()
-                    logits = group.run(np.ones((rows, 1), np.int64))
-                    [logits[i, 0].argmax() for i in range(rows)]
-                    rounds.setdefault((rows, tokens), []).append(time.perf_counter() - start)
-                group.close()
-            session.close()
+                    data = session.export_row()
+                    with model.import_row(data) as other:
+                        moves.setdefault(tokens, []).append((time.perf_counter() - start) / 2)
+                        start = time.perf_counter()
+                        other.run(ids(tokens)[None], last_only=True)
+                        spent = time.perf_counter() - start
+                    prompts.setdefault((tokens, tokens), []).append(spent)
+                else:
+                    group.join(session)
+                if rows in ROWS:
+                    for _ in range(3):
+                        start = time.perf_counter()
+                        logits = group.run(np.ones((rows, 1), np.int64))
+                        [logits[i, 0].argmax() for i in range(rows)]
+                        spent = time.perf_counter() - start
+                        rounds.setdefault((rows, tokens), []).append(spent)
+            group.close()
     call, token, pair = fitted(
         [(1, n, n * b + n * (n + 1) / 2) for n, b in prompts],
         list(map(np.median, prompts.values())),
@@ -444,10 +445,18 @@ def measured(model: Any, repeats: int = 5) -> Costs:
 
 def real(model: Any, asked: Sequence[Asked], seed: int = 0) -> Result:
     """The same trace, served by an engine over the model, each request at its time."""
+    from accel.runtime.serve.phases import serving
+
+    with serving(model, max_waiting=len(asked)) as engine:
+        return served(model, engine, asked, seed)
+
+
+def served(model: Any, engine: Any, asked: Sequence[Asked], seed: int = 0) -> Result:
+    """A trace, by an engine that is open."""
     import threading
 
     from accel.runtime.decode.sampling_params import SamplingParams
-    from accel.runtime.serve.engine import Engine, Request
+    from accel.runtime.serve.engine import Request
 
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(1, model.facts.vocab_size, one.prompt) for one in asked]
@@ -457,18 +466,16 @@ def real(model: Any, asked: Sequence[Asked], seed: int = 0) -> Result:
         for _ in ticket:
             result.tokens[i].append(time.perf_counter() - start)
 
-    with Engine(model, max_waiting=len(asked)) as engine:
-        start, readers = time.perf_counter(), []
-        for i, one in enumerate(asked):
-            time.sleep(max(0.0, start + one.arrival - time.perf_counter()))
-            params = SamplingParams(max_tokens=one.output, ignore_eos=True)
-            reader = threading.Thread(
-                target=read, args=(i, engine.submit(Request(prompts[i], params)))
-            )
-            reader.start()
-            readers.append(reader)
-        for reader in readers:
-            reader.join()
+    start, readers = time.perf_counter(), []
+    for i, one in enumerate(asked):
+        time.sleep(max(0.0, start + one.arrival - time.perf_counter()))
+        params = SamplingParams(max_tokens=one.output, ignore_eos=True)
+        ticket = engine.submit(Request(prompts[i], params))
+        reader = threading.Thread(target=read, args=(i, ticket))
+        reader.start()
+        readers.append(reader)
+    for reader in readers:
+        reader.join()
     return result.check()
 
 
@@ -564,8 +571,8 @@ def check(
     artifact: Path,
     rate: float = 20.0,
     count: int = 40,
-    prompt: float = 40,
-    output: float = 16,
+    prompt: float = 60,
+    output: float = 24,
     turns: int = 3,
     tolerance: Annotated[float, typer.Option(help="largest ratio of medians, either way")] = 1.5,
 ) -> None:
@@ -601,6 +608,47 @@ def check(
     )
     if any(max(v, 1 / v) > tolerance for v in medians.values()):
         raise typer.Exit(1)
+
+
+@app.command("real")
+def real_turns(
+    artifacts: list[Path],
+    trace_file: Annotated[Path | None, typer.Option("--trace")] = None,
+    rate: float = 4.0,
+    count: int = 24,
+    prompt: float = 100,
+    output: float = 24,
+    turns: int = 3,
+) -> None:
+    """Serve one trace with the engine of each artifact, in turns. Ratios to the first artifact."""
+    from contextlib import ExitStack
+
+    import accel
+    from accel.runtime.serve.phases import serving
+
+    ratios: dict[tuple[str, str], list[float]] = {}
+    with ExitStack() as stack:
+        engines = {}
+        for path in artifacts:
+            model = stack.enter_context(accel.load(path))
+            engine = stack.enter_context(serving(model, max_waiting=1000))
+            engines[path.name] = (model, engine)
+            served(model, engine, [Asked(0.0, 100, 8), Asked(0.0, 100, 8)])  # all is opened
+        for turn in range(turns):
+            asked = trace(trace_file) if trace_file else poisson(count, rate, prompt, output, turn)
+            asked = [
+                replace(one, prompt=min(one.prompt, 900), output=min(one.output, 900))
+                for one in asked
+            ]
+            results = {name: served(*both, asked) for name, both in engines.items()}
+            typer.echo(table(results))
+            first, *others = results.items()
+            for name, one in others:
+                for key, value in one.figures.items():
+                    if key.startswith(("ttft", "gap", "tokens")):
+                        ratios.setdefault((name, key), []).append(value / first[1].figures[key])
+    for (name, key), values in ratios.items():
+        typer.echo(f"{name:32}{key:20}{np.median(values):6.2f}  ({np.round(values, 2).tolist()})")
 
 
 if __name__ == "__main__":
