@@ -127,7 +127,12 @@ def _opened(
             raise InputError(f"{path} cannot be served: {lacks}; build another, or use `run`")
         most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
         engine = serving(
-            model, max_batch=most, max_waiting=max_waiting, threads=threads, kernels=kernels
+            model,
+            max_batch=most,
+            max_waiting=max_waiting,
+            threads=threads,
+            kernels=kernels,
+            public_key=public_key,
         )
         stack.callback(engine.close, drain=False)
         found.append(Served(path.resolve().name, model, engine, text))

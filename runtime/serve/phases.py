@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -38,12 +39,18 @@ def serving(
     max_waiting: int = 64,
     threads: int | None = None,
     kernels: str = AUTO,
+    public_key: str | os.PathLike[str] | None = None,
 ) -> Engine | Phases:
     """An engine for a model, of as many processes as the recipe's schedule wants. Raises InputError, RecipeError."""
     if len(_schedule(model).homes) == 1:
         return Engine(model, max_batch=max_batch, max_waiting=max_waiting)
     return Phases(
-        model, max_batch=max_batch, max_waiting=max_waiting, threads=threads, kernels=kernels
+        model,
+        max_batch=max_batch,
+        max_waiting=max_waiting,
+        threads=threads,
+        kernels=kernels,
+        public_key=public_key,
     )
 
 
@@ -71,7 +78,12 @@ class _Process:
     def __init__(self, home: str, options: Mapping[str, Any]):
         self.home, self.gone = home, False
         words = [sys.executable, "-m", "accel.runtime.serve.worker", json.dumps(options)]
-        self.child = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.child = subprocess.Popen(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for this process, which drains first
+        )
         assert self.child.stdin is not None and self.child.stdout is not None
         self.wire = Wire(self.child.stdout, self.child.stdin)
 
@@ -122,9 +134,11 @@ class Phases:
         blocks: int | None = None,
         threads: int | None = None,
         kernels: str = AUTO,
+        public_key: str | os.PathLike[str] | None = None,
     ):
         """`max_batch`, `blocks`: of each process, as of `Engine`. `max_waiting`: most requests beyond those that can
-        run. `threads`: of a call in each process (default: an equal part of the cores). Raises InputError where the
+        run. `threads`: of a call in each process (default: an equal part of the cores). `kernels`,
+        `public_key`: as of `load`, in each. Raises InputError where the
         recipe's requests cannot move, RecipeError.
         """
         facts = model.facts
@@ -152,6 +166,7 @@ class Phases:
                 "path": str(model.artifact.path),
                 "threads": threads or max(1, default_threads() // len(homes)),
                 "kernels": kernels,
+                "public_key": None if public_key is None else os.fspath(public_key),
             },
             "max_batch": self.max_batch,
             "blocks": self._capacity // BLOCK,
