@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import accel
+from accel.compiler.smoke.tiny_models import small_model
 from accel.ir.errors import AccelError, InputError, RecipeError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.schedule import Place, Route
@@ -118,6 +119,11 @@ def want(model, one):
     return out.tokens[at], out.text[at], out.finish_reason[at]
 
 
+def payload(handed):
+    """Bytes of arrays that move."""
+    return len(handed.state) - 8 - int.from_bytes(handed.state[:8], "little")
+
+
 def law(model, one, events):
     tokens, text, finish = want(model, one)
     assert [e.token for e in events] == tokens, "tokens of another"
@@ -135,14 +141,12 @@ def test_rows_move_and_their_bytes_are_those_of_the_state(opened, monkeypatch):
             if handed is None:
                 assert len(events) == 1
                 continue
-            size = int.from_bytes(handed.state[:8], "little")
-            arrays = json.loads(handed.state[8 : 8 + size])
-            arrays.pop("__metadata__")
-            moved = len(handed.state) - 8 - size
             layers = model.facts.layers
             state = sum(2 * layer.num_kv_heads * layer.head_dim * 4 for layer in layers)
             state += 8  # the position of each slot
-            assert moved == state * one.prompt.size, "other bytes than 2 L G D floats a token"
+            assert payload(handed) == state * one.prompt.size, (
+                "other bytes than 2 L G D floats a token"
+            )
         assert prompts.stats["kv_bytes"] == decodes.stats["kv_bytes"] == 0
         for engine in (prompts, decodes):
             engine._ledger.check()
@@ -154,6 +158,22 @@ def test_rows_move_and_their_bytes_are_those_of_the_state(opened, monkeypatch):
         with pytest.raises(AssertionError, match="tokens of another"):
             one = asked()[5]
             law(model, one, through(prompts, decodes, one)[0])
+
+
+@pytest.mark.long
+def test_a_codecs_own_tensors_move():
+    """What moves is what the report says of a token: codes, scales and a position."""
+    tables = {"kv.codec": {"use": "kv-int8"}}
+    model = accel.optimize(
+        small_model("llama"), tables, target="eager", max_batch=2, max_context=256
+    )
+    with model, Engine(model) as prompts, Engine(model) as decodes:
+        prompt = np.random.default_rng(0).integers(1, model.facts.vocab_size, 70)
+        one = Request(prompt, SamplingParams(max_tokens=9, temperature=0.7, seed=3))
+        events, handed = through(prompts, decodes, one)
+        want = model.generate(prompt, sampling_params=one.params)
+        assert [event.token for event in events] == want.tokens[0]
+        assert payload(handed) == model.report["kv_bytes_per_token"] * prompt.size
 
 
 def test_a_request_as_json():

@@ -570,12 +570,12 @@ def run(
 @app.command()
 def check(
     artifact: Path,
-    rate: float = 20.0,
-    count: int = 40,
+    rate: float = 1.5,
+    count: int = 20,
     prompt: float = 60,
-    output: float = 24,
+    output: float = 20,
     turns: int = 3,
-    tolerance: Annotated[float, typer.Option(help="largest ratio of medians, either way")] = 1.5,
+    tolerance: Annotated[float, typer.Option(help="largest ratio of medians, either way")] = 1.6,
 ) -> None:
     """An engine for real, beside its simulation with costs that are fitted before and after each run. Exit code 1: the
     medians differ by more than the tolerance.
