@@ -88,6 +88,8 @@ def test_times_of_one_request():
     late = 2 * COSTS.moved(50) + 1e-4  # it is sent, and taken over in an iteration
     assert np.allclose(split.tokens[0], [plain[0], *(t + late for t in plain[1:])])
     assert split.moved == 50
+    halves = simulate.simulate(Splitwise(), one, limits, COSTS, apart=False).tokens[0]
+    assert np.allclose(halves[0], 2.0 + 1e-4 + COSTS.prompt(50, 0, 0.5))
     chunks = 2 * 1e-4 + COSTS.prompt(32, 0) + COSTS.prompt(18, 32)
     assert np.allclose(of(Nexus(tokens=32), one, limits).tokens[0][0], 2.0 + chunks)
 

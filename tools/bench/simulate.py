@@ -190,11 +190,12 @@ class _Process:
             for i, tokens in plan.chunks:
                 part = self.part if plan.decodes else 1.0
                 self.busy = (i, tokens, part)
-                seconds = costs.prompt(tokens, self.tasks[i].computed, part) + costs.iteration
+                seconds = costs.iteration
+                seconds += costs.prompt(tokens, self.tasks[i].computed, part * world.whole)
                 world.at(now + seconds, self._prompted)
         left = 1 - self.busy[2] if self.busy else 1.0
         here = [self.tasks[i].computed for i in plan.decodes]
-        now += costs.iteration + (costs.decode(here, left) if left else 0.0)
+        now += costs.iteration + (costs.decode(here, left * world.whole) if left else 0.0)
         for i in plan.decodes:
             self._token(i, now)
         if not beside:
@@ -224,7 +225,9 @@ class _Process:
     def _seconds(self, i: int, tokens: int) -> float:
         """Of a part of a prompt; what was given only has to be taken over."""
         costs, task = self.world.costs, self.tasks[i]
-        return costs.moved(tokens) if i in self.given else costs.prompt(tokens, task.computed)
+        if i in self.given:
+            return costs.moved(tokens)
+        return costs.prompt(tokens, task.computed, self.world.whole)
 
     def _prompted(self, now: float) -> None:
         """A part of a prompt is through, beside the rounds."""
@@ -262,9 +265,14 @@ class _Process:
 
 
 class World:
-    """All processes of a schedule, and a clock. `cores`: of a process, for a schedule that shares them out."""
+    """All processes of a schedule, and a clock. `cores`: of a process, for a schedule that shares them out. `apart`:
+    each process has a machine; else all have an equal part of one.
+    """
 
-    def __init__(self, schedule: Base, limits: Limits, costs: Costs, cores: int = 2):
+    def __init__(
+        self, schedule: Base, limits: Limits, costs: Costs, cores: int = 2, apart: bool = True
+    ):
+        self.whole = 1.0 if apart else 1 / len(schedule.homes)
         self.schedule, self.limits, self.costs = schedule, limits, costs
         self.shares = [k / cores for k in range(1, cores)]
         self._events: list[tuple[float, int, Any]] = []
@@ -331,10 +339,15 @@ class World:
 
 
 def simulate(
-    schedule: Base, asked: Sequence[Asked], limits: Limits, costs: Costs, cores: int = 2
+    schedule: Base,
+    asked: Sequence[Asked],
+    limits: Limits,
+    costs: Costs,
+    cores: int = 2,
+    apart: bool = True,
 ) -> Result:
-    """What a schedule does with a trace."""
-    return World(schedule, limits, costs, cores).run(asked)
+    """What a schedule does with a trace; arguments as of `World`."""
+    return World(schedule, limits, costs, cores, apart).run(asked)
 
 
 def poisson(
@@ -555,13 +568,18 @@ def run(
     rows: int = 8,
     blocks: int = 256,
     cores: int = 2,
+    apart: Annotated[
+        bool, typer.Option(help="each process has a machine, not a part of one")
+    ] = False,
     plot: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Simulate schedules over one trace."""
     told = Costs(**json.loads(costs.read_text()))
     asked = trace(trace_file) if trace_file else poisson(count, rate, prompt, output, seed)
     names = schedule or find_axes()["schedule"].names()
-    results = {n: simulate(schedule_of(n), asked, Limits(rows, blocks), told, cores) for n in names}
+    results = {
+        n: simulate(schedule_of(n), asked, Limits(rows, blocks), told, cores, apart) for n in names
+    }
     typer.echo("simulated\n" + table(results))
     if plot:
         picture(results, plot)
