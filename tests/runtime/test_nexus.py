@@ -70,15 +70,32 @@ def test_bad_options(option, value):
 
 # For real
 
+DRAFTS = {
+    "loop": {"use": "speculative"},
+    "draft": {"use": "prompt-lookup"},
+    "verify": {"use": "sample-match"},
+    "length": {"use": "fixed"},
+}
+
+
+def opened(toy, folder, **more):
+    toy.write(folder, max_batch=4)
+    told = toy.manifest(max_batch=4, max_context=200)
+    told["recipe"]["tables"] = {"schedule": {"use": "nexus", "tokens": 7}, **more}
+    toy.seal(folder, told)
+    return accel.load(folder, threads=2)
+
 
 @pytest.fixture(scope="module")
 def model(toy, tmp_path_factory):
-    folder = toy.write(tmp_path_factory.mktemp("nexus") / "artifact", max_batch=4)
-    told = toy.manifest(max_batch=4, max_context=200)
-    told["recipe"]["tables"] = {"schedule": {"use": "nexus", "tokens": 7}}
-    toy.seal(folder, told)
-    with accel.load(folder, threads=2) as model:
+    with opened(toy, tmp_path_factory.mktemp("nexus") / "artifact") as model:
         yield model
+
+
+def test_drafts_go_on_beside_prompts(toy, tmp_path):
+    with opened(toy, tmp_path / "drafts", **DRAFTS) as model, Engine(model) as engine:
+        served(model, engine, asked())
+        assert engine.stats["drafted_total"] > 0
 
 
 def asked(count=9):

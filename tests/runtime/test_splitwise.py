@@ -18,6 +18,13 @@ from accel.runtime.serve.engine import Engine, Full, Request
 from accel.runtime.serve.phases import Phases, serving
 from accel.runtime.serve.wire import request_from_json, request_to_json
 
+DRAFTS = {
+    "loop": {"use": "speculative"},
+    "draft": {"use": "prompt-lookup"},
+    "verify": {"use": "sample-match"},
+    "length": {"use": "fixed"},
+}
+
 
 def places(*told):
     return [Place(home, pending, held, capacity=100) for home, pending, held in told]
@@ -86,6 +93,8 @@ def opened(toy, tmp_path_factory):
             folder = toy.write(tmp_path_factory.mktemp("splitwise") / name, max_batch=4)
             told = toy.manifest(max_batch=4, max_context=200)
             told["recipe"]["tables"] = {"schedule": {"use": "splitwise", **options}}
+            if name == "drafts":
+                told["recipe"]["tables"] |= DRAFTS
             toy.seal(folder, told)
             made[name] = accel.load(folder)
         return made[name]
@@ -133,6 +142,11 @@ def law(model, one, events):
 
 def test_rows_move_and_their_bytes_are_those_of_the_state(opened, monkeypatch):
     """Tokens, texts and samples are those of one engine; what moves is the state of the prompt's tokens."""
+    model = opened("drafts")
+    with Engine(model) as prompts, Engine(model) as decodes:
+        for one in asked():
+            law(model, one, through(prompts, decodes, one)[0])
+        assert decodes.stats["drafted_total"] > 0
     model = opened()
     with Engine(model) as prompts, Engine(model) as decodes:
         for one in asked():
