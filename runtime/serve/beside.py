@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 
 from accel.runtime.serve.job import Job
 
@@ -29,14 +31,17 @@ class Beside:
         self.shares = [k / cores for k in range(1, cores)]
         self.share = 0.0  # of the cores that prompts had while others decoded
         self.part: Part | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="accel-prompts")
+        self._work = SimpleQueue[tuple[Future[None], Callable[[], None]] | None]()
+        self._thread = Thread(target=self._run, name="accel-prompts", daemon=True)
+        self._thread.start()
 
     def start(
         self, job: Job, tokens: int, threads: int, run: Callable[[Job, int, int], None]
     ) -> None:
         """Begin `run(job, tokens, threads)`; nothing runs now."""
         assert self.part is None
-        self.part = Part(job, tokens, threads, self._pool.submit(run, job, tokens, threads))
+        self.part = Part(job, tokens, threads, Future())
+        self._work.put((self.part.future, lambda: run(job, tokens, threads)))
 
     def ended(self, wait: bool = False) -> Part | None:
         """The part that is through, once; None: it runs, or there is none. Its error is in its `future`."""
@@ -49,4 +54,15 @@ class Beside:
 
     def close(self) -> None:
         """End the thread."""
-        self._pool.shutdown()
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            future, run = work
+            try:
+                run()
+            except BaseException as error:  # it is raised in the engine's thread
+                future.set_exception(error)
+            else:
+                future.set_result(None)
