@@ -786,9 +786,7 @@ def from_artifact(
     """
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
     schedule: Schedule = host_method(recipe.get("tables", {}), "schedule", "continuous-batching")
-    if (
-        schedule.beside
-    ):  # calls of several numbers of threads read one copy, and make room for each other
+    if schedule.beside:  # calls of several numbers of threads share weights, and make room
         in_turns = mapped = True
     if plain:
         recipe = {
