@@ -190,8 +190,8 @@ def _open(path: Path, threads: int | None, kernels: str) -> tuple[CompiledModel,
     from accel.runtime.model.compiled import CompiledModel
 
     class Engine(OrtBackend):
-        def _open(self, entry: str) -> Any:
-            opened = super()._open(entry)
+        def _open(self, entry: str, threads: int | None = None) -> Any:
+            opened = super()._open(entry, threads)
             return Timed(opened) if entry == "step" else opened
 
     artifact = open_artifact(path)

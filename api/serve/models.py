@@ -13,6 +13,7 @@ from accel.ir.errors import InputError, unknown
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.opening import opened
+from accel.runtime.serve.phases import Phases
 from accel.serve.errors import ApiError
 
 FLOAT = 4  # bytes
@@ -26,7 +27,7 @@ class Served:
 
     name: str
     model: CompiledModel
-    engine: Engine
+    engine: Engine | Phases
     chat_template: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

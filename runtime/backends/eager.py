@@ -276,6 +276,9 @@ class EagerSession:
         """A copy on the device."""
         return torch.from_numpy(np.array(array)).to(self._device)
 
+    def spread(self, threads: int) -> None:
+        """See protocol.BackendSession: torch's threads are those of the process."""
+
     def close(self) -> None:
         """Drop the state."""
         self._state = {}

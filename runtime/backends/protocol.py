@@ -133,6 +133,9 @@ class BackendSession(Protocol):
     def kv_mapped(self) -> int:
         """How many of them lie in mapped files."""
 
+    def spread(self, threads: int) -> None:
+        """Compute the steps from here on with so many threads, where the target has threads of its own."""
+
     def close(self) -> None:
         """Free the buffers."""
 

@@ -373,6 +373,12 @@ class CompiledModel:
         return backend.tuning if isinstance(backend, OrtBackend) else None
 
     @property
+    def threads(self) -> int | None:
+        """Compute threads of a call; None where they are not the model's own (a target other than ONNX Runtime)."""
+        backend = self._sessions.backend
+        return backend.threads if isinstance(backend, OrtBackend) else None
+
+    @property
     def costs(self) -> Costs:
         """The cost of a call of 1..32 tokens on this machine.
 

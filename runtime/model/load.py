@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError
 from accel.ir.fields import MANIFEST
 from accel.lowering.onnx.threads import MOST_THREADS
@@ -19,6 +20,7 @@ from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.compiled import CompiledModel
+from accel.runtime.schedule import Base as Schedule
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
 
@@ -69,6 +71,9 @@ def from_artifact(
     weights of the artifact itself reads them where the file is mapped, so that no second copy is packed.
     """
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
+    schedule: Schedule = host_method(recipe.get("tables", {}), "schedule", "continuous-batching")
+    if schedule.beside:  # calls of several numbers of threads share weights, and make room
+        in_turns = mapped = True
     if plain:
         recipe = {
             **recipe,

@@ -1,4 +1,4 @@
-"""Axis: which requests run in the next iteration of an engine, and how much of their prompts."""
+"""Axis: which requests run in the next iteration of an engine, how much of their prompts, and where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import ClassVar
 
 from accel.ir.invariants import Method
 
-__all__ = ["Base", "Limits", "Plan", "State", "Task"]
+__all__ = ["Base", "Limits", "Place", "Plan", "Route", "State", "Task"]
+
+PROMPT, TOKEN, MIXED = "prompt", "token", "mixed"  # what a process is for
 
 
 @dataclass(frozen=True)
@@ -70,13 +72,15 @@ class Limits:
 @dataclass(frozen=True)
 class State:
     """waiting: in the order of the queue. running: in the order of arrival. free: blocks that no one owns. now: the
-    clock, in seconds.
+    clock, in seconds. busy: which of those that run has a part of its prompt under way, beside the iterations; it can
+    be neither preempted nor given another part yet.
     """
 
     waiting: Sequence[Task]
     running: Sequence[Task]
     free: int
     now: float = 0.0
+    busy: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,63 @@ class Plan:
     blocks: Mapping[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Place:
+    """A process, as a router sees it. Counts are of tokens.
+
+    Attributes:
+        home: "prompt", "token" or "mixed".
+        pending: of prompts that are to run here.
+        held: what requests that decode here, or will, may hold at their ends.
+        capacity: what all of them may hold.
+    """
+
+    home: str
+    pending: int = 0
+    held: int = 0
+    capacity: int = 1 << 62
+
+    @property
+    def role(self) -> str:
+        """Its home, or "mixed" as long as it has work of the other phase."""
+        other = {PROMPT: self.held, TOKEN: self.pending}.get(self.home, 0)
+        return MIXED if other else self.home
+
+
+@dataclass(frozen=True)
+class Route:
+    """By place: which process runs a request's prompt, and which decodes it. Its state moves where they differ."""
+
+    prompt: int
+    token: int
+
+
 class Base(Method, ABC):
     """A frozen dataclass whose fields are its options; it remembers nothing. No schedule changes tokens."""
 
     chunks: ClassVar[bool] = False  # whether it may split prompts
+    overtakes: ClassVar[bool] = (
+        False  # whether a request may be admitted before one that came earlier
+    )
+    beside: ClassVar[bool] = (
+        False  # whether prompts run while others decode, on a part of the cores
+    )
 
     @abstractmethod
     def plan(self, state: State, limits: Limits) -> Plan:
         """What runs next. All that decode and are not preempted run."""
+
+    @property
+    def homes(self) -> Sequence[str]:
+        """The processes that it wants, and what each is for (`Place.home`); one, unless it says so."""
+        return (MIXED,)
+
+    def route(self, places: Sequence[Place], prompt: int, most: int) -> Route:
+        """Where a request of `prompt` tokens that may hold `most` at its end goes, of `homes`."""
+        return Route(0, 0)
+
+    def share(self, state: State, limits: Limits, shares: Sequence[float], now: float) -> float:
+        """Where prompts run `beside`: which of the shares of the cores, ascending, prompts get while others decode.
+        `now`: the one that they have.
+        """
+        return now

@@ -14,7 +14,7 @@ def served(state: State, limits: Limits, budget: int | None) -> Plan:
     `budget` tokens in all (None: any number, and no prompt is split).
     """
     running = sorted(state.running, key=lambda task: task.id)
-    decodes, preempted, blocks, free = _decoding(running, state.free, limits)
+    decodes, preempted, blocks, free = decoding(running, state.free, limits)
     used = limits.step * len(decodes)
     chunks = list[tuple[int, int]]()
 
@@ -41,10 +41,12 @@ def served(state: State, limits: Limits, budget: int | None) -> Plan:
     return Plan([task.id for task in decodes], chunks, preempted, refused, blocks)
 
 
-def _decoding(
+def decoding(
     running: Sequence[Task], free: int, limits: Limits
 ) -> tuple[list[Task], list[int], dict[int, int], int]:
-    """Those that decode, those that are preempted for them, the blocks that each gets, and those left."""
+    """Of requests in the order of arrival: those that decode, those that are preempted for them, the blocks that each
+    gets, and those left.
+    """
     decodes, blocks = list[Task](), dict[int, int]()
     left = list(running)
     preempted = list[int]()

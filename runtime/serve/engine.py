@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, cast
@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from accel.ir.axis import host_method
-from accel.ir.errors import AccelError, InputError
+from accel.ir.errors import AccelError, InputError, SavedSessionError
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.prompts import as_count
@@ -20,11 +20,12 @@ from accel.runtime.sample.standard import Standard
 from accel.runtime.schedule import Base as Schedule
 from accel.runtime.schedule import Limits, Plan, State
 from accel.runtime.schedule.continuous_batching import ContinuousBatching
+from accel.runtime.serve.beside import Beside
 from accel.runtime.serve.job import Job
 from accel.runtime.serve.ledger import Ledger
-from accel.runtime.serve.request import Event, Full, Request, Ticket, Usage
+from accel.runtime.serve.request import Event, Full, Handed, Request, Ticket, Usage
 
-__all__ = ["Engine", "Event", "Full", "Request", "Ticket", "Usage"]
+__all__ = ["Engine", "Event", "Full", "Handed", "Request", "Ticket", "Usage"]
 
 BLOCK = 16  # tokens
 COUNTS = (
@@ -79,6 +80,8 @@ class Engine:
         self._short = False  # memory ran out: nothing is admitted before a request has left
         self._closing = self._halted = False
         self._counts = Counter[str](dict.fromkeys(COUNTS, 0))
+        cores = model.threads or 1
+        self._beside = Beside(cores) if self._schedule.beside and cores > 1 else None
         self._thread = Thread(target=self._work, name="accel-engine", daemon=True)
         self._thread.start()
 
@@ -89,10 +92,37 @@ class Engine:
         if self._alone:
             return f"requests take turns, each in a session of its own: {self._alone} ({name})"
         prompts = "in chunks" if self._schedule.chunks else "whole"
+        if self._beside is not None:
+            prompts += f" on a part of {self._beside.cores} cores while others decode"
         return f"requests share calls; prompts run {prompts} ({name})"
 
-    def submit(self, request: Request) -> Ticket:
-        """Take a request. Raises Full where as many wait as may, and InputError where it can never be served."""
+    @property
+    def stays(self) -> str:
+        """Why requests cannot go on in another engine of the model; "": they can."""
+        if self._alone:
+            return self._alone
+        with self._model.session() as session:
+            session.run(np.zeros((1, 1), np.int64))
+            try:
+                session.export_row()
+            except SavedSessionError as error:
+                return str(error)
+        return ""
+
+    def submit(
+        self,
+        request: Request,
+        *,
+        listener: Callable[[Ticket, Event | Handed | BaseException], None] | None = None,
+        hands: bool = False,
+        given: Handed | None = None,
+    ) -> Ticket:
+        """Take a request. Raises Full where as many wait as may, and InputError where it can never be served.
+
+        `listener`: gets its events in the engine's thread, in place of who iterates over the ticket. `hands`: run its
+        prompt and take its first token, then give the listener the rest as `Handed`. `given`: what another engine of
+        this model handed over; its tokens are not told again.
+        """
         prepared = self._model.prepare(
             request.prompt,
             request.params,
@@ -106,11 +136,10 @@ class Engine:
                 f"the prompt has {row.prompt.size} tokens, which leaves no room for one more in max_context = "
                 f"{self._model.facts.max_context}; shorten it, or build with a larger max_context"
             )
-        ticket = Ticket(int(row.prompt.size), self._wake)
+        ticket = Ticket(int(row.prompt.size), self._wake, listener)
         with self._changed:
-            job = Job(
-                int(self._counts["requests_total"]), prepared, ticket, request.adapter, monotonic()
-            )
+            number, now = int(self._counts["requests_total"]), monotonic()
+            job = Job(number, prepared, ticket, request.adapter, now, given, hands)
             if not self._limits.fits(job.task(0)):
                 raise InputError(
                     f"the request may hold {job.most} tokens, and this engine has room for "
@@ -192,14 +221,17 @@ class Engine:
                 while not (self._waiting or self._running or self._closing):
                     self._changed.wait()
                 if not (self._waiting or self._running):
-                    return
+                    break
             try:
                 self._iteration()
             except Exception as error:  # no request is left without an end
                 self._abandon(error)
+        if self._beside is not None:
+            self._beside.close()
 
     def _iteration(self) -> None:
         """Plan, reserve, run, commit."""
+        self._look_beside()
         self._sweep()
         with self._changed:
             waiting = [] if self._short and self._running else list(self._waiting)
@@ -207,18 +239,60 @@ class Engine:
             return
         tasks = [job.task(0) for job in waiting]
         held = [job.task(self._ledger.owned(i)) for i, job in self._running.items()]
-        state = State(tasks, held, self._ledger.free, monotonic())
+        busy = self._busy
+        state = State(
+            tasks, held, self._ledger.free, monotonic(), None if busy is None else busy.id
+        )
         plan = self._schedule.plan(state, self._limits)
-        if not (plan.decodes or plan.chunks or plan.preempted or plan.refused):
+        if not (plan.decodes or plan.chunks or plan.preempted or plan.refused or busy):
             raise AccelError("the schedule plans nothing, though requests wait; it is broken")
         self._preempt([self._running[i] for i in plan.preempted])
         self._admit(plan, waiting)
         self._ledger.reserve(plan.blocks)
-        self._decode(plan.decodes)
-        for i, tokens in plan.chunks:
-            self._prompt(self._running[i], tokens)
+        if self._beside is None:
+            self._decode(plan.decodes)
+            for i, tokens in plan.chunks:
+                self._prompt(self._running[i], tokens)
+        else:
+            self._both(self._beside, plan, state)
         self._ledger.commit()
         self._ledger.check()
+
+    def _both(self, beside: Beside, plan: Plan, state: State) -> None:
+        """Prompts beside a round, each on its part of the cores; a phase without the other has all of them."""
+        for i, tokens in plan.chunks:
+            if plan.decodes:
+                limits, shares = self._limits, beside.shares
+                beside.share = self._schedule.share(state, limits, shares, beside.share)
+            threads = round(beside.share * beside.cores) if plan.decodes else beside.cores
+            beside.start(self._running[i], tokens, threads, self._run_prompt)
+        part = beside.part
+        if not plan.decodes:
+            self._look_beside(wait=True)
+            return
+        left = beside.cores if part is None else beside.cores - part.threads
+        for group in self._groups.values():
+            group.session.spread(left)
+        self._decode(plan.decodes)
+
+    @property
+    def _busy(self) -> Job | None:
+        """The request a part of whose prompt runs beside."""
+        part = None if self._beside is None else self._beside.part
+        return None if part is None else part.job
+
+    def _look_beside(self, wait: bool = False) -> None:
+        """Go on with a request when a part of its prompt ran beside."""
+        part = None if self._beside is None else self._beside.ended(wait)
+        if part is None:
+            return
+        if (error := part.future.exception()) is None:
+            self._ran_prompt(part.job, part.tokens)
+        elif isinstance(error, Exception):
+            if not self._spared(part.job, error):
+                self._drop(part.job, error)
+        else:
+            raise error
 
     def _sweep(self) -> None:
         """Let go of requests that ended, failed or were cancelled."""
@@ -228,12 +302,14 @@ class Engine:
                 self._waiting.remove(job)
         for job in gone:
             job.end()
-        over = [job for job in self._running.values() if job.over or self._halted]
+        busy = self._busy
+        running = [job for job in self._running.values() if job is not busy]
+        over = [job for job in running if job.over or self._halted]
         self._leave(over)
         for job in over:
             self._drop(job, job.row.error)
         sessions = [group.session for group in self._groups.values()]
-        sessions += [job.session for job in self._running.values() if job.session is not None]
+        sessions += [job.session for job in running if job.session is not None]
         with self._changed:
             self._counts["kv_bytes"] = sum(int(one.stats["kv_bytes"]) for one in sessions)
 
@@ -317,43 +393,73 @@ class Engine:
     def _prompt(self, job: Job, tokens: int) -> None:
         """Run so many tokens of a prompt; behind its last one the request takes a token, and joins the others."""
         try:
-            if job.session is None:
-                job.session = job.prepared.open()
-                if self._alone:
-                    given = self._loop.tokens(job.session, [job.row], self._context)
-                    job.tokens = cast(Generator[Any], given)
-                else:
-                    job.rounds = self._loop.rounds(job.session, [job.row], self._context)
-                    if tokens < job.left.size:  # a whole one finds for itself what is known of it
-                        job.session.reuse(job.left[None])
-            left = job.left
-            if self._alone:
-                job.ran(tokens)
-                self._pull(job)
-            elif tokens < left.size or job.row.tokens:
-                known = max(0, int(job.session.lengths[0]) - job.computed)  # more than was planned
-                part, ahead = left[None, known:tokens], job.ahead - known
-                if 0 < ahead <= part.shape[1]:  # it runs again: its prompt ends before what it made
-                    job.session.prompt(part[:, :ahead])
-                    part = part[:, ahead:]
-                if part.size:
-                    job.session.run(part, last_only=True)
-                job.ran(tokens)
-            else:
-                assert job.rounds is not None
-                list(job.rounds.start())
-                job.ran(tokens)
-                self._tell([job])
+            self._run_prompt(job, tokens)
         except Exception as error:
             if not self._spared(job, error):
                 self._drop(job, error)
+        else:
+            self._ran_prompt(job, tokens)
+
+    def _run_prompt(self, job: Job, tokens: int, threads: int | None = None) -> None:
+        """The calls of it, in any thread. `threads`: of each call; None: those of the model."""
+        if job.given is not None:
+            job.session = self._model.import_row(job.given.state)
+            job.rounds = self._loop.rounds(job.session, [job.row], self._context)
             return
-        if tokens == left.size:
+        if job.session is None:
+            job.session = job.prepared.open()
+            if self._alone:
+                given = self._loop.tokens(job.session, [job.row], self._context)
+                job.tokens = cast(Generator[Any], given)
+            else:
+                job.rounds = self._loop.rounds(job.session, [job.row], self._context)
+                if tokens < job.left.size:  # a whole one finds for itself what is known of it
+                    job.session.reuse(job.left[None])
+        if threads is not None:
+            job.session.spread(threads)
+        left = job.left
+        if self._alone:
+            return  # its first token takes them
+        if tokens < left.size or job.row.tokens:
+            known = max(0, int(job.session.lengths[0]) - job.computed)  # more than was planned
+            part, ahead = left[None, known:tokens], job.ahead - known
+            if 0 < ahead <= part.shape[1]:  # it runs again: its prompt ends before what it made
+                job.session.prompt(part[:, :ahead])
+                part = part[:, ahead:]
+            if part.size:
+                job.session.run(part, last_only=True)
+        else:
+            assert job.rounds is not None
+            list(job.rounds.start())
+
+    def _ran_prompt(self, job: Job, tokens: int) -> None:
+        """So many tokens of it ran: what comes of it, in the engine's own thread."""
+        whole = tokens == job.left.size
+        job.ran(tokens)
+        if self._alone:
+            self._pull(job)
+        elif whole:
+            self._tell([job])
+        if not whole:
+            return
+        if job.given is None:
             self._count("prompt_tokens_total", job.row.prompt.size)
             if job.session is not None:
                 self._count("reused_tokens_total", int(job.session.stats["reused"]))
-            if not self._alone and not job.over:
-                self._join(job)
+        job.given = None
+        if job.hands and not job.over:
+            self._hand(job)
+        elif not self._alone and not job.over:
+            self._join(job)
+
+    def _hand(self, job: Job) -> None:
+        """It goes on elsewhere."""
+        try:
+            job.hand()
+        except Exception as error:
+            self._drop(job, error)
+        else:
+            self._drop(job, None)
 
     def _join(self, job: Job) -> None:
         """Let a request whose prompt has run decode with the others of its adapter."""
@@ -398,6 +504,8 @@ class Engine:
 
     def _abandon(self, error: Exception) -> None:
         """The engine itself failed: all that it has taken fail with it."""
+        if self._beside is not None:
+            self._beside.ended(wait=True)
         with self._changed:
             waiting, self._waiting = list(self._waiting), deque()
         running, self._running = list(self._running.values()), {}

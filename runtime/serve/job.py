@@ -11,7 +11,7 @@ from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.model.output import Prepared
 from accel.runtime.schedule import Task
-from accel.runtime.serve.request import CANCELLED, Event, Ticket
+from accel.runtime.serve.request import CANCELLED, Event, Handed, Ticket
 from accel.runtime.session.session import Session
 
 
@@ -19,6 +19,9 @@ from accel.runtime.session.session import Session
 class Job:
     """A request: `session` and `rounds` are its own until it joins others, or for good where none can join; `tokens`:
     what a loop without rounds gives; `length`: tokens that run before it decodes, of which `computed` ran.
+
+    `given`: what another engine ran of it; its tokens are known, and were told. `hands`: this engine runs its prompt,
+    and hands it over then.
     """
 
     id: int
@@ -26,14 +29,23 @@ class Job:
     ticket: Ticket
     adapter: str | None
     arrived: float
+    given: Handed | None = None
+    hands: bool = False
 
     def __post_init__(self) -> None:
         self.session: Session | None = None
         self.rounds: Rounds | None = None
         self.tokens: Generator[Any] | None = None
         self.length = int(self.row.prompt.size)
-        self.most = self.length + self.row.left
+        self.most = self.length + (0 if self.hands else self.row.left)
+        self.handed = False
         self.computed = self._told = 0
+        if self.given is not None:
+            self.row.resume(self.given.numbers)
+            self._told = len(self.row.tokens)
+            self.prepared.sample.script.take(self._told)
+            if self.row.scored:  # of what was told already
+                self.row.logprobs.extend({} for _ in self.row.tokens)
 
     @property
     def row(self) -> Row:
@@ -57,6 +69,12 @@ class Job:
     def ahead(self) -> int:
         """How many of these are its prompt's."""
         return max(0, int(self.row.prompt.size) - self.computed)
+
+    def hand(self) -> None:
+        """Its prompt has run: it goes on elsewhere. Raises SavedSessionError."""
+        assert self.session is not None
+        self.ticket.hand(Handed(self.session.export_row(), self.row.numbers()))
+        self.handed = True
 
     def ran(self, tokens: int) -> None:
         """So many more tokens of its prompt ran."""
@@ -90,7 +108,7 @@ class Job:
         """Tell the ticket that no more comes, where it does not know: the request failed, or was cancelled."""
         if error is not None:
             self.ticket.put(error)
-        elif not self.row.finish:
+        elif not self.row.finish and not self.handed:
             self.ticket.put(Event(-1, self.prepared.sample.script.finish(), None, CANCELLED))
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from accel.runtime.inputs.tokenizer_config import TOKENIZER
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.model.load import from_artifact
 from accel.runtime.serve.engine import Engine
+from accel.runtime.serve.phases import Phases, serving
 
 
 @contextmanager
@@ -27,8 +28,8 @@ def opened(
     kernels: str = AUTO,
     public_key: str | os.PathLike[str] | None = None,
     mapped: bool = False,
-) -> Iterator[tuple[CompiledModel, Engine]]:
-    """The model of an artifact and an engine over it; arguments as of `load` and `Engine`, a larger `max_batch` than
+) -> Iterator[tuple[CompiledModel, Engine | Phases]]:
+    """The model of an artifact and an engine over it; arguments as of `load` and `serving`, a larger `max_batch` than
     the model's is the model's. `mapped`: weights are read where the file is mapped, which processes share, and no copy
     is packed. Requests that are not over when it closes are cancelled. Raises AccelError.
     """
@@ -38,7 +39,14 @@ def opened(
     check_served(artifact)
     with from_artifact(artifact, threads=threads, kernels=kernels, mapped=mapped) as model:
         most = min(max_batch or model.facts.max_batch, model.facts.max_batch)
-        engine = Engine(model, max_batch=most, max_waiting=max_waiting)
+        engine = serving(
+            model,
+            max_batch=most,
+            max_waiting=max_waiting,
+            threads=threads,
+            kernels=kernels,
+            public_key=public_key,
+        )
         try:
             yield model, engine
         finally:

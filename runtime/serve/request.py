@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
@@ -67,11 +67,31 @@ class Usage:
     accepted: int = 0
 
 
+@dataclass(frozen=True)
+class Handed:
+    """A request whose prompt has run and which goes on in another engine of the same model.
+
+    Attributes:
+        state: its row of the session, as `Session.export_row` gives it.
+        numbers: its tokens and random numbers, as `Row.numbers` gives them.
+    """
+
+    state: bytes
+    numbers: Mapping[str, Any]
+
+
 class Ticket:
     """A request that an engine took. Its events are given once, to whichever thread asks; any thread may cancel it."""
 
-    def __init__(self, prompt_tokens: int, on_cancel: Callable[[], None]):
+    def __init__(
+        self,
+        prompt_tokens: int,
+        on_cancel: Callable[[], None],
+        listener: Callable[[Ticket, Event | Handed | BaseException], None] | None = None,
+    ):
+        """`listener`: gets the events, in the engine's thread, in place of who iterates."""
         self._events = SimpleQueue[Event | BaseException]()
+        self._listener = listener
         self._on_cancel = on_cancel
         self._prompt_tokens, self._made = prompt_tokens, 0
         self._drafted = self._accepted = 0
@@ -108,4 +128,12 @@ class Ticket:
     def put(self, event: Event | BaseException) -> None:
         """Give an event to whoever iterates; of the engine."""
         self._made += isinstance(event, Event) and event.token >= 0
-        self._events.put(event)
+        if self._listener is None:
+            self._events.put(event)
+        else:
+            self._listener(self, event)
+
+    def hand(self, handed: Handed) -> None:
+        """The request goes on elsewhere; of an engine that was asked for it."""
+        assert self._listener is not None
+        self._listener(self, handed)

@@ -363,6 +363,10 @@ class Session:
             )
         return core.leave(gone)
 
+    def spread(self, threads: int) -> None:
+        """Compute the calls from here on with so many threads, at most the model's (`model.threads`)."""
+        self._core.backend.spread(threads)
+
     def fork(self) -> Self:
         """Return an independent session with the same tokens; its stats start at 0."""
         other = type(self).__new__(type(self))

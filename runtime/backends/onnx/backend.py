@@ -49,6 +49,7 @@ class OrtBackend:
         self._session: Any = None
         self._encoder: Any = None
         self._others: dict[str, Any] = {}
+        self._spread: dict[int, Any] = {}
         auto = isinstance(kernels, str) and kernels == AUTO
         self._tuning = None if auto else choose(artifact, kernels, self.threads)
 
@@ -97,6 +98,17 @@ class OrtBackend:
                 self._others[entry] = self._open(entry)
             return self._others[entry]
 
+    def spread(self, threads: int) -> Any:
+        """The InferenceSession of the step for calls of so many threads, opened when first asked for. Weights that are
+        not `mapped` are packed once more for each.
+        """
+        if threads == self.threads:
+            return self.session
+        with self._lock:
+            if threads not in self._spread:
+                self._spread[threads] = self._open(self.entry, threads)
+            return self._spread[threads]
+
     def open_session(self, batch: int) -> OrtSession:
         """A backend session for `batch` rows with an empty cache."""
         vocab_size = self.artifact.facts.vocab_size
@@ -104,14 +116,14 @@ class OrtBackend:
         return OrtSession(
             self.session, self.artifact.state, batch, vocab_size, self.encoder, tile,
             self.other, everything(self.artifact.facts), self.artifact.manifest.keeps_trees(self.tuning.kernels),
-            FLAT.name in self.entries,
+            FLAT.name in self.entries, self.spread,
         )  # fmt: skip
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""
         with self._lock:
             self._session = self._encoder = None
-            self._others = {}
+            self._others, self._spread = {}, {}
 
     def _tuned(self) -> Tuning:
         if self._tuning is None:
@@ -119,11 +131,12 @@ class OrtBackend:
             assert self._tuning is not None  # it was measured
         return self._tuning
 
-    def _open(self, entry: str) -> Any:
+    def _open(self, entry: str, threads: int | None = None) -> Any:
         graphs = self.artifact.entries[entry].graphs
         path = self.artifact.path / graphs.get(self._tuned().kernels, graphs[PORTABLE])
         kind = kind_of(entry)
         most = self.threads if kind is None or kind.threads is None else kind.threads
         turns = self._in_turns or FLAT.name in self.entries  # which comes between two steps
         resting = turns or entry != self.entry
-        return open_session(path, min(most, self.threads), resting=resting, mapped=self._mapped)
+        most = min(most, threads or self.threads)
+        return open_session(path, most, resting=resting, mapped=self._mapped)

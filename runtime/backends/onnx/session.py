@@ -57,11 +57,14 @@ class OrtSession:
         controls: Mapping[str, npt.NDArray[Any]] | None = None,
         trees: bool = False,
         flat: bool = False,
+        spread: Callable[[int], Any] | None = None,
     ):
         """`other`: sessions of the other entries. `controls`: the inputs that hold from call to call, and
         what they are at first. `trees`: whether the step takes any. `flat`: whether there is such an entry.
+        `spread`: the step's sessions of other numbers of threads.
         """
         self._session = session
+        self._other_threads = spread
         self._other_entry = other
         self._parts = Parts(other)
         self.trees, self.flat = trees, flat
@@ -187,6 +190,15 @@ class OrtSession:
         self._swap()
         return logits
 
+    def spread(self, threads: int) -> None:
+        """See protocol.BackendSession. The state stays where it is; its bindings are made anew."""
+        assert self._other_threads is not None
+        session = self._other_threads(threads)
+        if session is not self._session:
+            self._session = session
+            if self._decode:
+                self._bind(self._buffers)
+
     def part(self, entry: str, given: Arrays) -> Arrays:
         """See protocol.BackendSession. State is written where it lies; what recurs may be read after it is written."""
         out = self._parts.run(entry, given, self._buffers, self._spare)
@@ -257,7 +269,7 @@ class OrtSession:
         """See protocol.BackendSession."""
         other = OrtSession(
             self._session, self._state, self._batch if rows is None else rows.size, self._vocab, self._encoder,
-            self.tile, self._other_entry, self._controls, self.trees, self.flat,
+            self.tile, self._other_entry, self._controls, self.trees, self.flat, self._other_threads,
         )  # fmt: skip
         if self._adapters:
             arrays = {n: a for n, a in self._adapters.items() if n != ROWS}
