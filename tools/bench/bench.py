@@ -67,6 +67,27 @@ def shape(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(**SHAPES[name])
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().save_pretrained(out)
+    if config.model_type == "llama":
+        write_words(out, config.vocab_size)
+
+
+def write_words(out: Path, size: int) -> None:
+    """A tokenizer of the made-up words that tools/peers/llama_cpp.py writes, for servers, which answer in text."""
+    import tokenizers
+
+    words = ["<unk>", "<s>", "</s>"] + [f"<0x{i:02X}>" for i in range(256)]
+    words += [f"t{i}" for i in range(size - len(words))]
+    model = tokenizers.models.BPE(
+        {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+    )
+    found = tokenizers.Tokenizer(model)
+    found.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    found.add_special_tokens(words[:3])
+    found.save(str(out / "tokenizer.json"))
+    facts = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (out / "tokenizer_config.json").write_text(json.dumps(facts))
 
 
 @app.command()
