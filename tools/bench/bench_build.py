@@ -17,15 +17,15 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("pages", "train"))
 from leaderboard import suited
 from reference_data import REFERENCE
 
-import accel
-from accel.compiler import optimize as building
+from accel.compiler.build_options import BuildOptions
 from accel.compiler.load.checkpoint import load_model
+from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.optimize import build_captured
 from accel.ir.capture.capture import capture
 from accel.ir.program import Program
 
@@ -49,13 +49,10 @@ class Clock:
 
 def built(program: Program, recipe: str) -> dict[str, float]:
     """Processor seconds of the parts of a build after the capture."""
-    clock = Clock()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(building, "capture", lambda *_, **__: program.copy()),
-        mock.patch.object(building, "load_model", lambda *_: mock.Mock(model=None, stored={})),
-    ):
-        accel.optimize(REFERENCE, recipe, out=Path(folder) / "out", progress=clock).close()
+    clock, tokenizer = Clock(), read_tokenizer(None, REFERENCE)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        build_captured(program, recipe, BuildOptions(), tokenizer, out, clock).close()
     clock("", 1.0)
     return clock.parts
 
