@@ -30,7 +30,8 @@ from accel.compiler.build_options import BuildOptions
 from accel.compiler.choose.builds import Builds
 from accel.ir.errors import AccelError
 from accel.ir.recipe import Recipe, groups
-from accel.runtime.serve.engine import Engine, Request
+from accel.runtime.serve.engine import Request
+from accel.runtime.serve.phases import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(str(files("accel.reference")))
@@ -41,6 +42,7 @@ TOKENS = 12
 NOT_BUILT, NOT_SERVED, FAILED = "not built", "not served", "failed"
 STATES = {
     "shared": "requests share calls",
+    "apart": "processes of several kinds share them",
     "turns": "requests take turns, each in a session of its own",
     NOT_SERVED: "the engine refuses it by name",
     NOT_BUILT: "the bundled model cannot have it, and the build says why",
@@ -72,6 +74,8 @@ def told(how: str) -> tuple[str, str, str]:
     sentence = how.rpartition(" (")[0]
     if sentence.startswith("requests share calls; prompts run "):
         return "shared", sentence.rpartition("prompts run ")[2], ""
+    if sentence.startswith("processes: "):
+        return "apart", "", sentence
     return "turns", "", sentence.partition(": ")[2]
 
 
@@ -93,7 +97,7 @@ def ask(recipe: str, group: str, folder: Path) -> Served:
         params = accel.SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0)
         want = [model.generate(p, sampling_params=params).tokens[0] for p in PROMPTS]
         try:
-            with Engine(model) as engine:
+            with serving(model) as engine:
                 how, prompts, why = told(engine.how)
                 tickets = [engine.submit(Request(prompt, params)) for prompt in PROMPTS]
                 got = [[e.token for e in ticket if e.token >= 0] for ticket in tickets]
@@ -110,7 +114,7 @@ def page(found: Sequence[Served], names: Sequence[str]) -> str:
     by = defaultdict[tuple[str, str, str], list[Served]](list)
     for one in found:
         by[one.how, one.prompts, reason(one)].append(one)
-    served = [one for one in found if one.how in ("shared", "turns")]
+    served = [one for one in found if one.how in ("shared", "apart", "turns")]
     equal = sum(one.equal for one in served)
     lines = [
         "# How recipes are served",
@@ -130,7 +134,7 @@ def page(found: Sequence[Served], names: Sequence[str]) -> str:
         rows = {key: ones for key, ones in by.items() if key[0] == how}
         if not rows:
             continue
-        head = {"shared": "prompts run"}.get(how, "why")
+        head = {"shared": "prompts run", "apart": "how"}.get(how, "why")
         lines += ["", f"## {text[0].upper()}{text[1:]}", "", f"| {head} | recipes |", "|---|---|"]
         for (_, prompts, why), ones in sorted(rows.items(), key=lambda row: -len(row[1])):
             those = ", ".join(f"`{one.recipe}`" for one in sorted(ones, key=lambda o: o.recipe))

@@ -82,8 +82,10 @@ class Reader(FastHttpUser):
         """A stream, to its end."""
         body = {**body, "stream_options": {"include_usage": True}}
         answer = self.client.post("/v1/completions", json=body, stream=True)
+        if answer.status_code == 0:  # the server had closed the connection of the request before
+            answer = self.client.post("/v1/completions", json=body, stream=True)
         if answer.status_code != 200:
-            raise ValueError(f"{answer.status_code}: {answer.text[:200]}")
+            raise ValueError(f"{answer.status_code}: {(answer.text or '')[:200]}")
         last = told["start"]
         while line := answer.stream.readline(b"\n"):
             now = time.perf_counter()
