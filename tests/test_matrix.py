@@ -7,7 +7,7 @@ import matrix_loops
 import matrix_page
 import pytest
 
-from accel.runtime.backends.onnx import backend as ort
+from accel.runtime.backends.onnx import session as ort
 from accel.runtime.loop import speculative
 from accel.runtime.tree import Tree
 from accel.runtime.verify import Verdict, spec_chain

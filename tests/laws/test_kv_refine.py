@@ -71,16 +71,16 @@ def test_the_law_catches(law, broken):
 
 def test_what_a_score_gave_no_number_stays_last(monkeypatch):
     """The law of numbers fails where a refine alone says what such a token is worth."""
-    from accel.passes.kv import compress
+    from accel.passes.kv import chooser
 
     class Same(Base):
         def __call__(self, scores):
             return -scores  # the lowest first
 
     law_no_number(build("score", "knorm"), 0, refine=Same())
-    whole = compress._refined
+    whole = chooser._refined
     monkeypatch.setattr(
-        compress,
+        chooser,
         "_refined",
         lambda step, x: whole(step, {**x, "scores": x["scores"].nan_to_num(-99.0)}),
     )

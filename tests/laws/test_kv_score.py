@@ -157,9 +157,9 @@ def test_the_law_catches(law, broken):
 
 
 def test_the_laws_of_budget_and_protection_catch(monkeypatch):
-    from accel.passes.kv import compress
+    from accel.passes.kv import chooser
 
-    monkeypatch.setattr(compress, "_protected", lambda score, scores, where, seen: scores)
+    monkeypatch.setattr(chooser, "_protected", lambda score, scores, where, seen: scores)
     for law, score in (
         (law_budget, build("score", "knorm")),
         (law_protected, build("score", "h2o")),
