@@ -145,3 +145,11 @@ def test_what_it_takes_and_goes_with():
     ]:
         with pytest.raises(RecipeError, match=words):
             SuffixTree(**options)
+
+
+@pytest.mark.parametrize("count", [1, 2, 40], ids=["one place", "two places", "many places"])
+def test_a_text_shorter_than_what_is_looked_for(count):
+    """A store of one short answer, beside a long request."""
+    text, tail = np.full(count, 7), np.full(64, 7)
+    ends, lengths = matches(text, tail)
+    assert ends.tolist() == lengths.tolist() == list(range(1, count + 1))

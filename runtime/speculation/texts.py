@@ -78,11 +78,11 @@ def matches(text: Texts, tail: Ints) -> tuple[Ints, Ints]:
     lengths, alike, size = np.ones(ends.size, np.int64), np.arange(ends.size), 1
     while alike.size > FEW and size < tail.size:
         before = ends[alike] - 1 - size
-        alike = alike[(text[before] == tail[-1 - size]) & (before >= 0)]
+        alike = alike[(text[np.maximum(before, 0)] == tail[-1 - size]) & (before >= 0)]
         size += 1
         lengths[alike] = size
     if alike.size and size < tail.size:
         before = ends[alike, None] - 1 - np.arange(size, tail.size)
-        same = (text[before] == tail[-1 - size :: -1]) & (before >= 0)
+        same = (text[np.maximum(before, 0)] == tail[-1 - size :: -1]) & (before >= 0)
         lengths[alike] += same.cumprod(1).sum(1)
     return ends, lengths
