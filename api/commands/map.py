@@ -49,19 +49,12 @@ def map(
             help="CPUs and compute threads of each actor. Default: all that Ray has but one, shared out.",
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens", "--max-new-tokens", metavar="N", help="Maximum number of new tokens."
-        ),
-    ] = 64,
+    max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     seed: options.Seed = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="End a text there. Repeatable.")
-    ] = None,
+    stop: options.Stop = None,
 ) -> None:
     """Continue the prompt of each row of a file.
 

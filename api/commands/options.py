@@ -62,6 +62,16 @@ PublicKey = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Refuse an artifact that is not signed with this key."),
 ]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-tokens", "--max-new-tokens", metavar="N", help="Maximum number of new tokens."
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Stop before this text. May be repeated."),
+]
 Temperature = Annotated[
     float, typer.Option(metavar="X", help="Sampling temperature; 0 is greedy decoding.")
 ]

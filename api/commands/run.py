@@ -82,22 +82,14 @@ def run(
         ),
     ] = None,
     adapter: options.Adapter = None,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-tokens", "--max-new-tokens", metavar="N", help="Maximum number of new tokens."
-        ),
-    ] = 64,
+    max_new_tokens: options.MaxNewTokens = 64,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Stop before this text. May be repeated."),
-    ] = None,
+    stop: options.Stop = None,
     eos: Annotated[
         list[int] | None,
         typer.Option(

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from accel.ir.axis import host_method
 from accel.ir.errors import ArtifactError
 from accel.ir.fields import MANIFEST
 from accel.lowering.onnx.threads import MOST_THREADS
+from accel.runtime import schedule
 from accel.runtime.artifact.artifact import Artifact, open_artifact, own_draft
 from accel.runtime.artifact.manifest import DRAFT_FOLDER
 from accel.runtime.backends.onnx.backend import OrtBackend
@@ -20,7 +20,6 @@ from accel.runtime.inputs.tokenizer_config import TOKENIZER, TokenizerConfig
 from accel.runtime.loop import HOST
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.schedule import Base as Schedule
 
 ALONE = 32 << 20  # bytes that one thread reads sooner than others would wake up
 
@@ -71,8 +70,9 @@ def from_artifact(
     weights of the artifact itself reads them where the file is mapped, so that no second copy is packed.
     """
     draft_model, recipe, facts = None, artifact.recipe, artifact.facts
-    schedule: Schedule = host_method(recipe.get("tables", {}), "schedule", "continuous-batching")
-    if schedule.beside:  # calls of several numbers of threads share weights, and make room
+    if schedule.chosen(
+        recipe
+    ).beside:  # calls of several numbers of threads share weights, and make room
         in_turns = mapped = True
     if plain:
         recipe = {

@@ -5,13 +5,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from accel.ir.axis import host_method
 from accel.ir.invariants import Method
 
-__all__ = ["Base", "Limits", "Place", "Plan", "Route", "State", "Task"]
+__all__ = ["Base", "Limits", "Place", "Plan", "Route", "State", "Task", "chosen"]
 
 PROMPT, TOKEN, MIXED = "prompt", "token", "mixed"  # what a process is for
+
+
+def chosen(recipe: Mapping[str, Any]) -> Base:
+    """The schedule that a recipe (JSON) names. Raises RecipeError."""
+    found: Base = host_method(recipe.get("tables", {}), "schedule", "continuous-batching")
+    return found
 
 
 @dataclass(frozen=True)

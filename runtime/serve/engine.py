@@ -10,15 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from accel.ir.axis import host_method
 from accel.ir.errors import AccelError, InputError, SavedSessionError
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.sample.standard import Standard
-from accel.runtime.schedule import Base as Schedule
-from accel.runtime.schedule import Limits, Plan, State
+from accel.runtime.schedule import Limits, Plan, State, chosen
 from accel.runtime.schedule.continuous_batching import ContinuousBatching
 from accel.runtime.serve.beside import Beside
 from accel.runtime.serve.job import Job
@@ -64,9 +62,7 @@ class Engine:
         self._model = model
         self._loop, self._context = model.decoding()
         self._alone, chunks, step = self._sharing()
-        self._schedule: Schedule = host_method(
-            model.recipe.get("tables", {}), "schedule", "continuous-batching"
-        )
+        self._schedule = chosen(model.recipe)
         if not chunks and self._schedule.chunks:
             self._schedule = ContinuousBatching()
         everything = self.max_batch * -(-facts.max_context // BLOCK)

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import Any
 
-from accel.ir.axis import host_method
 from accel.ir.errors import AccelError, InputError
 from accel.lowering.onnx.threads import default_threads
 from accel.runtime.backends.onnx.tune import AUTO
 from accel.runtime.inputs.prompts import as_count
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.schedule import Base as Schedule
-from accel.runtime.schedule import Place, Route
+from accel.runtime.schedule import Place, Route, chosen
 from accel.runtime.serve.engine import BLOCK, Engine
 from accel.runtime.serve.request import Full, Request, Ticket
 from accel.runtime.serve.wire import (
@@ -42,7 +40,7 @@ def serving(
     public_key: str | os.PathLike[str] | None = None,
 ) -> Engine | Phases:
     """An engine for a model, of as many processes as the recipe's schedule wants. Raises InputError, RecipeError."""
-    if len(_schedule(model).homes) == 1:
+    if len(chosen(model.recipe).homes) == 1:
         return Engine(model, max_batch=max_batch, max_waiting=max_waiting)
     return Phases(
         model,
@@ -52,11 +50,6 @@ def serving(
         kernels=kernels,
         public_key=public_key,
     )
-
-
-def _schedule(model: CompiledModel) -> Schedule:
-    found: Schedule = host_method(model.recipe.get("tables", {}), "schedule", "continuous-batching")
-    return found
 
 
 @dataclass
@@ -151,7 +144,7 @@ class Phases:
             )
         self.bytes_sent = 0
         """Bytes of state that went from process to process."""
-        self._model, self._schedule = model, _schedule(model)
+        self._model, self._schedule = model, chosen(model.recipe)
         homes = self._schedule.homes
         everything = self.max_batch * -(-facts.max_context // BLOCK)
         self._capacity = BLOCK * (everything if blocks is None else as_count(blocks, "blocks", 1))

@@ -27,9 +27,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from accel.ir.axis import find_axes, host_method
+from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError
-from accel.runtime.schedule import Base, Limits, Place, State, Task
+from accel.runtime.schedule import Base, Limits, Place, State, Task, chosen
 from accel.runtime.serve.ledger import Ledger
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -604,7 +604,7 @@ def check(
     with accel.load(artifact) as model:
         room = model.facts.max_context
         blocks = model.facts.max_batch * -(-room // 16)
-        policy = host_method(model.recipe["tables"], "schedule", "continuous-batching")
+        policy = chosen(model.recipe)
         before = measured(model)
         for turn in range(turns):
             asked = [
