@@ -73,13 +73,17 @@ def test_the_page_says_what_was_found(tmp_path):
     found = [
         matrix.Outcome(matrix.Case("llama", (quest, bits)), "refused", why),
         matrix.Outcome(matrix.Case("gpt2", (quest, bits)), "equal"),
-        matrix.Outcome(matrix.Case("llama", (snap, quest)), "equal"),
+        matrix.Outcome(matrix.Case("llama", (snap, quest)), "equal", within="llama: more"),
         matrix.Outcome(matrix.Case("llama", (snap, quest, bits)), "wrong", "logits differ"),
     ]
-    matrix_page.write(tmp_path, found, 9)
+    matrix_page.write(
+        tmp_path, found, [*(o.case for o in found), matrix.Case("gpt2", (snap, bits))]
+    )
     page = (tmp_path / "composition.md").read_text(encoding="utf-8")
-    assert "4 of 9" in page
-    assert "| 2 methods | 3 | 2 | 1 | 0 |" in page and "| 3 methods | 1 | 0 | 0 | 1 |" in page
+    assert "4 of 5" in page
+    assert (
+        "| 2 methods | 3 | 2 | 1 | 1 | 0 |" in page and "| 3 methods | 1 | 0 | 0 | 0 | 1 |" in page
+    )
     assert "| `quest` | `batch-invariant` (llama) | pages turn |" in page
     assert "of the 1 with a pair that is refused, 0 are refused" in page
     assert (tmp_path / "composition" / "pairs.png").stat().st_size > 1000

@@ -1,18 +1,17 @@
-"""Methods by kind: what a method declares, reads and changes. One method stands for each kind in triples of the matrix,
+"""Methods by kind: what a method declares and reads. One method stands for each kind in triples of the matrix,
 and in tests of recipes on several models or targets.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from accel.ir.axis import find_axes
-from accel.ir.program import Program
 
 Method = tuple[str, str]  # axis, name
 APART = {"small", "grade"}  # which may differ between methods of a kind
@@ -43,36 +42,9 @@ def _own(kind: type[Any], base: type[Any], name: str) -> str:
     return repr(mine) if isinstance(mine, (bool, str)) else "own"
 
 
-def changed(program: Program, before: Program) -> Hashable:
-    """What passes made of a program: entries, parts of state, types of weights, and operators of accel's own."""
-    found, known = _contents(program), _contents(before)
-    return tuple(sorted(found - known)), tuple(sorted(known - found))
-
-
-def _contents(program: Program) -> set[str]:
-    state = {f"{s.part.name} {s.detail} {s.dtype}" for s in program.state}
-    weights = {str(program.params[name].dtype) for name in program.params}
-    graphs = (g for entry in program.entries.values() for g in program.graphs(entry))
-    targets = {str(node.target) for graph in graphs for node in graph.nodes}
-    own = {target for target in targets if target.startswith("accel.")}
-    return {*program.entries, *state, *weights, *own, f"{len(program.facts.layers)} layers"}
-
-
-def members(
-    methods: Iterable[Method], kind: Callable[[str, str], Hashable] = declared
-) -> list[Method]:
+def members(methods: Iterable[Method]) -> list[Method]:
     """The first method of each kind."""
     found: dict[Hashable, Method] = {}
     for axis, use in methods:
-        found.setdefault(kind(axis, use), (axis, use))
-    return list(found.values())
-
-
-def alike(
-    axis: str, uses: Iterable[str], kind: Callable[[str, str], Hashable] = declared
-) -> list[list[str]]:
-    """The methods of an axis, by kind."""
-    found: dict[Hashable, list[str]] = {}
-    for use in uses:
-        found.setdefault(kind(axis, use), []).append(use)
+        found.setdefault(declared(axis, use), (axis, use))
     return list(found.values())

@@ -4,7 +4,8 @@ oracle. `cases` says which.
     python tools/matrix/matrix.py [--sample N] [--seed S] [--sizes 2,3] [--having METHOD] [--part K/N] [--results FILE]
     python tools/matrix/matrix.py --page docs/figures [--results FILE …]
 
-A method whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
+Cases run in packs (`packs.py`): a recipe of many methods that is equal settles every pair and triple in it. A method
+whose pass changes nothing is wrong: nothing would be compared. Each outcome is a line of FILE as soon as it is
 known; cases that are there already are not run again. A METHOD of `--having` stands for its kind. `--page` writes
 docs/figures/composition.md of what the FILEs of several processes hold, and all outcomes beside its pictures, where
 another machine finds them (`outcomes.jsonl.gz`) and runs what is missing; `--having` does not count them, since the
@@ -24,7 +25,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +40,7 @@ import models
 import numpy as np
 import torch
 from captured import keys_of, over_state, shared
+from packs import Packs, packed
 from rich.progress import track
 from run import kind_of
 
@@ -75,6 +77,8 @@ FAULTS = (  # no reason, but a bug that was caught
     "cannot open it",
 )
 COMMITTED = Path("docs/figures/composition/outcomes.jsonl.gz")  # beside the page's pictures
+# the axes whose methods choose by numbers, which rounding may turn; of depth those that exit by a threshold
+CHOOSES = {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse", "depth"}
 EXACT = 1e-3  # error relative to the largest logit
 
 
@@ -101,46 +105,33 @@ class Outcome:
     kind: str
     why: str = ""
     seconds: float = 0.0
+    within: str = ""  # the recipe of more methods that ran, where the case is a part of it
 
 
-def cases(
-    sizes: tuple[int, ...] = (2, 3),
-    kind: Callable[[str, str], Hashable] = kinds.declared,
-    having: Collection[str] = (),
-) -> list[Case]:
+def cases(sizes: tuple[int, ...] = (2, 3), having: Collection[str] = ()) -> list[Case]:
     """What is run, in a fixed order: methods are found by folder.
 
-    Every pair of kinds (`kinds.py`) once on the first architecture, by one member after the other; of every combination
-    of axes a member of each kind once, of those of `having` if it can, on one of the other architectures after another
-    (of two axes) or on one of all (of more); at last all further pairs of methods on the first. So a new method adds
-    pairs, and a method of a new kind a few triples.
+    Every pair of methods of two axes on the first architecture; of every two axes a member of each kind (`kinds.py`)
+    on one of the other architectures after another; of every three axes on one of all. A kind's member is one of
+    `having` if it can. So a new method adds pairs, and a method of a new kind a few triples.
     """
     axes = {n: a.names() for n, a in find_axes().items() if n.partition(".")[0] in AXES}
     methods = [(axis, use) for axis in axes for use in axes[axis]]
-    few = kinds.members(sorted(methods, key=lambda m: m[1] not in having), kind)
+    few = kinds.members(sorted(methods, key=lambda m: m[1] not in having))
     one = {axis: [use for a, use in few if a == axis] for axis in axes}
-    alike = {axis: kinds.alike(axis, axes[axis], kind) for axis in axes}
-    found, further = list[Case](), list[Case]()
+    found = []
     for size in sizes:
         for at, chosen in enumerate(itertools.combinations(sorted(axes), size)):
             if size == 2:
-                first = set(in_turn(*(alike[axis] for axis in chosen), at))
-                for each in itertools.product(*(axes[axis] for axis in chosen)):
-                    case = Case(ARCHITECTURES[0], tuple(zip(chosen, each, strict=True)))
-                    (found if each in first else further).append(case)
+                every = itertools.product(*(axes[axis] for axis in chosen))
+                pairs = (tuple(zip(chosen, each, strict=True)) for each in every)
+                found += [Case(ARCHITECTURES[0], tables) for tables in pairs]
             others = ARCHITECTURES[1:] if size == 2 else ARCHITECTURES
             found += [
                 Case(others[(at + i) % len(others)], tables)
                 for i, tables in enumerate(covered(chosen, one, at))
             ]
-    return found + further
-
-
-def in_turn(left: list[list[str]], right: list[list[str]], turn: int) -> Iterator[tuple[str, str]]:
-    """A pair of members for each pair of kinds, one member after the other."""
-    for i, some in enumerate(left):
-        for j, others in enumerate(right):
-            yield some[(j + turn) % len(some)], others[(i + turn) % len(others)]
+    return found
 
 
 def covered(
@@ -235,14 +226,28 @@ class Matrix:
             kind, why = "wrong", f"{type(error).__name__}: {error}"
         return Outcome(case, kind, why, time.perf_counter() - start)
 
-    def kind(self, axis: str, use: str) -> Hashable:
-        """What a method declares, reads and changes, as its class and its pass on the first architecture show it."""
-        case = Case(ARCHITECTURES[0], ((axis, use),))
+    def assembles(self, case: Case) -> bool:
+        """Whether its methods declare nothing that keeps them apart."""
         try:
-            program = self._rewritten(case)[1]
-        except AccelError as error:
-            return kinds.declared(axis, use), str(error)
-        return kinds.declared(axis, use), kinds.changed(program, self._program(case.architecture))
+            assemble(self._recipe(case))
+        except AccelError:
+            return False
+        return True
+
+    def refusal(self, case: Case) -> Outcome | None:
+        """Its outcome if it is refused before anything is compared."""
+        try:
+            self._rewritten(case)
+        except AccelError:
+            return self.run(case)
+        return None
+
+    def strict(self, tables: Collection[tuple[str, str]]) -> Hashable:
+        """What a comparison of such a recipe allows: see `_compare`."""
+        axes = {axis for axis, _ in tables}
+        rounded = max((ROUNDED.get(axis, EXACT) for axis in axes), default=EXACT)
+        turns = rounded > EXACT and bool(axes & CHOOSES)
+        return rounded, turns, turns and "kv.budget" in axes
 
     def eager(self, case: Case) -> CompiledModel:
         """A case on the eager target. Raises AccelError where it is refused."""
@@ -270,7 +275,7 @@ class Matrix:
         axes = {axis for axis, _ in case.tables}
         depth = program.facts.depth
         exits = depth is not None and depth.threshold is not None
-        chooses = exits or bool(axes & {*EVICTION, "kv.select", "prefill.prune", "prefill.sparse"})
+        chooses = exits or bool(axes & (CHOOSES - {"depth"}))
         turns = chooses and bool(axes & set(ROUNDED))  # another choice is another model
         bound = max((ROUNDED.get(axis, EXACT) for axis, _ in case.tables), default=EXACT)
         budget = job.plan.methods.get("kv.budget")
@@ -369,12 +374,23 @@ def different(
     return ""
 
 
-def outcomes(
-    matrix: Matrix, chosen: list[Case], watch: Callable[[Any], Any] = iter
-) -> Iterator[Outcome]:
-    """Run cases one after another, those of an architecture together."""
-    for case in watch(sorted(chosen, key=lambda c: c.architecture)):
-        yield matrix.run(case)
+def outcomes(matrix: Matrix, chosen: list[Case], known: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Settle cases, those of an architecture together: first what no recipe can be, then the others in packs."""
+    packs = Packs(Case, matrix.assembles, matrix.strict)
+    for outcome in known:
+        packs.settle(outcome.case, outcome.kind)
+    for case in sorted(chosen, key=lambda c: c.architecture):
+        if matrix.assembles(case):
+            packs.add([case])
+        else:
+            yield (outcome := matrix.run(case))
+            packs.settle(case, outcome.kind)
+    yield from packed(
+        packs,
+        matrix.run,
+        matrix.refusal,
+        lambda case, pack: Outcome(case, "equal", within=str(pack)),
+    )
 
 
 def hand_on(path: Path, done: Iterable[Outcome]) -> None:
@@ -428,14 +444,14 @@ def main(
     if every is None and options.page is not None:
         there = {(axis, use) for axis, found in find_axes().items() for use in found.names()}
         done = [o for o in known.values() if there.issuperset(o.case.tables)]
-        matrix_page.write(options.page, done, len(cases()))
+        matrix_page.write(options.page, done, cases())
         hand_on(options.page / "composition" / COMMITTED.name, done)
         return 0
     warnings.filterwarnings("ignore")
     matrix = runner or Matrix()
     if every is None:
         sizes = tuple(int(n) for n in options.sizes.split(","))
-        every = cases(sizes, matrix.kind, options.having or ())
+        every = cases(sizes, options.having or ())
     chosen = every
     if options.having:
         chosen = [case for case in chosen if case.methods.intersection(options.having)]
@@ -446,7 +462,8 @@ def main(
     todo = [case for case in chosen if str(case) not in known]
     options.results[0].parent.mkdir(parents=True, exist_ok=True)
     with options.results[0].open("a", encoding="utf-8") as out:
-        for outcome in outcomes(matrix, todo, lambda all_: track(all_, f"{len(todo)} recipes")):
+        found = outcomes(matrix, todo, [*read(COMMITTED).values(), *known.values()])
+        for outcome in track(found, f"{len(todo)} recipes", len(todo)):
             known[str(outcome.case)] = outcome
             print(json.dumps(dataclasses.asdict(outcome)), file=out, flush=True)
     done = [known[str(case)] for case in chosen]

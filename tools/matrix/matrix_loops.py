@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -139,7 +139,12 @@ class Loops(Matrix):
             module.save_pretrained(folder)
         return folder
 
-    def _compare(self, case: Case) -> tuple[str, str]:
+    def strict(self, tables: Collection[tuple[str, str]]) -> Hashable:
+        """Tokens are compared, whatever is beside them; what a search finds, up to rounding."""
+        return max((ROUNDED.get(axis, EXACT) for axis, _ in tables), default=EXACT)
+
+    def _rewritten(self, case: Case) -> tuple[Any, Program, Program | None]:
+        """The job of a case, its program, and that of a model which drafts for itself."""
         job = Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
         job.build_draft = draft_build.builder(job.plan, build, BuildOptions(verify=False))
         program = self._program(case.architecture)
@@ -154,6 +159,10 @@ class Loops(Matrix):
         if plan is not None and beside is not None:
             job.own = Job(plan, BuildOptions(verify=False), lambda *_: None)
             _own(job.own, beside, program)
+        return job, program, beside
+
+    def _compare(self, case: Case) -> tuple[str, str]:
+        job, program, beside = self._rewritten(case)
         with write_artifact(job, program, None, None, None, beside) as built:
             if getattr(job.plan.methods.get("loop"), "searches", False):
                 oracle = in_process_model(job, program, None, None)

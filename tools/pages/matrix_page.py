@@ -24,8 +24,8 @@ DECLARED = re.compile(r" relies on [A-Z_]+, which ")
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def write(folder: Path, outcomes: list[Any], every: int) -> None:
-    """The page, of pairs and triples that were run, out of `every` one there is."""
+def write(folder: Path, outcomes: list[Any], every: list[Any]) -> None:
+    """The page, of outcomes of pairs and triples. `every`: the cases that there are; more may have run before."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,7 +37,7 @@ def write(folder: Path, outcomes: list[Any], every: int) -> None:
     text = TEMPLATE.read_text(encoding="utf-8").format(
         architectures=", ".join(architectures),
         counts="\n".join(_counts(outcomes)),
-        every=f"{len(outcomes)} of {every}",
+        every=f"{len({o.case for o in outcomes} & set(every))} of {len(every)}",
         invariants=table(),
         reasons="\n".join(_reasons(pairs)),
     )
@@ -46,10 +46,15 @@ def write(folder: Path, outcomes: list[Any], every: int) -> None:
 
 def _counts(outcomes: list[Any]) -> list[str]:
     """A table: recipes of two and of three methods."""
-    rows = ["| recipes of | run | equal | refused | wrong |", "|---|---:|---:|---:|---:|"]
+    rows = [
+        "| recipes of | known | equal | within a pack | refused | wrong |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for size in sorted({len(o.case.tables) for o in outcomes}):
-        kinds = Counter(o.kind for o in outcomes if len(o.case.tables) == size)
-        cells = [sum(kinds.values()), kinds["equal"], kinds["refused"], kinds["wrong"]]
+        some = [o for o in outcomes if len(o.case.tables) == size]
+        kinds = Counter(o.kind for o in some)
+        packed = sum(bool(o.within) for o in some)
+        cells = [len(some), kinds["equal"], packed, kinds["refused"], kinds["wrong"]]
         rows.append(f"| {size} methods | " + " | ".join(map(str, cells)) + " |")
     return [*rows, "", _closed(outcomes)]
 
