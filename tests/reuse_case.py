@@ -38,7 +38,7 @@ class Shared:
     def anew(self, blocks: int) -> None:
         """Another pool, empty."""
         table = {"use": "paged-prefix", "block": BLOCK, "blocks": blocks}
-        found = pool_of({"kv.reuse": table}, self.program.state)
+        found = pool_of({"kv.reuse": table}, self.program.state, EagerBackend(self.program).pool)
         assert found is not None
         self.pool = found
 

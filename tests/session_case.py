@@ -16,7 +16,9 @@ def session_of(
 ) -> Session:
     """With the observers that the program and a recipe's `tables` ask for; `wrap`: around the backend session."""
     engine, facts = EagerBackend(program), program.facts
-    parts = ModelParts(facts, tables or {}, program.state, program.entries, engine.open_session)
+    parts = ModelParts(
+        facts, tables or {}, program.state, program.entries, engine.open_session, engine.pool
+    )
     backend: Any = engine.open_session(batch)
     return Session(
         wrap(backend) if wrap else backend,

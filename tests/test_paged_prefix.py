@@ -8,11 +8,9 @@ import pytest
 import torch
 
 import accel
-from accel.compiler.assemble import assemble, check_target
 from accel.compiler.pipeline import pipeline
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import EncoderFacts
-from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.passes.check import NumericCheck
 from accel.passes.kv._shared.paged import Paged
@@ -293,12 +291,6 @@ def test_a_layer_that_is_left_out_is_refused(build):
     with pytest.raises(AccelError) as caught:
         accel.optimize(build("llama").model, recipe, target="eager", verify=False)
     assert named(str(caught.value), "depth", "kv.reuse", "leave")
-
-
-def test_the_triton_target_is_refused(build):
-    plan = assemble(Recipe.load("paged-prefix"))
-    with pytest.raises(RecipeError, match="triton"):
-        check_target(plan, "triton")
 
 
 def test_options_that_mean_nothing_are_refused():

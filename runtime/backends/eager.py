@@ -4,7 +4,7 @@ targets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -49,6 +49,10 @@ class EagerBackend:
     def open_session(self, batch: int) -> EagerSession:
         """A backend session for `batch` rows with an empty cache."""
         return EagerSession(self.program, batch)
+
+    def pool(self, shape: Sequence[int], dtype: str) -> Any:
+        """See protocol.Backend."""
+        return np.zeros(shape, dtype)
 
     def close(self) -> None:
         """Nothing to free: the program belongs to the caller."""

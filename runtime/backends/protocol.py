@@ -154,6 +154,11 @@ class Backend(Protocol):
     def open_session(self, batch: int) -> BackendSession:
         """A backend session with an empty cache."""
 
+    def pool(self, shape: Sequence[int], dtype: str) -> Any:
+        """Memory that sessions share, of zeros: read and written by blocks as an array [Z,…] is, and `put` into a
+        session as it is. Raises MemoryError.
+        """
+
     def close(self) -> None:
         """Free the weights."""
 

@@ -7,7 +7,9 @@ compressing the cache makes other buffers, and so another capture.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from accel.ir.adapters import ROWS
 from accel.ir.entries.step import STEP, given_beside
+from accel.ir.errors import OutOfMemoryError
 from accel.ir.state import Part
 from accel.lowering.triton.lowered import Compiled, Lowered
 from accel.runtime.backends.eager import EagerSession
@@ -35,9 +38,60 @@ class TritonBackend:
         """A backend session for `batch` rows with an empty cache."""
         return TritonSession(self.program, batch, self.program.device)
 
+    def pool(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """See protocol.Backend. On the device: steps read blocks where they lie."""
+        with room():
+            return DeviceArray(
+                torch.zeros(*shape, dtype=getattr(torch, dtype), device=self.program.device)
+            )
+
     def close(self) -> None:
         """Let go of the parameters on the device; they are freed when the last session closes."""
         self.program.compiled = {}
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceArray:
+    """A tensor on the device that is read and written as an array of the host is, some of its first axis at a time."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As an array has it."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """As an array has it."""
+        return self.tensor.new_empty(0, device="cpu").numpy().dtype
+
+    @property
+    def nbytes(self) -> int:
+        """As an array has it."""
+        return self.tensor.nbytes
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+        """A copy on the host."""
+        found: npt.NDArray[Any] = self.tensor[index].cpu().numpy()
+        return found.copy() if self.tensor.device.type == "cpu" else found
+
+    def __setitem__(self, index: Any, array: npt.NDArray[Any]) -> None:
+        self.tensor[index] = torch.from_numpy(np.ascontiguousarray(array)).to(self.tensor.device)
+
+
+@contextmanager
+def room() -> Iterator[None]:
+    """Raises OutOfMemoryError where the device has no memory left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{str(error).partition('.')[0]}. The device's memory ran out: give fewer or shorter prompts"
+        ) from error
 
 
 class TritonSession(EagerSession):
@@ -56,7 +110,8 @@ class TritonSession(EagerSession):
 
     def resize(self, capacity: int, *later: int) -> None:
         """New buffers of `capacity` slots with the old contents."""
-        super().resize(capacity, *later)
+        with room():
+            super().resize(capacity, *later)
         self._bind()
 
     def step(
@@ -77,10 +132,11 @@ class TritonSession(EagerSession):
         for name, place in self._places.items():
             args[place] = self._tensor(given[name]) if name in given else told[name]
         single = tokens.shape[1] == rows.shape[1] == 1
-        if single and self._decode is not None:
-            found = self._decode(args, self._places.values())
-        else:
-            found = self._compiled(args)
+        with room():
+            if single and self._decode is not None:
+                found = self._decode(args, self._places.values())
+            else:
+                found = self._compiled(args)
         out = dict(zip(self._compiled.outputs, found, strict=True))
         if observe:
             self.observed = {n: out[n].cpu().numpy() for n in out if given_beside(n)}
@@ -90,6 +146,19 @@ class TritonSession(EagerSession):
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One run of the encode entry."""
         super().encode(inputs)
+        self._bind()
+
+    def buffers(self) -> dict[str, npt.NDArray[Any]]:
+        """See protocol.BackendSession. Without pools, which are read by blocks."""
+        pooled = {value.name for value in self._program.state if value.pooled}
+        return {n: tensor.cpu().numpy() for n, tensor in self._state.items() if n not in pooled}
+
+    def put(self, arrays: Mapping[str, Any]) -> None:
+        """See protocol.BackendSession. A pool is used where it lies."""
+        there = {n: a.tensor for n, a in arrays.items() if isinstance(a, DeviceArray)}
+        with room():
+            super().put({n: a for n, a in arrays.items() if n not in there})
+        self._state = {**self._state, **there}
         self._bind()
 
     def compress(self, eviction: Compression, seen: Ints) -> None:

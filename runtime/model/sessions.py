@@ -53,6 +53,7 @@ class Sessions:
                 backend.state,
                 backend.entries,
                 backend.open_session,
+                backend.pool,
                 None if artifact is None else artifact.path,
                 backend.threads if isinstance(backend, OrtBackend) else None,
             )

@@ -67,6 +67,8 @@ def attend(tokens: int, width: int, mask: str, **more: Any) -> None:
     q_pos, k_pos = torch.arange(tokens)[None], torch.arange(1024)[None]
     lists = accel_attention.survey(q_pos, k_pos, mask, 128, 4, width)
     parts = [(k, k, k_pos, more.get("scales"), lists)]
+    if paged := more.get("paged"):
+        parts.insert(0, paged)
     options = [more.get(name) for name in ("sink", "tree", "first")]
     cap = more.get("cap", 0.0)
     accel_attention.attended(q, q_pos, parts, more.get("bias"), 0.1, cap, mask, 128, *options)
@@ -80,6 +82,9 @@ attend(
     5, 64, "chunk", codes=codes, scales=(scale, scale), cap=3.0, sink=torch.zeros(8), tree=tree,
     first=first, bias=torch.zeros(8, 100),
 )  # fmt: skip
+pool, pages = codes.view(64, 2, 16, 64), torch.zeros(1, 64, dtype=torch.int64)
+positions, scales = torch.zeros(1, 2, 1024, dtype=torch.int64), (scale.view(64, 2, 16),) * 2
+attend(1, 64, "causal", paged=(pool, pool, positions, scales, None, None, pages))
 attend(2, 32, "full", bias=torch.zeros(8, 100, 100))
 x, table = torch.zeros(1, 2, 3, 128), torch.zeros(8, 64)
 turn = (torch.zeros(1, 3, dtype=torch.int64), table, table, False)

@@ -267,7 +267,7 @@ def test_a_file_is_an_observer(tmp_path, monkeypatch):
         )
         facts = Facts("toy", 8, 64)
         for tables in ({}, {"newcomer": {}}):
-            found = observer_factories(ModelParts(facts, tables, (), ("step",), None))
+            found = observer_factories(ModelParts(facts, tables, (), ("step",), None, None))
             assert [type(f.open(2)).__name__ for f in found] == ["Newcomer"] * len(tables)
     finally:
         observer_classes.cache_clear()

@@ -46,19 +46,20 @@ def _finish(acc, peak, total, sink, SINK: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, ends, starts, blocks, counts,
+    q, k, v, k_scale, v_scale, q_pos, k_pos, bias, sink, tree, first, ends, starts, table, blocks, counts,
     out, lse, partial, sums,
-    scale, cap, size, T, S, heads, groups, rows, width, distances, listed, offset, splits,
+    scale, cap, size, T, S, heads, groups, rows, width, distances, pages, listed, offset, splits,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, pos_b, pos_g, lists_g, tiles,
     MASK: tl.constexpr, BIAS: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr,
-    TREE: tl.constexpr, RAGGED: tl.constexpr, FLAT: tl.constexpr, LSE: tl.constexpr, SCALED: tl.constexpr,
-    LISTED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    TREE: tl.constexpr, RAGGED: tl.constexpr, PAGE: tl.constexpr, FLAT: tl.constexpr, LSE: tl.constexpr,
+    SCALED: tl.constexpr, LISTED: tl.constexpr, WHOLE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits of this part, B·G·PARTS): HEADS heads of a group in each of PARTS, TOKENS tokens a tile.
 
     RAGGED: `ends` [B,G] are where the slots of each head end, which lie one head's after another's, S of a row in all.
+    PAGE: slots lie in pages of so many, which rows share, k [pages,G,PAGE,D]: those of `table` [B,pages], -1: none.
     FLAT: the queries of all rows are one row, those of row b from `starts` [B+1] number b to number b + 1.
     WHOLE: this is all there is, and `out` [B,T,H,DV] is written, with LSE `lse` [B,T,H], too; else split `offset` +
     number of `splits` goes to `partial` [B·T·H,splits,DV] and its peak and total to `sums` [2,B·T·H,splits].
@@ -91,8 +92,11 @@ def attend(
     own = 0
     if TREE:
         own = tl.load(first + b).to(tl.int32)
-    keys = k + b * k_b + g.to(tl.int64) * k_g
-    values = v + b * v_b + g.to(tl.int64) * v_g
+    keys = k + g.to(tl.int64) * k_g
+    values = v + g.to(tl.int64) * v_g
+    if not PAGE:
+        keys += b * k_b
+        values += b * v_b
     positions = k_pos + b * pos_b + g * pos_g
     scales = (b * groups + g) * S
     slots = S
@@ -120,17 +124,25 @@ def attend(
         slot = block * BLOCK_N + n
         there = slot < slots
         k_at = tl.load(positions + slot, mask=there, other=-1).to(tl.int32)[None, :]
+        key_at, value_at, scale_at = slot * k_s, slot * v_s, scales + slot
+        if PAGE:
+            page = tl.load(table + b * pages + slot // PAGE, mask=there, other=-1)
+            there = there & (page >= 0)
+            page = tl.maximum(page, 0).to(tl.int64)
+            key_at = page * k_b + (slot % PAGE) * k_s
+            value_at = page * v_b + (slot % PAGE) * v_s
+            scale_at = (page * groups + g) * PAGE + slot % PAGE
         key = tl.load(
-            keys + slot[:, None] * k_s + d[None, :],
+            keys + key_at[:, None] + d[None, :],
             mask=there[:, None] & (d < D)[None, :], other=0,
         )  # fmt: skip
         value = tl.load(
-            values + slot[:, None] * v_s + w[None, :],
+            values + value_at[:, None] + w[None, :],
             mask=there[:, None] & (w < DV)[None, :], other=0,
         )  # fmt: skip
         score = tl.dot(queries, tl.trans(key.to(queries.dtype)), input_precision=PRECISION) * scale
         if SCALED:
-            score = score * tl.load(k_scale + scales + slot, mask=there, other=0.0)[None, :]
+            score = score * tl.load(k_scale + scale_at, mask=there, other=0.0)[None, :]
         if CAPPED:  # tanh in terms of exp
             score = cap - 2 * cap / (tl.exp(score * (2 / cap)) + 1)
         if BIAS == "distance":
@@ -158,7 +170,7 @@ def attend(
         shrink = tl.exp2(peak - safe)
         total = total * shrink + tl.sum(prob, 1)
         if SCALED:
-            prob = prob * tl.load(v_scale + scales + slot, mask=there, other=0.0)[None, :]
+            prob = prob * tl.load(v_scale + scale_at, mask=there, other=0.0)[None, :]
         acc = acc * shrink[:, None]
         acc += tl.dot(prob.to(queries.dtype), value.to(queries.dtype), input_precision=PRECISION)
         peak = top

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from accel.ir.ops import attention, codec, flat
+from accel.ir.ops import attention, codec, flat, kv
 from accel.ir.ops.attention import Mask, Operands
 from accel.lowering.triton.kernels.attention import attend, merge
 from accel.lowering.triton.writer.builder import Builder
@@ -93,7 +93,8 @@ def survey_flat(
 @dataclass(frozen=True)
 class Part:
     """Slots that attention reads. scales: of int8 keys and values [B,G,S]; lists: what `survey` found. counts [B,G]:
-    heads have unequal numbers of slots, which lie one head's after another's: [B,1,S,…].
+    heads have unequal numbers of slots, which lie one head's after another's: [B,1,S,…]. table [B,M]: slots lie in the
+    pages of a pool, k [Z,G,E,D], and scales [Z,G,E]; -1: none.
     """
 
     k: Tensor
@@ -102,11 +103,12 @@ class Part:
     scales: tuple[Tensor, Tensor] | None = None
     lists: tuple[Tensor, Tensor] | None = None
     counts: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def slots(self) -> int:
         """Slots of a head; where these are unequal numbers, the mean."""
-        every: int = self.k.shape[2]
+        every: int = self.k.shape[2] * (1 if self.table is None else self.table.shape[1])
         return every if self.counts is None else -(-every // self.counts.shape[1])
 
 
@@ -136,7 +138,7 @@ def attention_over(
     batch, heads, tokens, width = q.shape
     groups, wide = parts[-1].k.shape[1], parts[-1].v.shape[3]
     own = parts[-1]
-    parts = [p for p in parts if p.k.shape[2]]
+    parts = [p for p in parts if p.slots]
     out = q.new_empty(batch, tokens, heads, wide)
     lse = q.new_empty((batch, tokens, heads if partial else 0), dtype=torch.float32)
     if not parts or not q.numel():
@@ -206,8 +208,9 @@ def _launch(
     heads, tokens, width = q.shape[1:]
     lines = q.shape[0] * tokens * heads
     q, k, v, pos = (rows(t) for t in (q, part.k, part.v, part.pos))
-    batch = k.shape[0]
+    batch = k.shape[0] if part.table is None else part.table.shape[0]
     groups, slots, wide = k.shape[1], k.shape[2], v.shape[3]
+    pages = 0 if part.table is None else part.table.shape[1]
     ends = None if part.counts is None else part.counts.cumsum(1)
     head_strides = k.stride(1), v.stride(1)
     if ends is not None:
@@ -215,6 +218,8 @@ def _launch(
     per_head = pos.dim() == 3 and pos.shape[1] > 1
     lists = part.lists or (out, out)
     k_scale, v_scale = part.scales or (out, out)
+    page = slots if pages else 0
+    slots *= pages or 1
     tree = form.tree is not None and form.tree.shape[2] > 1 and last
     bias = "" if form.bias is None else "distance" if form.bias.dim() == 2 else "positions"
     middle = form.bias.shape[1] // 2 if form.bias is not None and form.mask == "full" else 0
@@ -222,15 +227,16 @@ def _launch(
         q, k, v, k_scale.contiguous(), v_scale.contiguous(), q_pos.contiguous(), pos,
         _or(form.bias, out), _or(form.sink, out),
         form.tree.contiguous().view(torch.uint8) if tree and form.tree is not None else out,
-        form.first if tree else out, _or(ends, out), _or(form.starts, out), *lists, out, lse, partial, sums,
+        form.first if tree else out, _or(ends, out), _or(form.starts, out), _or(part.table, out), *lists,
+        out, lse, partial, sums,
         form.scale, form.softcap or 1.0, form.window, tokens, slots, heads, groups,
         lines, 0 if form.bias is None else form.bias.shape[-1], middle,
-        -(-slots // tiling.block), offset, every,
+        pages, -(-slots // tiling.block), offset, every,
         *q.stride()[:3], k.stride(0), head_strides[0], k.stride(2), v.stride(0), head_strides[1], v.stride(2),
         pos.stride(0), pos.stride(1) if per_head else 0, 0, tiles,
         MASK=form.mask, BIAS=bias, CAPPED=bool(form.softcap), SINK=form.sink is not None, TREE=tree,
-        RAGGED=ends is not None, FLAT=form.starts is not None, LSE=lse.numel() > 0, SCALED=part.scales is not None,
-        LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
+        RAGGED=ends is not None, PAGE=page, FLAT=form.starts is not None, LSE=lse.numel() > 0,
+        SCALED=part.scales is not None, LISTED=part.lists is not None, WHOLE=every == 1, D=width, DV=wide,
         HEADS=tiling.heads, TOKENS=tiling.tokens, PARTS=tiling.parts, BLOCK_M=tiling.rows,
         BLOCK_N=tiling.block, BLOCK_D=max(_LEAST, power(width)), BLOCK_V=max(_LEAST, power(wide)),
         PRECISION=_precision(q.device), num_warps=4, num_stages=_stages(q.device, tiling, width),
@@ -366,7 +372,7 @@ def _attention_rule(
     lists = b.once(survey, x.q_pos, x.k_pos, x.mask, x.window, repeat, width)
     parts = [(*_stored(x.k, x.v, x.k_pos), lists)]
     if x.kept_k is not None and x.kept_v is not None:
-        parts.insert(0, (*_stored(x.kept_k, x.kept_v, x.kept_pos), None, x.kept_counts))
+        parts.insert(0, _kept(x))
     return b.call(
         run,
         x.q,
@@ -397,10 +403,20 @@ def flat_rule(b: Builder, *operands: Any, **more: Any) -> Any:
     blocks, counts, starts = (b.once(operator.getitem, found, i) for i in range(3))
     parts = [(*_stored(x.k, x.v, x.k_pos), (blocks, counts))]
     if x.kept_k is not None and x.kept_v is not None:
-        parts.insert(0, (*_stored(x.kept_k, x.kept_v, x.kept_pos), None, x.kept_counts))
+        parts.insert(0, _kept(x))
     return b.call(
         flatly, x.q, x.q_pos, parts, starts, x.bias, x.scale, x.softcap, x.mask, x.window, x.sink
     )
+
+
+def _kept(x: Any) -> tuple[Any, ...]:
+    """What a Part of kept slots is made of; those that a pool's pages hold are read where they lie."""
+    k, v, pos, scales = _stored(x.kept_k, x.kept_v, x.kept_pos)
+    nodes = [k, v, *(scales or ())]
+    if any(node.target is not kv.gather_blocks.default for node in nodes):
+        return k, v, pos, scales, None, x.kept_counts
+    pools = [node.args[0] for node in nodes]
+    return *pools[:2], pos, tuple(pools[2:]) or None, None, None, k.args[1]
 
 
 def _stored(k: fx.Node, v: fx.Node, pos: fx.Node | None) -> tuple[Any, ...]:

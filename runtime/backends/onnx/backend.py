@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
+
+import numpy as np
 
 from accel.ir.entries import kind_of
 from accel.ir.entries.encode import ENCODE
@@ -118,6 +120,10 @@ class OrtBackend:
             self.other, everything(self.artifact.facts), self.artifact.manifest.keeps_trees(self.tuning.kernels),
             FLAT.name in self.entries, self.spread,
         )  # fmt: skip
+
+    def pool(self, shape: Sequence[int], dtype: str) -> Any:
+        """See protocol.Backend."""
+        return np.zeros(shape, dtype)
 
     def close(self) -> None:
         """Let go of the weights; they are freed when the last session over them closes."""

@@ -23,7 +23,7 @@ class PagedPrefix(Base):
     block: int = count(16, most=1024)
     blocks: int = count(2048, most=1 << 16)
 
-    relies = Base.relies | {
+    relies = Base.relies - {Invariant.HOST_MEMORY} | {
         Invariant.ALL_LAYERS_RUN,
         Invariant.CALL_INDEPENDENT,
         Invariant.TOKENS_CONTIGUOUS,

@@ -20,14 +20,14 @@ _Key = tuple[
 
 
 class Pool:
-    """`arrays`: each part [Z,G,E,..] of all blocks. A block that nobody uses stays until its place is needed:
-    the one that went unused for longest goes first.
+    """`arrays`: each part [Z,G,E,..] of all blocks, as a backend makes it. A block that nobody uses stays until its
+    place is needed: the one that went unused for longest goes first.
 
     Whoever uses a block uses all before it, and lets go of the last ones first. So a block outlives those
     that follow it, and its number stands for all tokens up to its end.
     """
 
-    def __init__(self, block: int, arrays: Arrays, own: Mapping[str, str]):
+    def __init__(self, block: int, arrays: Mapping[str, Any], own: Mapping[str, str]):
         """`own`: each part -> the state value that holds the same of a row's own slots."""
         self.own = own
         self.block = block
@@ -46,7 +46,7 @@ class Pool:
         filled ones.
         """
         with self.lock:
-            each = sum(a[:1].nbytes for a in self.arrays.values())
+            each = sum(a.nbytes // len(a) for a in self.arrays.values())
             filled = len(self._keys)
             return {
                 "total": self.total,

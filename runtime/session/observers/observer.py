@@ -55,8 +55,8 @@ class ModelParts:
     """What a model brings; observers say by it whether its sessions need them.
 
     tables: those of the recipe, as JSON. state: its layout. entries: names of the graphs. open_session: a
-    backend session of so many rows, with an empty cache. path: the artifact's folder, if there is one. threads: those
-    that were asked for.
+    backend session of so many rows, with an empty cache. pool: memory that sessions share (`Backend.pool`).
+    path: the artifact's folder, if there is one. threads: those that were asked for.
     """
 
     facts: Facts
@@ -64,6 +64,7 @@ class ModelParts:
     state: Sequence[StateValue]
     entries: Collection[str]
     open_session: Callable[[int], BackendSession]
+    pool: Callable[[Sequence[int], str], Any]
     path: Path | None = None
     threads: int | None = None
 

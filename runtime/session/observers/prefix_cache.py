@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -43,7 +43,7 @@ class PrefixCache(SessionObserver):
     @classmethod
     def for_model(cls, model: ModelParts) -> ObserverFactory | None:
         """Where the step reads blocks; all sessions of the model share one pool of them."""
-        pool = pool_of(model.tables, model.state)
+        pool = pool_of(model.tables, model.state, model.pool)
         if pool is None:
             return None
         return ObserverFactory(lambda batch: cls(pool, batch), shared=lambda: pool.stats)
@@ -230,14 +230,18 @@ def _release(pool: Pool, rows: Sequence[list[int]]) -> None:
         row.clear()
 
 
-def pool_of(tables: Any, state: Sequence[Any]) -> Pool | None:
-    """The pool that a model's sessions share, where its step reads one; memory is taken as it fills."""
+def pool_of(
+    tables: Any, state: Sequence[Any], memory: Callable[[Sequence[int], str], Any]
+) -> Pool | None:
+    """The pool that a model's sessions share, where its step reads one. `memory`: see `Backend.pool`; on the host it is
+    taken as it fills.
+    """
     parts = [v for v in state if v.pooled]
     if not parts:
         return None
     method = host_method(tables, "kv.reuse", "paged-prefix")
     try:
-        arrays = {v.name: np.zeros((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
+        arrays = {v.name: memory((method.blocks, *v.shape[1:]), v.dtype) for v in parts}
     except MemoryError as error:
         raise InputError(
             f"kv.reuse.paged-prefix: there is no memory for blocks = {method.blocks}, of {method.block} tokens each; "
