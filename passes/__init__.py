@@ -30,7 +30,7 @@ class Pass(ABC):
     error: ClassVar[float] = 1e-4  # largest error that it may add to the logits (relative)
     entry: ClassVar[str] = "step"  # the entry that it rewrites, which the numeric check runs
     flat: ClassVar[bool] = False  # it works on the state, and runs before layers become regions
-    rank: ClassVar[int] = 0  # among a recipe's own passes those of lower rank run first
+    stage: ClassVar[int] = 0  # of a recipe's own passes those of a lower stage run first
     reads_text: ClassVar[bool] = False  # it goes by `program.calibration`
     reads_spelling: ClassVar[bool] = False  # it goes by `program.spelling`
     grade: ClassVar[str] = "lossless"  # how its tokens compare: see accel.compiler.assemble.GRADES

@@ -108,7 +108,7 @@ def bench(
     With several --batch or --beside it fits tokens per call and tokens/s against the logarithm of the batch, of the
     size of the draft model and of its training tokens, and warns where drafting stops paying.
     """
-    from accel.runtime.model.output import peak_memory
+    from accel.runtime.model.meter import peak_memory
 
     if speculation:
         if context:

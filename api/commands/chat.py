@@ -17,7 +17,7 @@ from accel.ir.errors import AccelError, InputError, unknown
 if TYPE_CHECKING:
     from accel.runtime.decode.sampling_params import SamplingParams
     from accel.runtime.model.chat import Chat
-    from accel.runtime.model.output import Stream
+    from accel.runtime.model.stream import Stream
 
 EXAMPLES = """\b
 Examples:

@@ -11,7 +11,7 @@ from accel.compiler.facts_json import kv_bytes, kv_mapped, model_facts, state_js
 from accel.compiler.job import Job
 from accel.ir.program import Program
 from accel.ir.version import VERSION
-from accel.runtime.model.output import peak_memory
+from accel.runtime.model.meter import peak_memory
 
 
 def build_report(job: Job, program: Program, sizes: dict[str, int]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def pipeline(
     """The passes of every model, in order, with the recipe's own passes among or after them. `adapted`: modules whose
     adapters sessions choose.
     """
-    own = sorted(own, key=lambda step: step.rank)
+    own = sorted(own, key=lambda step: step.stage)
     lora = [Lora(tuple(adapted))] if adapted else []
     return [
         Clean(), Reals(), Fold(), Linears(), *lora, Experts(), Positions(), Norms(), Attention(), Rope(),

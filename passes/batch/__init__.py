@@ -18,5 +18,5 @@ class Base(Pass, Method, ABC):
     """
 
     after = (Layers, Residual)
-    rank = 9  # after all that changes the step
+    stage = 9  # after all that changes the step
     must_change = True

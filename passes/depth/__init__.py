@@ -23,7 +23,7 @@ class Base(Pass, Method, ABC):
     """
 
     after = (Layers, Residual)
-    rank = 1  # after what works within layers
+    stage = 1  # after what works within layers
     grade = "approximate"
 
     relies = frozenset({Invariant.APPEND_ONLY})

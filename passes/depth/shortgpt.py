@@ -35,7 +35,7 @@ class ShortGPT(Base):
     share: float = 0.25
     tokens: int = 8192
 
-    rank = -1  # before weights are stored otherwise
+    stage = -1  # before weights are stored otherwise
     reads_text = True
     breaks = frozenset({Invariant.FIXED_LAYERS})
     provides = frozenset()

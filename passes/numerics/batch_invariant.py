@@ -27,7 +27,7 @@ class BatchInvariant(Base):
     pads an odd one. Variants of the step without this guarantee are not written.
     """
 
-    rank = 3  # after methods of depth and prefill: it looks at what they leave
+    stage = 3  # after methods of depth and prefill: it looks at what they leave
     relies = frozenset({Invariant.APPEND_ONLY, Invariant.BATCH_INVARIANCE})
 
     def run(self, program: Program) -> Report:

@@ -43,7 +43,7 @@ class Ranks(Pass):
     """
 
     after = (Layers, Residual)
-    rank = 3  # after methods that change the step
+    stage = 3  # after methods that change the step
     must_change = True
 
     def run(self, program: Program) -> Report:

@@ -39,7 +39,7 @@ class Trees(Pass):
     after = (Cache, Head)
     must_change = True
     flat = True
-    rank = 5  # after all that changes what is kept
+    stage = 5  # after all that changes what is kept
 
     def run(self, program: Program) -> Report:
         step, editor = program.step, Editor(program, program.step.graph)

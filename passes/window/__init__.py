@@ -21,4 +21,4 @@ class Base(Pass, Method, ABC):
 
     after = (Cache, Head)
     flat = True
-    rank = -1
+    stage = -1

@@ -11,7 +11,7 @@ from accel.ir.errors import InputError
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import Tokenizer
-from accel.runtime.model.output import Stream
+from accel.runtime.model.stream import Stream
 from accel.runtime.session.session import Session
 
 NONE: Ints = np.zeros(0, np.int64)

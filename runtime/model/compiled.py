@@ -40,8 +40,9 @@ from accel.runtime.loop import HOST, chosen
 from accel.runtime.loop import Base as Loop
 from accel.runtime.model.adapters import Adapters
 from accel.runtime.model.chat import Chat
+from accel.runtime.model.meter import Meter
 from accel.runtime.model.notebook import model_table
-from accel.runtime.model.output import Meter, Output, Prepared, Sample, Stream, pieces
+from accel.runtime.model.output import Output
 from accel.runtime.model.requests import (
     Sources,
     check_one_each,
@@ -49,7 +50,10 @@ from accel.runtime.model.requests import (
     samples_of,
     sources_of,
 )
+from accel.runtime.model.sample import Prepared, Sample
 from accel.runtime.model.sessions import Sessions
+from accel.runtime.model.stream import Stream
+from accel.runtime.model.transcript import pieces
 from accel.runtime.session.saved import imported, saved_session
 from accel.runtime.session.session import Session
 

@@ -19,7 +19,8 @@ from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.prompts import as_prompts, as_stops, is_text
 from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop import Base as Loop
-from accel.runtime.model.output import Sample, Transcript
+from accel.runtime.model.sample import Sample
+from accel.runtime.model.transcript import Transcript
 from accel.runtime.sample import Base as Sampler
 from accel.runtime.session.observers.prompt_filter import unseen
 from accel.runtime.session.session import Session

@@ -9,7 +9,7 @@ from typing import Any
 from accel.runtime.decode.rounds import Rounds
 from accel.runtime.decode.row import Row
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.model.output import Prepared
+from accel.runtime.model.sample import Prepared
 from accel.runtime.schedule import Task
 from accel.runtime.serve.request import CANCELLED, Event, Handed, Ticket
 from accel.runtime.session.session import Session

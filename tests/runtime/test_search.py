@@ -14,7 +14,7 @@ from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.loop.beam_patience import BeamPatience
 from accel.runtime.loop.first_finish import FirstFinish
 from accel.runtime.model.compiled import CompiledModel
-from accel.runtime.model.output import Transcript
+from accel.runtime.model.transcript import Transcript
 from accel.runtime.sample.standard import Standard
 from accel.runtime.session.session import Session
 

@@ -25,7 +25,7 @@ _FRESH = """
 import sys
 import numpy as np
 import accel
-from accel.runtime.model.output import peak_memory
+from accel.runtime.model.meter import peak_memory
 threads, tokens = int(sys.argv[2]) or None, int(sys.argv[3])
 with accel.load(sys.argv[1], threads=threads) as model:
     with model.session() as session:

@@ -101,7 +101,7 @@ class Base(_Scored, Pass, Method, ABC):
     after = (Cache, Head)
     must_change = True
     flat = True
-    rank = 1  # after what is kept, which it leaves alone, and codecs: pages are of keys as they are stored
+    stage = 1  # after what is kept, which it leaves alone, and codecs: pages are of keys as they are stored
     grade = "approximate"
     error = 1.0  # where few of the tokens are read
 

@@ -47,7 +47,7 @@ class Base(Pass, Method, ABC):
     """
 
     after = (Layers, Residual)
-    rank = 2  # after depth methods, which may delete layers
+    stage = 2  # after depth methods, which may delete layers
     must_change = True
     grade = "approximate"
     every: ClassVar[bool] = False

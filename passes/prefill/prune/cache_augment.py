@@ -45,7 +45,7 @@ class CacheAugment(Trained, Base):
     latents: int = count(4, most=512)
     key: ClassVar[str] = "cache-augment"
 
-    rank = -1  # products have their own weights yet
+    stage = -1  # products have their own weights yet
     must_change = False
     by_position = True  # no token is chosen
     relies = Base.relies | {

@@ -48,7 +48,7 @@ class KvPrediction(Tables, Base):
     key: ClassVar[str] = "kv-prediction"
     small: ClassVar[Mapping[str, Any]] = {"least": 1}
 
-    rank = -1  # products have their own weights yet
+    stage = -1  # products have their own weights yet
     by_position = True  # no token is chosen
     relies = Base.relies | {
         Invariant.ALL_LAYERS_RUN,

@@ -72,7 +72,7 @@ class Base(Pass, Choice):
     first: int = 1
 
     after = (Layers, Residual)
-    rank = 2
+    stage = 2
     grade = "approximate"
 
     relies = frozenset({Invariant.APPEND_ONLY, Invariant.CHAINS, Invariant.UNIFORM_SLOTS})

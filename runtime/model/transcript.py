@@ -1,0 +1,83 @@
+"""The text of a row, as its tokens make it certain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import Any
+
+from accel.runtime.inputs.text import StopMatcher, Tokenizer
+
+
+class Transcript:
+    """The text of one row, decoded incrementally, cut at the first stop string."""
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...]):
+        self._tokenizer = tokenizer
+        self._stream = tokenizer.stream() if tokenizer else None
+        self._matcher = StopMatcher(stops) if stops else None
+        self._pieces: list[str] = []
+        self._taken = 0
+        self._finished = False
+
+    def __call__(self, token: int) -> bool:
+        """Take one token; whether the text has reached a stop string."""
+        assert self._stream is not None
+        piece, stopped = self._stream.push(token), False
+        if self._matcher is not None:
+            piece, stopped = self._matcher.push(piece)
+        self._pieces.append(piece)
+        return stopped
+
+    def branch(self) -> Transcript | None:
+        """See `loop.Watch`. Its text is of the tokens from here on."""
+        if self._matcher is None or self._stream is None:
+            return None
+        other = copy(self)
+        other._stream, other._matcher, other._pieces = (
+            self._stream.branch(),
+            copy(self._matcher),
+            [],
+        )
+        return other
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was reached."""
+        return None if self._matcher is None else self._matcher.reason
+
+    def take(self, tokens: int | None = None) -> str:
+        """The text that became final since the last call, or with the next so many tokens of it."""
+        end = len(self._pieces) if tokens is None else self._taken + tokens
+        fresh = "".join(self._pieces[self._taken : end])
+        self._taken = min(end, len(self._pieces))
+        return fresh
+
+    def finish(self) -> str:
+        """The remaining text at the end of a row."""
+        if not self._finished and self._stream is not None:
+            self._finished = True
+            piece = self._stream.finish()
+            if self._matcher is not None:
+                passed, stopped = self._matcher.push(piece)
+                piece = passed if stopped else passed + self._matcher.finish()[0]
+            self._pieces.append(piece)
+        return self.take()
+
+    def text(self, tokens: list[int]) -> str:
+        """All of it; `tokens` are those that were pushed."""
+        if self._matcher is None and self._tokenizer is not None:
+            return self._tokenizer.decode(tokens)
+        self.finish()
+        return "".join(self._pieces)
+
+
+def pieces(tokens: Iterator[int], script: Transcript | None) -> Iterator[Any]:
+    """Token ids as they come, or the text that they make certain."""
+    for token in tokens:
+        if script is None:
+            yield token
+        elif piece := script.take():
+            yield piece
+    if script is not None and (piece := script.finish()):
+        yield piece
