@@ -44,7 +44,7 @@ def build(
     ] = "onnx",
     tokenizer: options.Tokenizer = None,
     max_context: options.MaxContext = 2048,
-    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum batch size.")] = 1,
+    max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum batch size.")] = 8,
     verify: Annotated[
         bool,
         typer.Option(

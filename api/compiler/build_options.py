@@ -24,7 +24,7 @@ class BuildOptions:
     target: str = "onnx"
     tokenizer: Any = None
     max_context: int = 2048
-    max_batch: int = 1
+    max_batch: int = 8
     verify: bool = True
     calibration: Any = None
     trust_remote_code: bool = False

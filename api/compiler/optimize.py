@@ -51,7 +51,7 @@ def optimize(
     target: str = "onnx",
     tokenizer: Any = None,
     max_context: int = 2048,
-    max_batch: int = 1,
+    max_batch: int = 8,
     out: str | Path | None = None,
     verify: bool = True,
     calibration: Any = None,
@@ -76,7 +76,8 @@ def optimize(
         tokenizer: a fast Hugging Face tokenizer, a `tokenizers.Tokenizer`, or a path. Default: the
             tokenizer in the model directory.
         max_context: maximum sequence length in tokens; at most the model's own limit.
-        max_batch: maximum number of prompts per call; a search uses several rows per prompt.
+        max_batch: maximum number of prompts per call, and of requests that a server runs at once; a search uses
+            several rows per prompt.
         out: folder for the artifact. Default: a temporary folder until `close()`.
         verify: compare the logits after every pass and for the written graph, and measure the loss of
             weight quantisation. The captured program is always compared with the module.
