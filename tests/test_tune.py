@@ -68,6 +68,39 @@ def test_every_variant_is_measured_at_every_shape_and_remembered(artifact, opene
     assert not list(tmp_path.rglob("*.part"))
 
 
+def slow(factor):
+    """As if something else had run while the first shape was measured."""
+
+    def change(value):
+        for name, seconds in value["value"]["costs"][0]["seconds"].items():
+            value["value"]["costs"][0]["seconds"][name] = seconds * factor
+
+    return change
+
+
+def test_what_a_busy_machine_spoilt_is_measured_again_a_few_times(artifact, monkeypatch, tmp_path):
+    def level(costs):
+        for cost in costs[0]:
+            cost.seconds.update(dict.fromkeys(cost.seconds, 0.01))
+        return costs
+
+    real = tune._measure
+    monkeypatch.setattr(tune, "_measure", lambda *args: level(real(*args)))
+    choose(artifact, AUTO, 1)
+    assert choose(artifact, AUTO, 1).seconds == 0, "it was sound"
+    rewrite(kept(tmp_path), slow(100))
+    spoilt = choose(artifact, AUTO, 1, measure=False)
+    found = choose(artifact, AUTO, 1)
+    assert found.seconds > 0 and spoilt.costs[0].seconds["grouped"] == 1
+    assert found.costs[0].seconds == dict.fromkeys(found.costs[0].seconds, 0.01), (
+        "the least of both"
+    )
+    for _ in range(3):
+        rewrite(kept(tmp_path), slow(100))
+        last = choose(artifact, AUTO, 1)
+    assert last.seconds == 0, "this machine is as it is"
+
+
 def test_other_threads_are_measured_anew(artifact):
     assert choose(artifact, AUTO, 1, measure=False) is None
     choose(artifact, AUTO, 1)

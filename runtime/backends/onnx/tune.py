@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -23,8 +23,10 @@ from accel.runtime.backends.onnx.open import open_session
 
 AUTO = "auto"
 SECONDS = 1.2  # spent on measuring, at most about this
-ROUNDS = 9  # runs of a shape, at most
+LEAST, ROUNDS = 3, 9  # runs of a shape
+RUNS = 3  # measurements, by as many loads, where a busy machine spoilt the first
 BYTES = 1 << 26  # of a probe's inputs
+NOISE = 2.0  # between measurements of one thing
 MARGIN = 0.95  # of the portable variant's time: what another must stay below
 # (tokens of a call, slots): decode at two lengths, a call of several tokens, a chunk of a prompt
 CELLS = ((1, 512), (1, 2048), (8, 512), (128, 512))
@@ -88,7 +90,11 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
         "probes": [{n: artifact.files[f].sha256 for n, f in kind.items()} for kind in kinds],
         "cells": _cells(artifact.facts.max_context),
     }
-    if (kept := _kept(recall("tuning", key), entry.graphs)) is not None:
+    value = recall("tuning", key)
+    kept = _kept(value, entry.graphs)
+    told = 0 if kept is None else value.get("runs", 1)
+    runs = told if isinstance(told, int) else 1
+    if kept is not None and (not measure or runs >= RUNS or _sound(kept.costs)):
         return replace(kept, refused={**kept.refused, NATIVE: missing}) if missing else kept
     if not measure:
         return None
@@ -97,7 +103,8 @@ def choose(artifact: Artifact, asked: str, threads: int, *, measure: bool = True
         costs, refused = _measure(artifact, kinds, threads)
     except Exception as error:  # onnxruntime's share no base class; a model runs without a choice
         return Tuning(PORTABLE, f"could not be measured: {error}")
-    value = {"costs": [asdict(c) for c in costs], "refused": refused}
+    costs = costs if kept is None else [_least(*two) for two in zip(kept.costs, costs, strict=True)]
+    value = {"costs": [asdict(c) for c in costs], "refused": refused, "runs": runs + 1}
     remember("tuning", key, value)
     return _decided(costs, refused, time.perf_counter() - start)
 
@@ -158,7 +165,7 @@ def _turns(sessions: dict[str, Any], runs: dict[str, Any], limit: float) -> dict
     """The least seconds of each: whatever else the machine does only adds to them."""
     taken: dict[str, list[float]] = {name: [] for name in runs}
     for done in range(ROUNDS):
-        if done and time.perf_counter() > limit:
+        if done >= LEAST and time.perf_counter() > limit:
             break
         for name, binding in runs.items():
             start = time.perf_counter()
@@ -212,6 +219,20 @@ def _binding(session: Any, tokens: int, context: int, last: int) -> Any:
         else:
             binding.bind_output(made.name, "cpu")
     return binding
+
+
+def _sound(costs: Sequence[Cost]) -> bool:
+    """Whether no call costs more than one of as many tokens and slots or more does: else something else ran then."""
+    pairs = (
+        (a, b) for a in costs for b in costs if a.tokens <= b.tokens and a.context <= b.context
+    )
+    return all(a.seconds[name] <= NOISE * b.seconds[name] for a, b in pairs for name in a.seconds)
+
+
+def _least(a: Cost, b: Cost) -> Cost:
+    """Of two measurements of a shape."""
+    times = {n: min(t, b.seconds.get(n, t)) for n, t in a.seconds.items() if n in b.seconds}
+    return replace(a, seconds=times)
 
 
 def _decided(costs: list[Cost], refused: dict[str, str], seconds: float = 0.0) -> Tuning:
