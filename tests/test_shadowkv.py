@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import accel
+from accel.compiler.assemble import assemble
 from accel.ir.errors import PassError, RecipeError
 from accel.ir.ops.attention import Mask
+from accel.ir.recipe import Recipe
 from accel.ir.state import Home
 from accel.passes.kv._shared.rotation import rotated, rotation_of
 from accel.passes.kv._shared.tables import appended, attentions
@@ -296,3 +298,12 @@ def test_options_that_make_no_sense(options, why):
         accel.optimize(
             models.tiny(), {"kv": {"select": {"use": "shadowkv", **options}}}, max_context=64
         )
+
+
+def test_layers_that_are_deleted_are_refused():
+    """Its entries read the keys of all layers."""
+    tables = {"kv.select": {"use": "shadowkv"}, "depth": {"use": "shortgpt"}}
+    with pytest.raises(
+        RecipeError, match="kv.select = shadowkv cannot be combined with .*shortgpt"
+    ):
+        assemble(Recipe(name="both", tables=tables))

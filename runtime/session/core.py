@@ -60,6 +60,11 @@ class SessionCore:
             batch, np.int64
         )  # tokens of a call's rows whose places others took
         self._steered = any(one.steers for one in self.observers)
+        self._stays = not any(  # no slot is taken away or added between the parts of a prompt
+            getattr(type(one), name) is not getattr(SessionObserver, name)
+            for one in self.observers
+            for name in ("settle", "make_room", "slots")
+        )
 
     @property
     def backend(self) -> BackendSession:
@@ -472,6 +477,8 @@ class SessionCore:
         shape = (self.batch, 1 if last_only else ids.shape[1], self.vocab_size)
         out = np.zeros(shape, np.float32)
         gone = np.zeros_like(counts)
+        if self._stays:  # buffers grow once, not with each part
+            self.need([int((first - self.base + counts).max())])
         for start in range(0, int(counts.max()), CHUNK):
             part = ids[:, start : min(start + CHUNK, int(counts.max()))]
             columns = np.arange(part.shape[1])

@@ -271,3 +271,26 @@ def test_bad_rewinds_and_closed(toy):
     for act in (lambda: session.run([[1]]), lambda: session.rewind(0), session.fork):
         with pytest.raises(InputError, match="closed"):
             act()
+
+
+class Sizes(Broken):
+    """Notes the room that is made."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.made = []
+
+    def resize(self, *capacity):
+        self.made.append(capacity[0])
+        self.inner.resize(*capacity)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_long_prompt_makes_room_once(toy, target, monkeypatch):
+    """Growing copies the cache: with each part of a prompt it would hold twice as much, again and again."""
+    monkeypatch.setattr("accel.runtime.session.core.CHUNK", 4)
+    monkeypatch.setattr("accel.runtime.session.core.STEP", 4)
+    tokens, sizes = toy.tokens(2, 23), []
+    session = toy.session(target, 2, lambda inner: sizes.append(Sizes(inner)) or sizes[0])
+    close(session.run(tokens, np.array([23, 9]))[0], toy.oracle(tokens[0]))
+    assert sizes[0].made == [24]

@@ -63,7 +63,11 @@ class LowRank(Base):
     low_rank: int = count(160, most=16384)
     homes: ClassVar[Mapping[Part, Home]] = {Part.KEYS: Home.MAPPED, Part.VALUES: Home.MAPPED}
     as_cached: ClassVar[bool] = True
-    relies = Base.relies | {Invariant.TOKENS_CONTIGUOUS, Invariant.UNIFORM_SLOTS}
+    relies = Base.relies | {
+        Invariant.FIXED_LAYERS,
+        Invariant.TOKENS_CONTIGUOUS,
+        Invariant.UNIFORM_SLOTS,
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
