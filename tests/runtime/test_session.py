@@ -1,11 +1,13 @@
 """Laws of a session, for every target, each with a broken variant that the law must catch."""
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
 
 from accel.ir.errors import InputError
+from accel.runtime.backends.onnx import session as ort_session
 
 TARGETS = ["ort", "eager"]
 
@@ -294,3 +296,20 @@ def test_a_long_prompt_makes_room_once(toy, target, monkeypatch):
     session = toy.session(target, 2, lambda inner: sizes.append(Sizes(inner)) or sizes[0])
     close(session.run(tokens, np.array([23, 9]))[0], toy.oracle(tokens[0]))
     assert sizes[0].made == [24]
+
+
+def test_growing_holds_one_buffer_twice(toy, monkeypatch):
+    """Each is let go before the next is copied; what is not written of the new ones takes no memory."""
+    session, alive = toy.session("ort"), []
+    close(session.run(toy.tokens(1, 5))[0], toy.oracle(toy.tokens(1, 5)[0]))
+    backend, real = session._core.backend, ort_session.fill
+    old = [weakref.ref(array.base) for array in backend._buffers.values()]
+
+    def fill(new, before):
+        alive.append(sum(ref() is not None for ref in old))
+        real(new, before)
+
+    monkeypatch.setattr(ort_session, "fill", fill)
+    backend.resize(4096)
+    assert alive == list(range(len(old), 0, -1))
+    assert not any(ref() for ref in old)

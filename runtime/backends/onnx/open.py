@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from accel.ir.errors import AccelError, ArtifactError, OutOfMemoryError
-from accel.ir.sizes import in_numbers
 from accel.ir.state import Home, StateValue
 from accel.lowering.onnx.native import is_native, register
 from accel.lowering.onnx.ort import ort
@@ -106,15 +105,11 @@ def made(value: StateValue, shape: tuple[int, ...], fill: float | None = None) -
     return make(shape, value.dtype, fill)
 
 
-def grown(
-    old: npt.NDArray[Any] | None, value: StateValue, letters: dict[str, int]
-) -> npt.NDArray[Any]:
-    """A state buffer that starts as `old` and goes on with the value's fill."""
-    new = made(value, in_numbers(value.shape, letters), value.fill)
+def fill(new: npt.NDArray[Any], old: npt.NDArray[Any] | None) -> None:
+    """Let a state buffer start as `old`, where there is one."""
     if old is not None:
         advise([old], scattered=False)
         new[tuple(slice(n) for n in old.shape)] = old
-    return new
 
 
 def copied(

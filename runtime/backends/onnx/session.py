@@ -31,7 +31,7 @@ from accel.runtime.backends.onnx.mapped import advise, memory_of
 from accel.runtime.backends.onnx.open import (
     aligned,
     copied,
-    grown,
+    fill,
     made,
     ort_value,
 )
@@ -131,7 +131,7 @@ class OrtSession:
         """New buffers of `capacity` slots with the old contents; bindings are made anew. Raises StorageError, and
         leaves all as it was.
         """
-        buffers = dict(self._buffers)
+        buffers, new = dict(self._buffers), dict[str, npt.NDArray[Any]]()
         letters = {"B": self._batch, "C": capacity}  # nothing is kept at first
         letters |= {f"C{i}": slots for i, slots in enumerate(later, start=1)}
         for value in self._state:
@@ -143,10 +143,18 @@ class OrtSession:
                 sizes = in_numbers(value.shape, letters)
                 if old is not None and self._lies_wide(value) and old.shape[1:] == sizes[1:]:
                     continue  # rows joined or left, and it has slots enough
-                buffers[value.name] = grown(old, value, letters | {"B": rows})
+                sizes = in_numbers(value.shape, letters | {"B": rows})
+                new[value.name] = buffers[value.name] = made(value, sizes, value.fill)
                 if rows > self._batch:
                     self._wide[value.name] = buffers[value.name]
                     buffers[value.name] = buffers[value.name][: self._batch]
+        self._unbind()
+        for (
+            name,
+            array,
+        ) in new.items():  # memory that is not written is not taken: one at a time is there twice
+            fill(array, self._buffers.pop(name, None))
+        self._buffers = buffers
         self._bind(buffers)
 
     def step(
@@ -395,9 +403,7 @@ class OrtSession:
 
     def close(self) -> None:
         """Drop bindings before the buffers that they point into."""
-        self._decode, self._other, self._observing = [], [], []
-        self._parts.forget()
-        self._values, self._mapped = [], []
+        self._unbind()
         self._buffers, self._spare, self._wide = {}, {}, {}
         self._bytes = None, 0, 0
 
@@ -437,6 +443,12 @@ class OrtSession:
         self._values, self._buffers, self._spare = [*here.values(), *there.values()], buffers, spare
         self._mapped = [a for a in buffers.values() if memory_of(a) is not None]
         advise(self._mapped, self._few)
+
+    def _unbind(self) -> None:
+        """Let go of the buffers, but for `_buffers`."""
+        self._parts.forget()
+        self._decode, self._other, self._observing = [], [], []
+        self._values, self._mapped = [], []
 
     def _swap(self) -> None:
         """After a call the spare buffers hold the recurrent state."""
