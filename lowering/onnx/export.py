@@ -16,6 +16,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.fx.node import map_arg
 
 from accel.ir.entries import kind_of
@@ -217,6 +218,8 @@ def lower_entry(
     """One entry as an ONNX model whose large weights lie in the weights file."""
     b = builder or Builder(weights.add)
     b.shared_params = shared(program, entry)
+    if "tokens" in program.step.inputs:
+        b.counts = free_symbols(program.step.input("tokens").meta["val"].shape)
     paged = any(operands_of(n).pages for n in program.nodes(attention.default, entry=entry))
     if paged or any(isinstance(node.target, Conditional) for node in entry.graph.nodes):
         where = (s.name for s in program.state if s.positions)

@@ -15,7 +15,7 @@ from typing import Any
 from accel.runtime.loop import HOST
 
 Table = tuple[str, str]  # axis, method
-MOST = 7  # methods of a pack; the more, the likelier three of them refuse one another
+MOST = 9  # methods of a pack; the more, the likelier three of them refuse one another
 
 
 @dataclass

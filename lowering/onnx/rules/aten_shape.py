@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,29 @@ def view(b: Builder, x: str, size: Sequence[Size], *_: Any) -> Any:
 
 @lower(aten.flatten.using_ints, aten.unflatten.int)
 def fold(b: Builder, x: str, *_: Any) -> Any:
-    return b.reshape(x, sizes_of(b, b.out.shape, x), b.out.shape)
+    sizes = sizes_of(b, b.out.shape, x)
+    if -1 in sizes and not b.inferred(b.out.shape, axis := sizes.index(-1)):
+        sizes[axis] = _folded(b, x, axis)
+    return b.reshape(x, sizes, b.out.shape)
+
+
+def _folded(b: Builder, x: str, axis: int) -> Size:
+    """The size of an axis of several that became one, or of one of those that one became, by those of `x`."""
+    before, after = b.shape(x), b.out.shape
+    first = next(i for i, pair in enumerate(zip(before, after, strict=False)) if not same(*pair))
+    more = len(after) - len(before)
+    found = b.vector(b.size(x, first))
+    for i in range(first + 1, first + 1 - more):
+        size = before[i]
+        found = b.node("Mul", found, b.vector(size if isinstance(size, int) else b.size(x, i)))
+    parts = [n for i, n in enumerate(after[first : first + more + 1], first) if i != axis]
+    if not all(isinstance(n, int) for n in parts):
+        return -1
+    if (known := math.prod(parts)) > 1:
+        found = b.node("Div", found, b.ints(known))
+    scalar = str(b.node("Squeeze", found))
+    b.vectors[scalar] = found
+    return scalar
 
 
 def sizes_of(b: Builder, shape: Sequence[Any], *sources: str) -> list[Size]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 
 from accel.ir.errors import LoweringError
 from accel.ir.weights import Stored
@@ -96,6 +96,7 @@ class Builder:
         self._names: dict[str, int] = {}
         self.reused: dict[tuple[Any, ...], tuple[str, ...]] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # of values that no traced node stands for
+        self.counts: Collection[Any] | None = None  # symbols of sizes that are never 0; None: all
         self.vectors: dict[str, str] = {}  # rank-0 size -> the [1] value that it was taken from
 
     # Writing
@@ -347,8 +348,15 @@ class Builder:
         out: str = self.node("Reshape", x, self.concat_ints(target))
         return out
 
-    @staticmethod
-    def _settle(source: Sequence[Any], sizes: list[Size], shape: Sequence[Any]) -> list[Size]:
+    def inferred(self, shape: Sequence[Any], axis: int) -> bool:
+        """Whether ONNX finds this size of a shape by the others: none of them may be 0."""
+        others = [size for i, size in enumerate(shape) if i != axis]
+        symbols = set[Any]().union(*(free_symbols(n) for n in others if not isinstance(n, int)))
+        return 0 not in (n for n in others if isinstance(n, int)) and (
+            self.counts is None or symbols <= set(self.counts)
+        )
+
+    def _settle(self, source: Sequence[Any], sizes: list[Size], shape: Sequence[Any]) -> list[Size]:
         """Numbers, 0 = copied, -1 = inferred, and only then the names in `sizes`."""
         target: list[Size] = []
         unknown = []
@@ -360,7 +368,7 @@ class Builder:
             else:
                 unknown.append(i)
                 target.append(sizes[i])
-        if unknown and -1 not in target:
+        if unknown and -1 not in target and self.inferred(shape, unknown[-1]):
             target[unknown[-1]] = -1
         return target
 
