@@ -45,6 +45,12 @@ def test_what_slots_draw_with_noise_has_every_variant(runner):
     assert runner.run(case).why == ""
 
 
+def test_what_a_fold_compares_may_be_bools(runner):
+    """A codec of bytes compares numbers."""
+    case = matrix.Case("llama", (("kv.codec", "kv-fp8"), ("weights", "int4-awq")))
+    assert runner.run(case).why == ""
+
+
 def test_blocks_may_be_none_yet(runner):
     """ONNX infers no size where another one is 0."""
     case = matrix.Case("llama", (("kv.codec", "rotatekv"), ("kv.score", "streaming-llm")))

@@ -287,9 +287,8 @@ def _close(a: Tensor, b: Tensor, tolerance: float = _CLOSE) -> bool:
     """Equal up to a share of the largest value."""
     if not a.numel():
         return True
-    return bool(
-        (a.double() - b.double()).abs().max() <= tolerance * max(float(b.abs().max()), 1e-30)
-    )
+    a, b = a.double(), b.double()
+    return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-30))
 
 
 def _along(scale: Tensor, rows: bool) -> Change:

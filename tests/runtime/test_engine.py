@@ -315,10 +315,11 @@ class Greedy(ContinuousBatching):
 def test_a_broken_schedule_leaves_no_request_without_an_end(opened, monkeypatch, kind, why):
     with Engine(opened(), blocks=6) as engine:
         engine._schedule = kind()
-        tickets = [
-            engine.submit(Request(np.arange(1, 30), SamplingParams(max_tokens=20)))
-            for _ in range(3)
-        ]
+        with engine._changed:  # it plans when all are there
+            tickets = [
+                engine.submit(Request(np.arange(1, 30), SamplingParams(max_tokens=20)))
+                for _ in range(3)
+            ]
         failed = 0
         for ticket in tickets:
             try:
