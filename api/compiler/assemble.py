@@ -69,14 +69,15 @@ def assemble(recipe: Recipe) -> Plan:
             of the wrong type, or methods that do not go together (with the nearest recipe that does).
     """
     try:
-        return _assembled(recipe)
+        return assemble_alone(recipe)
     except _Incompatible as error:
-        near = nearest(recipe, str(error), _assembled, first="swap")
+        near = nearest(recipe, str(error), assemble_alone, first="swap")
         works = f" (the nearest recipe that works: {near.change})" if near.recipe else ""
         raise RecipeError(f"{error}; leave one of the two out{works}") from None
 
 
-def _assembled(recipe: Recipe) -> Plan:
+def assemble_alone(recipe: Recipe) -> Plan:
+    """The same, without a look for the nearest recipe that works, which takes ten times as long."""
     axes = find_axes()
     plan = Plan(recipe)
     if "sample" in recipe.tables:

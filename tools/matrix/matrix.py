@@ -46,7 +46,7 @@ from run import kind_of
 
 import accel
 from accel.compiler.artifact_build import write_artifact
-from accel.compiler.assemble import EVICTION, assemble
+from accel.compiler.assemble import EVICTION, assemble, assemble_alone
 from accel.compiler.build_options import BuildOptions
 from accel.compiler.in_process import in_process_model
 from accel.compiler.job import Job
@@ -229,7 +229,7 @@ class Matrix:
     def assembles(self, case: Case) -> bool:
         """Whether its methods declare nothing that keeps them apart."""
         try:
-            assemble(self._recipe(case))
+            assemble_alone(self._recipe(case))
         except AccelError:
             return False
         return True
