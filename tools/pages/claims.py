@@ -310,6 +310,9 @@ def main() -> None:
     options = parser.parse_args()
     if wrong := [n for n in options.claims if n not in CLAIMS]:
         parser.error(f"no claim {wrong[0]!r}; there are {', '.join(CLAIMS)}")
+    for name in ("windows", "prompts"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; give 1 or more")
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory() as folder:
         builds, place = Builds(REFERENCE, BuildOptions(max_context=CONTEXT)), Path(folder)
