@@ -145,7 +145,8 @@ class TritonSession(EagerSession):
 
     def encode(self, inputs: Mapping[str, npt.NDArray[Any]]) -> None:
         """One run of the encode entry."""
-        super().encode(inputs)
+        with room():
+            super().encode(inputs)
         self._bind()
 
     def buffers(self) -> dict[str, npt.NDArray[Any]]:
@@ -163,7 +164,8 @@ class TritonSession(EagerSession):
 
     def compress(self, eviction: Compression, seen: Ints) -> None:
         """One run of the compress entry."""
-        super().compress(eviction, seen)
+        with room():
+            super().compress(eviction, seen)
         self._bind()
 
     def forget(self, rows: npt.NDArray[np.bool_]) -> None:

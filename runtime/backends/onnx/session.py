@@ -149,10 +149,8 @@ class OrtSession:
                     self._wide[value.name] = buffers[value.name]
                     buffers[value.name] = buffers[value.name][: self._batch]
         self._unbind()
-        for (
-            name,
-            array,
-        ) in new.items():  # memory that is not written is not taken: one at a time is there twice
+        # memory that is not written is not taken: so one buffer at a time is there twice
+        for name, array in new.items():
             fill(array, self._buffers.pop(name, None))
         self._buffers = buffers
         self._bind(buffers)
