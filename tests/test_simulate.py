@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import simulate
-from simulate import Asked, Costs, Lost, poisson
+import simulation
+from simulate import schedule_of
+from simulation import Asked, Costs, Lost, poisson
+from simulation_costs import fitted
 
 from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError
@@ -23,7 +25,7 @@ FEW = Limits(rows=8, blocks=24, block=8)  # requests run again
 
 
 def of(schedule, asked, limits=FEW):
-    return simulate.simulate(schedule, asked, limits, COSTS)
+    return simulation.simulate(schedule, asked, limits, COSTS)
 
 
 SMALL = {"nexus": {"tokens": 20}, "sarathi": {"tokens": 24}}
@@ -64,7 +66,7 @@ def test_what_loses_a_request_is_caught(monkeypatch):
         of(Forgets(), asked)
     with pytest.raises(IndexError):
         of(Elsewhere(), asked)
-    monkeypatch.setattr(simulate.World, "move", lambda self, i, to, now: None)
+    monkeypatch.setattr(simulation.World, "move", lambda self, i, to, now: None)
     with pytest.raises(Lost, match="ends with work"):
         of(Splitwise(), asked)
 
@@ -72,9 +74,9 @@ def test_what_loses_a_request_is_caught(monkeypatch):
 def test_a_token_that_is_lost_or_early_is_caught(monkeypatch):
     asked = [Asked(1.0, 9, 4)]
     with pytest.raises(Lost, match="3 tokens of 4"):
-        simulate.Result(asked, [[2.0, 3.0, 4.0]]).check()
+        simulation.Result(asked, [[2.0, 3.0, 4.0]]).check()
     with pytest.raises(Lost, match="before its time"):
-        simulate.Result(asked, [[0.5, 3.0, 4.0, 5.0]]).check()
+        simulation.Result(asked, [[0.5, 3.0, 4.0, 5.0]]).check()
 
 
 def test_times_of_one_request():
@@ -88,7 +90,7 @@ def test_times_of_one_request():
     late = 2 * COSTS.moved(50) + 1e-4  # it is sent, and taken over in an iteration
     assert np.allclose(split.tokens[0], [plain[0], *(t + late for t in plain[1:])])
     assert split.moved == 50
-    halves = simulate.simulate(Splitwise(), one, limits, COSTS, apart=False).tokens[0]
+    halves = simulation.simulate(Splitwise(), one, limits, COSTS, apart=False).tokens[0]
     assert np.allclose(halves[0], 2.0 + 1e-4 + COSTS.prompt(50, 0, 0.5))
     chunks = 2 * 1e-4 + COSTS.prompt(32, 0) + COSTS.prompt(18, 32)
     assert np.allclose(of(Nexus(tokens=32), one, limits).tokens[0][0], 2.0 + chunks)
@@ -121,19 +123,19 @@ def test_one_process_is_continuous_batching():
 def test_traces_and_costs(tmp_path):
     (tmp_path / "a.csv").write_text("arrival,prompt,output\n2,5,6\n0.5,3,4\n")
     (tmp_path / "a.jsonl").write_text('{"arrival": 0.5, "prompt": 3, "output": 4}\n')
-    assert simulate.trace(tmp_path / "a.csv") == [Asked(0.5, 3, 4), Asked(2.0, 5, 6)]
-    assert simulate.trace(tmp_path / "a.jsonl") == [Asked(0.5, 3, 4)]
+    assert simulation.trace(tmp_path / "a.csv") == [Asked(0.5, 3, 4), Asked(2.0, 5, 6)]
+    assert simulation.trace(tmp_path / "a.jsonl") == [Asked(0.5, 3, 4)]
     for text in ("arrival,prompt\n1,2\n", "arrival,prompt,output\n1,0,2\n", ""):
         (tmp_path / "b.csv").write_text(text)
         with pytest.raises(AccelError, match="b.csv"):
-            simulate.trace(tmp_path / "b.csv")
+            simulation.trace(tmp_path / "b.csv")
     features = [(1, n, n * n) for n in (1, 5, 20, 90)]
     seconds = [3 + 2 * n for n in (1, 5, 20, 90)]
-    assert np.allclose(simulate.fitted(features, seconds), [3, 2, 0], atol=1e-6)
-    less = simulate.fitted(features, [9 - 0.01 * n for n in (1, 5, 20, 90)])
+    assert np.allclose(fitted(features, seconds), [3, 2, 0], atol=1e-6)
+    less = fitted(features, [9 - 0.01 * n for n in (1, 5, 20, 90)])
     assert less.min() >= 0
-    assert simulate.schedule_of("sarathi:tokens=9") == Sarathi(tokens=9)
+    assert schedule_of("sarathi:tokens=9") == Sarathi(tokens=9)
     with pytest.raises(AccelError, match="no number"):
-        simulate.schedule_of("sarathi:tokens=x")
+        schedule_of("sarathi:tokens=x")
     assert poisson(9, 2.0, seed=1) == poisson(9, 2.0, seed=1) != poisson(9, 2.0, seed=2)
     assert replace(COSTS, call=0).prompt(4, 0, 0.5) == 2 * replace(COSTS, call=0).prompt(4, 0)
