@@ -13,7 +13,8 @@ from accel.runtime.kv.when.prompt import Prompt
 from accel.runtime.session import core, observers
 from accel.runtime.session import session as session_module
 from accel.runtime.session.observers import observer_classes, observer_factories
-from accel.runtime.session.observers.eviction import EvictionState, KvPlan
+from accel.runtime.session.observers._kv_plan import KvPlan
+from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities, ModelParts, SessionObserver
 from accel.runtime.session.observers.prompt_pruning import PromptPruning
 from accel.runtime.session.observers.recurrent_history import RecurrentHistory

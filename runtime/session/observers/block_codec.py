@@ -8,7 +8,8 @@ import numpy as np
 
 from accel.runtime.backends.protocol import Arrays
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.session.observers.eviction import EvictionState, kv_plan
+from accel.runtime.session.observers._kv_plan import kv_plan
+from accel.runtime.session.observers.eviction import EvictionState
 from accel.runtime.session.observers.observer import Capabilities, ModelParts, ObserverFactory
 
 
