@@ -83,7 +83,7 @@ def rotation_of(
         others = {n for n in node.graph.nodes if n.meta.get("layer") != layer}
         if any(n.target is rope.default for n in ancestors([node], stop=others) - others):
             raise PassError(
-                f"layer {layer}: its {what} are changed after their rotation (a latent, a norm), so they are not "
+                f"layer {_layer(node)}: its {what} are changed after their rotation (a latent, a norm), so they are not "
                 f"known without it; {instead}"
             )
         return None
@@ -94,11 +94,22 @@ def rotation_of(
         cos, sin = evaluate(nodes, program.params, {})
     except KeyError:
         raise PassError(
-            f"layer {node.meta.get('layer')}: the rotation of its {what} depends on the call, not on positions alone; "
+            f"layer {_layer(node)}: the rotation of its {what} depends on the call, not on positions alone; "
             f"{instead}"
         ) from None
     factor = float((cos.double() ** 2 + sin.double() ** 2).mean().sqrt())
     return Rotation(operand_of(node, "x"), cos, sin, operand_of(node, "interleaved"), factor, nodes)
+
+
+def _layer(node: fx.Node) -> int | None:
+    """The layer of a node: its own, or that of the attention which it comes to."""
+    seen, queue = {node}, [node]
+    for one in queue:
+        if (layer := one.meta.get("layer")) is not None:
+            return int(layer)
+        queue += (new := [user for user in one.users if user not in seen])
+        seen.update(new)
+    return None
 
 
 def to_come(x: Tensor, seen: Tensor, tables: Sequence[Tensor], interleaved: bool) -> Tensor:
