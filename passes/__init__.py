@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError, PassError, RecipeError
 from accel.ir.facts import Facts
 from accel.ir.program import Program
@@ -94,16 +95,12 @@ def run(
     for step in passes:
         name = type(step).__name__
         start = time.perf_counter()
-        report = _apply(step, program, name)
+        report = _apply(step, program)
         if step.must_change and not report.changed:
             nearest = (report.refused or ["no candidate in the graph"])[0]
-            raise PassError(f"{name} changed nothing. Nearest miss: {nearest}")
+            raise PassError(f"{named(step)} changed nothing. Nearest miss: {nearest}")
         verify(program, name)
-        error = (
-            _measure(check, step, program, name)
-            if check and (report.changed or not steps)
-            else None
-        )
+        error = _measure(check, step, program) if check and (report.changed or not steps) else None
         seconds = time.perf_counter() - start
         steps.append(Step(name, report.changed, report.refused, round(seconds, 3), error))
         watch(step, steps[-1], program)
@@ -120,17 +117,26 @@ def check_order(passes: Sequence[Pass]) -> None:
         done.add(type(step))
 
 
+def named(step: Pass) -> str:
+    """A pass as a recipe writes it, `kv.select = 'quest'`; one that no recipe names, by its class."""
+    package, _, module = type(step).__module__.rpartition(".")
+    axis = package.removeprefix(f"{__name__}.")
+    if axis in find_axes() and not module.startswith("_"):
+        return f"{axis} = '{module.replace('_', '-')}'"
+    return type(step).__name__
+
+
 def refuse(passes: Sequence[Pass], facts: Facts, recipe: str) -> None:
     """Raise RecipeError where a pass cannot take a model, by what is known before capture."""
     for step in passes:
         if reason := step.refuse(facts):
             raise RecipeError(
-                f"recipe '{recipe}': {type(step).__name__} cannot take {facts.name}: {reason}; "
+                f"recipe '{recipe}': {named(step)} cannot take {facts.name}: {reason}; "
                 "leave it out, or choose another recipe (accel-compile recipes)"
             )
 
 
-def _measure(check: Check, step: Pass, program: Program, name: str) -> float:
+def _measure(check: Check, step: Pass, program: Program) -> float:
     """The check's error; a program that no longer runs is the pass's fault."""
     try:
         return check(program, step)
@@ -138,12 +144,12 @@ def _measure(check: Check, step: Pass, program: Program, name: str) -> float:
         raise
     except Exception as error:
         raise PassError(
-            f"{name} produced a program that does not run: {type(error).__name__}: {error}. "
+            f"{named(step)} produced a program that does not run: {type(error).__name__}: {error}. "
             "Report it with the model's configuration"
         ) from error
 
 
-def _apply(step: Pass, program: Program, name: str) -> Report:
+def _apply(step: Pass, program: Program) -> Report:
     """Run one pass; what it did not foresee becomes an error that names it."""
     try:
         return step.run(program)
@@ -151,6 +157,6 @@ def _apply(step: Pass, program: Program, name: str) -> Report:
         raise
     except Exception as error:
         raise PassError(
-            f"{name} failed on this model: {type(error).__name__}: {error}. "
+            f"{named(step)} failed on this model: {type(error).__name__}: {error}. "
             f"Report it with the model's configuration"
         ) from error

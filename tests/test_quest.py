@@ -214,5 +214,7 @@ def test_layers_that_stay_dense_are_named(stateful, name, options, why):
 
 
 def test_where_no_layer_can_choose_the_build_is_refused():
-    with pytest.raises(PassError, match="Quest changed nothing. Nearest miss.*dense_layers is 2"):
+    with pytest.raises(
+        PassError, match="kv.select = 'quest' changed nothing. Nearest miss.*dense_layers is 2"
+    ):
         accel.optimize(models.tiny(), "quest", max_context=32)

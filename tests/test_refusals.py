@@ -254,7 +254,7 @@ def test_a_recipe_that_cannot_take_the_model(monkeypatch):
 
     monkeypatch.setattr(Float16, "refuse", needs_rope)
     refused(
-        models.gpt2(), "recipe 'float16': Float16 cannot take GPT2LMHeadModel: it turns keys",
+        models.gpt2(), "recipe 'float16': weights = 'float16' cannot take GPT2LMHeadModel: it turns keys",
         "leave it out", recipe="float16", kind=RecipeError,
     )  # fmt: skip
     assert asked[0]["model_type"] == "gpt2"

@@ -83,8 +83,8 @@ def rotation_of(
         others = {n for n in node.graph.nodes if n.meta.get("layer") != layer}
         if any(n.target is rope.default for n in ancestors([node], stop=others) - others):
             raise PassError(
-                f"layer {_layer(node)}: its {what} are changed after their rotation (a latent, a norm), so they are not "
-                f"known without it; {instead}"
+                f"layer {_layer(node)}: its {what} are changed after their rotation (a latent, a norm), so they are "
+                f"not known without it; {instead}"
             )
         return None
     nodes = operand_of(node, "cos"), operand_of(node, "sin")
