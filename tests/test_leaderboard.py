@@ -96,15 +96,19 @@ def test_parts_of_a_case_are_measured_apart(tmp_path):
     assert "| 0.25 | – | – | – |" in (tmp_path / "leaderboard.md").read_text()
 
 
-def test_parts_of_this_machine_come_before_those_of_the_page(tmp_path):
+def test_parts_of_this_machine_come_before_those_of_the_page(tmp_path, monkeypatch):
     page_, own = tmp_path / "results.jsonl", tmp_path / "own"
+    monkeypatch.setattr(leaderboard, "weights", lambda: "w")
     assert leaderboard.results_of(own, page_) == {}
-    page_.write_text('{"name":"a","x":1,"y":1}\n{"name":"b","x":1}\n{"name":"c","refused":"no"}\n')
+    before = [{"name": "a", "x": 1, "y": 1}, {"name": "b", "x": 1}, {"name": "c", "refused": "no"}]
+    lines = [json.dumps({**one, "weights": "w"}) for one in before]
+    other = json.dumps({"name": "d", "x": 1, "weights": "of an earlier release"})
+    page_.write_text("\n".join([*lines, other, ""]))
     leaderboard.keep(own / "a.json", {"name": "a", "x": 2})
     leaderboard.keep(own / "c.json", {"name": "c", "x": 3})
     found = leaderboard.results_of(own, page_)
     assert found == {
-        "a": {"name": "a", "x": 2, "y": 1},
-        "b": {"name": "b", "x": 1},
-        "c": {"name": "c", "x": 3},
+        "a": {"name": "a", "x": 2, "y": 1, "weights": "w"},
+        "b": {"name": "b", "x": 1, "weights": "w"},
+        "c": {"name": "c", "x": 3, "weights": "w"},
     }

@@ -5,8 +5,8 @@
 
 A case is a recipe, a batch and a temperature. Each is built and measured (accel-compile bench --speculation) in turn;
 its result is kept in build/speculation as soon as it is there, one file each, and not measured again with the same
-settings. A case that fails is told, and the others go on. --page writes docs/figures/speculation.md with its pictures
-out of those that there are.
+settings and weights. A case that fails is told, and the others go on. --page writes docs/figures/speculation.md with
+its pictures out of those that there are.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pages"))
 import typer
 from bench_speculation_page import write
+from results import folder
 from rich.progress import track
 
 import accel
@@ -32,9 +33,8 @@ from accel.commands.speculation import measure
 from accel.ir.recipe import groups
 from accel.reference.kinds import KINDS, prompts
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(str(files("accel.reference")))
-RESULTS = ROOT / "build" / "speculation"
+RESULTS = folder("speculation")
 PEERS = ("transformers prompt lookup", "transformers assisted")
 BATCHES, TEMPERATURES = (1, 8), (0.0, 0.8)
 app = typer.Typer(add_completion=False)
@@ -123,10 +123,10 @@ def run(
 def _measured(case: Case, **options: int) -> dict[str, Any]:
     if case.name == "transformers":
         return peers(**options)
-    folder = RESULTS / "artifacts" / case.name
-    if not folder.exists():
-        accel.optimize(MODEL, case.name, out=folder, verify=False, max_batch=max(BATCHES)).close()
-    found = measure(folder, batch=case.batch, temperature=case.temperature, **options)
+    artifact = RESULTS / "artifacts" / case.name
+    if not artifact.exists():
+        accel.optimize(MODEL, case.name, out=artifact, verify=False, max_batch=max(BATCHES)).close()
+    found = measure(artifact, batch=case.batch, temperature=case.temperature, **options)
     return {"name": case.name, **found}
 
 

@@ -28,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 import leaderboard_measure as measure
 from leaderboard_page import write
 from reference_data import REFERENCE
+from results import folder, weights
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import accel
@@ -38,7 +39,6 @@ from accel.ir.axis import find_axes
 from accel.ir.errors import AccelError
 from accel.ir.recipe import Recipe, bundled
 
-RESULTS = Path("build/leaderboard")
 COMMITTED = Path("leaderboard/results.jsonl")  # beside the page
 CONTEXT = 2048
 # (axis, option) -> values, beside the recipe's own where a budget says nothing to prompts of 1000 tokens
@@ -134,9 +134,11 @@ def keep(path: Path, value: dict[str, Any]) -> None:
 
 
 def results_of(own: Path, committed: Path) -> dict[str, dict[str, Any]]:
-    """Results by the name of their case: parts of this folder, before those that the page was made of."""
+    """Results by the name of their case: parts of this folder, before those that the page was made of, if it was
+    made of the weights that are bundled now.
+    """
     lines = committed.read_text(encoding="utf-8").splitlines() if committed.is_file() else []
-    each = [json.loads(line) for line in lines]
+    each = [one for one in map(json.loads, lines) if one["weights"] == weights()]
     each += [json.loads(p.read_text(encoding="utf-8")) for p in sorted(own.glob("*.json"))]
     found: dict[str, dict[str, Any]] = {}
     for one in each:
@@ -158,12 +160,12 @@ def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> N
     )  # fmt: skip
     with (
         Progress(*columns, disable=not sys.stderr.isatty()) as bar,
-        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryDirectory() as place,
     ):
         task = bar.add_task("capture", total=len(todo))
         builds = Builds(REFERENCE, BuildOptions(max_context=CONTEXT))
         given = measure.windows(amount.windows)
-        base = Path(folder) / "base"
+        base = Path(place) / "base"
         build(builds, Case("base", tables=Recipe.load("base").tables), base)
         with accel.load(base, threads=measure.THREADS) as peer:
             odds = [measure.odds(peer, ids) for ids in given]
@@ -171,7 +173,7 @@ def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> N
                 start = time.perf_counter()
                 bar.update(task, description=case.name)
                 found = _one(
-                    case, builds, base if case.recipe == "base" else Path(folder) / "case",
+                    case, builds, base if case.recipe == "base" else Path(place) / "case",
                     measure.Peer(peer, odds), given, amount, parts,
                     lambda part, name=case.name: bar.update(task, description=f"{name}: {part}"),
                 )  # fmt: skip
@@ -194,7 +196,7 @@ def _one(
     about = {
         "name": case.name, "recipe": case.recipe, "option": case.option, "value": case.value,
         "tables": case.tables, "samples": dataclasses.asdict(amount),
-        "family": _family(case),
+        "family": _family(case), "weights": weights(),
     }  # fmt: skip
     try:
         tell("build")
@@ -228,7 +230,7 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=2, help="of each task, length and depth")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--results", type=Path, default=folder("leaderboard"))
     parser.add_argument("--docs", type=Path, default=Path("docs/figures"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
+import results
 import typer
 from rich.progress import track
 
@@ -33,10 +34,9 @@ from accel.ir.recipe import Recipe, groups
 from accel.runtime.serve.engine import Request
 from accel.runtime.serve.phases import serving
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = Path(str(files("accel.reference")))
 MODELS = {"diffusion": MODEL / "diffusion"}  # by the group of a recipe; else the bundled model
-RESULTS = ROOT / "build" / "served"
+RESULTS = results.folder("served")
 PROMPTS = ("def quicksort(items):\n    if len(items)", "import os\nimport")
 TOKENS = 12
 NOT_BUILT, NOT_SERVED, FAILED = "not built", "not served", "failed"
