@@ -1,17 +1,37 @@
-"""The demo's own check of the tokens that it shows."""
+"""The demo's own check of the tokens that it shows, and of what its examples call right."""
 
 import pytest
 
 import accel
 from accel.commands import demo
+from accel.reference.examples import Example, body, examples
 
 
 def test_demo_refuses_tokens_that_differ(monkeypatch):
     """The check of the demo itself: equal tokens pass, a tie passes, anything else does not."""
     plain = demo._Plain(None, [[1, 2, 3]])
-    monkeypatch.setattr(demo, "PROMPTS", ("x",))
+    asked = [demo.Asked(Example("copy", "copies", "x", 3), [9], 3)]
     monkeypatch.setattr(demo, "_gap", lambda model, prefix: {2: 1.0, 3: 1e-6}[len(prefix)])
-    demo._check(plain, [[9]], [[1, 2, 3]])
-    demo._check(plain, [[9]], [[1, 2, 4]])
-    with pytest.raises(accel.AccelError, match="token 1 after 'x'"):
-        demo._check(plain, [[9]], [[1, 4, 3]])
+    demo._check(plain, asked, [[1, 2, 3]])
+    demo._check(plain, asked, [[1, 2, 4]])
+    with pytest.raises(accel.AccelError, match="token 1 of the example that copies differs"):
+        demo._check(plain, asked, [[1, 4, 3]])
+
+
+def test_an_answer_is_right_where_it_stands_to_the_last_letter():
+    function, key, edit = examples()
+    assert key.verdict(key.wanted + "\n# question") == "right"
+    assert key.verdict(key.wanted[:-1]) == key.verdict("") == "wrong"
+    assert "amount += item.price" in edit.wanted and "result" not in edit.wanted
+    assert edit.verdict(edit.wanted) == "right"
+    assert edit.verdict(edit.wanted.replace("amount", "result", 1)) == "wrong"
+    assert edit.shown(edit.wanted + "more") == edit.wanted
+
+
+def test_a_function_is_judged_without_what_comes_after_it():
+    function, *_ = examples()
+    assert function.verdict("    return text.splitlines()[-1]\n\n\ndef (((") == "parses"
+    assert function.verdict("    return text\n    if x") == "parses", "the last line was cut off"
+    assert function.verdict("    return (text\n\n\ndef other():\n") == "does not parse"
+    assert function.verdict("") == function.verdict("def next():\n") == "does not parse"
+    assert body("  a\n\n  b\n\nclass A:\n") == "  a\n\n  b\n"

@@ -16,22 +16,32 @@ import typer
 
 from accel.commands.console import error_text, progress, size, table
 from accel.ir.errors import AccelError, InputError, extra
+from accel.ir.recipe import Recipe
 from accel.ir.version import VERSION
+from accel.reference.examples import Example, examples
 
 if TYPE_CHECKING:
     from accel.runtime.model.compiled import CompiledModel
+    from accel.runtime.model.output import Output
 
 EXAMPLES = """\b
 Examples:
   accel-compile demo
   accel-compile demo --out ./artifact
 """
-PROMPTS = (
-    "def quicksort(items):\n",
-    "import os\nimport sys\n\n\nclass Path",
-    '    """Return the number of',
-)
-NEW_TOKENS = 64
+# label -> a recipe, built beside base and asked the same
+BESIDE: dict[str, Any] = {
+    "int4": "int4",
+    "snapkv, 256 tokens": {
+        "kv": {
+            "score": {"use": "snapkv"},
+            "budget": {"use": "uniform", "tokens_kept": 256},
+        }
+    },
+    "prompt-lookup": "prompt-lookup",
+    "layerskip": "layerskip",
+}
+LINES = 14  # of a text that is shown
 NEAR_TIE = 1e-4  # two logits closer than this may swap places by rounding alone
 
 _FRESH = """
@@ -41,10 +51,19 @@ import accel
 with accel.load(sys.argv[1]) as model:
     model.session().close()
     loaded = time.perf_counter() - start
-    out = model.generate(json.loads(sys.argv[2]), int(sys.argv[3]))
+    tokens = [model.generate(ids, new).tokens[0] for ids, new in json.loads(sys.argv[2])]
 heavy = sorted({"torch", "transformers"} & sys.modules.keys())
-print(json.dumps({"seconds": loaded, "tokens": out.tokens, "heavy": heavy}))
+print(json.dumps({"seconds": loaded, "tokens": tokens, "heavy": heavy}))
 """
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An example in tokens, and how many new ones it takes."""
+
+    example: Example
+    ids: list[int]
+    new_tokens: int
 
 
 @dataclass
@@ -63,8 +82,9 @@ def demo(
 ) -> None:
     """Compile and run the bundled model.
 
-    Compiles it, generates text, loads the artifact in a new process, compares the tokens with
-    PyTorch and shows the speed of both. Takes under two minutes on two cores.
+    Compiles it and asks it for a function, a key in a long prompt and an edit; loads the artifact in a new process,
+    compares the tokens with PyTorch, and shows the speed of both and of other recipes. Takes under two minutes on two
+    cores.
     """
     with extra("compile"):
         from accel.compiler.optimize import optimize
@@ -72,17 +92,20 @@ def demo(
     start = time.perf_counter()
     source = reference()
     with ExitStack() as stack:
-        if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-demo-")))
-            out = folder / "artifact"
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="accel-demo-")))
+        out = out or folder / "artifact"
         with progress("build") as show:
             model = stack.enter_context(optimize(source, "base", out=out, progress=show))
         _built(model)
-        prompts = [_encode(model, text) for text in PROMPTS]
-        _generated(model, prompts[0])
-        fresh = _in_fresh_process(out, prompts)
-        plain = _side_by_side(source, model, prompts)
-        _check(plain, prompts, fresh)
+        asked = [
+            Asked(example, _encode(model, example.prompt), example.new_tokens)
+            for example in examples()
+        ]
+        _answers(model, asked)
+        fresh = _in_fresh_process(out, asked)
+        plain = _side_by_side(source, model, asked)
+        _check(plain, asked, fresh)
+        _recipes(source, model, asked, folder)
     typer.echo(f"\ndone in {time.perf_counter() - start:.0f} s")
 
 
@@ -115,19 +138,41 @@ def _encode(model: CompiledModel, text: str) -> list[int]:
     return list(model.tokenizer.encode(text))
 
 
-def _generated(model: CompiledModel, prompt: list[int]) -> None:
-    """Print one continuation as it comes."""
-    typer.echo("2. generated:\n")
-    typer.echo(PROMPTS[0], nl=False)
-    with model.stream(PROMPTS[0], NEW_TOKENS) as stream:
-        for piece in stream:
-            typer.echo(piece, nl=False)
-    typer.echo("\n")
+def _answers(model: CompiledModel, asked: list[Asked]) -> None:
+    """Print what the model writes after each prompt, and whether it is what it should be."""
+    typer.echo("2. asked, greedily:")
+    for one in asked:
+        text = _text(model.generate(one.ids, one.new_tokens))
+        lines = one.example.prompt.splitlines(keepends=True)
+        long = len(lines) > LINES
+        typer.echo(f"\n   {one.example.about}: {one.example.verdict(text)}\n")
+        _quote(
+            ("…\n" if long else "")
+            + "".join(lines[-LINES // 4 if long else 0 :])
+            + one.example.shown(text)
+        )
+        if one.example.verdict(text) == "wrong":
+            typer.echo("\n   the right answer:\n")
+            _quote(one.example.wanted)
+    typer.echo("")
 
 
-def _in_fresh_process(artifact: Path, prompts: list[list[int]]) -> list[list[int]]:
+def _text(out: Output) -> str:
+    assert out.text is not None, "the model has a tokenizer"
+    return out.text[0]
+
+
+def _quote(text: str) -> None:
+    """Print a text apart from what is said of it; no more than its first lines."""
+    lines = text.splitlines()
+    more = ["…"] if len(lines) > LINES else []
+    for line in lines[:LINES] + more:
+        typer.echo(f"   | {line}".rstrip())
+
+
+def _in_fresh_process(artifact: Path, asked: list[Asked]) -> list[list[int]]:
     """The tokens that a new Python gives, which has seen nothing but the artifact."""
-    arguments = [str(artifact), json.dumps(prompts), str(NEW_TOKENS)]
+    arguments = [str(artifact), json.dumps([(one.ids, one.new_tokens) for one in asked])]
     run = subprocess.run(
         [sys.executable, "-c", _FRESH, *arguments], capture_output=True, text=True, check=False
     )
@@ -143,7 +188,7 @@ def _in_fresh_process(artifact: Path, prompts: list[list[int]]) -> list[list[int
     return tokens
 
 
-def _side_by_side(source: Path, model: CompiledModel, prompts: list[list[int]]) -> _Plain:
+def _side_by_side(source: Path, model: CompiledModel, asked: list[Asked]) -> _Plain:
     """Continue each prompt greedily with transformers, in float32, on as many threads as accel
     takes, and with accel, in turn: what else runs on the machine slows both. Prints the speeds.
     """
@@ -157,19 +202,21 @@ def _side_by_side(source: Path, model: CompiledModel, prompts: list[list[int]]) 
     logging.disable_progress_bar()
     plain = _Plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval())
     mine, count = 0.0, 0
-    for new_tokens in (2, NEW_TOKENS):  # the first round warms both up
+    for warm in (False, True):
         plain.tokens, plain.seconds, mine, count = [], 0.0, 0.0, 0
-        for prompt in prompts:
+        for one in asked:
+            new_tokens = one.new_tokens if warm else 2
             start = time.perf_counter()
-            plain.tokens.append(_greedy(plain.model, prompt, new_tokens))
+            plain.tokens.append(_greedy(plain.model, one.ids, new_tokens))
             middle = time.perf_counter()
-            count += len(model.generate(prompt, new_tokens).tokens[0])
+            count += len(model.generate(one.ids, new_tokens).tokens[0])
             plain.seconds += middle - start
             mine += time.perf_counter() - middle
     theirs = sum(map(len, plain.tokens)) / plain.seconds
     rows = [["accel", f"{count / mine:.0f}"], ["transformers generate", f"{theirs:.0f}"]]
-    table(["4. greedy, float32", ">tokens/s"], rows)
-    typer.echo(f"   {count / mine / theirs:.1f} times as fast on this machine, prefill included")
+    typer.echo("4. the same prompts in both, prefill included:")
+    table(["greedy, float32", ">tokens/s"], rows)
+    typer.echo(f"   {count / mine / theirs:.1f} times as fast on this machine")
     return plain
 
 
@@ -185,26 +232,61 @@ def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return [int(token) for token in made[0, len(prompt) :]]
 
 
-def _check(plain: _Plain, prompts: list[list[int]], tokens: list[list[int]]) -> None:
+def _check(plain: _Plain, asked: list[Asked], tokens: list[list[int]]) -> None:
     """Equal token by token; only a tie in PyTorch's own logits excuses a difference."""
     ties = 0
-    for prompt, mine, theirs in zip(prompts, tokens, plain.tokens, strict=True):
+    for one, mine, theirs in zip(asked, tokens, plain.tokens, strict=True):
         if mine != theirs:
             at = next(
                 (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
                 min(len(mine), len(theirs)),
             )
-            gap = _gap(plain.model, prompt + theirs[:at])
+            gap = _gap(plain.model, one.ids + theirs[:at])
             if gap > NEAR_TIE:
                 raise AccelError(
-                    f"token {at} after {PROMPTS[prompts.index(prompt)]!r} differs from PyTorch's "
+                    f"token {at} of the example that {one.example.about} differs from PyTorch's "
                     f"(the two highest logits differ by {gap:.2g}); please report this"
                 )
             ties += 1
     typer.echo(
-        f"5. the new process gives the same tokens as PyTorch on {len(prompts) - ties} of {len(prompts)} prompts, "
+        f"5. the new process gives the same tokens as PyTorch on {len(asked) - ties} of {len(asked)} prompts, "
         f"{sum(map(len, tokens))} tokens in total" + (f" ({ties} differ at a tie)" if ties else "")
     )
+
+
+def _recipes(source: Path, model: CompiledModel, asked: list[Asked], folder: Path) -> None:
+    """Build other recipes, ask each the same, and print what that took and what came."""
+    from accel.compiler.assemble import assemble
+    from accel.compiler.build_options import BuildOptions
+    from accel.compiler.choose.builds import Builds
+
+    texts, row = _measured(model, asked)
+    rows = [["base", *row, "–"]]
+    with progress("recipes") as show:
+        show("capture", 0.0)
+        builds = Builds(source, BuildOptions())
+        for at, (label, spec) in enumerate(BESIDE.items(), 1):
+            show(label, at / (len(BESIDE) + 1))
+            plan = assemble(Recipe.load(spec))
+            with builds.build(plan, folder / f"recipe-{at}") as other:
+                found, row = _measured(other, asked)
+            same = sum(a == b for a, b in zip(texts, found, strict=True))
+            rows.append([label, *row, f"{same} of {len(asked)}"])
+    typer.echo("6. recipes beside each other, on the same prompts:")
+    names = [one.example.name for one in asked]
+    table(["recipe", ">tokens/s", ">cache", *names, "text of base"], rows)
+
+
+def _measured(model: CompiledModel, asked: list[Asked]) -> tuple[list[str], list[str]]:
+    """The texts; tokens per second in decoding, the largest cache, and the verdicts."""
+    model.generate(asked[0].ids, 2)
+    outs = [model.generate(one.ids, one.new_tokens) for one in asked]
+    texts = [_text(out) for out in outs]
+    decoded = sum(len(out.tokens[0]) - 1 for out in outs)
+    speed = decoded / sum(out.stats["decode_seconds"] for out in outs)
+    cache = max(out.stats["kv_bytes"] for out in outs)
+    verdicts = [one.example.verdict(text) for one, text in zip(asked, texts, strict=True)]
+    return texts, [f"{speed:.0f}", size(cache), *verdicts]
 
 
 def _gap(model: Any, prefix: list[int]) -> float:

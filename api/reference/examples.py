@@ -1,0 +1,72 @@
+"""What the bundled model is shown to do, and what decides whether it did: a function, a key in a long text, an edit."""
+
+from __future__ import annotations
+
+import ast
+import random
+from dataclasses import dataclass
+
+from accel.reference import tasks
+
+KEY_PROMPT = 1000  # tokens
+_FUNCTION = '''def last_line(text):
+    """Return the last line of a text."""
+'''
+_TOTAL = """def total(items):
+    result = 0
+    for item in items:
+        result += item.price
+    return result
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and the exact text that should follow; none: any that makes the prompt a function which parses."""
+
+    name: str
+    about: str
+    prompt: str
+    new_tokens: int
+    wanted: str = ""
+
+    def shown(self, text: str) -> str:
+        """What the model wrote, without what comes after the answer."""
+        return text[: len(self.wanted)] if self.wanted else body(text).strip("\n") or text
+
+    def verdict(self, text: str) -> str:
+        """Whether the text is what it should be, in a few words."""
+        if self.wanted:
+            return "right" if text.startswith(self.wanted) else "wrong"
+        written = body(text)
+        return "parses" if written.strip() and parses(self.prompt + written) else "does not parse"
+
+
+def body(text: str) -> str:
+    """The lines that belong to a function, of what was written after its head; the last one may be cut off, and is
+    left out.
+    """
+    lines = text.splitlines(keepends=True)
+    for at, line in enumerate(lines):
+        if line.strip() and not line[0].isspace():
+            return "".join(lines[:at]).rstrip() + "\n"
+    return "".join(line for line in lines if line.endswith("\n")).rstrip() + "\n"
+
+
+def parses(source: str) -> bool:
+    """Whether it is Python."""
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError):  # a null byte
+        return False
+    return True
+
+
+def examples() -> list[Example]:
+    key, number = tasks.make("pass_key", random.Random("demo"), KEY_PROMPT)
+    edit = f"# before\n{_TOTAL}\n\n# after, result becomes amount\n"
+    return [
+        Example("function", "completes a function", _FUNCTION, 64),
+        Example("key", f"finds a key in a prompt of {KEY_PROMPT} tokens", key, 8, number),
+        Example("edit", "applies an edit", edit, 56, _TOTAL.replace("result", "amount")),
+    ]
