@@ -4,7 +4,8 @@ import pytest
 
 import accel
 from accel.commands import demo
-from accel.reference.examples import Example, body, examples
+from accel.reference.examples import Example, examples
+from accel.reference.functions import body, heads
 
 
 def test_demo_refuses_tokens_that_differ(monkeypatch):
@@ -35,3 +36,11 @@ def test_a_function_is_judged_without_what_comes_after_it():
     assert function.verdict("    return (text\n\n\ndef other():\n") == "does not parse"
     assert function.verdict("") == function.verdict("def next():\n") == "does not parse"
     assert body("  a\n\n  b\n\nclass A:\n") == "  a\n\n  b\n"
+
+
+def test_heads_of_functions():
+    source = 'class A:\n    def f(self,\n          x):\n        """It\n        does."""\n        return 1\n\n    def g(self): return 2\n\ndef h():\n    pass\n'
+    assert heads(source) == [
+        "def h():\n",
+        'def f(self,\n      x):\n    """It\n    does."""\n',
+    ]

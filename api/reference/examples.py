@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import random
 from dataclasses import dataclass
 
 from accel.reference import tasks
+from accel.reference.functions import body, completes
 
 KEY_PROMPT = 1000  # tokens
 _FUNCTION = '''def last_line(text):
@@ -38,28 +38,7 @@ class Example:
         """Whether the text is what it should be, in a few words."""
         if self.wanted:
             return "right" if text.startswith(self.wanted) else "wrong"
-        written = body(text)
-        return "parses" if written.strip() and parses(self.prompt + written) else "does not parse"
-
-
-def body(text: str) -> str:
-    """The lines that belong to a function, of what was written after its head; the last one may be cut off, and is
-    left out.
-    """
-    lines = text.splitlines(keepends=True)
-    for at, line in enumerate(lines):
-        if line.strip() and not line[0].isspace():
-            return "".join(lines[:at]).rstrip() + "\n"
-    return "".join(line for line in lines if line.endswith("\n")).rstrip() + "\n"
-
-
-def parses(source: str) -> bool:
-    """Whether it is Python."""
-    try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):  # a null byte
-        return False
-    return True
+        return "parses" if completes(self.prompt, text) else "does not parse"
 
 
 def examples() -> list[Example]:

@@ -30,16 +30,16 @@ HELD_OUT = (
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"}
 
 
-def _load_tasks() -> ModuleType:
-    """By path, so that training runs from a checkout which is not installed."""
-    spec = importlib.util.spec_from_file_location("reference_tasks", REFERENCE / "tasks.py")
+def _beside(name: str) -> ModuleType:
+    """A module of the bundled model's folder, by path: training runs from a checkout which is not installed."""
+    spec = importlib.util.spec_from_file_location(f"reference_{name}", REFERENCE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-tasks = _load_tasks()
+tasks, functions = _beside("tasks"), _beside("functions")
 
 
 def sources() -> tuple[list[str], list[str]]:

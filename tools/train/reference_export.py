@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoints import Checkpoints
-from reference_data import BOS, EOS, HELD_OUT, PAD, REFERENCE, SPECIAL, encode, sources, tasks
+from reference_data import (
+    BOS,
+    EOS,
+    HELD_OUT,
+    PAD,
+    REFERENCE,
+    SPECIAL,
+    encode,
+    functions,
+    sources,
+    tasks,
+)
 from reference_model import Llama, Shape
 from reference_readme import readme
 from safetensors.torch import load_file, save_file
@@ -24,6 +35,7 @@ from torch.nn import functional as F
 LENGTHS = (100, 250, 500, 1000, 1500)
 WINDOW = 1024
 LOGGED = 100
+HEADS, WRITTEN = 50, 96  # functions that are completed, and tokens of each
 
 
 def config(shape: Shape) -> dict[str, Any]:
@@ -179,6 +191,27 @@ def recall(model: Llama, tokenizer: Tokenizer, prompts: int) -> dict[str, dict[s
     return found
 
 
+def written(model: Llama, tokenizer: Tokenizer, prompt: str) -> str:
+    """What follows, greedily, up to `WRITTEN` tokens or the end of the text."""
+    ids = torch.tensor([tokenizer.encode(prompt).ids])
+    start = ids.shape[1]
+    while ids.shape[1] < start + WRITTEN:
+        *_, state = model.states(ids)
+        token = model.head(state[:, -1:]).argmax(-1)
+        if int(token) == EOS:
+            break
+        ids = torch.cat([ids, token], 1)
+    return str(tokenizer.decode(ids[0, start:].tolist()))
+
+
+def completed(model: Llama, tokenizer: Tokenizer) -> dict[str, Any]:
+    """How many heads of held-out functions the model completes to something that parses."""
+    found = [head for text in sources()[1] for head in functions.heads(text)]
+    chosen = found[:: max(1, len(found) // HEADS)][:HEADS]
+    right = sum(functions.completes(head, written(model, tokenizer, head)) for head in chosen)
+    return {"asked": len(chosen), "parse": right}
+
+
 @torch.no_grad()
 def evaluate(prompts: int) -> None:
     """Measures `api/reference` and writes evaluation.json and README.md there."""
@@ -186,6 +219,8 @@ def evaluate(prompts: int) -> None:
     model, tokenizer = load(), load_tokenizer()
     result: dict[str, Any] = {"held_out": held_out(model, tokenizer)}
     print(result["held_out"], flush=True)
+    result["functions"] = completed(model, tokenizer)
+    print(result["functions"], flush=True)
     result["prompts"] = prompts
     result["recall"] = recall(model, tokenizer, prompts)
     result["seconds"] = round(time.monotonic() - started)

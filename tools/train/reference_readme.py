@@ -25,6 +25,8 @@ other checkpoint.
 Perplexity on {files} held-out files of the standard library ({held} tokens, windows of 1024):
 **{perplexity}**.
 
+Of {asked} heads of functions of these files, completed greedily, **{parse}** parse.
+
 Exact answers, greedy, in percent of {prompts} prompts per cell, by prompt length in tokens:
 
 {recall}
@@ -153,6 +155,8 @@ def readme(
         files=found["held_out"]["files"],
         held=found["held_out"]["tokens"],
         perplexity=found["held_out"]["perplexity"],
+        asked=found["functions"]["asked"],
+        parse=found["functions"]["parse"],
         prompts=found["prompts"],
         recall=_table(["Task", *lengths], rows),
         agreement=_table(
