@@ -5,11 +5,11 @@ the stored n-grams that begin with the newest token.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class Lookahead(Base):
     grade = "lossless"
     trees = True
     relies = DRAFTS_RELY
+    small: ClassVar[Mapping[str, Any]] = {"ngram": 3}
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):

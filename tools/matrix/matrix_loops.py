@@ -3,7 +3,7 @@ reason, or the tokens of plain decoding over the same artifact.
 
     python tools/matrix/matrix_loops.py [--sample N] [--seed S] [--having METHOD] [--part K/N] [--results FILE]
 
-A loop that searches has other tokens than plain decoding: those of the eager target count there.
+A loop that searches, or runs tokens again, has other tokens than plain decoding: those of the eager target count there.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ from accel.ir.recipe import Recipe
 from accel.passes import run
 from accel.passes.weights._calibrated import Calibrated
 from accel.passes.weights._kept import keeping
+from accel.runtime.artifact.artifact import copy_artifact, open_artifact
 from accel.runtime.decode.costs import Costs
 from accel.runtime.draft import Base as Drafts
 from accel.runtime.inputs.text import Tokenizer
+from accel.runtime.length._head import Head
 from accel.runtime.loop import HOST
 from accel.runtime.loop.self_infill import SENTINELS
 from accel.runtime.model.compiled import CompiledModel
@@ -92,7 +94,11 @@ def cases() -> list[Case]:
 
 @dataclasses.dataclass
 class Loops(Matrix):
-    """Runs cases. Where a method of trees, lengths or rules needs a drafter, one that fits it drafts."""
+    """Runs cases. Where a method of trees, lengths or rules needs a drafter, one that fits it drafts. A trained head is
+    the bundled one, which says of other models where a draft ends, too.
+    """
+
+    _drafts: dict[Hashable, Path] = dataclasses.field(default_factory=dict)
 
     def _recipe(self, case: Case) -> Recipe:
         axis, name = case.tables[0]
@@ -139,6 +145,20 @@ class Loops(Matrix):
             module.save_pretrained(folder)
         return folder
 
+    def _built(
+        self, path: Path, recipe: Recipe, options: BuildOptions, folder: Path | None
+    ) -> CompiledModel:
+        """A model that drafts, as `build` gives it; each is built once, and copied."""
+        key = (path, repr(recipe.tables), options.max_context, options.max_batch)
+        if key not in self._drafts:
+            out = Path(self.folder.name) / f"built.{len(self._drafts)}"
+            build(path, recipe, options, out).close()
+            self._drafts[key] = out
+        found = open_artifact(self._drafts[key])
+        if folder is not None:
+            copy_artifact(found, folder)
+        return accel.load(folder or found.path)
+
     def strict(self, tables: Collection[tuple[str, str]]) -> Hashable:
         """Tokens are compared, whatever is beside them; what a search finds, up to rounding."""
         return max((ROUNDED.get(axis, EXACT) for axis, _ in tables), default=EXACT)
@@ -146,7 +166,7 @@ class Loops(Matrix):
     def _rewritten(self, case: Case) -> tuple[Any, Program, Program | None]:
         """The job of a case, its program, and that of a model which drafts for itself."""
         job = Job(assemble(self._recipe(case)), BuildOptions(), lambda *_: None)
-        job.build_draft = draft_build.builder(job.plan, build, BuildOptions(verify=False))
+        job.build_draft = draft_build.builder(job.plan, self._built, BuildOptions(verify=False))
         program = self._program(case.architecture)
         program.facts.max_batch = 8
         program.calibration = make_calibration(None, None, program.facts, lambda *_: None)
@@ -164,12 +184,13 @@ class Loops(Matrix):
     def _compare(self, case: Case) -> tuple[str, str]:
         job, program, beside = self._rewritten(case)
         with write_artifact(job, program, None, None, None, beside) as built:
-            if getattr(job.plan.methods.get("loop"), "searches", False):
+            loop = job.plan.methods.get("loop")
+            if loop is not None and (loop.searches or Invariant.LATER_READS in loop.relies):
                 oracle = in_process_model(job, program, None, None)
                 assert built.artifact is not None
                 with from_artifact(built.artifact, threads=1) as model:
                     model.tokenizer = oracle.tokenizer = _words(model.facts.vocab_size)
-                    return _searched(
+                    return _like_oracle(
                         oracle,
                         model,
                         max((ROUNDED.get(a, EXACT) for a, _ in case.tables), default=EXACT),
@@ -235,7 +256,7 @@ def opened(built: CompiledModel) -> Iterator[tuple[CompiledModel, CompiledModel]
     ):
         model._costs = FREE
         model.tokenizer = _words(model.facts.vocab_size)
-        with patch.object(Guard, "limit", MOST):
+        with patch.object(Guard, "limit", MOST), patch.object(Head, "fit", lambda *_: None):
             yield plain, model
 
 
@@ -273,9 +294,9 @@ def alike(
     return "equal", ""
 
 
-def _searched(oracle: CompiledModel, model: CompiledModel, bound: float) -> tuple[str, str]:
-    """Whether a search finds the same texts; where rounded numbers may have turned it, whether both models find each of
-    the two texts as likely.
+def _like_oracle(oracle: CompiledModel, model: CompiledModel, bound: float) -> tuple[str, str]:
+    """Whether a loop that does not decode plainly finds the same texts; where rounded numbers may have turned it,
+    whether both models find each of the two texts as likely.
     """
     want, got = (_generated(m, DISTINCT) for m in (oracle, model))
     for row, (a, b) in enumerate(zip(want.tokens, got.tokens, strict=True)):
