@@ -125,13 +125,11 @@ class Loops(Matrix):
                 module = models.ARCHITECTURES[architecture]()
             finally:
                 models.LAYERS = layers
-            if hasattr(
-                module, "save_pretrained"
-            ):  # built along, with trees where the recipe asks for some
+            if hasattr(module, "save_pretrained"):  # built along
                 module.save_pretrained(folder)
                 return folder
             accel.optimize(
-                module, "base", out=folder, max_context=128, max_batch=8, verify=False
+                module, draft_build.TREES, out=folder, max_context=128, max_batch=8, verify=False
             ).close()
         return folder
 
