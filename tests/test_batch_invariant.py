@@ -200,3 +200,12 @@ def test_models_whose_rows_depend_on_the_call_are_refused(captured):
 def test_a_model_of_experts_is_refused():
     with pytest.raises(PassError, match="experts"):
         accel.optimize(small_model("mixtral"), "batch-invariant", max_context=64, verify=False)
+
+
+def test_a_tree_over_codes_has_the_bits_of_its_paths():
+    """The build tries it, and refuses what differs."""
+    recipe = ["kv-adaquant", "batch-invariant", "token-recycling"]
+    with accel.optimize(llama(4, 2, True), recipe, max_context=64) as model:
+        assert model.artifact.entries["step"].graphs.keys() >= {"native"}
+        with model.session() as live:
+            assert exact.tree_difference(live, 20, 16) == 0

@@ -39,7 +39,8 @@ def test_a_function_is_judged_without_what_comes_after_it():
 
 
 def test_heads_of_functions():
-    source = 'class A:\n    def f(self,\n          x):\n        """It\n        does."""\n        return 1\n\n    def g(self): return 2\n\ndef h():\n    pass\n'
+    method = '    def f(self,\n          x):\n        """It\n        does."""\n        return 1\n'
+    source = f"class A:\n{method}\n    def g(self): return 2\n\ndef h():\n    pass\n"
     assert heads(source) == [
         "def h():\n",
         'def f(self,\n      x):\n    """It\n    does."""\n',

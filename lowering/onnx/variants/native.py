@@ -35,8 +35,8 @@ _MASKS = ("causal", "window", "chunk", "full")  # their numbers in native/slots.
 
 @lower(attention.attention.default)
 def attend(b: Builder, *operands: Any, **more: Any) -> Any:
-    """Every form has one, small pages beside a bias and a tree over blocks aside; `exact` keeps a row's bits the same
-    however many rows a call has. Codes are read as they lie.
+    """Every form has one, small pages beside a bias or a tree aside; `exact` keeps a row's bits the same however many
+    rows a call has. Codes are read as they lie.
     """
     x = attention.Operands[str](*operands, **more)
     if not b.batch_invariant and (stored := gqa.stored(b, x)) is not None:
@@ -105,8 +105,6 @@ def _attend(b: Builder, x: attention.Operands[str], partial: bool) -> Any:
     )
     k_read, v_read = old or new
     if k_read and v_read and _alike(new, old):
-        if x.tree is not None:
-            return NotImplemented
         slots = [found for found in new if found] if all(new) else []
         return _over_blocks(b, x, table, k_read, v_read, slots, _common(b, x, partial))
     op, given, common = _plain(b, x, table, partial)
