@@ -202,10 +202,10 @@ def _side_by_side(source: Path, model: CompiledModel, asked: list[Asked]) -> _Pl
     logging.disable_progress_bar()
     plain = _Plain(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval())
     mine, count = 0.0, 0
-    for warm in (False, True):
+    for whole in (False, True):  # the first round warms both up
         plain.tokens, plain.seconds, mine, count = [], 0.0, 0.0, 0
         for one in asked:
-            new_tokens = one.new_tokens if warm else 2
+            new_tokens = one.new_tokens if whole else 2
             start = time.perf_counter()
             plain.tokens.append(_greedy(plain.model, one.ids, new_tokens))
             middle = time.perf_counter()
