@@ -67,6 +67,8 @@ The aim is 95 of 100 exact answers at 1000 tokens in every task. In a checkout w
     python tools/train/reference.py --run RUN --release 20   # decay a copy over 20 M tokens, and export it here
     python tools/train/reference.py --run RUN --carry        # its state, small: a new RUN goes on from it
     python tools/train/reference.py --evaluate               # measure what is here, and write this page
+    python tools/train/again.py                              # then the trained parts of methods, each as it was made
+    python tools/pages/all.py                                # and all pages that tell of these models
 
 On a GPU add `--device cuda --scale 16`. The text is Python's standard library, the installed packages whose licence
 permits it, and their documentation, without doubles and without the files held out; an eighth of the rows are the
