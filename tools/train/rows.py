@@ -15,14 +15,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 MIX = {
-    "library": 0.34,
-    "packages": 0.34,
+    "library": 0.22,
+    "packages": 0.46,
     "prose": 0.12,
     "code_edit": 0.06,
     "repeat": 0.02,
     "tasks": 0.12,
 }
-"""How often a row is of each kind; the last three are synthetic, as are half of the tokens of `code_edit`."""
+"""How often a row is of each kind; the last three are synthetic, as are half of the tokens of `code_edit`. Of 150 M
+tokens the library (2.7 M) is read 12 times, the packages (42 M) 1.6 times: text teaches little after 15 times or so
+(arXiv:2305.16264).
+"""
 TASKS = {"key_value": 2.0, "copy": 1.0, "edit": 2.0, "pass_key": 1.0, "list": 1.0}
 KINDS = [*(kind for kind in MIX if kind != "tasks"), *TASKS]
 """What a token may belong to; its number stands in the third array of a batch."""
