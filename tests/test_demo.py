@@ -11,7 +11,7 @@ from accel.reference.functions import body, heads
 def test_demo_refuses_tokens_that_differ(monkeypatch):
     """The check of the demo itself: equal tokens pass, a tie passes, anything else does not."""
     plain = demo._Plain(None, [[1, 2, 3]])
-    asked = [demo.Asked(Example("copy", "copies", "x", 3), [9], 3)]
+    asked = [demo.Asked(Example("copy", "copies", "x", 3), [9])]
     monkeypatch.setattr(demo, "_gap", lambda model, prefix: {2: 1.0, 3: 1e-6}[len(prefix)])
     demo._check(plain, asked, [[1, 2, 3]])
     demo._check(plain, asked, [[1, 2, 4]])

@@ -41,7 +41,7 @@ BESIDE: dict[str, Any] = {
     "prompt-lookup": "prompt-lookup",
     "layerskip": "layerskip",
 }
-LINES = 14  # of a text that is shown
+LINES, END = 14, 4  # of a text that is shown, and of the end of a longer prompt
 NEAR_TIE = 1e-4  # two logits closer than this may swap places by rounding alone
 
 _FRESH = """
@@ -59,11 +59,14 @@ print(json.dumps({"seconds": loaded, "tokens": tokens, "heavy": heavy}))
 
 @dataclass(frozen=True)
 class Asked:
-    """An example in tokens, and how many new ones it takes."""
+    """An example, and its prompt in tokens."""
 
     example: Example
     ids: list[int]
-    new_tokens: int
+
+    @property
+    def new_tokens(self) -> int:
+        return self.example.new_tokens
 
 
 @dataclass
@@ -97,10 +100,7 @@ def demo(
         with progress("build") as show:
             model = stack.enter_context(optimize(source, "base", out=out, progress=show))
         _built(model)
-        asked = [
-            Asked(example, _encode(model, example.prompt), example.new_tokens)
-            for example in examples()
-        ]
+        asked = [Asked(example, _encode(model, example.prompt)) for example in examples()]
         _answers(model, asked)
         fresh = _in_fresh_process(out, asked)
         plain = _side_by_side(source, model, asked)
@@ -144,14 +144,12 @@ def _answers(model: CompiledModel, asked: list[Asked]) -> None:
     for one in asked:
         text = _text(model.generate(one.ids, one.new_tokens))
         lines = one.example.prompt.splitlines(keepends=True)
-        long = len(lines) > LINES
-        typer.echo(f"\n   {one.example.about}: {one.example.verdict(text)}\n")
-        _quote(
-            ("…\n" if long else "")
-            + "".join(lines[-LINES // 4 if long else 0 :])
-            + one.example.shown(text)
-        )
-        if one.example.verdict(text) == "wrong":
+        if len(lines) > LINES:
+            lines = ["…\n", *lines[-END:]]
+        verdict = one.example.verdict(text)
+        typer.echo(f"\n   {one.example.about}: {verdict}\n")
+        _quote("".join(lines) + one.example.shown(text))
+        if verdict == "wrong":
             typer.echo("\n   the right answer:\n")
             _quote(one.example.wanted)
     typer.echo("")
