@@ -81,8 +81,8 @@ def begun(tmp_path):
     teacher = Llama(TINY).eval()
     states = torch.randn(6, 16, 8)
 
-    class Pool:
-        head = teacher.embed_tokens.weight.detach()
+    class Taught:
+        head, half = teacher.embed_tokens.weight.detach(), False
 
         def __init__(self):
             self.teacher = teacher
@@ -104,7 +104,7 @@ def begun(tmp_path):
         shape = Shape(
             vocab=40, hidden=4, layers=2, heads=2, kv_heads=1, ffn=4, positions=64, head_dim=4
         )
-        return draft.Run(Pool(), draft.beginning(teacher, shape), options, reference)
+        return draft.Run(Taught(), draft.beginning(teacher, shape), options, reference)
 
     return make
 

@@ -1,21 +1,23 @@
 """Train the bundled masked-diffusion model from the bundled one's weights, restartably.
 
-    python tools/train/diffusion.py --out RUN --minutes 70       # train, or continue with --resume
+    python tools/train/diffusion.py --out RUN --minutes 60       # train, or continue with --resume
     python tools/train/diffusion.py --out RUN --export           # RUN -> api/reference/diffusion
 
 The weights begin as those of `api/reference` and see both ways from then on; the logits of token i
 stay a prediction of token i + 1 (Dream's shift), so that copying what follows works from the first
 step on. A row is a prompt, its answer, and <|eos|> up to the row's end; of all that follows the prompt a
 share is masked, and the model learns what stood there (LLaDA, arXiv:2502.09992). Half of the rows
-are masked as decoding in blocks meets them: all known before a block, nothing behind it. Rows are
-short, since an hour of one busy core is little. SIGTERM saves the run.
+are masked as decoding in blocks meets them: all known before a block, nothing behind it. Answers have up
+to 128 tokens, in rows of 96 to 288. SIGTERM saves the run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import asdict, dataclass, replace
@@ -26,18 +28,21 @@ import numpy as np
 import reference_export
 import torch
 from checkpoints import Checkpoints
+from half import faster_in_half
+from losses import head_loss
 from reference_data import BOS, EOS, PAD, REFERENCE, encode, sources, tasks
 from reference_model import Llama, Shape, optimisers
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn import functional as F
 
 MASK = PAD  # the id that no text has; nothing is padded here
-BLOCK = 16
+BLOCKS = (16, 32, 64)  # that decoding may go by
 CODE = 0.2  # what a token of a program counts: there are many, and few can be known
-MIX = {"copy": 3.0, "key_value": 2.0, "rest": 1.5, "pass_key": 0.3, "code": 0.2}
-LENGTH, ROWS = 80, 16
+MIX = {"copy": 2.0, "key_value": 2.0, "rest": 4.0, "pass_key": 0.5, "code": 0.5}
+LENGTHS = {96: 0.3, 160: 0.3, 288: 0.4}  # tokens of a row: how often
+TOKENS = 4608  # of a step
+LINES = 4  # times four lines at most are the answer of `rest`, of nine tokens each
 PEAK = 0.5  # times the bundled model's learning rates: the weights have learnt already
 WARMUP, DECAY = 20, 0.25
 
@@ -51,24 +56,29 @@ class Masked:
         self.tokenizer, self.corpus, self.rng = tokenizer, corpus, random.Random(seed)
 
     def draw(self) -> tuple[Tensor, ...]:
-        kinds = self.rng.choices(list(MIX), list(MIX.values()), k=ROWS)
-        drawn = [self._masked(*self.row(kind)) for kind in kinds]
+        length = self.rng.choices(list(LENGTHS), list(LENGTHS.values()))[0]
+        kinds = self.rng.choices(list(MIX), list(MIX.values()), k=TOKENS // length)
+        drawn = [self._masked(*self.row(kind, length)) for kind in kinds]
         ids, given, weights = (torch.tensor(np.stack(part)) for part in zip(*drawn, strict=True))
         code = torch.tensor([kind == "code" for kind in kinds])
         return ids, given, torch.where(code[:, None], CODE * weights, weights)
 
-    def row(self, kind: str) -> tuple[np.ndarray, int, int]:
-        """A row [T], where its answer begins, and where its end marks begin."""
+    def row(self, kind: str, length: int) -> tuple[np.ndarray, int, int]:
+        """A row [length], where its answer begins, and where its end marks begin."""
         if kind == "code":
-            start = self.rng.randrange(len(self.corpus) - LENGTH)
-            return self.corpus[start : start + LENGTH].astype(np.int64), 8, LENGTH
-        room = self.rng.randrange(24, LENGTH - 24)
-        make = tasks.rest if kind == "rest" else tasks.TASKS[kind]
-        pieces = make(self.rng, tasks.lines_for(kind if kind != "rest" else "copy", room), 1)
+            start = self.rng.randrange(len(self.corpus) - length)
+            return self.corpus[start : start + length].astype(np.int64), 8, length
+        room = self.rng.randrange(24, length // 2 + 8 if kind == "rest" else length - 24)
+        lines = tasks.lines_for("copy" if kind == "rest" else kind, room)
+        pieces = (
+            tasks.rest(self.rng, lines, LINES)
+            if kind == "rest"
+            else tasks.TASKS[kind](self.rng, lines, 1)
+        )
         end = next(at for at, (_, is_answer) in enumerate(pieces) if is_answer)
         prompt = [BOS, *self._ids("".join(text for text, _ in pieces[:end]))]
-        answer = self._ids(pieces[end][0])[: LENGTH - len(prompt)]
-        row = np.full(LENGTH, EOS, dtype=np.int64)
+        answer = self._ids(pieces[end][0])[: length - len(prompt)]
+        row = np.full(length, EOS, dtype=np.int64)
         row[: len(prompt) + len(answer)] = [*prompt, *answer]
         return row, len(prompt), len(prompt) + len(answer) + 1
 
@@ -86,9 +96,10 @@ class Masked:
         hidden = np.array([self.rng.random() < share for _ in row])
         weights = np.where(hidden, 1 / share, 0.0)
         if self.rng.random() < 0.5:
-            first = start + BLOCK * self.rng.randrange(1 + (min(end, size - 1) - start) // BLOCK)
-            hidden = (hidden & (places >= first)) | (places >= first + BLOCK)
-            weights = np.where(hidden, np.where(places < first + BLOCK, 1 / share, 0.3), 0.0)
+            block = self.rng.choice(BLOCKS)
+            first = start + block * self.rng.randrange(1 + (min(end, size - 1) - start) // block)
+            hidden = (hidden & (places >= first)) | (places >= first + block)
+            weights = np.where(hidden, np.where(places < first + block, 1 / share, 0.3), 0.0)
         hidden &= places >= start
         weights = weights * hidden * np.where(places >= end, 0.1, 1.0)
         return row, np.where(hidden, MASK, row), weights.astype(np.float32)
@@ -102,6 +113,7 @@ class Run:
     rows: Masked
     model: Llama
     minutes: float
+    half: bool  # products in bfloat16; weights and sums stay float32
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -143,16 +155,21 @@ def prepare(folder: Path, minutes: float, seed: int) -> Run:
     torch.manual_seed(seed)
     model = Llama(replace(start.shape, causal=False))
     model.load_state_dict(start.state_dict())
-    return Run(folder, Masked(tokenizer, encode(tokenizer, sources()[0]), seed), model, minutes)
+    if shutil.which("g++"):
+        for layer in model.layers:
+            layer.compile(dynamic=False)
+    rows = Masked(tokenizer, encode(tokenizer, sources()[0]), seed)
+    return Run(folder, rows, model, minutes, faster_in_half())
 
 
 def loss_of(run: Run, ids: Tensor, given: Tensor, weights: Tensor) -> Tensor:
     *_, state = run.model.states(given)
-    at = weights[:, 1:].flatten().nonzero().squeeze(1)
-    logits = run.model.head(state[:, :-1].flatten(0, 1)[at])
-    each = F.cross_entropy(logits, ids[:, 1:].flatten()[at], reduction="none")
-    counts = weights[:, 1:].flatten()[at]
-    return (each * counts).sum() / counts.sum()
+    counts = weights[:, 1:].flatten()
+    at = counts.nonzero().squeeze(1)
+    normed = run.model.norm(state[:, :-1].flatten(0, 1)[at])
+    shares = counts[at] / counts.sum()
+    head = run.model.embed_tokens.weight
+    return head_loss(normed, head, ids[:, 1:].flatten()[at], shares)[0]
 
 
 def train_step(run: Run) -> float:
@@ -161,11 +178,14 @@ def train_step(run: Run) -> float:
     for optimiser, peaks in zip(run.optimisers, run.peaks, strict=True):
         for group, peak in zip(optimiser.param_groups, peaks, strict=True):
             group["lr"] = rate * peak
-    loss = loss_of(run, ids, given, weights)
+    half = torch.autocast("cpu", torch.bfloat16, enabled=run.half)
+    with half:
+        loss = loss_of(run, ids, given, weights)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimiser in run.optimisers:
-        optimiser.step()
+        with half:
+            optimiser.step()
         optimiser.zero_grad()
     run.step += 1
     run.tokens += ids.numel()
@@ -174,19 +194,19 @@ def train_step(run: Run) -> float:
 
 @torch.no_grad()
 def probe(run: Run) -> dict[str, list[float]]:
-    """The share of right tokens by place in the answer (1, 2, 3, 4, 6, 8, 16), all of it masked."""
+    """The share of right tokens by place in the answer (1, 2, 4, ... 128), all of it masked."""
     rows = Masked(run.rows.tokenizer, run.rows.corpus, run.step)
     found = {}
     for kind in MIX:
         right: dict[int, list[float]] = {}
         for _ in range(24):
-            row, start, end = rows.row(kind)
+            row, start, end = rows.row(kind, max(LENGTHS))
             given = row.copy()
             given[start:] = MASK
             *_, state = run.model.states(torch.tensor(given[None]))
             chosen = run.model.head(state[0, start - 1 : -1]).argmax(-1).numpy()
-            for place in (1, 2, 3, 4, 6, 8, 16):
-                if start + place <= min(end, LENGTH):
+            for place in (1, 2, 4, 8, 16, 32, 64, 128):
+                if start + place <= min(end, len(row)):
                     right.setdefault(place, []).append(chosen[place - 1] == row[start + place - 1])
         found[kind] = [round(float(np.mean(right[p])), 2) for p in sorted(right)]
     return found
@@ -232,7 +252,7 @@ def export(folder: Path, out: Path) -> None:
     texts = {
         "config.json": json.dumps({**reference_export.config(shape), **fills}, indent=2) + "\n",
         "training.json": reference_export.compact(
-            {"trained": state["count"]}, folder / "log.jsonl"
+            {"trained": state["count"], "rows": list(LENGTHS)}, folder / "log.jsonl"
         ),
     }
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -242,6 +262,7 @@ def export(folder: Path, out: Path) -> None:
         (out / name).write_text(text, encoding="utf-8")
     weights = {f"model.{k}": v.half().contiguous() for k, v in state["model"].items()}
     save_file(weights, out / "model.safetensors", {"format": "pt"})
+    reference_export.write_readme()
     print(f"exported step {state['count']['step']} to {out}")
 
 
@@ -250,8 +271,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
-    parser.add_argument("--minutes", type=float, default=70, help="training time, all sessions")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--minutes", type=float, default=60, help="training time, all sessions")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--export", action="store_true", help="write the model and stop")

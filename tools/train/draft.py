@@ -1,19 +1,21 @@
 """Distil the draft of the bundled model (arXiv:2310.08461), all of its tokens or the learnable ones (arXiv:2510.19779).
 
-    python tools/train/draft.py --out RUN --steps 1000                              # plainly
-    python tools/train/draft.py --out RUN2 --steps 1000 --reference RUN --keep 0.4  # AdaSPEC: RUN is what it goes by
+    python tools/train/draft.py --out RUN                                           # plainly
+    python tools/train/draft.py --out RUN2 --corpus RUN --reference RUN --keep 0.4  # AdaSPEC: RUN is what it goes by
     python tools/train/draft.py --out RUN2 --evaluate                               # acceptance on held-out text
     python tools/train/draft.py --out RUN2 --reference RUN --export                 # RUN2 -> api/reference/draft
 
 The draft is a Llama over the same tokens. It begins as the bundled model's first layers, seen through the main
-directions of its embedding. What the bundled model says of the rows is computed once, into `--pool`, which runs
-share. SIGTERM and Ctrl-C save a run; `--resume` goes on as if nothing had been.
+directions of its embedding. Runs of one seed read the same rows in the same order. `--corpus` is a folder that holds
+the encoded text already, as the bundled model's own run does; else it is made in OUT. SIGTERM and Ctrl-C save a run;
+`--resume` goes on as if nothing had been.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import time
 from dataclasses import asdict, dataclass, field
@@ -21,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import corpus
-import numpy as np
 import torch
+from half import faster_in_half
 from reference_data import REFERENCE
 from reference_export import config, load, load_tokenizer, windows, write_json, write_readme
 from reference_export import replace as write_over
 from reference_model import Llama, Shape, optimisers
-from rich.progress import track
 from rows import Rows, Stage
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -40,53 +41,29 @@ WARMUP, DECAY = 20, 0.4
 SAVE = 50  # steps
 
 
-class Pool:
-    """What the bundled model says of rows as it was trained on: its states before the head, as float16."""
+class Taught:
+    """Rows as the bundled model was trained on, and what it says of them."""
 
-    def __init__(self, folder: Path, rows: int, seed: int):
-        self.ids, self.known = folder / "ids.npy", folder / "known.npy"
-        self.states = folder / "states.npy"
-        self.teacher, self.tokenizer = load(), load_tokenizer()
-        if not self.states.exists():
-            self._fill(rows, seed)
-        self.rows = np.load(self.ids, mmap_mode="r")
-        self.weights = np.load(self.known, mmap_mode="r")
-        self.values = np.load(self.states, mmap_mode="r")
+    def __init__(self, corpus_folder: Path, half: bool):
+        self.teacher, self.tokenizer, self.half = load(), load_tokenizer(), half
+        self.texts = corpus.prepare(corpus_folder, self.tokenizer, 0)
         self.head = self.teacher.embed_tokens.weight.detach()
 
     @torch.no_grad()
-    def _fill(self, rows: int, seed: int) -> None:
-        drawn = Rows(self.tokenizer, corpus.prepare(self.states.parent, self.tokenizer, seed), seed)
-        batch = drawn.draw(Stage(rows * LENGTH, {LENGTH: 1.0}))
-        new = self.states.with_suffix(".new.npy")
-        shape = (rows, LENGTH, self.teacher.shape.hidden)
-        out = np.lib.format.open_memmap(new, mode="w+", dtype=np.float16, shape=shape)
-        for i in track(range(rows), "asking the bundled model"):
-            *_, state = self.teacher.states(batch.ids[i : i + 1, :-1])
-            out[i] = self.teacher.norm(state)[0].numpy()
-        out.flush()
-        np.save(self.ids, batch.ids.numpy().astype(np.int16))
-        np.save(self.known, batch.weights.numpy() > 0)
-        new.replace(self.states)
-
     def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows [B,T] of one step, which of their places [B,T] tell something, the states [N,E] at those."""
-        count = len(self.rows) // ROWS
-        order = np.random.default_rng([seed, step // count]).permutation(len(self.rows))
-        chosen = np.sort(order[step % count * ROWS :][:ROWS])
-        known = np.array(self.weights[chosen])
-        states = torch.from_numpy(self.values[chosen][known].astype(np.float32))
-        return (
-            torch.from_numpy(self.rows[chosen, :-1].astype(np.int64)),
-            torch.from_numpy(known),
-            states,
-        )
+        rows = Rows(self.tokenizer, self.texts, 1_000_003 * seed + step)
+        drawn = rows.draw(Stage(ROWS * LENGTH, {LENGTH: 1.0}))
+        tokens, known = drawn.ids[:, :-1], drawn.weights > 0
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.half):
+            states = self.teacher.norm(last_state(self.teacher, tokens)[known])
+        return tokens, known, states
 
 
 def divergence(found: Tensor, want: Tensor) -> Tensor:
     """KL(target, draft) of each place [N], of logits [N,V]."""
-    target = want.log_softmax(-1)
-    return (target.exp() * (target - found.log_softmax(-1))).sum(-1)
+    target = want.float().log_softmax(-1)
+    return (target.exp() * (target - found.float().log_softmax(-1))).sum(-1)
 
 
 def learnable(loss: Tensor, reference: Tensor, keep: float) -> Tensor:
@@ -129,7 +106,7 @@ def last_state(model: Llama, tokens: Tensor) -> Tensor:
 class Run:
     """A run that can be left and taken up again."""
 
-    pool: Pool
+    taught: Taught
     draft: Llama
     options: argparse.Namespace
     reference: Llama | None
@@ -166,12 +143,14 @@ class Run:
 
     def learn(self) -> dict[str, float]:
         """One step."""
-        tokens, known, states = self.pool.batch(self.step, self.options.seed)
-        want = states @ self.pool.head.T
-        loss = divergence(self.draft.head(last_state(self.draft, tokens)[known]), want)
+        tokens, known, states = self.taught.batch(self.step, self.options.seed)
+        half = torch.autocast("cpu", torch.bfloat16, enabled=self.taught.half)
+        with half:
+            want = states @ self.taught.head.T
+            loss = divergence(self.draft.head(last_state(self.draft, tokens)[known]), want)
         told = {"kl": float(loss.detach().mean())}
         if self.reference is not None:
-            with torch.no_grad():
+            with torch.no_grad(), half:
                 other = divergence(
                     self.reference.head(last_state(self.reference, tokens)[known]), want
                 )
@@ -185,7 +164,8 @@ class Run:
         for optimiser, peaks in zip(self.optimisers, self.peaks, strict=True):
             for group, peak in zip(optimiser.param_groups, peaks, strict=True):
                 group["lr"] = rate * peak
-            optimiser.step()
+            with half:
+                optimiser.step()
             optimiser.zero_grad()
         self.step += 1
         return told
@@ -289,10 +269,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument(
-        "--pool", type=Path, help="folder of what the bundled model says (default: OUT/pool)"
+        "--corpus", type=Path, help="folder that holds the encoded text (default: OUT)"
     )
-    parser.add_argument("--pool-rows", type=int, default=1200, help=f"its rows of {LENGTH} tokens")
-    parser.add_argument("--steps", type=int, default=1000, help=f"of {ROWS} rows, all sessions")
+    parser.add_argument("--steps", type=int, default=2000, help=f"of {ROWS} rows, all sessions")
     parser.add_argument(
         "--rate", type=float, default=1.0, help="times the bundled model's learning rates"
     )
@@ -305,7 +284,7 @@ def arguments() -> argparse.Namespace:
         "--keep", type=float, default=0.4, help="share of the tokens to keep, with --reference"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--evaluate", action="store_true", help="measure the run's draft and stop")
     parser.add_argument("--export", action="store_true", help="write api/reference/draft and stop")
@@ -329,10 +308,10 @@ def main() -> None:
         )
         raise SystemExit(f"{checkpoint(options.out)} {what}: {act}, or choose another --out")
     options.out.mkdir(parents=True, exist_ok=True)
-    pool = Pool(options.pool or options.out / "pool", options.pool_rows, options.seed)
+    taught = Taught(options.corpus or options.out, faster_in_half())
     torch.manual_seed(options.seed)
     reference = None if options.reference is None else stored(options.reference)
-    run = Run(pool, beginning(pool.teacher, SHAPE), options, reference)
+    run = Run(taught, beginning(taught.teacher, SHAPE), options, reference)
     if options.resume:
         run.load()
     train(run)

@@ -32,13 +32,13 @@ import reference_export
 import torch
 from checkpoints import Checkpoints, lock
 from curves import draw
+from half import faster_in_half
 from losses import head_loss
 from reference_data import REFERENCE
 from reference_model import Llama, Shape, optimisers
 from rows import KINDS, STAGES, Rows, Stage
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils import benchmark
 
 WARMUP = 100  # steps, of a run and after a start from weights alone
 EXITS, DROP = (
@@ -155,24 +155,6 @@ class Run:
     @property
     def done(self) -> bool:
         return self.decay is not None and self.decay.rate(self.count.tokens) == 0
-
-
-def faster_in_half() -> bool:
-    """Whether this processor multiplies bfloat16 at least 1.5 times as fast as float32 (AVX-512 BF16, AMX).
-
-    One without instructions for it is not tried: a product takes it seconds.
-    """
-    if not any("bf16" in name and there for name, there in torch.cpu.get_capabilities().items()):
-        return False
-
-    def seconds(kind: torch.dtype) -> float:
-        a, b = torch.ones(2048, 256, dtype=kind), torch.ones(256, 1024, dtype=kind)
-        timer = benchmark.Timer(
-            "a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads()
-        )
-        return min(timer.timeit(3).mean for _ in range(5))
-
-    return seconds(torch.float32) > 1.5 * seconds(torch.bfloat16)
 
 
 def prepare(folder: Path, plan: Plan, seed: int = 0, device: str = "cpu", scale: int = 1) -> Run:

@@ -233,6 +233,11 @@ def write_readme() -> None:
     """README.md, from what was measured."""
     told = [
         json.loads((REFERENCE / name).read_text())
-        for name in ("training.json", "evaluation.json", "draft/training.json")
+        for name in (
+            "training.json",
+            "evaluation.json",
+            "draft/training.json",
+            "diffusion/training.json",
+        )
     ]
     replace(REFERENCE / "README.md", lambda path: path.write_text(readme(load().shape, *told)))

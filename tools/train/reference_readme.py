@@ -46,10 +46,10 @@ model's first layers, in the {draft_hidden} directions that its embedding uses m
 bundled model's distributions over rows of the kinds that this was trained on (KL; DistillSpec). The
 second run keeps only the {keep:.0%} of the tokens of each step at which it is most behind the first
 one (AdaSPEC). Both took {draft_steps} steps of {draft_rows} rows of {draft_length} tokens, the same rows in
-the same order, {draft_seconds} s in all on one core that other work kept busy.
+the same order, {draft_seconds} s in all.
 
     python tools/train/draft.py --out RUN --steps {draft_steps}
-    python tools/train/draft.py --out RUN2 --steps {draft_steps} --pool RUN/pool --reference RUN --keep {keep}
+    python tools/train/draft.py --out RUN2 --steps {draft_steps} --corpus RUN --reference RUN --keep {keep}
     python tools/train/draft.py --out {shipped_run} --reference {other_run} --export
 
 Over the held-out files, {held} tokens: the chance that a token drawn from the draft stands (the mean of
@@ -80,13 +80,10 @@ tasks of `tasks.py`. `RUN/corpus.json` lists the packages and their licences.
 the mask, and the logits of a token say what follows it (`logit_shift`, as in Dream). It began with
 the weights above.
 
-    python tools/train/diffusion.py --out RUN --minutes 80
+    python tools/train/diffusion.py --out RUN
     python tools/train/diffusion.py --out RUN --export
 
-`diffusion/training.json` is its log. It saw rows of 80 to 160 tokens (the tasks above, one with
-longer answers, `tasks.rest`, and a little code) on one thread of a machine that other work kept
-busy, so its prompts should be short. The mix and the lengths were adjusted during the run: the
-commands repeat the recipe, not the weights. What it answers, and in how many calls, is in
+{filled} `diffusion/training.json` is its log. What it answers, and in how many calls, is in
 docs/figures/details/diffusion.md, by `python tools/bench/bench_diffusion.py`.
 """
 
@@ -103,6 +100,17 @@ layer dropout and early-exit loss on the shared head. The text is Python's stand
 files held out; PSF licence) and the synthetic tasks of `tasks.py`, in rows of 256 to 1536 tokens.""",
 }
 """How the weights came about, by `trainer` in training.json."""
+
+FILLED = {
+    True: """\
+It read {tokens:.2f} M tokens in {seconds} s, in rows of {shortest} to {longest} (the tasks above, one with answers of
+up to 144 tokens, `tasks.rest`, and a little code): prompt and answer should be no longer together.""",
+    False: """\
+It read {tokens:.2f} M tokens in {seconds} s, in rows of 80 to 160 (the tasks above, one with longer answers,
+`tasks.rest`, and a little code): its prompts should be short. An earlier form of the trainer made it, whose mix was
+adjusted during the run.""",
+}
+"""How the diffusion model came about, by whether its training.json tells the lengths of rows."""
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
@@ -131,8 +139,23 @@ def _draft(told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _filled(told: dict[str, Any]) -> str:
+    """What the README says of the diffusion model, by `diffusion/training.json`."""
+    rows = told.get("rows", [0])
+    return FILLED["rows" in told].format(
+        tokens=told["trained"]["tokens"] / 1e6,
+        seconds=round(told["trained"]["seconds"]),
+        shortest=min(rows),
+        longest=max(rows),
+    )
+
+
 def readme(
-    shape: Shape, training: dict[str, Any], found: dict[str, Any], draft: dict[str, Any]
+    shape: Shape,
+    training: dict[str, Any],
+    found: dict[str, Any],
+    draft: dict[str, Any],
+    diffusion: dict[str, Any],
 ) -> str:
     trained = training["trained"]
     made = MADE[training.get("trainer")].format(
@@ -146,6 +169,7 @@ def readme(
     exits = [f"{100 * share:.0f}%" for share in found["held_out"]["agreement"]]
     return TEMPLATE.format(
         **_draft(draft),
+        filled=_filled(diffusion),
         parameters=found["parameters"] / 1e6,
         layers=shape.layers,
         hidden=shape.hidden,
