@@ -1,24 +1,44 @@
-"""tools/pages/all.py: its commands are those of the pages, and one that fails is run again."""
+"""tools/pages/all.py: what commands print goes into their pages, and a command that fails is run again."""
 
 import shlex
 
 import all as pages
+import claims
 import pytest
 import typer
+from blocks import commands, fill
 
 
-@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: page.path)
-def test_pages_and_commands_exist_and_belong_together(page):
-    text = (pages.ROOT / page.path).read_text()
+@pytest.mark.parametrize("page", pages.pages(), ids=lambda page: page.path)
+def test_pages_and_commands_exist(page):
+    assert (pages.ROOT / page.path).is_file()
     for command in page.commands:
-        script = shlex.split(command)[0]
+        script, *options = shlex.split(command)
         assert (pages.ROOT / script).is_file()
-        assert not page.by_hand or f"python {script}" in text
+        if script == "tools/pages/claims.py":
+            assert options and not set(options) - set(claims.claims())
+
+
+def test_every_block_ends():
+    for page in (pages.ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        assert text.count("<!-- python ") == text.count("<!-- end -->") == len(commands(page))
 
 
 def test_what_commands_print_is_kept_under_names_of_their_own():
-    commands = [command for page in pages.PAGES for command in page.commands]
-    assert len({pages.printed(command) for command in commands}) == len(commands)
+    every = [command for page in pages.pages() for command in page.commands]
+    assert len({pages.printed(command) for command in every}) == len(every)
+
+
+def test_a_block_gets_what_its_command_printed(tmp_path):
+    page = tmp_path / "a.md"
+    page.write_text(
+        "# A\n\n<!-- python x.py 1 -->\n| old |\n<!-- end -->\ntext\n\n<!-- python y.py -->\n<!-- end -->\n"
+    )
+    fill(page, {"x.py 1": "| new \\1 |\n"}.get)
+    assert page.read_text() == (
+        "# A\n\n<!-- python x.py 1 -->\n\n| new \\1 |\n\n<!-- end -->\ntext\n\n<!-- python y.py -->\n<!-- end -->\n"
+    )
 
 
 def test_a_command_that_ended_well_is_not_run_again(tmp_path, monkeypatch, capsys):
@@ -28,8 +48,11 @@ def test_a_command_that_ended_well_is_not_run_again(tmp_path, monkeypatch, capsy
     )
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "folder", lambda name: tmp_path / name)
-    monkeypatch.setattr(pages, "PAGES", (pages.Page("docs/a.md", ("count.py --of 2",)),))
+    monkeypatch.setattr(pages, "WHOLE", ())
     (tmp_path / "README.md").touch()
+    page = tmp_path / "docs" / "a.md"
+    page.parent.mkdir()
+    page.write_text("<!-- python count.py --of 2 -->\n<!-- end -->\n")
     with pytest.raises(typer.Exit):  # it fails the first time
         pages.main()
     assert "FAILED: python count.py --of 2" in capsys.readouterr().out
@@ -37,6 +60,7 @@ def test_a_command_that_ended_well_is_not_run_again(tmp_path, monkeypatch, capsy
     assert not kept.exists()
     pages.main()
     assert kept.read_text() == "| a table |\n"
+    assert "\n| a table |\n\n`python count.py --of 2`, " in page.read_text()
     pages.main()
     pages.main(listed=True)
     assert (tmp_path / "ran").read_text() == "xx"
@@ -49,4 +73,4 @@ def test_a_command_that_ended_well_is_not_run_again(tmp_path, monkeypatch, capsy
 def test_pages_that_name_a_bundled_model_are_to_be_read_again():
     others = set(pages.others())
     assert "docs/figures/index.md" in others
-    assert not others & {page.path for page in pages.PAGES}
+    assert not others & {page.path for page in pages.pages()}

@@ -1,4 +1,5 @@
-"""Open a saved session, or compute it: the bundled model, a prompt of its calibration text, alternating.
+"""Open a saved session, or compute it: the bundled model, a prompt of its calibration text, alternating; and what the
+opened session then gives for the 128 tokens that follow.
 
 python tools/bench/bench_saved.py [--tokens 1500] [--rounds 7] [--threads 2] [--only exact,cachegen]
 """
@@ -18,7 +19,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "train"))
 from reference_data import REFERENCE
 
 import accel
+from accel.compiler.quality.divergence import divergence, log_odds
 from accel.ir.recipe import Recipe
+
+AFTER = 128  # tokens
 
 
 def main() -> None:
@@ -29,6 +33,8 @@ def main() -> None:
     parser.add_argument("--only", default="exact,cachegen", help="exact, or methods of kv.file")
     options = parser.parse_args()
     text = (Path(REFERENCE) / "calibration.txt").read_text(encoding="utf-8")
+    names = "saved with | file, MB | compute, ms | open, ms | processor, ms | ratio (range) | KL | same token"
+    print(f"| {names} |\n|---" + "|---:" * 7 + "|", flush=True)
     for name in options.only.split(","):
         recipe = "base" if name == "exact" else Recipe(name=name, tables={"kv.file": {"use": name}})
         with (
@@ -37,7 +43,8 @@ def main() -> None:
             accel.load(built.artifact.path, threads=options.threads) as model,
         ):
             assert model.tokenizer is not None
-            tokens = np.array(model.tokenizer.encode(text, special=False)[: options.tokens])[None]
+            ids = np.array(model.tokenizer.encode(text, special=False))[None]
+            tokens, after = np.split(ids[:, : options.tokens + AFTER], [options.tokens], 1)
             file = Path(folder) / "session"
             computed, opened, worked = [], [], []
             for _ in range(options.rounds + 1):  # the first opens the graphs
@@ -46,18 +53,21 @@ def main() -> None:
                     session.prompt(tokens)
                     computed.append(time.perf_counter() - start)
                     session.save(file)
+                    want = log_odds(session.run(after)[0])
                 start, busy = time.perf_counter(), time.process_time()
-                with model.open_session(file):
+                with model.open_session(file) as session:
                     opened.append(time.perf_counter() - start)
                     worked.append(time.process_time() - busy)
+                    lost = divergence(want, log_odds(session.run(after)[0]))
             size = file.stat().st_size / 1e6
         pairs = sorted(a / b for a, b in zip(computed[1:], opened[1:], strict=True))
         compute, open_, work = (statistics.median(x[1:]) * 1e3 for x in (computed, opened, worked))
         print(
-            f"| {name} | {size:.2f} MB | computed in {compute:.0f} ms | opened in {open_:.0f} ms, "
-            f"{work:.0f} of a processor | {statistics.median(pairs):.1f} ({pairs[0]:.1f}..{pairs[-1]:.1f}) |",
+            f"| `{name}` | {size:.2f} | {compute:.0f} | {open_:.0f} | {work:.0f} | "
+            f"{statistics.median(pairs):.1f} ({pairs[0]:.1f}..{pairs[-1]:.1f}) | {lost.kl / AFTER:.4f} | "
+            f"{lost.same / AFTER:.3f} |",
             flush=True,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

@@ -4,75 +4,66 @@
     python tools/pages/all.py --list           the pages, their commands, and what was made
     python tools/pages/all.py --only drafts    the pages whose path has this in it
 
-A command that ended well is not run again for the same weights. What it printed is kept in build/pages, in a folder for
-each set of weights; some pages take their tables from there by hand, since a text explains each. Nothing else should
-run on the machine: most of it is timed.
+Some commands write a page whole. The tables of others stand in blocks, `<!-- python COMMAND -->` to `<!-- end -->`,
+into which goes what COMMAND prints, with the day, the processor and the weights. A command that ended well is not run
+again for the same weights: what it printed is kept in build/pages, in a folder for each set of weights. Nothing else
+should run on the machine: some of it is timed. The text around tables is for people to read again.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from results import ROOT, folder
+from blocks import commands, fill
+from results import ROOT, folder, weights
 
 from accel.commands.console import table
+from accel.runtime.backends.onnx.machine import cpu_name
 
 
 @dataclass(frozen=True)
 class Page:
-    """`by_hand`: its commands print tables, which somebody puts into it."""
+    """`whole`: its commands write it; else they print its blocks."""
 
     path: str
     commands: tuple[str, ...]
-    by_hand: bool = True
+    whole: bool = True
 
 
-PAGES = (
-    Page("api/reference/README.md", ("tools/train/reference.py --evaluate",), by_hand=False),
-    Page("docs/figures/leaderboard.md", ("tools/pages/leaderboard.py",), by_hand=False),
+WHOLE = (
+    Page("api/reference/README.md", ("tools/train/reference.py --evaluate",)),
+    Page("docs/figures/leaderboard.md", ("tools/pages/leaderboard.py",)),
     Page(
         "docs/figures/speculation.md",
         (
             "tools/bench/bench_speculation.py",
             "tools/bench/bench_speculation.py --page docs/figures",
         ),
-        by_hand=False,
     ),
     Page(
         "docs/figures/served.md",
         ("tools/pages/served.py", "tools/pages/served.py --page docs/figures"),
-        by_hand=False,
     ),
-    Page("docs/figures/details/claims.md", ("tools/pages/claims.py",)),
-    Page("docs/figures/details/codecs.md", ("tools/pages/claims.py gear leank --prompts 1",)),
-    Page("docs/figures/details/selection.md", ("tools/pages/claims.py louiskv shadowkv specache",)),
-    Page(
-        "docs/figures/details/drafts.md",
-        (
-            "tools/bench/bench_lengths.py --prompts 1",
-            "tools/bench/bench_lengths.py --prompts 1 --temperature 0.8",
-            "tools/bench/bench_like.py --rounds 3",
-            "tools/bench/bench_crossover.py",
-        ),
-    ),
-    Page(
-        "docs/figures/details/diffusion.md",
-        ("tools/bench/bench_diffusion.py --prompts 16 --tokens 70 --new 64 --block 32",),
-    ),
-    Page("docs/figures/details/saved.md", ("tools/bench/bench_saved.py",)),
-    Page("docs/figures/details/cache.md", ("tools/bench/bench_reuse.py api/reference",)),
-    Page("docs/figures/details/weights.md", ("tools/bench/weights_loss.py",)),
-    Page("docs/figures/details/builds.md", ("tools/bench/bench_predict.py",)),
-    Page("docs/internals/batch.md", ("tools/bench/bench_flat.py",)),
 )
+
+
+def pages() -> list[Page]:
+    """Those that are written whole, then those with blocks."""
+    found = ((page, commands(page)) for page in sorted((ROOT / "docs").rglob("*.md")))
+    return [
+        *WHOLE,
+        *(Page(p.relative_to(ROOT).as_posix(), tuple(c), whole=False) for p, c in found if c),
+    ]
 
 
 def printed(command: str) -> Path:
@@ -102,9 +93,19 @@ def run(command: str) -> bool:
     return process.returncode == 0
 
 
+def block(command: str) -> str | None:
+    """What stands in the command's block: what it printed, when and where; None where it was not run."""
+    file = printed(command)
+    if not file.exists():
+        return None
+    day = date.fromtimestamp(file.stat().st_mtime)
+    where = f"{day.day} {day:%B %Y}, {os.cpu_count()} cores of an {cpu_name()}, weights {weights()}"
+    return f"{file.read_text(encoding='utf-8').strip()}\n\n`python {command}`, {where}."
+
+
 def others() -> Iterator[str]:
     """Pages that name a bundled model and that no command makes."""
-    ours = {page.path for page in PAGES}
+    ours = {page.path for page in pages()}
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         name = path.relative_to(ROOT).as_posix()
         generated = name.startswith("docs/recipes/")
@@ -120,9 +121,9 @@ def main(
     again: Annotated[bool, typer.Option(help="Run what ended well before, too.")] = False,
 ) -> None:
     """Make the pages again, in order; one that fails does not keep the others from it."""
-    chosen = [page for page in PAGES if only in page.path]
+    chosen = [page for page in pages() if only in page.path]
     if not chosen:
-        paths = ", ".join(page.path for page in PAGES)
+        paths = ", ".join(page.path for page in pages())
         raise typer.BadParameter(f"no page has {only!r} in its path; there are {paths}")
     rows = []
     for page in chosen:
@@ -138,15 +139,16 @@ def main(
                 state = f"FAILED: python {command}"
                 break
             state = "made"
+        if not page.whole and not listed:
+            fill(ROOT / page.path, block)
         rows.append((page.path, state, f"{time.monotonic() - start:.0f}"))
     table(["page", "", ">seconds"], rows)
-    for page in chosen:
-        if page.by_hand:
-            names = ", ".join(printed(command).name for command in page.commands)
-            print(f"{page.path} takes its tables by hand from {names}")
-    print(f"in {folder('pages').relative_to(ROOT)}/")
     if not only:
-        print("\nMade by no command; read them again:", *others(), sep="\n  ")
+        print(
+            "\nThe text of these, and what follows, is for people to read again:",
+            *others(),
+            sep="\n  ",
+        )
     if any(state.startswith("FAILED") for _, state, _ in rows):
         raise typer.Exit(1)
 
