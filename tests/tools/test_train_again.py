@@ -41,11 +41,12 @@ def test_a_part_takes_the_place_of_the_old_one_when_it_is_whole(tmp_path, monkey
     with pytest.raises(typer.Exit):
         again.main(["leank"])
     assert load_file(reference / "leank.safetensors")["0.x"] == 0
+    assert "no memory" in (tmp_path / "parts" / "leank.log").read_text()
     again.TRAIN.write_text(
         "import sys, numpy as np\nfrom safetensors.numpy import save_file\n"
-        "assert sys.argv[1:2] + sys.argv[4:] == ['leank', '--seed', '5'], sys.argv\n"
+        "assert sys.argv[1:4] + sys.argv[6:] == ['leank', '--threads', '1', '--seed', '5'], sys.argv\n"
         "about = {'method': 'leank', 'told': '{}'}\n"
-        "save_file({'0.x': np.ones(1, np.float32)}, sys.argv[3], about)\n"
+        "save_file({'0.x': np.ones(1, np.float32)}, sys.argv[5], about)\n"
     )
     again.main(["leank"])
     assert load_file(reference / "leank.safetensors")["0.x"] == 1
