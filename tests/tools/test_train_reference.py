@@ -14,13 +14,14 @@ import carried
 import causal
 import checkpoints
 import corpus
+import losses
 import numpy as np
 import pytest
 import reference
 import reference_data
 import torch
 from checkpoints import Checkpoints, lock
-from losses import head_loss
+from losses import head_distance, head_loss
 from reference_model import Shape
 from rows import Rows, Stage
 from torch.nn import functional as F
@@ -439,6 +440,24 @@ def test_the_loss_is_cross_entropy_with_its_gradients():
 )
 def test_a_broken_loss_is_seen(broken):
     assert differs(broken) > 1e-3
+
+
+def distance(states, head, teacher):
+    """What `head_distance` says, by PyTorch."""
+    want, found = ((x @ head.T).log_softmax(-1) for x in (teacher.detach(), states))
+    return F.kl_div(found, want.detach(), log_target=True, reduction="batchmean")
+
+
+@pytest.mark.parametrize("count", [5, losses.CHUNK + 3])
+def test_the_distance_of_an_exit_is_the_divergence_with_its_gradients(count):
+    torch.manual_seed(0)
+    states, head, teacher = (torch.randn(n, 4, requires_grad=True) for n in (count, 9, count))
+    found, wanted = head_distance(states, head, teacher), distance(states, head, teacher)
+    torch.testing.assert_close(found, wanted)
+    slopes, known = (torch.autograd.grad(x, (states, head)) for x in (found, wanted))
+    torch.testing.assert_close(slopes, known)
+    assert not torch.allclose(found, distance(teacher, head, states)), "the sides differ"
+    assert head_distance(states, head, states) == 0
 
 
 def test_checkpoints_hold_what_is_safe_to_load(tmp_path):

@@ -1,4 +1,4 @@
-"""Cross-entropy over a tied head, a chunk of positions at a time: the logits of a step never stand in memory."""
+"""Losses over a tied head, a chunk of positions at a time: the logits of a step never stand in memory."""
 
 from __future__ import annotations
 
@@ -49,3 +49,35 @@ def head_loss(
     """
     total, each = _HeadLoss.apply(states, head, target, weight)  # type: ignore[no-untyped-call]
     return total, each
+
+
+class _HeadDistance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
+        total = states.new_zeros((), dtype=torch.float32)
+        by_state, by_head = torch.empty_like(states), torch.zeros_like(head)
+        for start in range(0, len(states), CHUNK):
+            part = slice(start, start + CHUNK)
+            want = (teacher[part] @ head.T).float().log_softmax(-1)
+            found = (states[part] @ head.T).float().log_softmax(-1)
+            odds = want.exp()
+            total += (odds * want.sub_(found)).sum() / len(states)
+            slope = found.exp_().sub_(odds).div_(len(states)).to(head.dtype)
+            by_state[part] = slope @ head
+            by_head += slope.T @ states[part]
+        ctx.save_for_backward(by_state, by_head)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        by_state, by_head = ctx.saved_tensors
+        return by_state * scale, by_head * scale, None
+
+
+def head_distance(states: Tensor, head: Tensor, teacher: Tensor) -> Tensor:
+    """The mean KL(teacher, own) of what two sets of normed states [N,E] say by one head [V,E].
+
+    The teacher's states get no gradient, and the head gets that of the own logits alone.
+    """
+    found: Tensor = _HeadDistance.apply(states, head, teacher.detach())  # type: ignore[no-untyped-call]
+    return found

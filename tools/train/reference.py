@@ -33,7 +33,7 @@ import torch
 from checkpoints import Checkpoints, lock
 from curves import draw
 from half import faster_in_half
-from losses import head_loss
+from losses import head_distance, head_loss
 from reference_data import REFERENCE
 from reference_model import Llama, Shape, optimisers
 from rows import KINDS, STAGES, Rows, Stage
@@ -205,26 +205,24 @@ def exit_share(layer: int, layers: int) -> float:
 
 
 def loss_of(run: Run, ids: Tensor, weights: Tensor, kinds: Tensor) -> Tensor:
-    """The loss to descend: the last layer's, and that of one early exit, in turn, at a quarter of the positions."""
-    model = run.model
+    """The loss to descend: the last layer's on the text, and the distance from it of one early exit, in turn, at a
+    quarter of the positions. What drafts by an exit, or stops there, wants what the last layer says, not the text.
+    """
+    model, head = run.model, run.model.embed_tokens.weight
     states = list(model.states(ids[:, :-1], DROP))
     known = weights.flatten().nonzero().squeeze(1)
     target, weight = ids[:, 1:].flatten()[known], weights.flatten()[known]
-
-    def at(state: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        normed = model.norm(state.flatten(0, 1)[known[where]])
-        share = weight[where] / weight[where].sum()
-        return head_loss(normed, model.embed_tokens.weight, target[where], share)
-
-    last, each = at(states[-1], torch.arange(len(known), device=ids.device))
+    normed = model.norm(states[-1].flatten(0, 1)[known])
+    last, each = head_loss(normed, head, target, weight / weight.sum())
     of = kinds.flatten()[known].cpu()
     run.sums[:, 0].index_add_(0, of, each.double().cpu())
     run.sums[:, 1].index_add_(0, of, torch.ones(len(of), dtype=torch.float64))
     layers = len(states)
     early = 1 + run.count.step % (layers - 2)
     few = torch.randperm(len(known))[: max(1, len(known) // 4)].to(ids.device)
+    own = model.norm(states[early].flatten(0, 1)[known[few]])
     share = exit_share(early, layers)
-    return (1 - share) * last + share * at(states[early], few)[0]
+    return (1 - share) * last + share * head_distance(own, head, normed[few])
 
 
 def train_step(run: Run) -> None:

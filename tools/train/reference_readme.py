@@ -90,8 +90,8 @@ docs/figures/details/diffusion.md, by `python tools/bench/bench_diffusion.py`.
 MADE = {
     "warm-up, stable, decay": """\
 {tokens:.2f} M tokens in {steps} steps and {seconds} s by `tools/train/reference.py`, in float32; stored in float16.
-Muon and AdamW train all weights, with LayerSkip's layer dropout and early-exit loss on the shared head; the
-rate is warmed up, held, and decayed to zero before a release.""",
+Muon and AdamW train all weights, with LayerSkip's layer dropout; one early exit in turn learns, by the shared head,
+what the last layer says. The rate is warmed up, held, and decayed to zero before a release.""",
     None: """\
 {tokens:.2f} M tokens in {steps} steps and {seconds} s on 2 CPU cores that other work kept busy, in float32;
 stored in float16. An earlier trainer made it, which is gone: it placed an induction circuit in the first three
