@@ -30,6 +30,14 @@ def test_what_commands_print_is_kept_under_names_of_their_own():
     assert len({pages.printed(command) for command in every}) == len(every)
 
 
+def test_what_measures_time_is_known():
+    every = {c for page in pages.pages() for c in page.commands}
+    assert "tools/pages/leaderboard.py --part quality" in every
+    alone = {c for c in every if pages.timed(c)}
+    assert "tools/pages/leaderboard.py" in alone and "tools/bench/bench_like.py --rounds 3" in alone
+    assert not any("quality" in c or "claims" in c or "served" in c for c in alone)
+
+
 def test_a_block_gets_what_its_command_printed(tmp_path):
     page = tmp_path / "a.md"
     page.write_text(
@@ -55,7 +63,7 @@ def test_a_command_that_ended_well_is_not_run_again(tmp_path, monkeypatch, capsy
     page.write_text("<!-- python count.py --of 2 -->\n<!-- end -->\n")
     with pytest.raises(typer.Exit):  # it fails the first time
         pages.main()
-    assert "FAILED: python count.py --of 2" in capsys.readouterr().out
+    assert "FAILED:\n  python count.py --of 2\n" in capsys.readouterr().out
     kept = tmp_path / "pages" / "count_of_2.txt"
     assert not kept.exists()
     pages.main()
@@ -66,6 +74,11 @@ def test_a_command_that_ended_well_is_not_run_again(tmp_path, monkeypatch, capsy
     assert (tmp_path / "ran").read_text() == "xx"
     pages.main(again=True)
     assert (tmp_path / "ran").read_text() == "xxx"
+    monkeypatch.setattr(pages, "timed", lambda command: True)
+    pages.main(again=True, untimed=True)
+    assert (tmp_path / "ran").read_text() == "xxx"
+    pages.main(again=True)
+    assert (tmp_path / "ran").read_text() == "xxxx"
     with pytest.raises(typer.BadParameter, match=r"there are docs/a\.md"):
         pages.main(only="b.md")
 

@@ -3,11 +3,13 @@
     python tools/pages/all.py                  what was not made of the weights that are bundled now
     python tools/pages/all.py --list           the pages, their commands, and what was made
     python tools/pages/all.py --only drafts    the pages whose path has this in it
+    python tools/pages/all.py --untimed        what other work on the machine does not disturb
 
 Some commands write a page whole. The tables of others stand in blocks, `<!-- python COMMAND -->` to `<!-- end -->`,
 into which goes what COMMAND prints, with the day, the processor and the weights. A command that ended well is not run
-again for the same weights: what it printed is kept in build/pages, in a folder for each set of weights. Nothing else
-should run on the machine: some of it is timed. The text around tables is for people to read again.
+again for the same weights: what it printed is kept in build/pages, in a folder for each set of weights. What measures
+no time runs first, several commands at a time; what does runs alone, and nothing else should run on the machine. The
+text around tables is for people to read again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -42,7 +45,10 @@ class Page:
 
 WHOLE = (
     Page("api/reference/README.md", ("tools/train/reference.py --evaluate",)),
-    Page("docs/figures/leaderboard.md", ("tools/pages/leaderboard.py",)),
+    Page(
+        "docs/figures/leaderboard.md",
+        ("tools/pages/leaderboard.py --part quality", "tools/pages/leaderboard.py"),
+    ),
     Page(
         "docs/figures/speculation.md",
         (
@@ -73,11 +79,17 @@ def printed(command: str) -> Path:
     return folder("pages") / f"{name}.txt"
 
 
-def run(command: str) -> bool:
-    """Run it, show what it prints and keep that; whether it ended well."""
-    file = printed(command)
+def timed(command: str) -> bool:
+    """Whether it measures time, and so runs alone."""
+    return command.startswith("tools/bench/bench_") or command == "tools/pages/leaderboard.py"
+
+
+def run(command: str, shown: bool) -> bool:
+    """Run it, keep what it prints, and show that too; whether it ended well."""
+    file, start = printed(command), time.monotonic()
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
+    print(f"python {command}", flush=True)
     with (
         part.open("w", encoding="utf-8") as kept,
         subprocess.Popen(
@@ -86,10 +98,13 @@ def run(command: str) -> bool:
     ):
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(line)
             kept.write(line)
+            if shown:
+                sys.stdout.write(line)
     if process.returncode == 0:
         part.rename(file)
+    end = "" if process.returncode == 0 else " FAILED"
+    print(f"python {command}:{end} {time.monotonic() - start:.0f} s", flush=True)
     return process.returncode == 0
 
 
@@ -119,37 +134,51 @@ def main(
     ] = "",
     listed: Annotated[bool, typer.Option("--list", help="Run nothing.")] = False,
     again: Annotated[bool, typer.Option(help="Run what ended well before, too.")] = False,
+    untimed: Annotated[bool, typer.Option("--untimed", help="Measure no time.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Commands at a time.")] = os.cpu_count() or 1,
 ) -> None:
-    """Make the pages again, in order; one that fails does not keep the others from it."""
+    """Make the pages again; a command that fails does not keep others from it, but for those after it on its page."""
     chosen = [page for page in pages() if only in page.path]
     if not chosen:
         paths = ", ".join(page.path for page in pages())
         raise typer.BadParameter(f"no page has {only!r} in its path; there are {paths}")
-    rows = []
-    for page in chosen:
-        start, state = time.monotonic(), "kept"
-        for command in page.commands:
-            if printed(command).exists() and not again:
-                continue
-            if listed:
-                state = "to be made"
-                continue
-            print(f"\n{page.path}: python {command}", flush=True)
-            if not run(command):
-                state = f"FAILED: python {command}"
-                break
-            state = "made"
-        if not page.whole and not listed:
+    todo = {page: [c for c in page.commands if again or not printed(c).exists()] for page in chosen}
+    if listed:
+        table(["page", "to be made"], [(p.path, "\n".join(c) or "-") for p, c in todo.items()])
+        return
+    failed: list[str] = []
+
+    def made(wanted: list[str], shown: bool) -> None:
+        for command in wanted:
+            if not run(command, shown):
+                failed.append(command)
+                return
+
+    with ThreadPoolExecutor(jobs) as pool:
+        quiet = [
+            pool.submit(made, [c for c in left if not timed(c)], False) for left in todo.values()
+        ]
+    for one in quiet:
+        one.result()
+    for page, left in todo.items():
+        if not untimed and not any(command in failed for command in left):
+            made([c for c in left if timed(c)], True)
+        if not page.whole:
             fill(ROOT / page.path, block)
-        rows.append((page.path, state, f"{time.monotonic() - start:.0f}"))
-    table(["page", "", ">seconds"], rows)
+    rows = []
+    for page, left in todo.items():
+        late = [c for c in left if not printed(c).exists()]
+        state = "FAILED" if set(left) & set(failed) else "to be made" if late else "made"
+        rows.append((page.path, state if left else "kept"))
+    table(["page", ""], rows)
     if not only:
         print(
             "\nThe text of these, and what follows, is for people to read again:",
             *others(),
             sep="\n  ",
         )
-    if any(state.startswith("FAILED") for _, state, _ in rows):
+    if failed:
+        print("FAILED:", *failed, sep="\n  python ")
         raise typer.Exit(1)
 
 

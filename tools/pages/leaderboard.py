@@ -2,6 +2,7 @@
 
     python tools/pages/leaderboard.py                        measure what is missing, then write the page
     python tools/pages/leaderboard.py --part quality         only what other work on the machine does not disturb
+    python tools/pages/leaderboard.py --part quality --jobs 2  the same, two cases at a time
     python tools/pages/leaderboard.py --only snapkv --quick  one recipe, few samples
     python tools/pages/leaderboard.py --write                only write the page, from the results that are there
 
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +191,16 @@ def run(todo: dict[Case, list[str]], results: Path, amount: measure.Amount) -> N
                     )
 
 
+def run_together(
+    todo: dict[Case, list[str]], results: Path, amount: measure.Amount, jobs: int
+) -> None:
+    """The same in so many processes, each with every so many-th case; KeyboardInterrupt ends all."""
+    shares = [dict(list(todo.items())[first::jobs]) for first in range(jobs)]
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for done in [pool.submit(run, share, results, amount) for share in shares if share]:
+            done.result()
+
+
 def _one(
     case: Case, builds: Builds, out: Path, peer: measure.Peer, given: Any, amount: Any, parts: Any,
     tell: Any,
@@ -225,6 +238,7 @@ def main() -> int:
     parser.add_argument(
         "--part", action="append", choices=measure.PARTS, help="may be repeated; default all"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time, of --part quality")
     parser.add_argument("--again", action="store_true", help="measure what was measured before too")
     parser.add_argument("--write", action="store_true", help="only write the page")
     parser.add_argument("--windows", type=int, default=6)
@@ -246,9 +260,14 @@ def main() -> int:
             chosen = [c for c in chosen if c.recipe in (*options.only, "base")]
         there = results_of(options.results, options.docs / COMMITTED)
         parts = options.part or list(measure.PARTS)
+        if options.jobs < 1 or (options.jobs > 1 and parts != ["quality"]):
+            parser.error(f"--jobs is {options.jobs}; give 1, or more with --part quality alone")
         wanted = {c: parts if options.again else missing(c, there, parts) for c in chosen}
         if todo := {c: left for c, left in wanted.items() if left}:
-            run(todo, options.results, amount)
+            if options.jobs > 1:
+                run_together(todo, options.results, amount, options.jobs)
+            else:
+                run(todo, options.results, amount)
     results = results_of(options.results, options.docs / COMMITTED)
     found = [results[name] for name in sorted(results)]
     if not any(r["name"] == "base" and "quality" in r for r in found):
