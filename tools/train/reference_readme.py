@@ -64,11 +64,15 @@ sum min(p, q)), and how often both would choose the same token:
 The aim is 95 of 100 exact answers at 1000 tokens in every task. In a checkout with its packages:
 
     python tools/train/reference.py --run RUN --resume       # stop it at any moment; the same command goes on
-    python tools/train/reference.py --run RUN --release 20   # decay a copy over 20 M tokens, and export it here
     python tools/train/reference.py --run RUN --carry        # its state, small: a new RUN goes on from it
-    python tools/train/reference.py --evaluate               # measure what is here, and write this page
-    python tools/train/again.py                              # then the trained parts of methods, each as it was made
-    python tools/pages/all.py                                # and all pages that tell of these models
+
+A release, and what is made of its weights, in this order:
+
+    python tools/train/reference.py --run RUN --release 20   # decay a copy over 20 M tokens, and export it here
+    python tools/train/draft.py, diffusion.py                # as above and below: the models beside it
+    python tools/train/again.py                              # the trained parts of methods, each as it was made
+    python tools/tree_template.py --out api/reference/stand.json
+    python tools/pages/all.py                                # all pages that tell of these models, this one too
 
 On a GPU add `--device cuda --scale 16`. The text is Python's standard library, the installed packages whose licence
 permits it, and their documentation, without doubles and without the files held out; an eighth of the rows are the
