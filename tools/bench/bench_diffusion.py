@@ -41,14 +41,15 @@ LOOPS: dict[str, dict[str, Any]] = {  # name -> loop table
 TASKS = ("key_value", "copy", "rest")
 
 
-def questions(task: str, count: int, tokens: int) -> Iterator[tuple[str, str]]:
-    """Prompts of about `tokens` tokens that no training seed gave, and their answers."""
+def questions(task: str, count: int, tokens: int, new: int) -> Iterator[tuple[str, str]]:
+    """Prompts of about `tokens` tokens that no training seed gave, and their answers, of at most `new` tokens."""
+    fours = max(1, new // (4 * tasks.TOKENS_PER_LINE["copy"]))  # of lines, of `rest`
     rng = random.Random(f"diffusion {task} {tokens}")
     for _ in range(count):
         if task != "rest":
             yield tasks.make(task, rng, tokens)
             continue
-        pieces = tasks.rest(rng, tasks.lines_for("copy", tokens))
+        pieces = tasks.rest(rng, tasks.lines_for("copy", tokens), fours)
         yield "".join(text for text, _ in pieces[:-2]), pieces[-2][0]
 
 
@@ -56,7 +57,9 @@ def measure(model: Any, given: Any) -> list[dict[str, Any]]:
     """A line for each loop, task and prompt."""
     found = []
     for task in given.tasks:
-        for number, (prompt, answer) in enumerate(questions(task, given.prompts, given.tokens)):
+        for number, (prompt, answer) in enumerate(
+            questions(task, given.prompts, given.tokens, given.new)
+        ):
             for name, table in LOOPS.items():
                 model._loop = host_method({"loop": {**table, "block": given.block}}, "loop", PLAIN)
                 start = time.perf_counter()

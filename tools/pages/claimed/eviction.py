@@ -92,7 +92,9 @@ def _phases(prompt: int, generated: int) -> Tables:
 
 def scope() -> Iterator[Row]:
     later, whole = 384, 1024
-    yield Row("the whole cache", {}, later=later)
+    yield Row(
+        f"… {later} tokens of text before the question, as in all rows below", {}, later=later
+    )
     refine = {"kv.refine": {"use": "scope", "recent": 32}}
     for prompt, told in ((whole, "the whole prompt"), (256, "256 of the prompt")):
         tables = evict("snapkv", 0, more={**refine, **_phases(prompt, 64)})
