@@ -64,7 +64,7 @@ sum min(p, q)), and how often both would choose the same token:
 The aim is 95 of 100 exact answers at 1000 tokens in every task. In a checkout with its packages:
 
     python tools/train/reference.py --run RUN --resume       # stop it at any moment; the same command goes on
-    python tools/train/reference.py --run RUN --carry        # its state into tools/train/carried: a new RUN goes on there
+    python tools/train/reference.py --run RUN --carry        # its state to tools/train/carried, for a new RUN
 
 A release, and what is made of its weights, in this order:
 
