@@ -171,7 +171,8 @@ def main() -> None:
                 try:
                     build(builds, Case("base", tables=tables), out)
                 except AccelError as error:
-                    print(f"{claim}: {row.told}: {error}", file=sys.stderr, flush=True)
+                    reason = " ".join(str(error).split()).replace("|", "/")
+                    print(f"| {row.told}: refused, {reason} |{' |' * len(columns)}", flush=True)
                     continue
                 with accel.load(out, threads=measure.THREADS) as model:
                     found = cells(model, row, given, odds, options.prompts)

@@ -12,12 +12,10 @@ QUARTER = 256  # tokens kept of 1024
 
 
 def quarter() -> Iterator[Row]:
-    """Every score that needs no budget, keep or loop of its own."""
-    own = ("finch", "k-centre", "threshold-evict", "zipcache")
+    """Every score with equal budgets; one that needs another budget or keep is refused, and the row says so."""
     for use in find_axes()["kv.score"].names():
-        if use not in own:
-            yield Row(f"`{use}`", evict(use, QUARTER))
-            yield Row("… the first two layers whole", dense(use, QUARTER))
+        yield Row(f"`{use}`", evict(use, QUARTER))
+        yield Row("… the first two layers whole", dense(use, QUARTER))
     for refine in ("chunkkv", "critical-kv", "graphkv", "kvcrush"):
         yield Row(f"`{refine}`", evict("snapkv", QUARTER, more={"kv.refine": {"use": refine}}))
     for budget in ("ada-kv", "pyramidkv"):
