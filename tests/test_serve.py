@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -27,6 +28,7 @@ from typer.testing import CliRunner
 from accel import cli
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
+from accel.serve.metrics import Metrics
 from accel.serve.replies import usage
 from accel.serve.stream import EventStream
 
@@ -183,6 +185,18 @@ def test_drafts_are_told_as_predictions():
     assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (7, 2, 9)
     details = told.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 10)
+
+
+def test_engines_that_count_other_things_are_scraped_together():
+    """An engine of several processes also counts the bytes that move between them."""
+    plain = SimpleNamespace(name="a", engine=SimpleNamespace(stats={"running": 1}))
+    apart = SimpleNamespace(
+        name="b", engine=SimpleNamespace(stats={"running": 2, "moved_bytes": 3})
+    )
+    for order in ((plain, apart), (apart, plain)):
+        text = Metrics(order).text.decode()
+        assert 'accel_running{model="a"} 1.0' in text and 'accel_running{model="b"} 2.0' in text
+        assert text.count("accel_moved_bytes{") == 1 and 'accel_moved_bytes{model="b"} 3.0' in text
 
 
 def test_a_stop_string_over_two_tokens(client, model):

@@ -26,6 +26,7 @@ _HELP = {  # of the engine's stats
     "drafted_total": "Tokens that were drafted",
     "accepted_total": "Drafted tokens that stood",
     "kv_bytes": "State of the requests that run, in bytes",
+    "moved_bytes": "State that went from process to process since the start, in bytes (splitwise)",
 }
 
 
@@ -87,11 +88,12 @@ class _Engines(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = {one.name: one.engine.stats for one in self._served}
-        for name in next(iter(stats.values()), {}):
+        for name in dict.fromkeys(name for of in stats.values() for name in of):
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             family = kind(f"accel_{name}", _HELP.get(name, name), labels=["model"])
             for model, of in stats.items():
-                family.add_metric([model], of[name])
+                if name in of:  # engines of several processes count more
+                    family.add_metric([model], of[name])
             yield family
 
 
