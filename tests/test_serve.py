@@ -22,14 +22,17 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
+import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from accel import cli
+from accel.runtime.decode.logprobs import Logprob
+from accel.runtime.inputs.text import Tokenizer
 from accel.runtime.serve.request import Event, Ticket
 from accel.serve import gate
 from accel.serve.metrics import Metrics
-from accel.serve.replies import usage
+from accel.serve.replies import ChatReply, CompletionReply, Score, usage
 from accel.serve.stream import EventStream
 
 from . import serve_case
@@ -185,6 +188,41 @@ def test_drafts_are_told_as_predictions():
     assert (told.prompt_tokens, told.completion_tokens, told.total_tokens) == (7, 2, 9)
     details = told.completion_tokens_details
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (4, 10)
+
+
+def test_log_probabilities_of_tokens_of_one_text():
+    """A word at the beginning of a text reads as the one inside of it, and a byte as its character: the number told is
+    that of the token that came.
+    """
+    words = {"<unk>": 0, "\u2581the": 1, "the": 2, "<0x41>": 3, "A": 4, "<0xFF>": 5, "</s>": 6}
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(words, [], unk_token="<unk>", byte_fallback=True)
+    )
+    inner.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    inner.add_special_tokens(["</s>"])
+    tokenizer = Tokenizer(inner.to_str().encode())
+    told = [
+        {1: Logprob(-0.5, 1), 2: Logprob(-3.0, 2)},
+        {3: Logprob(-4.0, 3), 4: Logprob(-0.25, 1), 5: Logprob(-1.0, 2)},
+        {6: Logprob(-2.0, 1)},
+    ]
+    scores = [Score(one, 0) for one in told]
+    found = CompletionReply("m", tokenizer, top=2, usage=False)._scores(scores, 2)
+    assert found["tokens"] == [" the", "A", "</s>"]
+    assert found["token_logprobs"] == [-0.5, -4.0, -2.0]
+    assert found["top_logprobs"][:2] == [
+        {" the": -0.5, "the": -3.0},
+        {"A": -4.0, "bytes:\\xff": -1.0},
+    ]
+    (first, *_) = ChatReply("m", tokenizer, top=2, usage=False)._scores(scores, 2)["content"]
+    assert (first["token"], bytes(first["bytes"])) == (" the", b" the")
 
 
 def test_engines_that_count_other_things_are_scraped_together():

@@ -94,10 +94,11 @@ class Reply(ABC):
 
     def _name(self, token: int) -> str:
         """A token's text; one of bytes that are no text is written as such, so that none looks like another."""
-        text, data = self._tokenizer.decode([token]), self._tokenizer.token_bytes(token)
-        if "\ufffd" in text and data is not None:
+        data = self._tokenizer.token_bytes(token) or b""
+        try:
+            return data.decode("utf-8") or self._tokenizer.token(token) or ""
+        except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-        return text or self._tokenizer.token(token) or ""
 
     @property
     @abstractmethod
@@ -133,13 +134,20 @@ class CompletionReply(Reply):
         return {"text": text}
 
     def _scores(self, scores: Sequence[Score], top: int) -> Object:
-        named = [{self._name(token): one.logprob for token, one in s.told.items()} for s in scores]
+        named = [self._named(one.told) for one in scores]
         return {
             "tokens": [next(iter(line)) for line in named],
             "token_logprobs": [next(iter(line.values())) for line in named],
             "top_logprobs": named if top else None,
             "text_offset": [one.offset for one in scores],
         }
+
+    def _named(self, told: Mapping[int, Logprob]) -> dict[str, float]:
+        """By the text of each token: the one that came, then the likeliest. Of those with one text the first."""
+        named: dict[str, float] = {}
+        for token, one in told.items():
+            named.setdefault(self._name(token), one.logprob)
+        return named
 
 
 class ChatReply(Reply):

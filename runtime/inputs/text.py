@@ -163,8 +163,8 @@ class Tokenizer:
         return found
 
     def token_bytes(self, index: int) -> bytes | None:
-        """What a token adds to a text, as bytes, which need not be whole characters; None for one that is left out of
-        texts (special, or a number that the vocabulary lacks).
+        """What a token adds to a text that has begun, as bytes, which need not be whole characters; None for one that
+        is left out of texts (special, or a number that the vocabulary lacks).
         """
         written = self.token(index)
         if written is None or index in self.special:
@@ -176,7 +176,9 @@ class Tokenizer:
                 return written.encode("utf-8")
         if self.byte_fallback and _BYTE_TOKEN.fullmatch(written):
             return bytes([int(written[3:5], 16)])
-        return self.decode([index]).encode("utf-8")
+        once, twice = self.decode([index]), self.decode([index, index])
+        # a decoder may drop the space before the first word of a text
+        return (twice.removeprefix(once) if twice.startswith(once) else once).encode("utf-8")
 
     def stream(self) -> StreamDecoder:
         """A decoder that takes tokens one by one."""

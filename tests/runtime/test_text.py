@@ -153,6 +153,16 @@ def test_text_comes_early(kinds, kind):
         assert text == tokenizer.decode(tokens[: i + 1])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", CORPUS[:3])
+def test_bytes_of_tokens_are_the_text(kinds, kind, text):
+    """With the spaces that some decoders drop at the beginning of a text, and a token alone is one."""
+    tokenizer = kinds[kind]
+    tokens = tokenizer.encode(text, special=False)
+    joined = b"".join(tokenizer.token_bytes(token) or b"" for token in tokens).decode()
+    assert joined.lstrip(" ") == tokenizer.decode(tokens).lstrip(" ") and " " in joined[1:]
+
+
 def test_both_decoders_agree_on_bytes(kinds):
     """The general decoder on a byte-level tokenizer: characters of many tokens wait."""
     tokens = kinds["byte_level"].encode("a🙂b你c🙂")
