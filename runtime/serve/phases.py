@@ -19,7 +19,7 @@ from accel.runtime.inputs.prompts import as_count
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.schedule import Place, Route, chosen
 from accel.runtime.serve.engine import BLOCK, Engine
-from accel.runtime.serve.request import Full, Request, Ticket
+from accel.runtime.serve.request import Event, Full, Request, Ticket
 from accel.runtime.serve.wire import (
     Wire,
     error_from_json,
@@ -189,7 +189,9 @@ class Phases:
         return f"processes: {shown}; prompts run whole, and their state moves ({name})"
 
     def submit(self, request: Request) -> Ticket:
-        """Take a request. Raises Full where as many wait as may, and InputError where it can never be served."""
+        """Take a request. Raises Full where as many wait as may, InputError where it can never be served, AccelError
+        where no process is left.
+        """
         row = self._model.prepare(
             request.prompt,
             request.params,
@@ -266,7 +268,7 @@ class Phases:
         """Where a request goes, of the processes that are left."""
         alive = [i for i, one in enumerate(self._processes) if not one.gone]
         if not alive:
-            raise InputError("all processes of this engine have ended; make another")
+            raise AccelError("all processes of this engine have ended; start it again")
         pending, held = Counter[int](), Counter[int]()
         for sent in self._sent.values():
             pending[sent.route.prompt] += 0 if sent.began else sent.prompt
@@ -298,8 +300,10 @@ class Phases:
                 with self._changed:
                     self._answers[place] = told["stats"]
                     self._changed.notify_all()
-            elif (sent := self._sent.get(told["id"])) is not None:
-                self._hear(sent, told, data)
+            else:
+                sent = self._sent.get(told.get("id", -1))  # one that fails names none
+                if sent is not None:
+                    self._hear(sent, told, data)
 
     def _hear(self, sent: _Sent, told: dict[str, Any], data: bytes) -> None:
         """What a process tells of a request."""
@@ -316,8 +320,12 @@ class Phases:
             if ticket.cancelled:
                 process.send({"do": "cancel", "id": number})
             return
-        event = event_from_json(told) if told["do"] == "event" else error_from_json(told)
-        ticket.stop_reason = told.get("stop")
+        if told["do"] == "event":
+            event: Event | AccelError = event_from_json(told)
+            ticket.stop_reason = told["stop"]
+            ticket.count(*told["drafts"])
+        else:
+            event = error_from_json(told)
         over = told["do"] == "error" or told["finish"] is not None
         with self._changed:
             sent.began = True

@@ -16,7 +16,7 @@ from accel.runtime.decode.logprobs import Logprob
 from accel.runtime.decode.sampling_params import SamplingParams
 from accel.runtime.decode.structured_outputs import StructuredOutputsParams
 from accel.runtime.inputs.ints import Ints
-from accel.runtime.serve.request import Event, Request
+from accel.runtime.serve.request import Event, Request, Ticket
 
 _SIZES = struct.Struct("<QQ")  # of the JSON, and of the bytes behind it
 
@@ -76,12 +76,14 @@ def request_to_json(request: Request, prompt: Ints) -> dict[str, Any]:
         params["structured_outputs"] = {f.name: getattr(guide, f.name) for f in fields(guide)}
         if hasattr(guide.json, "model_json_schema"):
             params["structured_outputs"]["json"] = guide.json.model_json_schema()
-    return {
+    found = {
         "prompt": prompt.tolist(),
         "params": params,
         "adapter": request.adapter,
         "sample": request.sample,
     }
+    plain: dict[str, Any] = json.loads(json.dumps(found, default=_plain))
+    return plain
 
 
 def request_from_json(told: Mapping[str, Any]) -> Request:
@@ -95,9 +97,10 @@ def request_from_json(told: Mapping[str, Any]) -> Request:
     return Request(prompt, SamplingParams(**params), adapter=told["adapter"], sample=told["sample"])
 
 
-def event_to_json(event: Event, stop_reason: int | str | None) -> dict[str, Any]:
+def event_to_json(event: Event, ticket: Ticket) -> dict[str, Any]:
     """An event, with what its ticket knows."""
-    found = {"token": event.token, "text": event.text, "finish": event.finish, "stop": stop_reason}
+    found = {"token": event.token, "text": event.text, "finish": event.finish}
+    found |= {"stop": ticket.stop_reason, "drafts": [ticket.usage.drafted, ticket.usage.accepted]}
     if event.logprobs is not None:
         found["logprobs"] = [[token, asdict(one)] for token, one in event.logprobs.items()]
     return found
@@ -121,7 +124,9 @@ def error_from_json(told: Mapping[str, Any]) -> AccelError:
 
 
 def _plain(value: Any) -> Any:
-    """A number or an array of numpy's, as JSON has it."""
-    if isinstance(value, (np.ndarray, np.generic)):
+    """A number, an array or a set, as JSON has it."""
+    if isinstance(value, (set, frozenset)):
+        return list(value)
+    if hasattr(value, "tolist"):
         return value.tolist()
     raise InputError(f"{type(value).__name__} in a request cannot go to another process")

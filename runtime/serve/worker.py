@@ -77,7 +77,7 @@ def _submit(
                 wire.send({"do": "handed", "id": number, **numbers}, event.state)
             elif isinstance(event, Event):
                 over = event.finish is not None
-                wire.send({"do": "event", "id": number, **event_to_json(event, ticket.stop_reason)})
+                wire.send({"do": "event", "id": number, **event_to_json(event, ticket)})
             else:
                 wire.send({"do": "error", "id": number, **error_to_json(event)})
         except OSError:  # nobody listens any more; the standard input has ended, too

@@ -8,6 +8,7 @@ from queue import SimpleQueue
 
 import numpy as np
 import pytest
+import torch
 
 import accel
 from accel.compiler.smoke.tiny_models import small_model
@@ -200,9 +201,12 @@ def test_a_request_as_json():
         stop_token_ids=np.array([4]),
     )
     told = request_to_json(Request("text", params, sample=2), np.array([1, 2]))
-    again = request_from_json(json.loads(json.dumps(told, default=lambda a: a.tolist())))
+    again = request_from_json(json.loads(json.dumps(told)))
     assert again.prompt.tolist() == [1, 2] and again.sample == 2
     assert again.params.logit_bias == params.logit_bias and again.params.temperature == 0.5
+    several = SamplingParams(stop={"a"}, stop_token_ids=torch.tensor([4]))
+    told = request_to_json(Request("text", several), np.array([1]))["params"]
+    assert (told["stop"], told["stop_token_ids"]) == (["a"], [4])
     for wrong in (
         Request([1], SamplingParams(logits_processors=[lambda ids, logits: logits])),
         Request([1], encoder_input=[1]),
@@ -216,7 +220,7 @@ def test_a_request_as_json():
 
 def test_two_processes(opened):
     """The one test of them that always runs."""
-    model = opened()
+    model = opened("drafts")
     engine = serving(model, max_batch=3, max_waiting=2)
     with engine:
         assert isinstance(engine, Phases) and "1 prompt, 1 token" in engine.how
@@ -228,6 +232,10 @@ def test_two_processes(opened):
         while engine.stats["running"] and time.monotonic() < end:
             time.sleep(0.01)
         assert engine.bytes_sent > 0 and engine.stats["running"] == 0
+        told, end = engine.stats, end + 60
+        for name in ("drafted", "accepted"):
+            assert sum(getattr(one.usage, name) for one in tickets) == told[f"{name}_total"]
+        assert told["drafted_total"] > 0
         long = SamplingParams(max_tokens=150, ignore_eos=True)
         ticket = engine.submit(Request([1, 2, 3], long))
         ticket.cancel()
@@ -251,6 +259,12 @@ def test_two_processes(opened):
         # the token process has room for 624 tokens; what came later is decoded where its prompt ran
         assert ends == ["gone"] * 4 + ["length"] * 4
         law(model, requests[2], list(engine.submit(requests[2])))  # by the process that is left
+        engine._processes[0].wire.send({"do": "nothing"})  # it fails, says so and ends
+        while not engine._processes[0].gone and time.monotonic() < end:
+            time.sleep(0.01)
+        with pytest.raises(AccelError, match="all processes of this engine have ended") as none:
+            engine.submit(requests[2])
+        assert not isinstance(none.value, InputError), "the request is right"
     with pytest.raises(InputError, match="closed"):
         engine.submit(requests[0])
 
