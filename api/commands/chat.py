@@ -227,10 +227,16 @@ class Terminal:
         """FILE: write the conversation as JSON; --load FILE goes on from it"""
         if not file:
             raise InputError("/save needs a file; write /save talk.json")
-        path = Path(file).expanduser()
-        if path.exists():
-            raise InputError(f"{path} exists; give another name, or remove it first")
-        path.write_text(json.dumps(self._chat.messages, indent=1, ensure_ascii=False), "utf-8")
+        text = json.dumps(self._chat.messages, indent=1, ensure_ascii=False)
+        try:
+            data = text.encode("utf-8")
+            with Path(file).expanduser().open("xb") as written:
+                written.write(data)
+        except FileExistsError:
+            raise InputError(f"{file} exists; give another name, or remove it first") from None
+        except (OSError, RuntimeError, ValueError) as error:  # also an unknown home, a surrogate
+            why = getattr(error, "strerror", None) or error
+            raise InputError(f"/save {file}: {why}; give another path") from None
 
     def _do_stats(self, _: str) -> None:
         """speed of the last answer, and how much context is left"""
@@ -272,7 +278,8 @@ def _read(file: Path) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise InputError(f"{file} is not JSON ({error}); give a file that /save wrote") from None
     if not isinstance(found, list) or not all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) for one in found
+        isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("role", "content"))
+        for one in found
     ):
         raise InputError(
             f'{file} holds no conversation; give a JSON list of {{"role": …, "content": …}}, as /save writes it'

@@ -202,6 +202,9 @@ def test_the_command_answers_each_line(toy, template, tmp_path, capsys, monkeypa
         ("/undo\n", "no message to remove"),
         ("/retry\n", "no message to answer"),
         ("/save\n", "needs a file"),
+        ("/save /no/such/talk.json\n", "/save /no/such/talk.json: No such file or directory"),
+        ("/save ~no-such-user/talk.json\n", "/save ~no-such-user/talk.json: Could not"),
+        ("/save " + "x" * 300 + "\n", "File name too long; give another path"),
         (b"caf\xe9\n", "not UTF-8 text"),
         ("ab " * 1300, "max_context is 1300"),
     ],
@@ -211,7 +214,9 @@ def test_bad_lines_are_one_line_errors(toy, template, capsys, monkeypatch, lines
     assert code == 1 and error in err and err.count("error:") == 1 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '[{"content": "x"}]', "\ud800", "[" * 5000])
+@pytest.mark.parametrize(
+    "text", ["[1]", "{", '[{"content": "x"}]', '[{"role": "user"}]', "\ud800", "[" * 5000]
+)
 def test_files_that_hold_no_conversation(toy, template, tmp_path, capsys, monkeypatch, text):
     file = tmp_path / "talk.json"
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -220,7 +225,7 @@ def test_files_that_hold_no_conversation(toy, template, tmp_path, capsys, monkey
 
 
 def test_a_person_sees_the_error_and_goes_on(toy, capsys, monkeypatch):
-    lines = iter(["/nothing", TALK[0], "/exit", "never read"])
+    lines = iter(["/nothing", "/save /no/such/talk.json", TALK[0], "/exit", "never read"])
     monkeypatch.setattr("builtins.input", lambda mark: next(lines))
     with made(toy).chat(chat_template_kwargs=KWARGS) as chat:
         terminal = Terminal(chat, SamplingParams(6))
@@ -229,6 +234,7 @@ def test_a_person_sees_the_error_and_goes_on(toy, capsys, monkeypatch):
         out, err = capsys.readouterr()
         assert (
             "error: command '/nothing' does not exist" in err
+            and "error: /save /no/such/talk.json" in err
             and chat.messages[-1]["content"] in out
         )
         assert "tokens/s" in err and next(lines) == "never read"
