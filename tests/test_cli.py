@@ -320,6 +320,12 @@ def test_wrong_usage_exits_2(name):
     one_error(call(*arguments), *words, code=2)
 
 
+@pytest.mark.parametrize("data", [b"", b"PK\3\4", b"\x93NUMPY\1\0v\0{"])
+def test_an_array_that_cannot_be_read(tmp_path, data):
+    (tmp_path / "input.npy").write_bytes(data)
+    one_error(call("run", "x", "--input", tmp_path / "input.npy"), "input.npy", "numpy.save")
+
+
 def test_text_without_a_tokenizer(artifact, tmp_path):
     copy = shutil.copytree(artifact, tmp_path / "copy")
     manifest = json.loads((copy / "accel.json").read_text())

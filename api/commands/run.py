@@ -238,10 +238,11 @@ def _source(text: str) -> Any:
     """What the encoder takes: text, or the array in a .npy file."""
     if not text.endswith(".npy"):
         return options.utf8(text.encode("utf-8", "surrogateescape"), "--input")
-    import numpy as np
+    from numpy.lib import format as npy
 
     try:
-        return np.load(text, allow_pickle=False)
+        with open(text, "rb") as file:
+            return npy.read_array(file, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise InputError(
             f"--input {text} cannot be read as a NumPy array ({error}); write it with numpy.save"
