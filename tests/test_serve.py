@@ -458,7 +458,7 @@ def test_limits_of_time_and_the_key(artifact):
     """A request that takes too long, whole and streamed; a body that does not come; a key that is wrong."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        serve_case.running([artifact], key="s3cret", limits=limits(0.3)) as server,
+        serve_case.running([artifact], key="s3cret\n", limits=limits(0.3)) as server,
         httpx.Client(base_url=server.url, timeout=60) as http,
     ):
         for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": "Basic s3cret"}):
@@ -538,7 +538,15 @@ def test_what_cannot_be_served_is_one_line(artifact, tmp_path, monkeypatch):
     assert "nothing" in said(tmp_path / "nothing")
     assert "two artifacts are named artifact" in said(artifact, artifact)
     assert "there is no such file" in said(artifact, "--chat-template", "no.jinja")
-    assert "give an address of this machine" in said(artifact, "--host", "no.such.host.invalid")
+    for host in ("no.such.host.invalid", "a..b", "a" * 70):
+        assert "give an address of this machine" in said(artifact, "--host", host)
+    for option in ("--drain", "--max-body"):
+        assert option in said(artifact, option, "inf")
+    assert "'nosuch' does not exist" in said(artifact, "--chat-template", "nosuch")
+    (tmp_path / "wrong.jinja").write_text("{% for m in %}")
+    assert "no Jinja template: line 1" in said(
+        artifact, "--chat-template", tmp_path / "wrong.jinja"
+    )
     assert "--api-key is empty" in said(artifact, "--api-key", " ")
     for module in [name for name in sys.modules if name.startswith("accel.serve")]:
         monkeypatch.delitem(sys.modules, module)

@@ -53,7 +53,7 @@ def serve(
         ),
     ] = 64,
     max_body: Annotated[
-        float, typer.Option(min=0.001, metavar="MB", help="Largest body of a request.")
+        float, typer.Option(min=0.001, max=1e6, metavar="MB", help="Largest body of a request.")
     ] = 4.0,
     timeout: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="Longest time of a request, in seconds.")
@@ -61,7 +61,10 @@ def serve(
     drain: Annotated[
         float,
         typer.Option(
-            min=0, metavar="S", help="After SIGTERM: seconds that the requests taken have to end."
+            min=0,
+            max=1e6,
+            metavar="S",
+            help="After SIGTERM: seconds that the requests taken have to end.",
         ),
     ] = 30.0,
     chat_template: options.ChatTemplate = None,

@@ -16,7 +16,7 @@ class KeyGate:
     """Asks for `Authorization: Bearer KEY` under /v1."""
 
     def __init__(self, app: ASGIApp, key: str):
-        self._app, self._key = app, key.encode()
+        self._app, self._key = app, key.strip().encode()  # of a header no space at its ends comes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1"):

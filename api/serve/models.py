@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel.ir.errors import InputError, unknown
+from accel.runtime.inputs.chat import check_template
 from accel.runtime.model.compiled import CompiledModel
 from accel.runtime.serve.engine import Engine
 from accel.runtime.serve.opening import opened
@@ -71,6 +72,11 @@ class Served:
 def served(path: Path, chat_template: str | None = None, **options: Any) -> Iterator[Served]:
     """An artifact under the name of its folder; `options` of `opened`. Raises AccelError."""
     with opened(path, **options) as (model, engine):
+        if chat_template is not None and model.tokenizer is not None:
+            try:
+                check_template(model.tokenizer.config, chat_template)
+            except InputError as error:
+                raise InputError(f"{path}: {error}") from None
         yield Served(path.resolve().name, model, engine, chat_template)
 
 

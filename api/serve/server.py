@@ -19,9 +19,9 @@ def bound(host: str, port: int) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # of a name, a part of which is empty or too long
         raise InputError(
-            f"--host {host}: {error.strerror or error}; give an address of this machine"
+            f"--host {host}: {getattr(error, 'strerror', None) or error}; give an address of this machine"
         ) from None
     found = socket.socket(family, kind, proto)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

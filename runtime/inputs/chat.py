@@ -94,6 +94,16 @@ def render(
         ) from error
 
 
+def check_template(config: TokenizerConfig, chat_template: str) -> None:
+    """Raise InputError where there is no template of this name, or the text is no Jinja; nothing is rendered."""
+    try:
+        _compiled(_chosen(config, chat_template, None))
+    except TemplateSyntaxError as error:
+        raise InputError(
+            f"the chat template is no Jinja template: line {error.lineno}: {error.message}; correct it"
+        ) from error
+
+
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InputError(
