@@ -266,6 +266,16 @@ def test_response_formats(client):
     assert loose.choices[0].message.content.lstrip().startswith("{")
 
 
+def test_no_limit_of_likely_tokens_as_vllm_writes_it(client, model):
+    sampled = {"temperature": 1.2, "seed": 4, "max_tokens": 12}
+    want = model.generate(PROMPT, 12, temperature=1.2, seed=4).text[0]
+    for none in (0, -1):
+        found = client.completions.create(
+            model="artifact", prompt=PROMPT, **sampled, extra_body={"top_k": none}
+        )
+        assert found.choices[0].text == want
+
+
 def test_penalties_lower_what_was_said(client, model):
     same = model.generate(PROMPT, 12, presence_penalty=2, frequency_penalty=2)
     found = client.completions.create(
@@ -293,6 +303,10 @@ def test_models(client, model):
         client.models.retrieve("artefact")
 
 
+def form(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
 BAD = [  # fields that are changed, the status, the field that the error names, and words of it
     ({"model": None}, 400, "model", "valid string"),
     ({"model": "artefact"}, 404, "model", "did you mean 'artifact'"),
@@ -314,6 +328,7 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"temperature": -1}, 400, "temperature", "out of range"),
     ({"temperature": float("nan")}, 400, "temperature", "out of range"),
     ({"top_p": True}, 400, "top_p", "valid number"),
+    ({"top_k": -2}, 400, "top_k", "out of range"),
     ({"stop": 5}, 400, "stop", "valid string"),
     ({"stop": [""]}, 400, "stop", "non-empty"),
     ({"logprobs": 21}, 400, "logprobs", "20"),
@@ -323,6 +338,8 @@ BAD = [  # fields that are changed, the status, the field that the error names, 
     ({"stream_options": []}, 400, "stream_options", ""),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format", "missing"),
     ({"response_format": {"type": "xml"}}, 400, "response_format", "'text'"),
+    (form({"name": "x"}), 400, "response_format", "response_format.json_schema.schema is missing"),
+    (form({"schema": {"type": "no"}}), 400, "response_format", "response_format: json is not"),
     ({"echo": True}, 400, "echo", "not supported"),
 ]
 
@@ -349,6 +366,9 @@ def test_wrong_fields_are_named(http, server):
     ):
         answer = http.post("/v1/chat/completions", json={**GREEDY, "messages": talk})
         assert words in error_of(answer, 400)["message"]
+    none = {"messages": TALK, "max_completion_tokens": 0}
+    error = error_of(http.post("/v1/chat/completions", json={**GREEDY, **none}), 400)
+    assert error["param"] == "max_completion_tokens" and "tokens = 0" in error["message"]
     more = {"messages": TALK, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
     error = error_of(http.post("/v1/chat/completions", json={**GREEDY, **more}), 400)
     assert error["param"] == "chat_template_kwargs"

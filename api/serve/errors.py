@@ -111,7 +111,8 @@ async def on_invalid(_: Request, error: Exception) -> Response:
         return ApiError(400, f"the body cannot be read: {told}; send a JSON object").response
     param = str(place[0])
     if first["type"] == "missing":
-        return ApiError(400, f"{param} is missing; give it", param=param).response
+        where = ".".join(str(part) for part in place)
+        return ApiError(400, f"{where} is missing; give it", param=param).response
     said = {e["msg"]: None for e in error.errors() if e["loc"][1:2] == (place[0],)}
     where = ".".join(str(part) for part in place) if len(said) == 1 else param
     return ApiError(400, f"{where}: {'; or: '.join(said)}", param=param).response

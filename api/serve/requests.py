@@ -46,7 +46,7 @@ class Asked:
             if isinstance(error, InputError) and _full_context(self.prompts, self.served):
                 raise ApiError(400, str(error), code="context_length_exceeded") from None
             if isinstance(error, InputError):
-                raise of_exception(error, type(self.asked).model_fields) from None
+                raise _in_their_words(error, self.asked) from None
             raise
         return tickets
 
@@ -119,6 +119,18 @@ def _full_context(given: Sequence[Ints], served: Served) -> bool:
     return any(prompt.size >= served.model.facts.max_context for prompt in given)
 
 
+def _in_their_words(error: InputError, asked: Generation) -> ApiError:
+    """An error of the options, with the names of the request's fields."""
+    text = str(error)
+    for own, theirs in (
+        ("structured_outputs", "response_format"),
+        ("max_tokens", "max_completion_tokens"),
+    ):
+        if text.startswith(own) and getattr(asked, theirs, None) is not None:
+            error = InputError(theirs + text.removeprefix(own))
+    return of_exception(error, type(asked).model_fields)
+
+
 def _params(asked: Generation, served: Served) -> SamplingParams:
     """The options of each text. Raises InputError, ApiError."""
     limit = asked.max_tokens
@@ -131,7 +143,7 @@ def _params(asked: Generation, served: Served) -> SamplingParams:
     return SamplingParams(
         max_tokens=limit,
         temperature=TEMPERATURE if asked.temperature is None else asked.temperature,
-        top_k=asked.top_k,
+        top_k=None if asked.top_k in (0, -1) else asked.top_k,  # vLLM's for all tokens
         top_p=asked.top_p,
         min_p=asked.min_p,
         repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
