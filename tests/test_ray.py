@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
 import openai
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
@@ -132,6 +135,15 @@ def test_what_cannot_be_mapped_is_one_line(artifact, tmp_path, monkeypatch):
     assert f"{mixed} exists" in said(artifact, given, mixed)
     assert f"{given} exists" in said(artifact, given, given)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "mixed"]
+    from accel.ray import files, job
+
+    torn = tmp_path / "torn.parquet"
+    torn.write_text("PAR")
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_ray", nullcontext)
+        patch.setitem(files._READ, ".parquet", lambda names: pyarrow.parquet.read_table(names[0]))
+        assert f"{torn} cannot be read as .parquet: ArrowInvalid: " in said(artifact, torn, out)
+    assert not out.exists()
     for module in [name for name in sys.modules if name.startswith("accel.ray.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -228,8 +240,6 @@ def test_rows_come_back_whatever_the_blocks_and_deaths(
 @pytest.mark.long
 def test_map_makes_a_folder(artifact, model, cluster, tmp_path):
     """On the Ray at RAY_ADDRESS, from each kind of file; nothing is left of a job that fails."""
-    import pyarrow.csv
-    import pyarrow.parquet
 
     def command(*arguments):
         return subprocess.run(

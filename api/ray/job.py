@@ -52,8 +52,9 @@ class Job:
         check_sampling(self.params, self.row)
         names, kind = files.found(self.source)
         with AtomicOutputDir(self.out, what="output") as folder, _ray(), in_a_line():
-            rows = files.read(names, kind)
-            total = rows.count()
+            with in_a_line(f"{self.source} cannot be read as {kind}"):
+                rows = files.read(names, kind)
+                total = rows.count()
             if not total:
                 raise InputError(f"{self.source} has no rows")
             progress(0, total)
@@ -112,8 +113,8 @@ def _ray() -> Iterator[None]:
 
 
 @contextmanager
-def in_a_line() -> Iterator[None]:
-    """Errors of Ray, which are tracebacks of several processes, as accel's own: what was raised first."""
+def in_a_line(what: str = "Ray could not do it") -> Iterator[None]:
+    """Errors of Ray, which are tracebacks of several processes, and of Arrow as accel's own: what was raised first."""
     try:
         yield
     except AccelError:
@@ -121,4 +122,6 @@ def in_a_line() -> Iterator[None]:
     except RayError as error:
         found = _RAISED.search(str(error))
         told = f"{found[1]}: {found[2]}" if found else str(error)
-        raise AccelError(f"Ray could not do it: {told}") from error
+        raise AccelError(f"{what}: {told}") from error
+    except pa.ArrowException as error:  # Ray looks into Parquet files in this process
+        raise AccelError(f"{what}: {type(error).__name__}: {error}") from error
