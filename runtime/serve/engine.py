@@ -504,6 +504,8 @@ class Engine:
             self._beside.ended(wait=True)
         with self._changed:
             waiting, self._waiting = list(self._waiting), deque()
+            self._counts["kv_bytes"] = 0
+        self._short = False
         running, self._running = list(self._running.values()), {}
         groups, self._groups = list(self._groups.values()), {}
         self._ledger = Ledger(self._limits.blocks)
