@@ -117,5 +117,10 @@ def test_the_page_chats_with_two_recipes(browser, tmp_path):
         browser.until("document.querySelectorAll('.assistant.going').length")
         browser.js('$("stop").click()')
         browser.until("!running")
+        browser.js('$("text").value = "go on"; $("form").requestSubmit()')
+        browser.until("document.querySelectorAll('.assistant.going').length")
+        browser.js('$("fresh").click()')
+        browser.until("!running")
+        assert browser.js("lanes.every((one) => one.messages.length == 0)")
         assert server.idle()
         assert [one for one in browser.complaints if "401" not in str(one)] == told == []
