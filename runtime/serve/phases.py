@@ -91,6 +91,14 @@ class _Process:
         if told["do"] == "failed":
             raise error_from_json(told)
 
+    @property
+    def code(self) -> int | None:
+        """Its exit code; None where it runs a second after it was heard of last. Its pipes end before it does."""
+        try:
+            return self.child.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return None
+
     def send(self, told: Mapping[str, Any], data: bytes = b"") -> None:
         """What a process that is gone does not get, its reader answers for."""
         try:
@@ -345,7 +353,7 @@ class Phases:
             for number, _ in found:
                 del self._sent[number]
             self._changed.notify_all()
-        code = self._processes[place].child.poll()
+        code = self._processes[place].code
         for number, sent in found:
             for i in {sent.route.prompt, sent.route.token} - {place}:
                 self._processes[i].send({"do": "cancel", "id": number})
