@@ -147,6 +147,10 @@ def test_run_gives_samples_log_probabilities_and_structure(artifact, tmp_path):
     assert one["finish_reason"] == "stop" and re.fullmatch("[0-9]{3}", one["text"])
     for token, line in zip(one["tokens"], one["logprobs"], strict=True):
         assert line[str(token)].keys() == {"logprob", "rank", "decoded_token"}
+    assert call("run", artifact, "--prompt", "0", "--save-session", tmp_path / "s").exit_code == 0
+    behind = call("run", artifact, "--session", tmp_path / "s", "--prompt", "1", *flags)
+    assert behind.exit_code == 0, behind.output
+    assert json.loads(behind.stdout).keys() == one.keys()
 
 
 def test_run_takes_a_model_directory(model, artifact):

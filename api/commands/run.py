@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,7 @@ from accel.commands.source import open_model
 from accel.ir.errors import InputError
 
 if TYPE_CHECKING:
+    from accel.runtime.decode.logprobs import Logprob
     from accel.runtime.decode.structured_outputs import StructuredOutputsParams
     from accel.runtime.model.compiled import CompiledModel
     from accel.runtime.model.output import Output
@@ -228,10 +230,13 @@ def _found(out: Output, i: int) -> dict[str, Any]:
         "stop_reason": out.stop_reason[i],
     }
     if out.logprobs is not None:
-        told["logprobs"] = [
-            {token: asdict(one) for token, one in line.items()} for line in out.logprobs[i]
-        ]
+        told["logprobs"] = _scores(out.logprobs[i])
     return told
+
+
+def _scores(lines: Sequence[Mapping[int, Logprob]]) -> list[dict[int, dict[str, Any]]]:
+    """The log-probabilities of each token, as JSON."""
+    return [{token: asdict(one) for token, one in line.items()} for line in lines]
 
 
 def _source(text: str) -> Any:
@@ -294,12 +299,14 @@ def _stream(
         if as_json:
             pieces = list(stream)
             text = "".join(pieces) if isinstance(prompt, str) else None
-            told = {
+            told: dict[str, Any] = {
                 "tokens": stream.tokens,
                 "text": text,
                 "finish_reason": stream.finish_reason,
                 "stop_reason": stream.stop_reason,
             }
+            if settings["sampling_params"].logprobs is not None:
+                told["logprobs"] = _scores(stream.logprobs)
             print_json({**told, "stats": stream.stats})
             return
         between = ""
