@@ -5,6 +5,7 @@ nothing that clients do holds up others or stays behind.
 import ast
 import asyncio
 import json
+import logging
 import random
 import re
 import shutil
@@ -541,6 +542,33 @@ def test_sigterm_lets_streams_end(artifact):
             assert "Traceback" not in run.stderr.read()
         finally:
             run.kill()
+
+
+def test_what_does_not_end_in_time_is_told_so(artifact, monkeypatch):
+    """Requests whole and streamed, that run and that wait, when the time to end is over; the log has no traceback."""
+    asked = [{**LONG, "n": 2, "stream": stream} for stream in (False, True, False, True)]
+    with (
+        serve_case.running([artifact], drain=0.1) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        ThreadPoolExecutor(len(asked)) as pool,
+    ):
+        said = []
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handle", said.append)
+        found = [pool.submit(http.post, "/v1/completions", json=one) for one in asked]
+        while server.engines[0].stats["requests_total"] < 2 * len(asked):
+            time.sleep(0.005)
+        server.tell()
+        for one, answer in zip(asked, [one.result() for one in found], strict=True):
+            if one["stream"]:
+                *_, last, empty = answer.text.split("\n\n")
+                assert not empty
+                error = json.loads(last.removeprefix("data: "))["error"]
+            else:
+                error = error_of(answer, 503)
+            assert error["code"] == "shutting_down"
+        server.thread.join(10)
+        assert not server.thread.is_alive()
+    assert not said
 
 
 def test_what_cannot_be_served_is_one_line(artifact, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -18,7 +19,7 @@ from accel.ir.errors import AccelError
 from accel.runtime.serve.engine import Ticket
 from accel.serve import errors, requests
 from accel.serve.errors import ApiError
-from accel.serve.events import Events
+from accel.serve.events import Events, Live
 from accel.serve.gate import BodyGate, KeyGate
 from accel.serve.metrics import TYPE, Clock, Metrics, Watched
 from accel.serve.models import Models
@@ -44,9 +45,10 @@ class Limits:
 def application(models: Models, *, key: str | None = None, limits: Limits | None = None) -> FastAPI:
     """The server's application. `key`: what clients must show under /v1; None: nothing."""
     limits = limits or Limits()
-    metrics = Metrics(models.served)
+    metrics, live = Metrics(models.served), Live()
     page = files("accel.serve").joinpath("page.html").read_text(encoding="utf-8")
     app = FastAPI(title="accel", openapi_url=None)  # its pages of docs would fetch scripts
+    app.state.live = live  # for who ends the server
 
     @app.get("/", response_class=HTMLResponse)
     async def root() -> Response:
@@ -98,8 +100,10 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
             usage=wants_usage,
         )
         made = _Made(Events(tickets), tickets, len(found.prompts), reply, clock)
+        live.add(made.events)
         if asked.stream:
-            return EventStream(made.chunks(wants_usage), limits.seconds, made.events.cancel)
+            chunks, on_end = made.chunks(wants_usage), partial(live.remove, made.events)
+            return EventStream(chunks, limits.seconds, on_end)
         try:
             async with asyncio.timeout(limits.seconds):
                 return JSONResponse(await while_there(made.whole(), request.receive))
@@ -108,7 +112,7 @@ def application(models: Models, *, key: str | None = None, limits: Limits | None
         except Gone:
             return Response(status_code=499)  # nobody reads it
         finally:
-            made.events.cancel()
+            live.remove(made.events)
 
     for kind, handler in (
         (ApiError, errors.on_exception),

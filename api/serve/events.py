@@ -42,6 +42,10 @@ class Events:
         for ticket in self._tickets:
             ticket.cancel()
 
+    def end(self) -> None:
+        """The server ends: whoever reads is told so, whatever the engine does. Of the event loop."""
+        self._queue.put_nowait((0, CANCELLED))
+
     def _read(self, i: int) -> None:
         try:
             for event in self._tickets[i]:
@@ -54,3 +58,28 @@ class Events:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (i, event))
         except RuntimeError:  # the loop has ended, and its readers with it
             pass
+
+
+class Live:
+    """The requests that are being answered. All methods are of the event loop."""
+
+    def __init__(self) -> None:
+        self._events = set[Events]()
+        self._ended = False
+
+    def add(self, events: Events) -> None:
+        """One more."""
+        self._events.add(events)
+        if self._ended:
+            events.end()
+
+    def remove(self, events: Events) -> None:
+        """Its answer is over; its tickets are cancelled."""
+        self._events.discard(events)
+        events.cancel()
+
+    def end(self) -> None:
+        """The server ends: nothing more is answered."""
+        self._ended = True
+        for events in self._events:
+            events.end()

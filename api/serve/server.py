@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import math
 import socket
 
 import uvicorn
 from fastapi import FastAPI
 
 from accel.ir.errors import InputError
+from accel.serve.events import Live
+from accel.serve.stream import LAST_WORDS
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
@@ -39,15 +43,30 @@ def bound(host: str, port: int) -> socket.socket:
 
 def server(app: FastAPI, drain: float) -> uvicorn.Server:
     """Of an application. `run(sockets=[…])` serves until SIGTERM or SIGINT (or `should_exit`), then takes no more
-    requests and gives those that it has `drain` seconds to end.
+    requests and gives those that it has `drain` seconds to end; who waits still is answered 503.
     """
     config = uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=max(1, round(drain)),
+        timeout_graceful_shutdown=math.ceil(drain + LAST_WORDS) + 1,  # who does not read it
         lifespan="off",
         ws="none",
     )
-    return uvicorn.Server(config)
+    return _Server(config, app.state.live, drain)
+
+
+class _Server(uvicorn.Server):
+    """Ends the answers that are not over `drain` seconds after it was told to end."""
+
+    def __init__(self, config: uvicorn.Config, live: Live, drain: float):
+        super().__init__(config)
+        self._live, self._drain = live, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        late = asyncio.get_running_loop().call_later(self._drain, self._live.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
