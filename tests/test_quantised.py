@@ -303,6 +303,45 @@ def test_what_is_not_read_is_refused(llama, tmp_path, name, more, words):
     assert str(raised.value).startswith(str(tmp_path))
 
 
+def cut(tensor):
+    return tensor[:-1].contiguous()
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change", "words"),
+    [
+        ("gptq", "qweight", torch.Tensor.long, r"qweight is int64 \[8, 64\], .* 2 axes of int32 there"),
+        ("gptq", "qzeros", torch.Tensor.long, "qzeros is int64"),
+        ("gptq", "g_idx", lambda t: t[:9], "which does not hold 9 columns of 2, 3, 4, 8 bits"),
+        ("awq", "qweight", torch.Tensor.long, "qweight is int64"),
+        ("packed-4", "weight_scale", cut, r"weight_scale is \[63, 2\], .* it should be \[64, 2\]"),
+        ("packed-4", "weight_shape", None, "weight_packed has no weight_shape beside it"),
+        ("int8-zeros", "weight_zero_point", cut, r"weight_zero_point is \[63, 1\]"),
+        ("nvfp4", "weight_global_scale", lambda t: t.repeat(2), "weight_global_scale is .2."),
+        ("mxfp4", "weight_scale", cut, r"weight_scale is \[63, 2\]"),
+        ("float8-block", "weight_scale", cut, "weight_scale is .* in blocks of .32, 48.: checkpoint and"),
+        ("fp8", "weight_scale_inv", cut, "weight_scale_inv is .* in blocks of .32, 32.: checkpoint and"),
+        ("nf4", "weight.absmax", cut, "absmax is .63., .* it should be .64."),
+        ("nf4", "weight", cut, r"has 2047 bytes, which do not hold \[64, 64\] codes of 4 bits"),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", cut, "is not what bitsandbytes writes"),
+        ("nf4-nested", "weight.nested_quant_map", None, "has no weight.nested_quant_map beside it"),
+        ("int8-bitsandbytes", "weight", None, "SCB has no weight beside it"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_before_a_weight_is_read(llama, tmp_path, name, part, change, words):
+    config, writer, _ = FORMATS[name]
+    quantise(llama, tmp_path, config, writer)
+    file = tmp_path / "model.safetensors"
+    tensors, at = load_file(file), f"model.layers.0.self_attn.q_proj.{part}"
+    whole = tensors.pop(at)
+    if change is not None:
+        tensors[at] = change(whole)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(accel.CaptureError, match=words) as raised:
+        load_model(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}: model.layers.0.self_attn.q_proj")
+
+
 # Other tools as oracles, where they are installed
 
 

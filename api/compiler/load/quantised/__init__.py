@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from accel.ir.axis import Axis
@@ -88,6 +89,24 @@ def number(config: Mapping[str, Any], key: str, allowed: Collection[int]) -> int
         )
         raise CaptureError(f"quantization_config.{key} is {value!r}; accel reads {known}")
     return value
+
+
+def needed(module: str, beside: str, parts: Mapping[str, Tensor], *names: str) -> None:
+    """Raise CaptureError where a module lacks a tensor that belongs to its tensor `beside`."""
+    for name in names:
+        if name not in parts:
+            raise CaptureError(f"{module}.{beside} has no {name} beside it: fetch it again")
+
+
+def typed(name: str, tensor: Tensor, axes: int, *dtypes: torch.dtype) -> None:
+    """Raise CaptureError where a tensor has not so many axes, or is of none of these types (of any: none given)."""
+    if tensor.dim() == axes and (not dtypes or tensor.dtype in dtypes):
+        return
+    known = f" of {' or '.join(str(dtype).removeprefix('torch.') for dtype in dtypes)}"
+    raise CaptureError(
+        f"{name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, and the format has {axes} axes"
+        f"{known if dtypes else ''} there: fetch the checkpoint again"
+    )
 
 
 def sized(name: str, tensor: Tensor, *shape: int) -> None:

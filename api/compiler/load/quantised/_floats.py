@@ -21,23 +21,45 @@ def exponents(scale: Tensor) -> Tensor:
     return scale.float()
 
 
-def scaled(name: str, weight: Tensor, scale: Tensor, block: Sequence[int] | None) -> Tensor:
-    """weight [...,N,K] times its scale: one, one per row, or one per `block` of rows and columns."""
+def check_scale(name: str, weight: Tensor, scale: Tensor, block: Sequence[int] | None) -> None:
+    """Raise CaptureError where a scale of a weight [...,N,K] is not one number, one per row, or one per `block` of rows
+    and columns.
+    """
+    if weight.dim() >= 2 and _per(weight, scale, block) is not None:
+        return
+    raise CaptureError(
+        f"{name} is {list(scale.shape)} for a weight {list(weight.shape)} in blocks of {block}: "
+        "checkpoint and configuration do not match"
+    )
+
+
+def _per(weight: Tensor, scale: Tensor, block: Sequence[int] | None) -> tuple[int, int] | None:
+    """The rows and columns that share a number of a scale; None where it does not belong to the weight."""
+    *lead, rows, columns = weight.shape
+    if scale.numel() == 1:
+        return rows, columns
+    if list(scale.shape) in ([*lead, rows], [*lead, rows, 1]):
+        return 1, columns
+    if not isinstance(block, Sequence) or [type(size) for size in block] != [int, int]:
+        return None
+    high, wide = block
+    if min(high, wide) < 1 or list(scale.shape) != [*lead, -(-rows // high), -(-columns // wide)]:
+        return None
+    return high, wide
+
+
+def scaled(weight: Tensor, scale: Tensor, block: Sequence[int] | None) -> Tensor:
+    """weight [...,N,K] times its scale, which `check_scale` found to belong to it."""
     value, scale = weight.float(), exponents(scale)
     if scale.numel() == 1:
         return value * scale.reshape(())
+    per = _per(weight, scale, block)
+    assert per is not None  # it was checked
+    *_, rows, columns = weight.shape
     if scale.dim() == weight.dim() - 1:
         scale = scale.unsqueeze(-1)
-    rows, columns = weight.shape[-2:]
-    if scale.shape[-1] == 1 and scale.shape[-2] == rows:
-        return value * scale
-    if block is None or [-(-rows // block[0]), -(-columns // block[1])] != list(scale.shape[-2:]):
-        raise CaptureError(
-            f"{name} is {list(scale.shape)} for a weight {list(weight.shape)} in blocks of {block}: "
-            "checkpoint and configuration do not match"
-        )
-    wide = scale.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return value * wide[..., :rows, :columns]
+    wide = scale.repeat_interleave(per[0], -2)[..., :rows, :]
+    return value * wide.repeat_interleave(per[1], -1)[..., :columns]
 
 
 def e2m1_codes(packed: Tensor, scales: Tensor, group: int) -> Codes:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from accel.compiler.load.quantised import Base, Weight, modules, number, sized
+from accel.compiler.load.quantised import Base, Weight, modules, needed, number, sized, typed
 from accel.compiler.load.quantised._packing import from_words
 from accel.ir.codes import Coded, Codes
 from accel.ir.errors import CaptureError
@@ -32,15 +33,16 @@ class Awq(Base):
             )
         number(self.config, "bits", (4,))
         for module, parts in modules(tensors, "qweight"):
-            for part in ("qzeros", "scales"):
-                if part not in parts:
-                    raise CaptureError(f"{module}.qweight has no {part} beside it: fetch it again")
+            needed(module, "qweight", parts, "qzeros", "scales")
+            for part in ("qweight", "qzeros"):
+                typed(f"{module}.{part}", parts[part], 2, torch.int32)
             weight, scales = parts["qweight"], parts["scales"]
+            typed(f"{module}.scales", scales, 2)
             count, words = weight.shape
             many = scales.shape[0]
             sized(f"{module}.qzeros", parts["qzeros"], many, words)
             sized(f"{module}.scales", scales, many, 8 * words)
-            if count % many:
+            if not many or count % many:
                 raise CaptureError(
                     f"{module}.scales has {many} groups for {count} columns: fetch it again"
                 )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accel.compiler.load.quantised import Base, Weight, modules, sized
+from accel.compiler.load.quantised import Base, Weight, modules, needed, sized, typed
 from accel.ir.codes import Coded, Codes, Made
 from accel.ir.errors import CaptureError
 
@@ -36,24 +36,65 @@ class Bitsandbytes(Base):
             yield self._eight(module, parts)
 
     def _four(self, module: str, parts: Mapping[str, Tensor], state: str) -> Weight:
-        told = json.loads(bytes(parts[state].tolist()))
-        missing = [
-            part for part in ("weight", "weight.absmax", "weight.quant_map") if part not in parts
-        ]
-        if missing:
-            raise CaptureError(f"{module} has no {missing[0]}: fetch the checkpoint again")
+        needed(module, state, parts, "weight", "weight.absmax", "weight.quant_map")
+        told = _state(f"{module}.{state}", parts[state])
+        _check_four(module, parts, told)
         make = partial(_four_bits, parts, told)
         used = [f"{module}.{part}" for part in parts if part != "bias"]
         return Weight(f"{module}.weight", Made.of_shape(told["shape"], make, self.pages), used)
 
     def _eight(self, module: str, parts: Mapping[str, Tensor]) -> Weight:
+        needed(module, "SCB", parts, "weight")
         weight = parts["weight"]
+        typed(f"{module}.weight", weight, 2, torch.int8)
         rows, columns = weight.shape
         sized(f"{module}.SCB", parts["SCB"], rows)
         read = partial(_eight_bits, weight, parts["SCB"])
         stored = Coded.of_shape((rows, columns), read, (8, columns), self.pages)
         used = [f"{module}.{part}" for part in parts if part != "bias"]
         return Weight(f"{module}.weight", stored, used)
+
+
+def _state(name: str, text: Tensor) -> dict[str, Any]:
+    """What a weight's `quant_state` says. Raises CaptureError."""
+    typed(name, text, 1, torch.uint8)
+    try:
+        told = json.loads(bytes(text.tolist()))
+        sizes = [told["blocksize"], *told["shape"], told.get("nested_blocksize", 1)]
+        float(told.get("nested_offset", 0))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CaptureError(
+            f"{name} is not what bitsandbytes writes ({type(error).__name__}: {error}): fetch the checkpoint again"
+        ) from error
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise CaptureError(
+            f"{name} has blocksize {told['blocksize']!r} and shape {told['shape']!r}: fetch the checkpoint again"
+        )
+    return dict(told)
+
+
+def _check_four(module: str, parts: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
+    """Raise CaptureError where the tensors of a weight in 4 bits do not go together."""
+    count, weight = torch.Size(told["shape"]).numel(), parts["weight"]
+    if not 0 <= weight.nbytes - -(-count // 2) < weight.itemsize:
+        raise CaptureError(
+            f"{module}.weight has {weight.nbytes} bytes, which do not hold {told['shape']} codes of 4 bits: "
+            "checkpoint and configuration do not match"
+        )
+    blocks = -(-count // told["blocksize"])
+    sized(f"{module}.weight.quant_map", parts["weight.quant_map"], 16)
+    sized(f"{module}.weight.absmax", parts["weight.absmax"], blocks)
+    if "weight.nested_absmax" in parts:
+        needed(module, "weight.nested_absmax", parts, "weight.nested_quant_map")
+        if not {"nested_blocksize", "nested_offset"} <= told.keys():
+            raise CaptureError(
+                f"{module}.weight.nested_absmax is there, and its quant_state has no nested_blocksize and "
+                "nested_offset: fetch the checkpoint again"
+            )
+        outer = -(-blocks // told["nested_blocksize"])
+        typed(f"{module}.weight.absmax", parts["weight.absmax"], 1, torch.uint8)
+        sized(f"{module}.weight.nested_absmax", parts["weight.nested_absmax"], outer)
+        sized(f"{module}.weight.nested_quant_map", parts["weight.nested_quant_map"], 256)
 
 
 def _four_bits(parts: Mapping[str, Tensor], told: Mapping[str, Any]) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel.compiler.load.quantised import Base, Weight, modules, sized
-from accel.compiler.load.quantised._floats import e2m1_codes, exponents, scaled
+from accel.compiler.load.quantised import Base, Weight, modules, needed, sized, typed
+from accel.compiler.load.quantised._floats import check_scale, e2m1_codes, exponents, scaled
 from accel.compiler.load.quantised._packing import from_words, within_words, words_of
 from accel.ir.codes import Coded, Codes, Made
 from accel.ir.errors import CaptureError
@@ -35,14 +35,14 @@ class CompressedTensors(Base):
     def weights(self, tensors: Mapping[str, Tensor]) -> Iterator[Weight]:
         self._check()
         for module, parts in modules(tensors, "weight_packed"):
+            needed(module, "weight_packed", parts, "weight_scale")
             few = parts["weight_packed"].dtype is torch.uint8
             stored = (self._small_floats if few else self._packed)(module, parts)
             yield self._found(module, parts, stored)
         for module, parts in modules(tensors, "weight_scale"):
             if "weight_packed" in parts:
                 continue
-            if "weight" not in parts:
-                raise CaptureError(f"{module}.weight_scale has no weight beside it: fetch it again")
+            needed(module, "weight_scale", parts, "weight")
             yield self._found(module, parts, self._plain(module, parts))
 
     def _found(self, module: str, parts: Mapping[str, Tensor], stored: Coded | Made) -> Weight:
@@ -83,8 +83,13 @@ class CompressedTensors(Base):
         """The values that any group of modules has for its weights."""
         return [(group.get("weights") or {}).get(key) for group in self._groups()]
 
-    def _group(self, name: str, scale: Tensor, columns: int) -> int:
-        """Columns that share a scale [N,G], [N,1] or [1]."""
+    def _group(self, name: str, scale: Tensor, rows: int, columns: int) -> int:
+        """Columns that share a scale [N,G], [N,1], [N] or [1]."""
+        if scale.numel() == 1:
+            return columns
+        if scale.dim() != 1:
+            typed(name, scale, 2)
+        sized(name, scale, rows, *scale.shape[1:])
         many = scale.shape[1] if scale.dim() > 1 else 1
         if many == 1:
             return columns
@@ -98,7 +103,11 @@ class CompressedTensors(Base):
 
     def _packed(self, module: str, parts: Mapping[str, Tensor]) -> Coded:
         words, scale = parts["weight_packed"], parts["weight_scale"]
-        rows, columns = map(int, parts["weight_shape"])
+        needed(module, "weight_packed", parts, "weight_shape")
+        typed(f"{module}.weight_packed", words, 2, torch.int32)
+        typed(f"{module}.weight_shape", parts["weight_shape"], 1, torch.int32, torch.int64)
+        sized(f"{module}.weight_shape", parts["weight_shape"], 2)
+        rows, columns = parts["weight_shape"].tolist()
         found = [
             (bits, dense)
             for bits in dict.fromkeys(self._told("num_bits"))
@@ -115,17 +124,23 @@ class CompressedTensors(Base):
                 f"{self._told('num_bits')} bits: checkpoint and configuration do not match"
             )
         bits, dense = found[0]
-        group = self._group(f"{module}.weight_scale", scale, columns)
+        group = self._group(f"{module}.weight_scale", scale, rows, columns)
+        many = scale.shape[1] if scale.dim() > 1 else 1
         groups = parts.get("weight_g_idx")
         if groups is not None and bool((groups < 0).any()):
             groups = None  # not set
         if groups is not None:
             groups = groups.long()
+            sized(f"{module}.weight_g_idx", groups, columns)
             if torch.equal(groups, torch.arange(columns) // group):
                 groups = None
+            elif int(groups.max()) >= many:
+                raise CaptureError(
+                    f"{module}.weight_g_idx names groups beyond the {many} of weight_scale: fetch it again"
+                )
         zeros = parts.get("weight_zero_point")
         if zeros is not None:
-            many = scale.shape[1] if scale.dim() > 1 else 1
+            typed(f"{module}.weight_zero_point", zeros, 2, torch.int32)
             wide = words_of(rows, bits) if dense else -(-rows // (32 // bits))
             sized(f"{module}.weight_zero_point", zeros, wide, many)
         read = partial(
@@ -136,33 +151,45 @@ class CompressedTensors(Base):
 
     def _small_floats(self, module: str, parts: Mapping[str, Tensor]) -> Coded:
         packed, scale = parts["weight_packed"], parts["weight_scale"]
+        typed(f"{module}.weight_packed", packed, 2)
+        typed(f"{module}.weight_scale", scale, 2)
         rows, half = packed.shape
-        group = self._group(f"{module}.weight_scale", scale, 2 * half)
+        sized(f"{module}.weight_scale", scale, rows, *scale.shape[1:])
+        group = self._group(f"{module}.weight_scale", scale, rows, 2 * half)
         whole = parts.get("weight_global_scale")
+        if whole is not None and whole.numel() != 1:
+            sized(f"{module}.weight_global_scale", whole, 1)
 
         def read() -> Codes:
             scales = exponents(scale)
-            return e2m1_codes(packed, scales if whole is None else scales / whole.float(), group)
+            if whole is not None:
+                scales = scales / whole.float().reshape(())
+            return e2m1_codes(packed, scales, group)
 
         return Coded.of_shape((rows, 2 * half), read, (8, group), self.pages)
 
     def _plain(self, module: str, parts: Mapping[str, Tensor]) -> Coded | Made:
         weight, scale = parts["weight"], parts["weight_scale"]
+        typed(f"{module}.weight", weight, 2)
+        rows, columns = weight.shape
         if weight.dtype in _FLOATS:
             shapes = [shape for shape in self._told("block_structure") if shape]
             block = shapes[0] if shapes else None
             if scale.dtype is torch.uint8:
-                block = (1, self._group(f"{module}.weight_scale", scale, weight.shape[1]))
-            make = partial(scaled, f"{module}.weight_scale", weight, scale, block)
+                block = [1, self._group(f"{module}.weight_scale", scale, rows, columns)]
+            check_scale(f"{module}.weight_scale", weight, scale, block)
+            make = partial(scaled, weight, scale, block)
             return Made.of_shape(weight.shape, make, self.pages)
         if weight.dtype is not torch.int8:
             raise CaptureError(
                 f"{module}.weight is {str(weight.dtype).removeprefix('torch.')} with a scale beside it: it was not "
                 "compressed; save the model with save_compressed=True"
             )
-        rows, columns = weight.shape
-        group = self._group(f"{module}.weight_scale", scale, columns)
-        read = partial(_plain_codes, weight, scale, parts.get("weight_zero_point"), group)
+        group = self._group(f"{module}.weight_scale", scale, rows, columns)
+        zeros = parts.get("weight_zero_point")
+        if zeros is not None and zeros.numel() not in (1, rows if group == columns else 0):
+            sized(f"{module}.weight_zero_point", zeros, *scale.shape)
+        read = partial(_plain_codes, weight, scale, zeros, group)
         return Coded.of_shape((rows, columns), read, (8, group), self.pages)
 
 

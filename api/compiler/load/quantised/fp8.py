@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from accel.compiler.load.quantised import Base, Weight
-from accel.compiler.load.quantised._floats import scaled
+from accel.compiler.load.quantised._floats import check_scale, scaled
 from accel.ir.codes import Made
 from accel.ir.errors import CaptureError
 
@@ -31,5 +31,6 @@ class Fp8(Base):
             if name not in tensors:
                 raise CaptureError(f"{scale} has no {name} beside it: fetch the checkpoint again")
             weight = tensors[name]
-            make = partial(scaled, scale, weight, tensors[scale], block)
+            check_scale(scale, weight, tensors[scale], block)
+            make = partial(scaled, weight, tensors[scale], block)
             yield Weight(name, Made.of_shape(weight.shape, make, self.pages), (name, scale))

@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accel.compiler.load.quantised import Base, Weight, modules, number, sized
+from accel.compiler.load.quantised import Base, Weight, modules, needed, number, sized, typed
 from accel.compiler.load.quantised._packing import from_words, words_of
 from accel.ir.codes import Coded, Codes
 from accel.ir.errors import CaptureError
 
 _FORMATS = ("gptq", "gptq_v2")
+_BITS = (2, 3, 4, 8)
 
 
 @dataclass
@@ -33,14 +34,24 @@ class Gptq(Base):
                 f"quantization_config.checkpoint_format is {form}, which is laid out for one kernel; accel reads "
                 f"{' and '.join(_FORMATS)}: give the checkpoint that it was made from"
             )
-        given = number(self.config, "bits", (2, 3, 4, 8))
+        given = number(self.config, "bits", _BITS)
         for module, parts in modules(tensors, "qweight"):
-            for part in ("qzeros", "scales"):
-                if part not in parts:
-                    raise CaptureError(f"{module}.qweight has no {part} beside it: fetch it again")
+            needed(module, "qweight", parts, "qzeros", "scales")
+            for part in ("qweight", "qzeros"):
+                typed(f"{module}.{part}", parts[part], 2, torch.int32)
             weight, groups = parts["qweight"], parts.get("g_idx")
+            typed(f"{module}.scales", parts["scales"], 2)
+            if groups is not None:
+                typed(f"{module}.g_idx", groups, 1, torch.int32, torch.int64)
             count = weight.shape[0] * 32 // given if groups is None else len(groups)
-            bits = weight.shape[0] * 32 // count  # some modules may have others than the rest
+            bits = (
+                weight.shape[0] * 32 // max(1, count)
+            )  # some modules may have others than the rest
+            if bits not in _BITS:
+                raise CaptureError(
+                    f"{module}.qweight is {list(weight.shape)}, which does not hold {count} columns of "
+                    f"{', '.join(map(str, _BITS))} bits: checkpoint and configuration do not match"
+                )
             rows, many = weight.shape[1], parts["scales"].shape[0]
             sized(f"{module}.qweight", weight, words_of(count, bits), rows)
             sized(f"{module}.qzeros", parts["qzeros"], many, words_of(rows, bits))
@@ -73,7 +84,7 @@ def _group(module: str, count: int, many: int, told: object) -> int:
         return count
     if isinstance(told, int) and told > 0 and -(-count // told) == many:
         return told
-    if count % many:
+    if not many or count % many:
         raise CaptureError(
             f"{module}.scales has {many} groups for {count} columns, and quantization_config.group_size is "
             f"{told!r}: checkpoint and configuration do not match"

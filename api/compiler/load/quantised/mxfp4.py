@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accel.compiler.load.quantised import Base, Weight, sized
+from accel.compiler.load.quantised import Base, Weight, sized, typed
 from accel.compiler.load.quantised._floats import e2m1_codes, exponents
 from accel.ir.codes import Made
 from accel.ir.errors import CaptureError
@@ -31,6 +31,8 @@ class Mxfp4(Base):
                 raise CaptureError(
                     f"{packed} has no {scales} beside it: fetch the checkpoint again"
                 )
+            typed(packed, blocks, 4, torch.uint8)
+            typed(scales, tensors[scales], 3, torch.uint8)
             experts, rows, groups, _ = blocks.shape
             sized(packed, blocks, experts, rows, groups, _GROUP // 2)
             sized(scales, tensors[scales], experts, rows, groups)
