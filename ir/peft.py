@@ -34,6 +34,10 @@ _OTHER = (
     "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "megatron_config",
     "monteclora_config", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
+_FORMS = (  # fields of the configuration, and what they hold where they are set
+    ("alpha_pattern", dict, "an object"), ("rank_pattern", dict, "an object"),
+    ("target_parameters", list, "a list of names"),
+)  # fmt: skip
 # ways to start training that change the base weights, which the adapter then goes with
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
@@ -100,7 +104,8 @@ class PeftAdapter:
         return self._number(default, self.config.get(default, 8))
 
     def _number(self, field: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not abs(value) <= np.finfo(np.float32).max:
             raise InputError(
                 f"{self.path / CONFIG}: {field} is {value!r}, not a number; save the adapter again"
             )
@@ -174,6 +179,15 @@ def _config(folder: Path) -> dict[str, Any]:
             f"{file}: {other[0]} is set, by which the adapter computes more than W + s B A; merge it with peft "
             "(merge_and_unload), and compile that"
         )
+    for name, form, words in _FORMS:
+        if config.get(name) and not isinstance(config[name], form):
+            raise InputError(
+                f"{file}: {name} is {config[name]!r}, not {words}; save the adapter again"
+            )
+    if not all(isinstance(name, str) for name in config.get("target_parameters") or ()):
+        raise InputError(
+            f"{file}: target_parameters is {config['target_parameters']!r}, not a list of names; save the adapter again"
+        )
     start = str(config.get("init_lora_weights", "")).lower()
     if start.startswith(_CHANGED_BASE):
         raise InputError(
@@ -211,7 +225,7 @@ def _update(folder: Path, name: str, parts: dict[str, Any]) -> Update:
         raise InputError(
             f"adapter {folder}: {name} has no {lacks}; {WEIGHTS} is cut: fetch it again"
         )
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or not len(a):
         raise InputError(
             f"adapter {folder}: {parts['tensor']} belongs to A {list(a.shape)} and B {list(b.shape)}, and accel reads "
             "A [r,K] with B [N,r]; merge it with peft (merge_and_unload), and compile that"

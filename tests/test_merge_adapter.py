@@ -168,6 +168,10 @@ def change(folder, **config):
         ({"init_lora_weights": "pissa_niter_4"}, "changed the base weights"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is set"),
         ({"lora_alpha": "much"}, "lora_alpha is 'much', not a number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf, not a number"),
+        ({"alpha_pattern": [5]}, "alpha_pattern is .5., not an object"),
+        ({"target_parameters": [1]}, "target_parameters is .1., not a list of names"),
+        ({"target_parameters": True}, "target_parameters is True, not a list of names"),
     ],
 )
 def test_what_an_adapter_may_not_say(tmp_path, llama, config, words):
@@ -190,6 +194,17 @@ def test_an_adapter_of_another_model_is_refused_by_name_and_sizes(tmp_path, llam
     with pytest.raises(
         InputError, match=r"lora_A.weight is for a weight \[40, 9\].* is \[40, 48\]"
     ):
+        values(llama, folder)
+
+
+def test_an_adapter_of_rank_zero_is_refused(tmp_path, llama):
+    name = "base_model.model.model.layers.0.self_attn.q_proj"
+    empty = {
+        f"{name}.lora_A.weight": torch.zeros(0, 48),
+        f"{name}.lora_B.weight": torch.zeros(48, 0),
+    }
+    folder = case.written(tmp_path, empty, r=0)
+    with pytest.raises(InputError, match=r"lora_A.weight belongs to A \[0, 48\] and B \[48, 0\]"):
         values(llama, folder)
 
 
