@@ -22,7 +22,14 @@ from typer.testing import CliRunner
 from accel import cli
 from accel.commands.demo import reference
 from accel.compiler.choose import measure
-from accel.compiler.choose.candidates import Candidate, combinations, lossless, plan_of, singles
+from accel.compiler.choose.candidates import (
+    BASE,
+    Candidate,
+    combinations,
+    lossless,
+    plan_of,
+    singles,
+)
 from accel.compiler.choose.choose import Row, _Work
 from accel.compiler.choose.front import (
     Point,
@@ -348,6 +355,32 @@ def test_no_time_is_left_while_something_is_untried():
     assert short.now <= 5 and len(short.tried) == 4 and len(short.untried) >= 1
 
 
+class Fails(Walk):
+    """A run in which one recipe is refused and another crashes, where they meet more prompts."""
+
+    _refine = _Work._refine
+
+    def _measure(self, one, level):
+        self.tried.append(one.name)
+        if one.name == "int8":
+            self.rows[one] = Row(one, "out of memory")
+        elif one.name == "int4":
+            self.crashed[one.name] = "IndexError: this is a bug in accel"
+            self.rows.pop(one)
+        else:
+            self.rows[one] = Row(one, tests=[figures(1, 1, 1, 1, 1)] * 2, peak=1)
+
+
+def test_a_recipe_that_fails_on_more_prompts_does_not_end_the_run():
+    work = Fails(100, [])
+    work.ladder = rungs(2)
+    for one, ratio in ((BASE, 1), (Candidate(("int8",)), 2), (Candidate(("int4",)), 2)):
+        work.rows[one] = Row(one, tests=[figures(ratio, ratio, ratio)] * 2)
+    work._refine(1.0)
+    assert {"base", "int8", "int4"} <= set(work.tried)
+    assert [row.name for row in work._measured()] == ["base"]
+
+
 def test_a_broken_promise_is_told(known):
     facts, tokenizer = known
     work = Walk(1, [])
@@ -390,9 +423,12 @@ def test_the_picture_stays_inside():
         (("--budget", "-5m"), "is not a time"),
         (("--recipe", "int44"), "did you mean"),
         (("--calibration", "missing.txt"), "missing.txt"),
+        (("--calibration", "bytes.txt"), "bytes.txt cannot be read as a text file"),
     ],
 )
-def test_mistakes(tmp_path, options, words):
+def test_mistakes(tmp_path, options, words, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, b"\xff\xfe", "bytes.txt")
     prompts = written(tmp_path, '{"prompt": "a"}')
     result = call(reference(), "--prompts", prompts, "--out", tmp_path / "out", *options)
     assert result.exit_code == 1 and words in result.stderr, result.output

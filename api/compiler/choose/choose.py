@@ -33,6 +33,7 @@ from accel.compiler.choose.store import Store, fingerprint
 from accel.compiler.explain.costs import cache
 from accel.compiler.load.hub import model_folder
 from accel.compiler.pipeline import reads_text
+from accel.compiler.quality.calibration import read_calibration
 from accel.ir.errors import AccelError, InputError
 from accel.ir.version import VERSION
 from accel.lowering.onnx.threads import default_threads
@@ -164,7 +165,7 @@ def choose(
     folder = model_folder(model, options.download)
     threads = options.threads or default_threads()
     request = Request(model, tuple(prompts), options, new, tuple(recipes), threads)
-    calibration = options.calibration
+    calibration = read_calibration(options.calibration)
     key = {
         "accel": VERSION,
         "model": fingerprint(folder),
@@ -173,7 +174,7 @@ def choose(
         "new": new,
         "context": options.max_context,
         "tokenizer": str(options.tokenizer or ""),
-        "calibration": Path(calibration).read_text("utf-8") if calibration else "",
+        "calibration": calibration if isinstance(calibration, str) else "",
     }
     with ExitStack() as stack:
         store = Store(out, key)
@@ -350,7 +351,8 @@ class _Work:
                 done = measure.reached(row.tests, self.ladder[level])
                 if not done or (row.peak is None and level):
                     self._measure(one, level)
-            alive = {one: self.rows[one].point(self.ladder) for one in chosen}
+            points = self._points()  # without those that failed just now
+            alive = {one: points[one] for one in chosen if one in points}
 
     def _measure(self, one: Candidate, level: int) -> None:
         """A rung of a recipe; what it says is kept at once."""
