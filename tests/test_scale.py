@@ -220,6 +220,13 @@ def resize(tensors):
     tensors["model.norm.weight"] = torch.ones(7)
 
 
+def retype(path):
+    """A scale as a power of two, which safetensors knows and transformers' models do not have."""
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = torch.ones(48).to(torch.float8_e8m0fnu)
+    save_file(tensors, path, {"format": "pt"})
+
+
 FIRST = "model-00001-of"
 BROKEN = {
     "a missing shard": (True, lambda f: shard(f).unlink(), "lacks model-00001-of.*lists for"),
@@ -246,6 +253,11 @@ BROKEN = {
         False,
         lambda f: edit(f / SINGLE, resize),
         r"model\.norm\.weight is \[7\] in the checkpoint and \[48\] in LlamaForCausalLM",
+    ),
+    "another type": (
+        False,
+        lambda f: retype(f / SINGLE),
+        "model.safetensors: model.norm.weight is of the type F8_E8M0, and accel reads F64, F32",
     ),
     "other names": (True, lambda f: (f / INDEX).unlink(), f"neither {SINGLE} nor {INDEX}"),
 }

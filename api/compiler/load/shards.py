@@ -81,7 +81,15 @@ def _tensors(path: Path, pages: Pages) -> dict[str, Tensor]:
         length = int.from_bytes(bytes(data[:8].tolist()), "little")
         header = json.loads(bytes(data[8 : 8 + length].numpy()))
         header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if isinstance(entry["dtype"], str) and entry["dtype"] not in _DTYPES:
+                raise CaptureError(
+                    f"{path}: {name} is of the type {entry['dtype']}, and accel reads {', '.join(_DTYPES)}; give a "
+                    "checkpoint in one of those"
+                )
         return {name: _tensor(data[8 + length :], entry) for name, entry in header.items()}
+    except CaptureError:
+        raise
     except Exception as error:
         raise CaptureError(
             f"{path} is cut or damaged ({type(error).__name__}: {error}): fetch it again"
