@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import tomllib
+from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -228,6 +229,14 @@ def test_pictures_are_shown_and_small():
     everything = "".join(map(text, PAGES))
     for picture in (DOCS / "pictures").iterdir():
         assert picture.name in everything and picture.stat().st_size < 200_000
+
+
+def test_the_picture_of_the_folders_has_all():
+    import structure
+
+    drawn = Counter(re.findall(r"<!-- (.*) -->", text(DOCS / "pictures" / "structure.svg")))
+    folders = [name.partition("/")[2] or name for name in structure.graph()]
+    assert drawn == Counter([*folders, *structure.LAYERS]), "python tools/pages/structure.py"
 
 
 def test_every_public_name_has_a_reference():

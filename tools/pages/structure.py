@@ -84,7 +84,7 @@ def main() -> None:
         raise SystemExit(f"these folders import one another: {circles}")
     drawn, at = nx.transitive_reduction(found), places(found)
     figure, axes = pyplot.subplots(figsize=(8.5, 10.5))
-    for a, b in drawn.edges:
+    for a, b in sorted(drawn.edges):
         (x, y), (u, v) = at[a], at[b]
         style = {
             "arrowstyle": "-|>",
