@@ -219,6 +219,30 @@ def test_files_named_are_there(name):
         assert (ROOT / path).exists(), path
 
 
+def goes_with(recipe, other):
+    """Whether the two make one recipe."""
+    try:
+        assemble(Recipe.load([recipe, other]))
+    except accel.RecipeError:
+        return False
+    return True
+
+
+def test_guides_say_what_goes_together():
+    draft, shrink = (
+        text(DOCS / "guides" / f"{n}.md") for n in ("draft-tokens", "shrink-a-long-context")
+    )
+    good, bad = re.search(r"^Compatible: (.*?)^Not compatible: (.*?)$", draft, re.M | re.S).groups()
+    for told, expected in ((good, True), (bad, False)):
+        names = [name for name in re.findall(r"`([\w-]+)`", told) if name in bundled()]
+        assert len(names) > 3
+        assert {n: goes_with("prompt-lookup", n) for n in names} == dict.fromkeys(names, expected)
+    told = re.search(r"combines with all but (.*?\))\.", shrink, re.S).group(1)
+    refused = set(re.findall(r"`([\w-]+)`", told))
+    others = [n for n in bundled() if not {"kv.codec", "draft"} & set(Recipe.load(n).tables)]
+    assert {n for n in others if not goes_with("kv-int8", n)} == refused
+
+
 def test_pages_can_be_read_at_once():
     for page in PAGES:
         most = 150 if page.name == "README.md" else 250
