@@ -13,3 +13,4 @@ class Windows(Newest):
     """`newest`, where some layer has a window."""
 
     must_change: ClassVar[bool] = False
+    advice: ClassVar[str] = ""  # the recipe does not name it

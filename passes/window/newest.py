@@ -36,6 +36,7 @@ class Newest(Base):
 
     by_position = True
     must_change = True
+    advice: ClassVar[str] = "; leave window out for this model"
     relies = frozenset(
         {
             Invariant.ALL_LAYERS_RUN,
@@ -64,8 +65,8 @@ class Newest(Base):
         ):
             return Report(
                 refused=[
-                    "sessions of this model run tokens again that its layers with a window would no longer see; leave "
-                    "window out for it"
+                    "sessions of this model run tokens again that its layers with a window would no longer see"
+                    f"{self.advice}"
                 ]
             )
         read = readers(program)
@@ -79,7 +80,7 @@ class Newest(Base):
             return Report(
                 refused=[
                     f"no layer sees a window that is shorter by {2 * self.back} tokens than the maximum context of "
-                    f"{program.facts.max_context}; leave window out for this model"
+                    f"{program.facts.max_context}{self.advice}"
                 ]
             )
         _move(program, {layer: read[layer] for layer in found})

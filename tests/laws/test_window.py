@@ -13,6 +13,7 @@ from accel.ir.errors import AccelError, InputError, PassError, RecipeError
 from accel.ir.recipe import Recipe
 from accel.ir.window import Window
 from accel.lowering.triton.lowered import lower_program
+from accel.passes.window._default import Windows
 from accel.runtime.backends import buffers
 from accel.runtime.backends.eager import EagerSession
 from accel.runtime.backends.triton import TritonBackend
@@ -288,6 +289,8 @@ def test_models_without_a_window_are_refused_by_name_where_it_is_asked_for():
         built("llama", tables=NEWEST)
     with pytest.raises(PassError, match="shorter by 256 tokens than the maximum context of 128"):
         built("mistral", tables={"window": {"use": "newest"}})
+    left = Windows().run(built("llama").program).refused
+    assert len(left) == 1 and "leave window out" not in left[0], "the recipe does not name it"
     with pytest.raises(RecipeError, match=r"window\.newest: back is 0"):
         find_axes()["window"].build("newest", back=0)
 
