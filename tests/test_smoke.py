@@ -321,6 +321,10 @@ def test_unknown_recipes_and_targets_are_refused_before_any_work(monkeypatch):
     monkeypatch.setattr(smoke_module, "small_model", None)
     with pytest.raises(RecipeError, match="did you mean 'float16'"):
         accel.smoke("llama", ["float15"])
+    with pytest.raises(RecipeError, match="'float15' does not exist; did you mean 'float16'"):
+        accel.smoke("llama", "float15")
+    with pytest.raises(RecipeError, match="'onx' does not exist"):
+        accel.smoke("llama", targets="onx")
     with pytest.raises(RecipeError, match="did you mean 'onnx'"):
         accel.smoke("llama", targets=["onx"])
 

@@ -97,8 +97,8 @@ class Smoke:
 
 def smoke(
     model: Any,
-    recipes: Sequence[Any] | None = None,
-    targets: Sequence[str] | None = None,
+    recipes: Sequence[Any] | str | None = None,
+    targets: Sequence[str] | str | None = None,
     *,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -109,8 +109,9 @@ def smoke(
         model: a directory with a config.json (weights are not read), a config.json, a transformers
             configuration, model or model type, `package.module:callable` that returns an
             `nn.Module`, or such a module, which is used unchanged.
-        recipes: as for `optimize`. Default: every bundled recipe.
-        targets: of "onnx", "eager" and "triton". Default: the first two.
+        recipes: each as for `optimize`, tried by itself; one name stands for itself alone. Default: every bundled
+            recipe.
+        targets: of "onnx", "eager" and "triton", one or several. Default: the first two.
         trust_remote_code: allow Python code from the model directory to run.
         progress: called with (name of the step, fraction of the work done).
 
@@ -119,6 +120,8 @@ def smoke(
     """
     start = time.perf_counter()
     report = progress or (lambda *_: None)
+    recipes = [recipes] if isinstance(recipes, str) else recipes
+    targets = [targets] if isinstance(targets, str) else targets
     targets = list(TARGETS[:2] if targets is None else targets)
     for target in targets:
         if target not in TARGETS:
