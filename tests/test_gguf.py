@@ -17,6 +17,7 @@ from accel.compiler.load.checkpoint import load_model
 from accel.compiler.load.gguf import _blocks, llama, open_gguf
 from accel.compiler.load.gguf._file import GgufTensor, read_gguf
 from accel.compiler.load.tokenizer import read_tokenizer
+from accel.compiler.smoke.source import configuration
 from accel.ir.codes import Coded
 from accel.ir.errors import AccelError
 from accel.ir.weights import Pages, reading
@@ -387,6 +388,18 @@ def test_what_does_not_fit_is_refused(name, model, tmp_path):
     with pytest.raises(AccelError) as error:
         accel.optimize(path, "base", max_context=32)
     assert why in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_configuration_of_odd_tokens(model, tmp_path):
+    """As `explain` and `smoke` read it: without the weights."""
+    tokens = write(model, "llama", tmp_path / "a.gguf", more=[("tokenizer.ggml.tokens", 7, U32)])
+    with pytest.raises(AccelError, match="tokenizer.ggml.tokens is 7, not a list"):
+        configuration(tokens, False)
+    ends = [("tokenizer.ggml.eos_token_id", [1, 2], None)]
+    assert (
+        configuration(write(model, "llama", tmp_path / "b.gguf", more=ends), False).eos_token_id
+        is None
+    )
 
 
 def test_a_tensor_without_a_place_is_refused(model, tmp_path):

@@ -97,6 +97,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
                 "LlamaForCausalLM",
             ],
         ),
+        ({**LLAMA, "architectures": 1}, ["is 1, not a list of class names", "correct it, as in"]),
         (
             {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]},
             ["is BertForQuestionAnswering", "no logits over a vocabulary", "BertLMHeadModel"],

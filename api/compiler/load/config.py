@@ -64,7 +64,13 @@ def refuse(path: Path, config: dict[str, Any], trust_remote_code: bool = False) 
             'as in "model_type": "llama"'
         )
     check_type(kind, f"{path}: model_type of config.json", config)
-    for name in config.get("architectures") or []:
+    named = config.get("architectures") or []
+    if not isinstance(named, list):
+        raise CaptureError(
+            f"{path}: architectures of config.json is {named!r}, not a list of class names; correct it, as in "
+            '"architectures": ["LlamaForCausalLM"]'
+        )
+    for name in named:
         if _HEADLESS.search(str(name)):
             raise CaptureError(
                 f"{path}: architectures of config.json is {name}, whose head gives no logits "

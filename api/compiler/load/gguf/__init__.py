@@ -80,9 +80,11 @@ class Base:
     def shared(self) -> dict[str, Any]:
         """The part of `config` that all models have: what ends a text, and whether the head is the embedding."""
         fields, tokens = self.file.fields, self.file.fields.get("tokenizer.ggml.tokens", [])
+        if not isinstance(tokens, list):
+            raise self.wrong(f"tokenizer.ggml.tokens is {str(tokens)[:40]}, not a list")
         ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         ends += [i for i, token in enumerate(tokens) if token in _ENDS]
-        known = [i for i in dict.fromkeys(ends) if isinstance(i, int)]
+        known = list(dict.fromkeys(i for i in ends if isinstance(i, int)))
         return {
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
             "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
