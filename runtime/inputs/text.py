@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -180,23 +181,41 @@ class Tokenizer:
         # a decoder may drop the space before the first word of a text
         return (twice.removeprefix(once) if twice.startswith(once) else once).encode("utf-8")
 
-    def stream(self) -> StreamDecoder:
-        """A decoder that takes tokens one by one."""
-        return _ByteStream(self) if self.byte_level else StreamDecoder(self)
+    def stream(self, prompt: Sequence[int] = ()) -> StreamDecoder:
+        """A decoder that takes tokens one by one, of a text that goes on from a prompt's tokens."""
+        return _ByteStream(self) if self.byte_level else StreamDecoder(self, self.end_of(prompt))
+
+    def end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt, as many as say how the text behind them is decoded: decoders of SentencePiece
+        drop the space before the first word of a text, and what follows a prompt is not the first.
+        """
+        return list(islice((int(t) for t in reversed(prompt) if t not in self.special), _ANCHOR))[
+            ::-1
+        ]
+
+    def decode_behind(self, prompt: Sequence[int], tokens: Iterable[int]) -> str:
+        """The text that tokens add to a prompt's, special ones left out; where bytes of both would make other
+        characters together, that of the tokens alone.
+        """
+        end, ids = [] if self.byte_level else self.end_of(prompt), list(tokens)
+        before, whole = self.decode(end), self.decode([*end, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
 
 class StreamDecoder:
-    """Text as tokens come: all pieces and `finish()` together equal `decode` of all tokens.
+    """Text as tokens come: all pieces and `finish()` together equal `decode_behind` of all tokens.
 
     No piece splits a character. Each token costs a decode of a few, whatever came before. Works for
     any decoder in which text goes on from the last few tokens; a run of byte tokens is held until
     it ends, because one bad byte changes how the whole run reads.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
+        """`before`: the last tokens of the text that this one goes on from, see `Tokenizer.end_of`."""
         self._tokenizer = tokenizer
+        self._before = list(before)
         self._all: list[int] = []
-        self._anchor: list[int] = []
+        self._anchor = list(before)
         self._held: list[int] = []
         self._emitted: list[str] = []
 
@@ -211,6 +230,8 @@ class StreamDecoder:
             return ""
         before = self._tokenizer.decode(self._anchor)
         after = self._tokenizer.decode([*self._anchor, *self._held])
+        if not self._emitted and not after.startswith(before):  # as in `decode_behind`
+            self._anchor, before, after = [], "", self._tokenizer.decode(self._held)
         unfinished = after.endswith("�") and len(self._held) < _HELD
         if unfinished or not after.startswith(before):
             return ""
@@ -233,7 +254,7 @@ class StreamDecoder:
 
     def finish(self) -> str:
         """What was held back; an unfinished character reads as U+FFFD."""
-        whole = self._tokenizer.decode(self._all)
+        whole = self._tokenizer.decode_behind(self._before, self._all)
         emitted = "".join(self._emitted)
         piece = whole[len(emitted) :] if whole.startswith(emitted) else ""
         self._emitted.append(piece)

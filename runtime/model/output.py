@@ -16,7 +16,8 @@ class Output:
 
     Attributes:
         tokens: the new token ids of each prompt.
-        text: the new text of each prompt; None without a tokenizer.
+        text: the new text of each prompt, with the space before its first word, if there is one; None without a
+            tokenizer.
         stats: a dict of statistics:
 
             - `calls`: graph calls; `tokens`: new tokens; `tokens_per_call`; `prompt_tokens`;

@@ -108,7 +108,7 @@ def samples_of(
             if bias or processors or grammar:
                 guide = None if grammar is None else grammar.begin(prompt.size, ends)
                 sampler = Processed(sampler, size, bias, processors, guide)
-            script = Transcript(tokenizer, stops)
+            script = Transcript(tokenizer, stops, prompt)
             row = Row(
                 prompt,
                 sampler,

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from copy import copy
 from typing import Any
 
+from accel.runtime.inputs.ints import Ints
 from accel.runtime.inputs.text import StopMatcher, Tokenizer
 
 
 class Transcript:
-    """The text of one row, decoded incrementally, cut at the first stop string."""
+    """The text of one row behind its prompt, decoded incrementally, cut at the first stop string."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...]):
-        self._tokenizer = tokenizer
-        self._stream = tokenizer.stream() if tokenizer else None
+    def __init__(self, tokenizer: Tokenizer | None, stops: tuple[str, ...], prompt: Ints):
+        self._tokenizer, self._prompt = tokenizer, prompt
+        self._stream = tokenizer.stream(prompt) if tokenizer else None
         self._matcher = StopMatcher(stops) if stops else None
         self._pieces: list[str] = []
         self._taken = 0
@@ -67,7 +68,7 @@ class Transcript:
     def text(self, tokens: list[int]) -> str:
         """All of it; `tokens` are those that were pushed."""
         if self._matcher is None and self._tokenizer is not None:
-            return self._tokenizer.decode(tokens)
+            return self._tokenizer.decode_behind(self._prompt, tokens)
         self.finish()
         return "".join(self._pieces)
 

@@ -269,12 +269,12 @@ def test_a_stop_string_ends_a_way_like_eos(toy, often):
 def test_a_branch_of_a_text_waits_for_what_its_own_tokens_say(toy):
     tokenizer = Tokenizer(toy.tokenizer().to_str().encode())
     ids, others = tokenizer.encode("naïve café — 你好, st"), tokenizer.encode("op it")
-    script = Transcript(tokenizer, ("stop",))
+    script = Transcript(tokenizer, ("stop",), np.array([], np.int64))
     assert not any(script(t) for t in ids)
     branch, dead = script.branch(), script.branch()
     assert any(branch(t) for t in others) and not any(dead(t) for t in tokenizer.encode(" no"))
     assert any(script(t) for t in others) and script.text([]) == "naïve café — 你好, "
-    assert Transcript(tokenizer, ()).branch() is None
+    assert Transcript(tokenizer, (), np.array([], np.int64)).branch() is None
 
 
 def test_a_search_that_is_closed_leaves_its_session(toy, often):

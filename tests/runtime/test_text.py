@@ -125,6 +125,35 @@ def test_text_streams_whole_characters(kinds, kind, text):
         assert tokenizer.decode(tokens) == text
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_any_tokens_stream_behind_any_prompt(kinds, kind, data):
+    tokenizer = kinds[kind]
+    size = tokenizer._inner.get_vocab_size() + 3
+    some = st.lists(st.integers(0, size) | st.integers(0, min(size, 270)), max_size=12)
+    prompt, tokens = data.draw(some), data.draw(some)
+    stream = tokenizer.stream(prompt)
+    pieces = [*(stream.push(t) for t in tokens), stream.finish()]
+    assert "".join(pieces) == tokenizer.decode_behind(prompt, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", CORPUS[:3])
+def test_a_text_goes_on_from_its_prompt(kinds, kind, text):
+    """Wherever it is cut between characters, with the space before its first word."""
+    tokenizer, spaces = kinds[kind], 0
+    tokens = tokenizer.encode(text, special=False)
+    whole = tokenizer.decode(tokens)
+    for at in range(1, len(tokens)):
+        prompt, rest = tokens[:at], tokens[at:]
+        if whole.startswith(tokenizer.decode(prompt)):
+            found = tokenizer.decode_behind(prompt, rest)
+            assert tokenizer.decode(prompt) + found == whole
+            spaces += found.startswith(" ")
+    assert spaces > 2 and tokenizer.decode_behind([], tokens) == whole
+
+
 class OneByOne(StreamDecoder):
     """The broken way: each token decoded alone."""
 
