@@ -1,5 +1,7 @@
 """Eviction through sessions: what is kept, what may be rewound, and what each row of a batch sees."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,25 @@ def test_a_budget_beyond_the_context_changes_no_bit(case, name, when):
     for a, b in zip(*(conversation(s, tokens, LENGTHS) for s in (plain, wide)), strict=True):
         assert np.array_equal(a, b)
     assert wide.stats == {**plain.stats, "seconds": wide.stats["seconds"]}
+
+
+@pytest.mark.parametrize("cuts", [[31, 48], [31, 47, 48]])
+def test_the_end_of_a_later_prompt_votes_however_it_is_cut(case, monkeypatch, cuts):
+    """Its last token may run alone: the rest of a call that is one longer than a graph call, or a call of its own."""
+    case, tokens = case("snapkv"), case("snapkv").tokens(1, 48)
+    whole, cut = case.session(), case.session()
+    for session in (whole, cut):
+        session.run(tokens[:, :30])
+        session.end_prompt()
+        session.run(tokens[:, 30:31])
+    whole.run(tokens[:, 31:])
+    monkeypatch.setattr("accel.runtime.session.core.CHUNK", 16)
+    for start, end in pairwise(cuts):
+        cut.run(tokens[:, start:end])
+    for session in (whole, cut):
+        session.end_prompt()
+    for layer, where in kept(whole).items():
+        assert np.array_equal(kept(cut)[layer], where)
 
 
 @pytest.mark.parametrize("name", RECIPES)

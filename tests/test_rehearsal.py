@@ -64,6 +64,19 @@ def test_guesses_are_the_greedy_tokens_of_a_copy(case, monkeypatch):
     assert all(int(p.max()) < 30 and (p[1] < 21).all() for p in kept(session).values())
 
 
+def test_the_last_token_of_a_later_prompt_votes(case, monkeypatch):
+    """The copy runs it again by itself, as one token; the third prompt is one."""
+    one, seen = case("laq"), spied(monkeypatch)
+    tokens, session = one.tokens(1, 49), one.session(1)
+    for end in (30, 48, 49):
+        seen.clear()
+        session.run(tokens[:, session.lengths[0] : end])
+        session.end_prompt()
+        own, last = (x["query_positions"][0] for x in seen)
+        assert (own[-4:] == np.arange(end - 4, end)).all()
+        assert (last == np.arange(end - 4, end + 3)).all()
+
+
 @pytest.mark.long
 def test_without_guesses_laq_is_snapkv(case):
     found = {}

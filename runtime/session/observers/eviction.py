@@ -246,9 +246,9 @@ class EvictionState(SessionObserver):
         other, start, lengths = calls.fork(), time.perf_counter(), calls.lengths
         try:
             (mine,) = (o for o in other.observers if isinstance(o, EvictionState))
+            mine._guesses = True  # so that it observes single tokens, the prompt's last among them
             other.rewind(np.maximum(lengths - 1, 0))
             logits = other.run(self._last[:, None], np.minimum(lengths, 1), True)
-            mine._guesses = True
             other.end_prompt()
             for _ in range(min(self.plan.lookahead, calls.max_context - int(lengths.max()))):
                 logits = other.run(logits[:, 0].argmax(-1)[:, None], None, True)
@@ -274,8 +274,10 @@ class EvictionState(SessionObserver):
 
     def observes(self, tokens: int) -> bool:
         """Whether the queries of a call of so many tokens are needed."""
+        if not self.plan.observe:
+            return False
         asked = tokens > 1 or self._first or self.plan.when.single or self._guesses
-        return self.plan.observe > 0 and asked
+        return asked or bool(self._marks.running.any())  # the last of a prompt may be one alone
 
     def end_prompt(self, lengths: Ints) -> None:
         """Single tokens from here on are generated ones, unless nothing was there yet."""
