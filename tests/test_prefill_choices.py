@@ -244,6 +244,20 @@ def test_minference_finds_the_pattern_of_a_head(kind):
     assert apart.amin() < 0.5 * apart.sort(0).values[1].min(), apart
 
 
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (80, {"budget": 16, "columns": 16}),  # no block beside the columns
+        (20, {"budget": 16, "columns": 16}),
+        (40, {"segment": 60, "block": 20, "budget": 60, "columns": 40, "observe": 60}),
+    ],
+)
+def test_minference_searches_with_any_sizes_that_a_recipe_may_have(length, options):
+    """In rows that are too short, halves of them need not be whole blocks."""
+    how = method("minference", sinks=2, near=2, **options)
+    assert how.apart(told("block-sparse", length)).shape == (len(PATTERNS), 2)
+
+
 # ---- pbs-attn
 
 

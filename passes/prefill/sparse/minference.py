@@ -35,10 +35,10 @@ class MInference(Base):
     `searched`: each KV head has one of three patterns, found when the model is built, out of the calibration text: the
     one with the fewest outputs of a row's last segment that differ from those of full attention. They are the above;
     A-shape, the first `columns` keys and the newest blocks; and block-sparse, the blocks whose mean keys have the
-    highest product with a mean query of a block. Without it all heads are vertical-slash, as in the release those
-    that its search did not list.
+    highest product with a mean query of a block, and no single keys. Without it all heads are vertical-slash, as in the
+    release those that its search did not list.
 
-    Each pattern is tried at the whole budget, where the paper's search has several splits into columns and distances.
+    Each pattern is tried at one split of the budget, where the paper's search has several into columns and distances.
     In rows that are too short for it all sizes are halved until it fits. Runs of keys are of a segment's queries, not
     of 64, and are rounded outward to blocks: more is read.
     """
@@ -126,12 +126,7 @@ class MInference(Base):
     def apart(self, x: Observed) -> Tensor:
         """Of what a layer's attention reads of a row, how many outputs each pattern changes in each KV head [3,G]."""
         groups, length = x.keys.shape[1], x.keys.shape[2]
-        halvings = 0
-        while 2 * (self.segment + self.budget) >> halvings > length:
-            halvings += 1
-        sizes = ("segment", "budget", "block", "columns", "observe", "sinks", "near")
-        half = {n: max(1, getattr(self, n) >> halvings) for n in sizes}
-        half["budget"] = half["columns"] + max(1, (self.budget - self.columns) >> halvings)
+        half = self._halved(length)
         start = (length - half["segment"]) // half["block"] * half["block"]
         first = torch.tensor([start])
         queries = x.queries[:, :, start : start + half["segment"]].float()
@@ -153,6 +148,20 @@ class MInference(Base):
             off = (some.softmax(-1) @ values[:, :, None] - want).abs() > _APART
             found.append(off.sum((0, 2, 3, 4)))
         return torch.stack(found)
+
+    def _halved(self, length: int) -> dict[str, int]:
+        """The sizes for a row of so many tokens: halved until they fit, and still whole blocks."""
+        halvings = 0
+        while 2 * (self.segment + self.budget) >> halvings > length:
+            halvings += 1
+        names = ("segment", "block", "columns", "observe", "sinks", "near")
+        sizes = {n: getattr(self, n) for n in names}
+        half = {n: max(min(1, size), size >> halvings) for n, size in sizes.items()}
+        block, blocks = half["block"], (self.budget - self.columns) >> halvings
+        half["segment"] -= half["segment"] % block
+        half["observe"] = min(half["observe"], half["segment"])
+        least = min(block, self.budget - self.columns)  # none, where all is columns
+        return {**half, "budget": half["columns"] + max(least, blocks - blocks % block)}
 
     def _with(self, patterns: Sequence[int]) -> Self:
         """With these patterns of its heads."""
