@@ -46,11 +46,11 @@ class Calm(Base):
     def __post_init__(self) -> None:
         if not self.threshold > 0:
             raise RecipeError(
-                f"threshold = {self.threshold}; give a difference of probabilities above 0"
+                f"depth.calm: threshold = {self.threshold}; give a difference of probabilities above 0"
             )
         if self.first < 0 or self.every < 1:
             raise RecipeError(
-                f"first = {self.first}, every = {self.every}; give 0 or more, and 1 or more"
+                f"depth.calm: first = {self.first}, every = {self.every}; give 0 or more, and 1 or more"
             )
 
     def run(self, program: Program) -> Report:

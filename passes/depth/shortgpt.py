@@ -45,11 +45,11 @@ class ShortGPT(Base):
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise RecipeError(
-                f"share = {self.share}; give the fraction of layers to delete, at least 0 and below 1"
+                f"depth.shortgpt: share = {self.share}; give the fraction of layers to delete, at least 0 and below 1"
             )
         if self.tokens < 1:
             raise RecipeError(
-                f"tokens = {self.tokens}; give the number of calibration tokens, 1 or more"
+                f"depth.shortgpt: tokens = {self.tokens}; give the number of calibration tokens, 1 or more"
             )
 
     def run(self, program: Program) -> Report:

@@ -25,9 +25,11 @@ class UnifiedSkip(Base):
 
     def __post_init__(self) -> None:
         if not self.speedup >= 1:
-            raise RecipeError(f"speedup = {self.speedup}; give 1 (all layers) or more")
+            raise RecipeError(
+                f"depth.unified-skip: speedup = {self.speedup}; give 1 (all layers) or more"
+            )
         if self.cache not in CACHES:
-            raise RecipeError(unknown("cache", self.cache, CACHES))
+            raise RecipeError(unknown("depth.unified-skip: cache", self.cache, CACHES))
 
     @property
     def breaks(self) -> frozenset[Invariant]:

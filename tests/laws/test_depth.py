@@ -7,7 +7,7 @@ import pytest
 
 import accel
 from accel.ir.axis import find_axes
-from accel.ir.errors import InputError
+from accel.ir.errors import InputError, RecipeError
 
 from ..depth_case import LAYERS, NEVER, TOKENS, WHOLE, far, oracle, plan
 
@@ -205,3 +205,19 @@ def test_a_nan_is_no_threshold(deep):
         for value in (float("nan"), "0.5", True):
             with pytest.raises(InputError, match="threshold is"):
                 session.run(TOKENS[:1], threshold=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("calm", {"threshold": 0.0}),
+        ("calm", {"first": -1}),
+        ("shortgpt", {"share": 1.0}),
+        ("shortgpt", {"tokens": 0}),
+        ("unified-skip", {"speedup": 0.5}),
+        ("unified-skip", {"cache": "nestd"}),
+    ],
+)
+def test_an_option_out_of_range_is_refused_by_the_name_of_its_table(name, options):
+    with pytest.raises(RecipeError, match=f"^depth.{name}: {next(iter(options))}"):
+        AXIS.build(name, **options)
