@@ -55,6 +55,24 @@ CASES = {  # recipe, or architecture -> tables, and what is expected
         {"kv.select": {"use": "quest", "tokens_read": 12, "page": 4, "dense_layers": 0}},
         can(width=32),
     ),
+    # which leave nothing in the state
+    "tidaldecode": (
+        {"kv.select": {"use": "tidaldecode", "tokens_read": 7, "dense_layers": 0}},
+        can(width=32),
+    ),
+    "tokenselect": (
+        {
+            "kv.select": {
+                "use": "tokenselect",
+                "tokens_read": 6,
+                "sinks": 2,
+                "window": 4,
+                "dense_layers": 0,
+                "reuse": 2.0,
+            }
+        },
+        can(width=32),
+    ),
     "h2o": (evicts("h2o", EVERY), can(back=0, width=1, joins=False)),
     "mikv": (evicts("h2o", AT_PROMPT, keep="mikv"), NONE),
     "calm": (

@@ -181,9 +181,9 @@ class Base(_Scored, Pass, Method, ABC):
         return scores.amax(2)
 
     @property
-    def selection(self) -> Selection | None:
-        """What sessions have to know, where calls of up to FEW tokens do not select as calls of one."""
-        return None
+    def selection(self) -> Selection:
+        """What sessions have to know: calls of up to `width` tokens select as calls of one, longer ones do not."""
+        return Selection(self.width)
 
     def joined(self, chosen: Tensor, pages: int) -> Tensor:
         """The lists that the tokens of a call read, given what each chose of so many pages [B,G,T,K]: by default that.
