@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import AccelError, InputError
+from accel.ir.sizes import FEW
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
 from accel.runtime.inputs.calls import call_tokens, check_no_plan
@@ -24,6 +25,19 @@ LOST = (
     "this session is closed, open another with model.session()"
 )
 _NO_QUERIES: Arrays = {}
+
+
+def _parts(tokens: int) -> Iterator[tuple[int, int]]:
+    """The columns of the graph calls of a call of so many tokens: at most CHUNK of them, and more than FEW in the last,
+    since calls of FEW may read less than the whole cache, and one of a single token counts as a generated one.
+    """
+    start = 0
+    while start < tokens:
+        end = min(start + CHUNK, tokens)
+        if 0 < tokens - end <= FEW < CHUNK - FEW:
+            end = tokens - FEW - 1
+        yield start, end
+        start = end
 
 
 class SessionCore:
@@ -479,8 +493,8 @@ class SessionCore:
         gone = np.zeros_like(counts)
         if self._stays:  # buffers grow once, not with each part
             self.need([int((first - self.base + counts).max())])
-        for start in range(0, int(counts.max()), CHUNK):
-            part = ids[:, start : min(start + CHUNK, int(counts.max()))]
+        for start, end in _parts(int(counts.max())):
+            part = ids[:, start:end]
             columns = np.arange(part.shape[1])
             left = counts - start
             before = first + np.minimum(counts, start) - gone

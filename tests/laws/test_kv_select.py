@@ -290,6 +290,18 @@ def test_what_is_read_matters(made, name):
         )
 
 
+def test_the_end_of_a_long_call_reads_everything(made, monkeypatch):
+    """However few tokens are left behind the longest graph call."""
+    monkeypatch.setattr("accel.runtime.session.core.CHUNK", 80)
+    small, whole = made("quest"), made()
+    with small.session() as a, whole.session() as b:
+        for end in (85, 81):
+            tokens = whole.tokens(1, end)
+            close(a.run(tokens), b.run(tokens))
+            a.rewind(0)
+            b.rewind(0)
+
+
 @pytest.mark.few(1)
 @of_each_class
 @pytest.mark.parametrize("read", [64, 1 << 20])
