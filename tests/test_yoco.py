@@ -50,6 +50,10 @@ def pair(request):
         yield module, compiled
 
 
+def longer(module, tables):
+    return accel.optimize(module, tables, max_context=128, target="eager")
+
+
 def logits(module, tokens):
     with torch.no_grad():
         found = module(torch.from_numpy(tokens)[None])
@@ -229,3 +233,15 @@ def test_an_eviction_sees_the_last_queries_of_all_layers():
             ]
             found.append(np.concatenate(out, axis=1))
     assert np.abs(found[0] - found[1]).max() < 1e-4 * np.abs(found[0]).max()
+
+
+def test_the_last_token_of_a_prompt_reads_all_of_it_where_single_tokens_choose():
+    """No call of its prompt is one of those in which tokens choose; a prompt that is too short is run whole."""
+    module, tables = models.llama(), {"prefill.prune": {"use": "yoco", "layers": 0, "least": 4}}
+    quest = {"use": "quest", "tokens_read": 12, "page": 4, "dense_layers": 0}
+    with longer(module, {**tables, "kv.select": quest}) as model, model.session() as session:
+        for count in (90, 50, 36):
+            tokens = np.random.default_rng(6).integers(3, 60, (1, count))
+            got = session.prompt(tokens)[0, -1]
+            assert np.abs(got - logits(module, tokens[0])[-1]).max() < 1e-3
+            session.rewind(0)

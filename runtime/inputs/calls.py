@@ -1,12 +1,14 @@
-"""What callers give a session, checked before any work."""
+"""What callers give a session, checked before any work, and the graph calls that it takes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from accel.ir.errors import InputError
+from accel.ir.sizes import FEW
 from accel.runtime.inputs.ints import Bools, Ints, as_ints, check_vocabulary
 
 
@@ -122,3 +124,16 @@ def check_no_plan(run_layers: Any, threshold: Any) -> None:
             "run_layers and threshold need a model whose layers can be skipped; build this one "
             "with a depth recipe, such as unified-skip"
         )
+
+
+def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
+    """The columns of the graph calls of a call of so many tokens: at most `most` of them, and more than FEW in the
+    last, since calls of FEW may read less than the whole cache, and one of a single token counts as a generated one.
+    """
+    start = 0
+    while start < tokens:
+        end = min(start + most, tokens)
+        if 0 < tokens - end <= FEW < most - FEW:
+            end = tokens - FEW - 1
+        yield start, end
+        start = end

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from accel.ir.errors import AccelError, InputError
-from accel.ir.sizes import FEW
 from accel.runtime.backends.buffers import STEP
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits, whole_tiles
-from accel.runtime.inputs.calls import call_tokens, check_no_plan
+from accel.runtime.inputs.calls import call_tokens, check_no_plan, parts_of
 from accel.runtime.inputs.ints import Bools, Ints
 from accel.runtime.session.flat import flat_call, pays
 from accel.runtime.session.observers.observer import SessionObserver
@@ -25,19 +24,6 @@ LOST = (
     "this session is closed, open another with model.session()"
 )
 _NO_QUERIES: Arrays = {}
-
-
-def _parts(tokens: int) -> Iterator[tuple[int, int]]:
-    """The columns of the graph calls of a call of so many tokens: at most CHUNK of them, and more than FEW in the last,
-    since calls of FEW may read less than the whole cache, and one of a single token counts as a generated one.
-    """
-    start = 0
-    while start < tokens:
-        end = min(start + CHUNK, tokens)
-        if 0 < tokens - end <= FEW < CHUNK - FEW:
-            end = tokens - FEW - 1
-        yield start, end
-        start = end
 
 
 class SessionCore:
@@ -493,7 +479,7 @@ class SessionCore:
         gone = np.zeros_like(counts)
         if self._stays:  # buffers grow once, not with each part
             self.need([int((first - self.base + counts).max())])
-        for start, end in _parts(int(counts.max())):
+        for start, end in parts_of(int(counts.max()), CHUNK):
             part = ids[:, start:end]
             columns = np.arange(part.shape[1])
             left = counts - start

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from accel.ir.entries.fill import FILL
 from accel.ir.prefill import Fill
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
+from accel.runtime.inputs.calls import parts_of
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
     Calls,
@@ -20,7 +23,8 @@ from accel.runtime.session.observers.observer import (
 class PromptFill(SessionObserver):
     """Where only the last logits are asked for, runs all but the last tokens of each row by the entry `fill`.
 
-    `last`: how many tokens the step runs, those whose queries an eviction reads among them.
+    `last`: how many tokens the step runs, those whose queries an eviction reads among them, and as many as read
+    everything where fewer would choose what they read.
     """
 
     capabilities = Capabilities(chunks=False)
@@ -36,8 +40,11 @@ class PromptFill(SessionObserver):
         plan, kv = None if model.facts.prefill is None else model.facts.prefill.fill, model.facts.kv
         if plan is None:
             return None
-        # an eviction takes calls of one token for generated ones
+        # an eviction takes calls of one token for generated ones, a selection those of a few
         last = 1 if kv is None else max(2, kv.observe)
+        if (selection := model.facts.selection) is not None:
+            last = max(last, selection.width + 1)
+            plan = replace(plan, least=max(plan.least, selection.width + 1))
         return ObserverFactory(lambda batch: cls(plan, last))
 
     def numbers(self, backend: BackendSession) -> Arrays:
@@ -58,8 +65,8 @@ class PromptFill(SessionObserver):
         if longest < self.plan.least or (self.plan.whole and first.any()):
             return None
         chunk = longest if self.plan.whole else calls.chunk
-        for start in range(0, longest, chunk):
-            part = tokens[:, start : min(start + chunk, longest)]
+        for start, end in parts_of(longest, chunk):
+            part = tokens[:, start:end]
             columns = start + np.arange(part.shape[1])
             real = columns < fills[:, None]
             positions = np.where(real, first[:, None] + columns, -1)
