@@ -233,6 +233,20 @@ def test_pages_of_layers_with_slots_of_their_own(name):
     assert far(first, run(built("llama", "eager", {}, use=name, **options))) > 1e-4  # it selects
 
 
+def test_the_end_of_a_long_prompt_reads_all_that_layers_hold(monkeypatch):
+    """Beside pages that single tokens choose, however few tokens are left behind the longest graph call."""
+    quest = {"use": "quest", **find_axes()["kv.select"].small("quest")}
+    options = {**AXIS.small("promptdistill"), "tokens": 78}
+    model = built("llama", tables={"kv.select": quest}, use="promptdistill", **options)
+    tokens, found = np.random.default_rng(6).integers(3, 50, (1, 85)), []
+    for chunk in (512, 80):
+        monkeypatch.setattr("accel.runtime.session.core.CHUNK", chunk)
+        with model.session() as session:
+            found.append(session.prompt(tokens))
+            assert session.stats["calls"] == (3 if chunk < 85 else 2)
+    assert far(*found) < 1e-4
+
+
 def run(model):
     with model.session(len(ROWS)) as session:
         return np.concatenate(

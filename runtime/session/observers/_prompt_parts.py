@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from accel.ir.entries.compress import is_queries
 from accel.ir.prefill import Pick
+from accel.ir.sizes import FEW
 from accel.runtime.backends.protocol import Arrays, BackendSession
 from accel.runtime.inputs.ints import Bools, Ints
 
@@ -59,7 +60,8 @@ class Part:
         """`stream_out`: of all columns; anything else: of the call that a row's last token is in. `before` [B,A]:
         scores of the tokens so far, of the earlier parts.
 
-        A row's last call begins early enough for all the queries that are observed, and the one before ends there.
+        A row's last call begins early enough for all the queries that are observed, and for more tokens than choose
+        what they read (`kv.select`); the one before ends there.
         """
         found: Arrays = {}
         stream: npt.NDArray[Any] | None = None
@@ -67,7 +69,8 @@ class Part:
         if before is None:
             before = np.zeros((left.size, 1), np.float32)
         longest, final = int(left.max()), (left - 1) // self._chunk * self._chunk
-        early = np.minimum(final, left - (self._observe or 1)).clip(min=0)
+        least = FEW + 1 if self._chunk > 2 * FEW else 1
+        early = np.minimum(final, left - max(self._observe or 1, least)).clip(min=0)
         for start in range(0, longest, self._chunk):
             ends = (left > 0) & (final == start)
             first = np.where(ends, early, start)
