@@ -63,6 +63,22 @@ def test_short_prompts_and_calls_read_all_keys(name):
     assert model.generate(short, 5, eos=[]).tokens == base.generate(short, 5, eos=[]).tokens
 
 
+def test_the_end_of_a_prompt_reads_everything_where_single_tokens_choose():
+    """What is left behind the last whole segment is part of it where it is so little that its tokens would choose."""
+    tokens, counts = np.random.default_rng(6).integers(3, 50, (3, 118)), np.array([118, 77, 0])
+    quest, found = {"use": "quest", **find_axes()["kv.select"].small("quest")}, []
+    for tables in ({}, {"kv.select": quest}):
+        model = sparse("critiprefill", segment=36, tables=tables)
+        with model.session(3) as session:
+            found.append(session.prompt(tokens, counts))
+            assert session.stats["calls"] == 4
+    assert far(*found) < 1e-4 and not found[0][2].any()
+    for row, count in enumerate(counts[:2]):
+        with model.session() as session:
+            alone = session.prompt(tokens[[row], :count])
+            assert far(alone[0], found[0][row]) < 1e-4
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_of_all_keys_is_the_whole_model(name, monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 
 from accel.ir.entries.sparse import SPARSE
 from accel.ir.prefill import Segments
+from accel.ir.sizes import FEW
 from accel.runtime.backends.protocol import Arrays, BackendSession, Logits
 from accel.runtime.inputs.ints import Ints
 from accel.runtime.session.observers.observer import (
@@ -49,24 +50,35 @@ class PromptSegments(SessionObserver):
         longest = int(counts.max())
         if longest <= plan.threshold:
             return None
+        final = self._final(counts)
         out: Logits | None = None
         for start in range(0, longest, plan.tokens):
-            part = tokens[:, start : min(start + plan.tokens, longest)]
-            end, columns = start + part.shape[1], np.arange(part.shape[1])
-            between = (counts > end) & (start >= plan.threshold)
-            for rows, sparse in ((~between & (counts > start), False), (between, True)):
+            last = (final == start) & (counts > 0)
+            ends = np.where(start < final, start + plan.tokens, counts)
+            between = (start < final) & (start >= plan.threshold)
+            for rows, sparse in ((((start < final) | last) & ~between, False), (between, True)):
                 if not rows.any():
                     continue
-                real = rows[:, None] & (start + columns < counts[:, None])
-                positions = np.where(real, start + columns, -1)
-                slots = np.where(rows, start, np.minimum(counts, end))
+                columns = np.arange(start, int(ends[rows].max()))
+                real = rows[:, None] & (columns < ends[:, None])
+                positions = np.where(real, columns, -1)
+                slots = np.where(rows, start, ends)
+                part = tokens[:, columns]
                 if sparse:
                     calls.part(SPARSE.name, part, positions, slots, int(real.sum()))
                     continue
-                ends = rows & (counts <= end)
-                last = np.where(ends, counts - start - 1, 0)[:, None]
-                logits = calls.step(part, positions, slots, last, int(real.sum()))
+                wanted = np.where(rows & last, counts - start - 1, 0)[:, None]
+                logits = calls.step(part, positions, slots, wanted, int(real.sum()))
                 out = np.zeros_like(logits) if out is None else out
-                out[ends] = logits[ends]
+                out[rows & last] = logits[rows & last]
         assert out is not None  # the last segment goes by the step
         return out
+
+    def _final(self, counts: Ints) -> Ints:
+        """Where the last segment of each row begins [B]. It takes what is left where that is so little that tokens
+        would choose what they read (`kv.select`).
+        """
+        size = self.plan.tokens
+        final = np.maximum(counts - 1, 0) // size * size
+        short = (counts - final <= FEW) & (final > 0) & (size > FEW)
+        return np.where(short, final - size, final)
