@@ -15,7 +15,9 @@ from accel.passes.kv.keep import Base, Parts
 
 @dataclass(frozen=True)
 class MiKV(Base):
-    """`bits`: 2, 4 or 8, per token; each half of a head's channels has its own scale and minimum."""
+    """`bits`: 2, 4 or 8, per token; each half of a head's channels has its own scale and minimum. The paper also
+    scales channels of keys before, by a prompt's largest queries and keys in them; that is left out.
+    """
 
     bits: int = 4
     breaks = Base.breaks | {Invariant.PLAIN_KEYS}

@@ -17,8 +17,8 @@ from accel.passes.trained import Trained
 
 @dataclass(frozen=True)
 class TrimKV(Trained, Base):
-    """The score of a token after n more tokens is n log(beta), with beta in (0, 1) predicted from the hidden
-    state of its key. The newest token scores highest; no token is kept for its position.
+    """The score of a token for the query n tokens behind it is n log(beta), with beta in (0, 1) predicted from the
+    hidden state of its key; that of the next query counts. No token is kept for its position, the newest neither.
     """
 
     key: ClassVar[str] = "trim-kv"
