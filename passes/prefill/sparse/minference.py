@@ -149,7 +149,7 @@ class MInference(Base):
             found.append(off.sum((0, 2, 3, 4)))
         return torch.stack(found)
 
-    def _halved(self, length: int) -> dict[str, int]:
+    def _halved(self, length: int) -> dict[str, Any]:
         """The sizes for a row of so many tokens: halved until they fit, and still whole blocks."""
         halvings = 0
         while 2 * (self.segment + self.budget) >> halvings > length:
